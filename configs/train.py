@@ -1,6 +1,8 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -159,6 +161,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """The base is held in FP8 (E4M3) with a scale for each block of 128 by 128."""
     qlora_fp4: Annotated[bool, OnlyWith("lora")] = False
     """The base is held in NVFP4: E2M1 with an FP8 scale for each block of 16 and one for the tensor."""
+    init_adapter: Annotated[str | None, OnlyWith("lora")] = None
+    """Folder of a PEFT adapter that the training begins with, as `outputs/sft/broadcasts/step_000060` of `grpo sft`
+    (null: a new one, which changes nothing)."""
     loss: LossSettings = LossSettings()
     """The objective."""
     noise_scheduler: NoiseSettings = NoiseSettings()
@@ -176,6 +181,14 @@ class TrainSettings(ProcessSettings, SharedSettings):
             return given
         transport = given.get("rollout_transport", {})
         return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns the settings as JSON, as a run's record keeps them: a loss of the user's own with its digest."""
+        fields = self.model_dump(mode="json")
+        path = Path((self.loss.import_path or "").partition(".py:")[0] + ".py")
+        if self.loss.import_path is not None and path.is_file():
+            fields["loss"]["import_path"] += f" sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+        return fields
 
     @property
     def quantization(self) -> Quantization | None:
@@ -224,6 +237,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if kind == "merged" and self.recipe == "fp32" and rounds:
             yield "weight_broadcast.allow_rounding", "has no effect with recipe: fp32; remove it"
         yield from adapter_conflicts("lora_adapters", self.lora_adapters)
+        if self.lora_adapters and self.init_adapter is not None:
+            yield "init_adapter", "is one adapter, and lora_adapters names several; remove one of the two"
         if self.lora_adapters and kind == "merged":
             yield "lora_adapters", "cannot all be merged into one base; use weight_broadcast.format: adapter"
         if self.lora_adapters and self.noise_scheduler.enabled:

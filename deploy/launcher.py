@@ -132,8 +132,8 @@ def _check_folder(plan: Plan, model: Path) -> None:
     if (role := next((one for one in roles if is_at_work(path, one)), None)) is not None:
         raise RunFolderError(f"a grpo-{role} is at work in {path}; end it first, or give another --output_dir")
     if plan.train.resume == "auto" and not plan.train.overwrite_output_dir:
-        train, orch, infer = (settings.model_dump(mode="json") for settings in (plan.train, plan.orch, plan.infer))
-        changes_of(path, role="train", settings=train, base_model=base, may_change=TRAINER_MAY_CHANGE)
+        orch, infer = (settings.model_dump(mode="json") for settings in (plan.orch, plan.infer))
+        changes_of(path, role="train", settings=plan.train.recorded(), base_model=base, may_change=TRAINER_MAY_CHANGE)
         changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE)
         changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE)
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.api import *  # noqa: F403
+    from grpo.evaluation import evaluate as evaluate
     from grpo.handle import Run as Run
     from grpo.handle import RunFailed as RunFailed
-    from grpo.training import evaluate as evaluate
     from grpo.training import train as train
 
-_ELSEWHERE = {"train": "grpo.training", "evaluate": "grpo.training", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
+_ELSEWHERE = {"train": "grpo.training", "evaluate": "grpo.evaluation", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
 """Names that are not those of `grpo.api`, and their modules."""
 
 

@@ -15,7 +15,9 @@ COMMANDS = {
     "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
     "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
     "view": ("grpo.view.command", "runs in a browser: curves, timeline, every rollout token by token, live"),
+    "evaluate": ("grpo.evaluation", "how good a model, a run or a checkpoint is at environments, without training"),
     "data": ("grpo.data", "what a data set would ask, how long that is, and which rows cannot be used"),
+    "sft": ("grpo.sft", "how a model learns prompts and answers from a file, before a run: a supervised first stage"),
     "compare": ("grpo.compare", "the same training with different settings, compared in a table and pictures"),
 }
 """Commands besides `run`: the module that answers, and what it does."""

@@ -1,11 +1,10 @@
-"""`grpo.train` and `grpo.evaluate`: a run of the three programs, and an evaluation, from a script or a notebook."""
+"""`grpo.train`: a run of the three programs, started from a script or a notebook."""
 
 import atexit
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 from configs.keys import find, is_list, sections_of
 from configs.loading import read_yaml
 from configs.run import RunSettings, load_run, run_file
-from grpo.handle import GRPO, LOG_FILE, POLL_S, Run, command
+from grpo.handle import GRPO, LOG_FILE, POLL_S, Run
 from grpo.sources import env_settings
 from orchestrator.envs.base import Environment
 from transport.parent import PARENT_VAR
@@ -68,49 +67,6 @@ def train(
     words = [f"--{key}={text}" for key, text in _texts(given)]
     folder = Path(load_run(preset, words).train.settings.output_dir)
     return _started([str(preset), *words], folder)
-
-
-def evaluate(
-    target: str | Path | Run,
-    env: Env | Sequence[Env] | None = None,
-    *,
-    step: int | None = None,
-    num_examples: int | None = None,
-    rollouts_per_example: int | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    seed: int | None = None,
-    **server: Any,
-) -> dict[str, float]:
-    """Evaluates a model, or a version of a run, on held-out examples, as `grpo evaluate` does. Waits for the end.
-
-    Args:
-        target: A model's folder or Hugging Face id, a run, or its folder.
-        env: What to evaluate on, as in `train`; None for a run's own environments.
-        step: Which version of the run; None for the newest.
-        num_examples: Of each environment; None for all, or as the run has it.
-        rollouts_per_example: Answers to each prompt; more than one give pass@k.
-        temperature: 0 is greedy.
-        max_tokens: Longest answer.
-        seed: Of what is sampled.
-        **server: Keys of `grpo-infer`, which is started for it, as `dtype="float32"`.
-
-    Returns:
-        The metrics of docs/metrics.md that begin with `eval/`.
-
-    Raises:
-        ValueError: For a target, an environment or a setting that makes no sense.
-        RunFailed: Where a server or an environment fails.
-    """
-    chosen = {"step": step, "num_examples": num_examples, "rollouts_per_example": rollouts_per_example, "seed": seed}
-    chosen |= {"temperature": temperature, "max_tokens": max_tokens} | server
-    words = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
-    with tempfile.TemporaryDirectory(prefix="grpo_code_") as folder:
-        for one in _several(env) if env is not None else ():
-            words += ["--env", json.dumps(env_settings(one, Path(folder), overwrite=True))]
-        told = command("evaluate", str(target.folder if isinstance(target, Run) else target), "--json", *words)
-    metrics: dict[str, float] = json.loads(told)["metrics"]
-    return metrics
 
 
 def _several(env: Env | Sequence[Env]) -> Sequence[Env]:

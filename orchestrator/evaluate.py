@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
+from configs.orch import OrchSettings
 from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
 from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Task
 from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
@@ -30,6 +31,19 @@ class Suite:
     prompts: Sequence[Messages]
     params: SamplingParams
     adapters: RoleAdapters = SHARED_ADAPTER
+
+
+def suites_of(settings: OrchSettings, prompts: Mapping[str, Sequence[Messages]]) -> list[Suite]:
+    """All that the settings evaluate on. `prompts`: of the held-out examples, by environment."""
+    return [
+        Suite(
+            held_out=one,
+            prompts=prompts[one.key],
+            params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
+            adapters=RoleAdapters(names=settings.model.lora_adapters, of_roles=one.adapters),
+        )
+        for one in settings.held_out
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ async def get_ready(
         renderer = group.create_task(in_thread(ChatRenderer.of_model, model_folder))
         group.create_task(sync.wait_for_servers())
         train = group.create_task(_prompts(settings, environments))
-        held_out = group.create_task(_held_out_prompts(settings, environments))
+        held_out = group.create_task(held_out_prompts(settings, environments))
     check_roles(settings, environments)
     run_folder, status, trainer = run.result()
     server_len = min(sync.infos[server].max_model_len for server in sync.pool.routed)
@@ -130,9 +130,8 @@ async def _prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool
     return {env.label: await environments[env.label].prompts("train") for env in settings.env}
 
 
-async def _held_out_prompts(
-    settings: OrchSettings, environments: Mapping[str, WorkerPool]
-) -> dict[str, list[Messages]]:
+async def held_out_prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, list[Messages]]:
+    """What is evaluated on, by environment. Raises EnvironmentFailed."""
     prompts = {one.key: await environments[one.key].prompts("eval") for one in settings.held_out}
     limits = {one.key: None if one.num_examples < 0 else one.num_examples for one in settings.held_out}
     return {key: of_one[: limits[key]] for key, of_one in prompts.items()}

@@ -1,10 +1,8 @@
 """A user's own policy loss, by `loss.import_path`: a function of `PolicyTokens` that gives a loss for each token."""
 
-import hashlib
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +35,6 @@ def loss_function(import_path: str) -> LossFunction:
     if not callable(found):
         raise LossError(f"loss.import_path = {import_path!r} is {found!r}, expected a function of the step's tokens")
     return LossFunction(import_path, found)
-
-
-def source_digest(import_path: str) -> str | None:
-    """SHA-256 of the file that `import_path` names, for the run's record; None for a module."""
-    path = Path(import_path.partition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" and path.is_file() else None
 
 
 def custom_loss(function: LossFunction, tokens: PolicyTokens, settings: LossSettings, counts: StepCounts) -> Loss:

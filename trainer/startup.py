@@ -14,7 +14,6 @@ from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
 from trainer.checkpoint import Resumed, checkpoint_store, checkpoint_to_resume
 from trainer.colocate import imported_for, while_exported
-from trainer.custom_loss import source_digest
 from trainer.dequantized import publish_dequantized
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
 from trainer.errors import ExporterGone, ModelError, RankFailed
@@ -22,6 +21,7 @@ from trainer.loop import Trainer
 from trainer.memory import checkpointing_for, keep_freed_memory, missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.publishing import policy_spec, publisher_of
+from trainer.weights import AdapterWeights
 from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
@@ -105,6 +105,10 @@ def _train(
     imported = imported_for(settings, device)
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, imported=imported)
+    if settings.init_adapter is not None:
+        assert isinstance(policy.weights, AdapterWeights)
+        policy.weights.load(Path(settings.init_adapter))
+        policy.reshard()
     orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch")
     gc.freeze()  # what is there stays: the collector never looks at it
     gc.enable()
@@ -183,9 +187,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
     Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
     `RunFolderError` and others.
     """
-    path, recorded = Path(settings.output_dir), settings.model_dump(mode="json")
-    if settings.loss.import_path is not None and (digest := source_digest(settings.loss.import_path)) is not None:
-        recorded["loss"]["import_path"] += f" sha256:{digest}"
+    path, recorded = Path(settings.output_dir), settings.recorded()
     if not ranks.is_main:
         run_id, step = ranks.broadcast(None)
         run = RunFolder(path=path, run_id=run_id)

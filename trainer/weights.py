@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 
-from trainer.distributed import Ranks, host_copies
+from trainer.distributed import Ranks, host_copies, local_tensor, shard_like
 from trainer.errors import ModelError
 from trainer.lora import FusedLoraLinear
 from transport.weights.shards import Weight
@@ -55,6 +55,29 @@ class AdapterWeights:
         """The adapters as they are now."""
         named = {f"{folder}{name}": p for folder, own in self._parameters.items() for name, p in own.items()}
         return host_copies(named, self._ranks, dtype=torch.float32)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Takes up the adapter in PEFT's format in `folder`, in the place of the first. Raises `ModelError` where it is
+        none, or another model's, or has other sizes."""
+        try:
+            scale = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
+            given = load_file(folder / ADAPTER_FILE)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"init_adapter: {folder} holds no adapter that PEFT has written: {error}") from error
+        name, named = self._folders[""], self._parameters[""]
+        own, shapes = self._model.peft_config[name], {key: tuple(p.shape) for key, p in named.items()}
+        if (
+            shapes != {key: tuple(tensor.shape) for key, tensor in given.items()}
+            or scale["lora_alpha"] != own.lora_alpha
+        ):
+            raise ModelError(
+                f"init_adapter: {folder} has rank {scale.get('r')}, alpha {scale.get('lora_alpha')} and target modules "
+                f"{sorted(scale.get('target_modules') or ())}, or is another model's; expected {own.r}, "
+                f"{own.lora_alpha} and {sorted(own.target_modules)}: set lora_rank, lora_alpha and lora_target_modules"
+            )
+        for key, parameter in named.items():
+            local_tensor(parameter).copy_(local_tensor(shard_like(given[key].float(), parameter)))
 
     def make(self, snapshot: Snapshot, *, merged: bool) -> Made:
         """Returns the adapters' files, or the base's matrices with the adapter merged into them."""

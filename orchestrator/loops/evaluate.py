@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from configs.orch import OrchSettings
-from orchestrator.evaluate import Suite, due, evaluate
+from orchestrator.evaluate import Suite, due, evaluate, suites_of
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.traces import Traces
 from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import Messages, SamplingParams
-from orchestrator.rollouts.roles import RoleAdapters
+from orchestrator.rollouts.records import Messages
 from orchestrator.scheduler import Scheduler
 from orchestrator.seeds import group_seed
 
@@ -44,15 +43,7 @@ class Evaluating:
     _due: asyncio.Queue[tuple[int, list[Suite]] | None] = field(default_factory=asyncio.Queue, init=False)
 
     def __post_init__(self) -> None:
-        self._suites = [
-            Suite(
-                held_out=one,
-                prompts=self.prompts[one.key],
-                params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
-                adapters=RoleAdapters(names=self.settings.model.lora_adapters, of_roles=one.adapters),
-            )
-            for one in self.settings.held_out
-        ]
+        self._suites = suites_of(self.settings, self.prompts)
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`; it stays until it is evaluated, where that is due."""

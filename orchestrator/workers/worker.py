@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
+from orchestrator.envs.data.files import BadData
 from orchestrator.envs.registry import make_environment
 from orchestrator.rollouts.clock import (
     BOARD_BYTES,
@@ -299,11 +300,13 @@ def _result(state: EpisodeState) -> EpisodeResult:
     )
 
 
+SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, BadData)
+"""Errors that say all without a traceback."""
+
+
 def _told(error: BaseException) -> str:
     """An exception with its traceback, its beginning and its end; it may repeat an endless text."""
-    message = (
-        str(error) if isinstance(error, RewardNotFinite | ContextFull) else "".join(traceback.format_exception(error))
-    )
+    message = str(error) if isinstance(error, SPEAKS_FOR_ITSELF) else "".join(traceback.format_exception(error))
     if len(message) > MAX_MESSAGE_CHARACTERS:
         half = MAX_MESSAGE_CHARACTERS // 2
         message = f"{message[:half]}\n[{len(message) - 2 * half} characters left out]\n{message[-half:]}"

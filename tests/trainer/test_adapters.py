@@ -14,11 +14,12 @@ from safetensors.torch import load
 
 from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
-from tests.trainer.models import CPU, canary_of, files_of, hint_for, is_zero, pair_of, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, TARGETS, canary_of, files_of, hint_for, is_zero, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
 from trainer.batch import counts_of
 from trainer.checkpoint import restore, state_parts
 from trainer.distributed import ONE, Ranks
+from trainer.errors import ModelError
 from trainer.metrics import numbers_of
 from trainer.model import Policy
 from trainer.objective import Objective
@@ -261,3 +262,15 @@ def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model:
     assert not Canary.from_json(after[f"{folder}{canary}"]).is_zero
     metrics = json.loads(after["metrics.json"])
     assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (0, 13)
+
+
+def test_an_adapter_of_other_sizes_is_refused_with_the_keys_to_set(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=1)
+    bench.send(1, tiny_batch((6, 9)))
+    bench.trainer.train()
+    for name, data in bench.files(1).items():
+        (tmp_path / name).write_bytes(data)
+    other = tiny_policy(tiny_model, target_modules=TARGETS[:2])
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ModelError, match="init_adapter"):
+            other.weights.load(folder)  # type: ignore[union-attr]

@@ -1,0 +1,368 @@
+"""`grpo evaluate MODEL|RUN|CHECKPOINT` and `grpo.evaluate`: how good a policy is at environments, without training."""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.errors import SettingsError
+from configs.infer import InferSettings
+from configs.loading import dump, load
+from configs.orch import OrchSettings
+from grpo.handle import Run
+from grpo.sources import env_settings
+from grpo.training import Env
+from orchestrator.background import in_thread
+from orchestrator.checks import check_server
+from orchestrator.envs.base import Environment
+from orchestrator.envs.registry import check_id
+from orchestrator.evaluate import Evaluation, suites_of
+from orchestrator.evaluate import evaluate as evaluate_suites
+from orchestrator.inference.client import InferenceClient, ServerError
+from orchestrator.inference.pool import ServerPool
+from orchestrator.inference.watch import ServerWatch
+from orchestrator.inference.weight_sync import WeightSync
+from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.records import Completion
+from orchestrator.seeds import group_seed
+from orchestrator.startup import held_out_prompts, make_environments
+from orchestrator.workers.failures import EnvironmentFailed
+from transport.errors import TransportError
+from transport.folders import STABLE, steps_in
+from transport.parent import PARENT_VAR
+from transport.run import current_run_id, recorded_settings
+from transport.weights.identity import base_identity, resolve_model
+from transport.weights.store import NOISE_FILE, PolicyReader
+
+TAKES_OTHERS = True
+EPILOG = """\
+MODEL is a folder or a Hugging Face id. RUN is a run's folder, of which the newest version is evaluated, or that of
+--step; a checkpoint is one of the folders in its checkpoints/ or broadcasts/. A run's own environments, server and
+sampling hold unless they are given here. All other options are keys of grpo-infer, which is started for it:
+
+  grpo evaluate configs/quickstart/model --env reverse-text --dtype float32 --max_model_len 128 --max_tokens 12
+  grpo evaluate outputs/first --step 20 --rollouts_per_example 8 --temperature 1
+
+exit codes: 0 done, 1 a server or an environment failed, 2 settings that cannot be honoured, 130 Ctrl-C"""
+END_S = 30.0
+"""For the server to end."""
+_NUM_LOG_LINES = 15
+_VERSION_FOLDER = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is evaluated."""
+
+    model: str
+    """The base model."""
+    run: Path | None = None
+    version: int | None = None
+    """Of the run's policy; None for the model itself."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.model if self.version is None else f"{self.run}, version {self.version}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument("target", help="a model, a run, or a checkpoint of a run")
+    parser.add_argument("--env", action="append", help="an environment's id, or its settings as JSON; may be repeated")
+    parser.add_argument("--step", type=int, help="which version of the run (the newest)")
+    parser.add_argument("--num_examples", type=int, help="of each environment (all, or as the run has it)")
+    parser.add_argument("--rollouts_per_example", type=int, help="answers to each prompt; more than 1 give pass@k (1)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
+    parser.add_argument("--max_tokens", type=int, help="longest answer (what the context leaves)")
+    parser.add_argument("--seed", type=int, help="of what is sampled")
+    parser.add_argument("--show", type=int, default=0, help="answers that are printed, of each environment (0)")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON instead of a table")
+
+
+def evaluate(
+    target: str | Path | Run,
+    env: Env | Sequence[Env] | None = None,
+    *,
+    step: int | None = None,
+    num_examples: int | None = None,
+    rollouts_per_example: int | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    **server: Any,
+) -> Evaluation:
+    """Answers the held-out examples of environments by a model, or by a run's policy. A server is started for it.
+
+    Args:
+        target: A model's folder or Hugging Face id, a run or its folder, or one of a run's checkpoints.
+        env: What to evaluate on, as of `grpo.train`; a run's own environments where it is left out.
+        step: Which version of the run; the newest where it is left out.
+        num_examples: Of each environment.
+        rollouts_per_example: Answers to each prompt; more than one, at a `temperature` above 0, give pass@k.
+        temperature: 0 is greedy.
+        max_tokens: Longest answer.
+        seed: Of what is sampled.
+        **server: Keys of grpo-infer, as `max_model_len=512`.
+
+    Returns:
+        `accuracy` by environment, all figures in `metrics`, and every answer in `results`.
+
+    Raises:
+        ValueError: For what cannot be evaluated, and for settings that cannot be honoured.
+        ServerError: The server has failed; it says what the server said.
+
+    Example:
+        ```python
+        before = grpo.evaluate("configs/quickstart/model", "reverse-text", max_model_len=128)
+        after = grpo.evaluate("outputs/first")
+        ```
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo_evaluate_") as folder:
+        several = [] if env is None else [env] if isinstance(env, (str, Mapping, Environment, type)) else [*env]
+        options = argparse.Namespace(
+            env=[json.dumps(env_settings(one, Path(folder), overwrite=False)) for one in several],
+            num_examples=num_examples,
+            rollouts_per_example=rollouts_per_example,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+            others=[f"--{key}={value}" for key, value in server.items()],
+        )
+        found = find_target(str(target.folder if isinstance(target, Run) else target), step)
+        with ThreadPoolExecutor(1) as beside:  # a notebook has an event loop in this thread
+            return beside.submit(_figures, found, *settings_of(found, options)).result()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the figures of each environment, and returns the exit code."""
+    try:
+        target = find_target(options.target, options.step)
+        orch, infer = settings_of(target, options)
+    except (SettingsError, ValueError, OSError, TransportError) as error:
+        print(f"grpo evaluate: {error}", file=sys.stderr)
+        return 2
+    try:
+        evaluation = _figures(target, orch, infer)
+    except (ServerError, EnvironmentFailed, TransportError, ValueError, OSError) as error:
+        print(f"grpo evaluate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    _print(target, evaluation, options)
+    return 0
+
+
+def find_target(text: str, step: int | None) -> Target:
+    """What a path or a name stands for. Raises ValueError and FileNotFoundError."""
+    path = Path(text)
+    if (found := _VERSION_FOLDER.fullmatch(path.name)) and path.parent.name in ("checkpoints", "broadcasts"):
+        path, step = path.parent.parent, int(found[1])
+    if (run_id := current_run_id(path) if path.is_dir() else None) is None:
+        if step is not None:
+            raise ValueError(f"{text} is no run, of which --step {step} would be a version")
+        resolve_model(text)
+        return Target(model=text)
+    versions = sorted(steps_in(path / "broadcasts", part=STABLE))
+    trainer = recorded_settings(path, "train")
+    if not versions or trainer is None:
+        raise ValueError(f"the run in {path} has published no version yet")
+    version = versions[-1] if step is None else step
+    if PolicyReader(path / "broadcasts", run_id=run_id).poll(version) is None:
+        raise ValueError(f"version {version} is no longer in {path / 'broadcasts'}; there are {versions}")
+    return Target(model=str(trainer["model"]), run=path, version=version)
+
+
+def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettings, InferSettings]:
+    """Of the environments with their sampling, and of the server. Raises SettingsError and ValueError."""
+    tree: dict[str, Any] = dict((target.run and recorded_settings(target.run, "orch")) or {})
+    tree |= {"model": {**tree.get("model", {}), "name": target.model}, "report_to": None}
+    if options.env:
+        tree["env"] = [yaml.safe_load(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env]
+    if not tree.get("env"):
+        raise ValueError("no environment to evaluate on; give --env ID")
+    sampled = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    chosen = {"num_examples": options.num_examples, "rollouts_per_example": options.rollouts_per_example}
+    evaluated = tree.get("eval", {})
+    evaluated |= {"env": [] if options.env else evaluated.get("env", [])} | _given(chosen)
+    evaluated["sampling"] = evaluated.get("sampling", {}) | _given(sampled)
+    tree["eval"] = evaluated
+    if options.seed is not None:
+        tree["sampling"] = tree.get("sampling", {}) | {"seed": options.seed}
+    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(_free_port()), *options.others]
+    file = None if target.run is None else target.run / "settings" / "infer.yaml"
+    infer = load(InferSettings, file=file if file is not None and file.is_file() else None, arguments=words).settings
+    tree["client"] = {"base_url": [f"http://127.0.0.1:{infer.port}/v1"], "api_key_var": infer.api_key_var}
+    orch = OrchSettings.model_validate(tree)
+    for env in orch.held_out:
+        if env.address is None:
+            check_id(env.id)
+    if any(env.rollouts_per_example > 1 and env.temperature == 0 for env in orch.held_out):
+        raise ValueError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
+    return orch, infer.model_copy(update={"colocate": False, "sleep_mode": False})
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+# --- the server ---
+
+
+@contextlib.contextmanager
+def _server(infer: InferSettings, run: Path | None) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """grpo-infer, and its log. It ends with this process, however that ends."""
+    with tempfile.TemporaryDirectory(prefix="grpo_evaluate_") as folder:
+        infer = infer.model_copy(update={"output_dir": str(run or folder)})
+        settings, log = Path(folder, "infer.yaml"), Path(folder, "infer.log")
+        settings.write_text(dump(infer))
+        with log.open("wb") as file:
+            server = subprocess.Popen(
+                [sys.executable, "-P", "-m", "infer.cli", str(settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, PARENT_VAR: str(os.getpid())},
+            )
+        try:
+            yield server, log
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(END_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+async def _ended(server: subprocess.Popen[bytes], log: Path) -> None:
+    """Raises ServerError when the server ends."""
+    code = await in_thread(server.wait)
+    said = (await in_thread(log.read_text, errors="replace")).splitlines()[-_NUM_LOG_LINES:]
+    raise ServerError("\n".join([f"grpo-infer ended with {code}; it said:", *said]))
+
+
+class _BaseClient(InferenceClient):
+    """Asks for the base model, whatever version is asked for."""
+
+    async def generate(self, *arguments: Any, version: int | None, **named: Any) -> list[Completion]:
+        return await super().generate(*arguments, version=None, **named)
+
+
+# --- the evaluation ---
+
+
+def _figures(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
+    try:
+        return asyncio.run(_evaluated(target, orch, infer))
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+async def _evaluated(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
+    folder = resolve_model(target.model)
+    async with AsyncExitStack() as opened:
+        server, log = opened.enter_context(_server(infer, target.run))
+        make = InferenceClient if target.version is not None else _BaseClient
+        key = os.environ.get(orch.client.api_key_var)
+        client = make(ServerPool(orch.client.base_url), api_key=key, timeout_s=orch.client.timeout)
+        opened.push_async_callback(client.close)
+        sync = WeightSync(client, alias=orch.model.lora_adapter, adapters=orch.model.lora_adapters)
+        sync.check = partial(check_server, orch, identity=base_identity(folder), folder=folder)
+        environments = make_environments(orch)
+        opened.push_async_callback(lambda: asyncio.gather(*(pool.close() for pool in environments.values())))
+        await opened.enter_async_context(_beside(_ended(server, log), _watch(sync, orch).run()))
+        prompts, _ = await asyncio.gather(held_out_prompts(orch, environments), sync.wait_for_servers())
+        if target.run is not None and target.version is not None:
+            sync.run_id = str(current_run_id(target.run))
+            policy = PolicyReader(target.run / "broadcasts", run_id=sync.run_id).poll(target.version)
+            await sync.load(target.version, noisy=policy is not None and NOISE_FILE in policy.manifest.files)
+        engine = RolloutEngine(
+            environments,
+            client,
+            ChatRenderer.of_model(folder),
+            context_len=min(info.max_model_len for info in sync.infos.values()),
+            seed=orch.seed,
+            max_prompt_length=orch.buffer.max_prompt_length,
+        )
+        return await evaluate_suites(
+            engine,
+            suites_of(orch, prompts),
+            version=target.version or 0,
+            complete=True,
+            seed_of=partial(group_seed, orch.sampling.seed),
+        )
+
+
+def _watch(sync: WeightSync, orch: OrchSettings) -> ServerWatch:
+    return ServerWatch(sync, interval_s=orch.client.health_interval_s, timeout_s=orch.client.health_timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def _beside(*coroutines: Any) -> AsyncIterator[None]:
+    """Runs coroutines that do not end but with an error, which ends what is within."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in coroutines]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of errors that came together."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+# --- what is printed ---
+
+
+def _print(target: Target, evaluation: Evaluation, options: argparse.Namespace) -> None:
+    if options.json:
+        about = {**dataclasses.asdict(target), "run": target.run and str(target.run)}
+        print(json.dumps({**about, "metrics": dict(evaluation.metrics)}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    envs = list(evaluation.accuracy)
+    table = Table("", *envs, title=target.name)
+    names = dict.fromkeys(key.removesuffix(f"/{env}") for env in envs for key in evaluation.metrics if _is_of(key, env))
+    for name in names:
+        cells = [evaluation.metrics.get(f"{name}/{env}") for env in envs]
+        table.add_row(name.removeprefix("eval/"), *("" if one is None else f"{one:.4g}" for one in cells))
+    Console().print(table)
+    for env in envs:
+        own = [result for result in evaluation.results if result.task.env.removeprefix("eval:") == env]
+        for result in own[: options.show]:
+            print(f"\n{env}, example {result.task.index}, reward {result.reward if result.failure is None else 'none'}")
+            print("\n".join(f"[{message['role']}] {message['content']}" for message in result.task.messages))
+            print("\n".join(f"[{step.role}] {step.text}" for one in result.walk() for step in one.steps))
+
+
+def _is_of(key: str, env: str) -> bool:
+    return key.endswith(f"/{env}") and key.startswith("eval/")

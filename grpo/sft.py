@@ -1,0 +1,265 @@
+"""`grpo sft`: a supervised first stage. The trainer learns the answers of a file, and a run goes on from its adapter.
+
+The trainer is that of every run; this process takes the orchestrator's place and sends it batches. With advantages of 1
+and a ratio of 1 (`loss.name: reinforce`) the policy loss is the cross-entropy of the answers' tokens.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from configs.errors import SettingsError, exit_with_problems
+from configs.loading import load, value_at
+from configs.train import TrainSettings
+from deploy.launcher import explain, locked
+from deploy.programs import Program, Signals, run_programs
+from orchestrator.envs.data.files import BadData, check_refused, parse_rows
+from orchestrator.packing import pack
+from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.messages import messages_of
+from transport.batches.channel import open_sender
+from transport.batches.filesystem import BatchSender
+from transport.batches.store import StepStore
+from transport.checkpoints import Checkpoints
+from transport.errors import RunFolderError, StorageError
+from transport.folders import step_folder, steps_in
+from transport.hidden import key_variables
+from transport.records import TrainingSample
+from transport.run import RunFolder, open_run
+from transport.weights.identity import resolve_model
+from transport.weights.store import METRICS_FILE
+
+TAKES_OTHERS = True
+EPILOG = """\
+DATA is a file (JSONL, JSON, CSV, Parquet, Arrow) with a prompt and an answer in each row; a prompt is a text, or a list
+of chat messages. All other options are settings of grpo-train, as in docs/settings.md:
+
+  grpo sft pairs.jsonl --model configs/quickstart/model --output_dir outputs/sft --epochs 3 --learning_rate 1e-3
+  grpo quickstart --train.init_adapter outputs/sft/broadcasts/step_000060
+
+The same command goes on with a stage that was interrupted.
+
+exit codes: 0 done, 1 the trainer failed, 2 data or settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
+_AHEAD = 4
+"""Batches that wait for the trainer, at most."""
+_RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row as token ids."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.usage = "grpo sft DATA --model MODEL [--epochs N] [--batch_size N] [options of grpo-train]"
+    parser.add_argument("data", type=Path, help="file with a prompt and an answer in each row")
+    parser.add_argument("--prompt", default="prompt", metavar="COLUMN", help="the prompts' column (prompt)")
+    parser.add_argument("--answer", default="answer", metavar="COLUMN", help="the answers' column (answer)")
+    parser.add_argument("--batch_size", type=_positive, default=64, metavar="N", help="rows of a step (64)")
+    parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="times that each row is learned (1)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings of grpo-train as YAML")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def main(options: argparse.Namespace) -> int:
+    """Learns the file, and returns the exit code."""
+    try:
+        rows = rows_of(options.data, prompt=options.prompt, answer=options.answer)
+        num_steps = -(-len(rows) * options.epochs // options.batch_size)
+        settings = settings_of(options.config, options.others, num_steps=num_steps)
+        model = resolve_model(settings.model)
+        examples = examples_of(rows, model, sequence_len=settings.sequence_len)
+    except SettingsError as error:
+        exit_with_problems(error)
+    except (BadData, ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        try:
+            stack.enter_context(locked(Path(settings.output_dir)))
+            run = open_run(settings.output_dir, resume=settings.resume, overwrite=settings.overwrite_output_dir)
+            StepStore(run.batches, run_id=run.run_id).remove_finished()
+        except (RunFolderError, StorageError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        transport = settings.rollout_transport.model_dump()
+        sender = stack.enter_context(open_sender(run, num_ranks=settings.gpus, **transport))
+        feed = Feed(examples, settings, run, sender, batch_size=options.batch_size)
+        outcome = run_programs(
+            [_trainer(settings, run)], restarts=_RESTARTS, signals=signals, tick=feed.tick, restarted=lambda _: None
+        )
+        feed.tell()
+    explain(outcome)
+    if not outcome.exit_code:
+        print(f"done: {step_folder(run.broadcasts, settings.max_steps)}")
+    return outcome.exit_code
+
+
+def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str, str]], str]]:
+    """Returns the messages and the answer of each row. Raises BadData, which names the row that has none."""
+
+    def parsed(row: Mapping[str, Any], _: str) -> tuple[list[dict[str, str]], str]:
+        for column in (prompt, answer):
+            if column not in row:
+                raise ValueError(f"there is no column {column!r}; there are {', '.join(map(str, row)) or 'none'}")
+        if not isinstance(text := row[answer], str) or not text.strip():
+            raise ValueError(f"{answer} is {text!r:.80}, expected a text")
+        return messages_of({"prompt": row[prompt]}), text
+
+    rows, refused = parse_rows([path], parsed)
+    check_refused(refused, len(rows))
+    return rows
+
+
+def settings_of(file: Path | None, arguments: Sequence[str], *, num_steps: int) -> TrainSettings:
+    """Returns the trainer's settings, for `num_steps` steps unless they say otherwise. Raises `SettingsError`."""
+    arguments = [*arguments, "--loss.name", "reinforce"]
+    if not any(word.partition("=")[0] == "--max_steps" for word in arguments):
+        arguments = [*arguments, "--max_steps", str(num_steps)]
+    loaded = load(TrainSettings, file=file, arguments=arguments)
+    keys = sorted(f"loss.{key}" for key in loaded.settings.loss.changed - {"name", "entropy_tau"})
+    keys += [key for key in ("noise_scheduler.enabled", "sleep_mode", "colocate") if value_at(loaded.settings, key)]
+    if keys:
+        raise SettingsError([loaded.problem(key, "has no effect on a supervised stage; remove it") for key in keys])
+    return loaded.settings
+
+
+def examples_of(rows: Sequence[tuple[list[dict[str, str]], str]], model: Path, *, sequence_len: int) -> list[Example]:
+    """Returns the rows as token ids: the prompt as the run will ask it, the answer with the token that ends a turn.
+    Prints how many are longer than `sequence_len` and left out; raises ValueError where all are."""
+    renderer, end = ChatRenderer.of_model(model), end_token(model)
+    found = [Example(renderer.prompt_ids(tuple(messages)), [*renderer.ids_of(text), end]) for messages, text in rows]
+    kept = [one for one in found if len(one.prompt) + len(one.answer) <= sequence_len]
+    if len(kept) < len(found):
+        longest = max(len(one.prompt) + len(one.answer) for one in found)
+        print(f"{len(found) - len(kept)} of {len(found)} rows are longer than sequence_len = {sequence_len} tokens")
+        if not kept:
+            raise ValueError(f"no row fits into sequence_len = {sequence_len}; the longest has {longest} tokens")
+    return kept
+
+
+def end_token(model: Path) -> int:
+    """The token at which servers end an answer of the model. Raises ValueError where it names none."""
+    for name in ("generation_config.json", "config.json"):
+        with contextlib.suppress(FileNotFoundError):
+            found = json.loads((model / name).read_bytes()).get("eos_token_id")
+            if isinstance(found, list) and found:
+                found = found[0]
+            if isinstance(found, int):
+                return found
+    raise ValueError(f"{model} names no eos_token_id in generation_config.json or config.json, which ends an answer")
+
+
+class Feed:
+    """Sends the trainer its batches, and tells of its steps."""
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        settings: TrainSettings,
+        run: RunFolder,
+        sender: BatchSender,
+        *,
+        batch_size: int,
+    ) -> None:
+        self._examples, self._settings, self._run, self._sender = examples, settings, run, sender
+        self._batch_size, self._sent = batch_size, Checkpoints(run).settle()
+        self._told = max(steps_in(run.broadcasts), default=0)
+        self._finished = False
+
+    def tick(self) -> None:
+        """Is called often: sends batches while few wait, and tells of versions that are new."""
+        while self._sent < self._settings.max_steps and self._sent - self._sender.received() < _AHEAD:
+            self._sent += 1
+            samples = [sample_of(one, step=self._sent, number=n) for n, one in enumerate(self._batch(self._sent))]
+            place: dict[str, Any] = {"run_id": self._run.run_id, "step": self._sent, "num_ranks": self._settings.gpus}
+            self._sender.send(self._sent, pack(samples, seq_len=self._settings.sequence_len, **place))
+        if self._sent >= self._settings.max_steps and not self._finished:
+            self._sender.finish(self._settings.max_steps)
+            self._finished = True
+        self.tell()
+
+    def tell(self) -> None:
+        """Prints a line for each new version, and adds it to metrics.jsonl."""
+        for step in (step for step in steps_in(self._run.broadcasts) if step > self._told):
+            self._told = step
+            with contextlib.suppress(OSError):  # it may be removed already
+                metrics = json.loads((step_folder(self._run.broadcasts, step) / METRICS_FILE).read_bytes())
+                with (self._run.path / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": step, **metrics}) + "\n")
+                print(
+                    f"step {step}/{self._settings.max_steps}: loss {metrics['loss/total']:.4f} nats a token, "
+                    f"{metrics['perf/train_tokens_per_s']:,.0f} tokens/s",
+                    flush=True,
+                )
+
+    def _batch(self, step: int) -> list[Example]:
+        """The rows of one step: each epoch has an order of its own, which the seed determines."""
+        return [self._row(number) for number in range((step - 1) * self._batch_size, step * self._batch_size)]
+
+    def _row(self, number: int) -> Example:
+        epoch, place = divmod(number, len(self._examples))
+        return self._examples[int(_order(self._settings.seed, epoch, len(self._examples))[place])]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, length: int) -> Any:
+    """[length] a permutation."""
+    return np.random.default_rng([seed, epoch]).permutation(length)
+
+
+def sample_of(example: Example, *, step: int, number: int) -> TrainingSample:
+    """Returns a row as what a policy sampled, with an advantage of 1 for each token of the answer."""
+    length = len(example.prompt) + len(example.answer)
+    return TrainingSample(
+        token_ids=np.array([*example.prompt, *example.answer], np.int32),
+        loss_mask=np.arange(length) >= len(example.prompt),
+        inference_logprobs=np.zeros(length, np.float32),
+        advantages=1.0,
+        temperatures=1.0,
+        policy_versions=((step - 1, length),),
+        env="sft",
+        group_id=f"{step}",
+        rollout_id=f"{step}/{number}",
+        reward=0.0,
+        stop_reason="stop",
+    )
+
+
+def _trainer(settings: TrainSettings, run: RunFolder) -> Program:
+    """grpo-train, with the settings in the run's folder."""
+    for folder in (run.path / "settings", run.status, run.logs):
+        folder.mkdir(exist_ok=True)
+    goes_on = {"run_id": run.run_id, "resume": "auto", "overwrite_output_dir": False}
+    given = settings.model_copy(update=goes_on).model_dump(mode="json", exclude_unset=True)
+    file = run.path / "settings" / "train.yaml"
+    file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+    hidden = key_variables(settings.model_dump()) | {k for k in os.environ if k.startswith("GRPO_TRAIN_")}
+    return Program(
+        role="train",
+        command=(sys.executable, "-P", "-m", "trainer.cli", str(file)),
+        log=run.logs / "train.log",
+        status=run.status / "train.json",
+        environment={k: v for k, v in os.environ.items() if k not in hidden} | {"PYTHONUNBUFFERED": "1"},
+    )

@@ -1,0 +1,77 @@
+"""What `grpo evaluate` takes for a model, a run and a checkpoint, and by which settings it is evaluated."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import SettingsError
+from grpo.evaluation import find_target, settings_of
+from orchestrator.envs.registry import UnknownEnvironment
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.run import create_run, join_run
+
+MODEL = str(Path(__file__).parents[2] / "configs/quickstart/model")
+
+
+def options(*others: str, **given: Any) -> argparse.Namespace:
+    names = ("env", "num_examples", "rollouts_per_example", "temperature", "max_tokens", "seed")
+    return argparse.Namespace(**{name: given.get(name) for name in names}, others=list(others))
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> Path:
+    """A run of three steps."""
+    from orchestrator.run import orchestrate
+
+    server = await FakeServer().start()
+    FakeTrainer(tmp_path / "run").start()
+    await orchestrate(settings_for(tmp_path / "run", server, eval={"num_examples": 3, "sampling": {"max_tokens": 5}}))
+    await server.stop()
+    return tmp_path / "run"
+
+
+def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server() -> None:
+    target = find_target(MODEL, None)
+    orch, infer = settings_of(
+        target,
+        options("--max_model_len", "64", env=["reverse-text", '{"id": "arithmetic", "name": "sums"}'], max_tokens=7),
+    )
+    assert (target.run, target.version) == (None, None)
+    assert [(env.label, env.max_tokens, env.num_examples) for env in orch.held_out] == [
+        ("reverse-text", 7, -1),
+        ("sums", 7, -1),
+    ]
+    assert infer.max_model_len == 64
+    assert orch.client.base_url == (f"http://127.0.0.1:{infer.port}/v1",)
+
+
+async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(run: Path) -> None:
+    assert find_target(str(run), None).version == 3
+    assert find_target(str(run), 2).version == find_target(str(run / "broadcasts" / "step_000002"), None).version == 2
+    orch, _ = settings_of(find_target(str(run), None), options())
+    assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("reverse-text", 3, 5)]
+    orch, _ = settings_of(find_target(str(run), None), options(env=["arithmetic"], num_examples=9))
+    assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("arithmetic", 9, 5)]
+    with pytest.raises(ValueError, match=r"there are \[0, 1, 2, 3\]"):
+        find_target(str(run), 9)
+
+
+def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
+    for target, step, told in (("nothing/at/all", None, "no such folder"), (MODEL, 3, "no run")):
+        with pytest.raises((ValueError, FileNotFoundError), match=told):
+            find_target(target, step)
+    create_run(tmp_path)
+    join_run(tmp_path, role="train", settings={"model": MODEL}, timeout_s=1)
+    with pytest.raises(ValueError, match="no version"):
+        find_target(str(tmp_path), None)
+    found = find_target(MODEL, None)
+    for given, error in (
+        (options(), ValueError),
+        (options(env=["revers-text"]), UnknownEnvironment),
+        (options("--max_model_lenn", "3", env=["reverse-text"]), SettingsError),
+        (options(env=["reverse-text"], rollouts_per_example=4), ValueError),
+    ):
+        with pytest.raises(error):
+            settings_of(found, given)

@@ -1,0 +1,89 @@
+"""`grpo sft`: prompts and answers from a file, learned by the trainer itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.errors import SettingsError
+from grpo.cli import _command
+from grpo.sft import examples_of, rows_of, sample_of, settings_of
+from orchestrator.envs.data.files import BadData
+from orchestrator.renderer import ChatRenderer
+from tests.trainer.models import is_zero, tiny_policy
+from trainer.weights import AdapterWeights
+
+MODEL = Path("configs/quickstart/model")
+ARGUMENTS = ["--model", str(MODEL), "--recipe", "fp32", "--optimizer", "adamw", "--num_threads", "1"]
+
+
+def written(folder: Path, rows: list[Any]) -> Path:
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "pairs.jsonl"
+
+
+def pairs(folder: Path, number: int = 96) -> Path:
+    words = [f"{chr(97 + n % 26)}{chr(97 + n * 7 % 26)}b" for n in range(number)]
+    return written(folder, [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in words])
+
+
+def test_the_loss_is_on_the_answer_and_on_the_token_that_ends_it(tmp_path: Path) -> None:
+    rows = rows_of(written(tmp_path, [{"q": [{"role": "user", "content": "Hi"}], "a": "Ho"}]), prompt="q", answer="a")
+    [example] = examples_of(rows, MODEL, sequence_len=64)
+    sample, renderer = sample_of(example, step=3, number=0), ChatRenderer.of_model(MODEL)
+    assert renderer.raw_text(sample.token_ids[~sample.loss_mask].tolist()).count("Hi") == 1
+    trained = sample.token_ids[sample.loss_mask].tolist()
+    assert renderer.texts([type("C", (), {"token_ids": trained})]) == ["Ho"]
+    assert renderer.is_special(trained[-1])
+    assert sample.policy_versions == ((2, len(sample.token_ids)),)
+
+
+def test_a_row_that_is_too_long_is_left_out_and_all_of_them_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(
+        written(tmp_path, [{"prompt": "Hi", "answer": "Ho"}, {"prompt": "Hi", "answer": "Ho" * 100}]),
+        prompt="prompt",
+        answer="answer",
+    )
+    assert len(examples_of(rows, MODEL, sequence_len=64)) == 1
+    assert "1 of 2" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="sequence_len"):
+        examples_of(rows[1:], MODEL, sequence_len=64)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [({"prompt": "Hi"}, "answer"), ({"answer": "Ho"}, "prompt"), ({"prompt": "Hi", "answer": ""}, "text")],
+)
+def test_a_row_without_a_prompt_or_an_answer_is_named(tmp_path: Path, row: Any, says: str) -> None:
+    with pytest.raises(BadData, match=rf"pairs\.jsonl:2.*{says}"):
+        rows_of(written(tmp_path, [{"prompt": "Hi", "answer": "Ho"}, row]), prompt="prompt", answer="answer")
+
+
+@pytest.mark.parametrize("given", [["--loss.kl_tau", "0.1"], ["--noise_scheduler.enabled", "--max_steps", "20"]])
+def test_settings_that_a_supervised_stage_ignores_are_refused(given: list[str]) -> None:
+    with pytest.raises(SettingsError, match="no effect"):
+        settings_of(None, [*ARGUMENTS, *given], num_steps=4)
+
+
+def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "sft"
+    command = ["sft", str(pairs(tmp_path)), *ARGUMENTS, "--output_dir", str(output), "--batch_size", "32"]
+    command += ["--epochs", "2", "--learning_rate", "1e-3", "--lora_rank", "4", "--lora_alpha", "8"]
+    assert _command([*command, "--max_steps", "3"]) == 0
+    assert _command(command) == 0
+    losses = [json.loads(line)["loss/total"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 6
+    assert losses[-1] < 0.7 * losses[0]
+    assert "step 6/6" in capsys.readouterr().out
+    policy = tiny_policy(MODEL, moved=False)
+    assert isinstance(policy.weights, AdapterWeights)
+    policy.weights.load(output / "broadcasts" / "step_000006")
+    saved = load_file(output / "broadcasts" / "step_000006" / "adapter_model.safetensors")
+    snapshot = policy.weights.snapshot()
+    assert all(torch.equal(snapshot[name], tensor) for name, tensor in saved.items())
+    assert not is_zero(policy)
