@@ -19,7 +19,7 @@ ALLOWED = {
     "grpo": {"transport", "configs", "infer", "orchestrator", "trainer", "deploy"},
 }
 BUILT_IN = (ROOT / "orchestrator" / "envs", ROOT / "orchestrator" / "workers" / "main.py")
-"""Environments are written as people write theirs, `from grpo import Environment`; workers have imported that before."""
+"""Environments are written as people write theirs, `from grpo import Environment`; workers import that before."""
 PUBLIC = {"grpo", "grpo.api", *(f"grpo.{name}" for name in grpo.api.__all__)}
 HEAVY = {"torch", "vllm", "transformers", "peft", "matplotlib", "aiohttp", "fastapi", "safetensors"}
 LIGHT_FILES = [
