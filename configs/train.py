@@ -105,6 +105,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Number of data-parallel ranks: one process for each GPU, or as many processes on a CPU."""
     zero_level: int = Field(default=1, ge=1, le=3)
     """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
+    offload: bool = False
+    """What is trained, its gradients and the optimizer's state are kept in main memory, where the optimizer steps them:
+    less of the GPU's memory for a slower step. For `lora: false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
@@ -257,6 +260,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
                 yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
             if nccl:
                 yield "weight_broadcast.type", "nccl sends from GPU to GPU, and device is cpu; use filesystem"
+        if self.offload and (self.lora or on_cpu or self.optimizer in ("adamw_8bit", "adamw_8bit_paged")):
+            yield "offload", "is for lora: false on a GPU, with optimizer: adamw or muon; adapters and 8 bits are small"
         if self.zero_level > 1 and self.gpus == 1:
             yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
         if self.zero_level == 3 and (self.quantization or self.weight_broadcast.format == "merged" or self.colocate):

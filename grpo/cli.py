@@ -15,6 +15,9 @@ COMMANDS = {
     "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
     "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
     "view": ("grpo.view.command", "runs in a browser: curves, timeline, every rollout token by token, live"),
+    "export": ("grpo.export", "a policy version as a PEFT adapter or a whole model, with its model card"),
+    "serve": ("grpo.serve", "a policy version and its base over the OpenAI API"),
+    "chat": ("grpo.chat", "a conversation with a policy version and its base, side by side"),
     "evaluate": ("grpo.evaluation", "how good a model, a run or a checkpoint is at environments, without training"),
     "data": ("grpo.data", "what a data set would ask, how long that is, and which rows cannot be used"),
     "sft": ("grpo.sft", "how a model learns prompts and answers from a file, before a run: a supervised first stage"),
@@ -42,7 +45,7 @@ def _command(argv: list[str]) -> int:
         module: Any = importlib.import_module(COMMANDS[argv[0]][0])
         parser = argparse.ArgumentParser(
             prog=f"grpo {argv[0]}",
-            description=f"Shows {COMMANDS[argv[0]][1]}.",
+            description=f"{COMMANDS[argv[0]][1].capitalize()}.",
             epilog=module.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

@@ -16,7 +16,10 @@ from grpo.cli import COMMANDS
 from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = ("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo evaluate", "grpo sft")
+ELSEWHERE = (
+    *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft"),
+    *("grpo evaluate", "grpo export", "grpo serve", "grpo chat"),
+)
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
 NEEDS_GPU = "_gpus |--sleep_mode"
 

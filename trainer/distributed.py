@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.metrics import State, reduced
@@ -135,7 +135,11 @@ def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     placed = whole.to(like.device)
     if not isinstance(like, DTensor):
         return placed
-    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+    sharded = distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+    local = sharded.to_local().to(like.device)  # which is main memory where it is offloaded
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=sharded.stride()
+    )
 
 
 def host_copies(
@@ -199,23 +203,27 @@ def shard(
     level: int,
     device: torch.device,
     computation: torch.dtype | None,
+    offload: bool = False,
 ) -> Shards:
     """Shards the parameters of `model` over the processes of the default group, those of each of its `layers` in one
     message. A process that is alone makes a group of one.
 
     With `computation` all parameters are float32 and trained, and are gathered in that type; their gradients are summed
     in float32. Without, each keeps its type, and only float32 ones are trained: the levels 1 and 2 leave the frozen
-    ones alone.
+    ones alone. With `offload` the shards, their gradients and the optimizer's state stay in main memory, where the
+    optimizer steps them, and what is gathered is on the device. Not yet run on a GPU.
     """
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=computation, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": where}
     frozen = {p for p in model.parameters() if not p.requires_grad} if level < 3 else set()
     if not frozen:
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=level == 3)
+            fully_shard(layer, reshard_after_forward=level == 3, **options)
     # Not after the forward pass: the LM head is needed in the losses too.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=frozen)
+    fully_shard(model, reshard_after_forward=False, ignored_params=frozen, **options)
     return Shards(model, level=level)

@@ -13,6 +13,7 @@ from trainer.colocate import check_exporter, while_exported
 from trainer.distributed import ONE, Ranks
 from trainer.errors import NonFiniteError
 from trainer.failed import keep_batch
+from trainer.flops import peak_flops, step_flops
 from trainer.memory import released
 from trainer.metrics import State, numbers_of, reduced
 from trainer.model import Policy
@@ -125,12 +126,17 @@ class Trainer:
         with self._timed("time/train_s"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
-        [num_tokens] = self._ranks.all_reduce_sum([sum(len(batch.token_ids) for batch in batches)])
+        counted = [sum(len(batch.token_ids) for batch in batches), int(step_flops(self._policy, batches))]
+        num_tokens, flops = self._ranks.all_reduce_sum(counted)
+        speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = metrics | {
             "optim/learning_rate": rate,
             "perf/train_tokens": float(num_tokens),
             "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
+            "perf/train_tflops": speed / 1e12,
         }
+        if (peak := peak_flops(self._policy.device)) is not None:
+            self._metrics["perf/train_mfu"] = speed / (peak * self._ranks.size)
         if self._settings.sleep_mode:
             self._metrics |= released(self._policy.device)
         if step % self._settings.logging_steps:

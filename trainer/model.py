@@ -132,6 +132,11 @@ class Policy:
         self.parameters = list(self.named_parameters.values())
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether the base is frozen."""
+        return isinstance(self.weights, AdapterWeights)
+
+    @property
     def base_bytes(self) -> int:
         """Size of all that is not trained."""
         trained = {id(parameter) for parameter in self.parameters}
@@ -207,6 +212,7 @@ def load_policy(
     fp32_head: bool = False,
     ranks: Ranks = ONE,
     zero_level: int = 1,
+    offload: bool = False,
 ) -> Policy:
     """Returns the base model in `folder` with a new adapter: A random from `seed`, B zero, both float32. With `lora`
     false the model itself, to be trained whole; `name`, `seed`, `rank`, `alpha` and `target_modules` say nothing then.
@@ -224,7 +230,7 @@ def load_policy(
     """
     attention.register()
     disable_progress_bar()
-    sharded = ranks.size > 1 or (not lora and dtype != torch.float32)
+    sharded = ranks.size > 1 or offload or (not lora and dtype != torch.float32)
     level = zero_level if ranks.size > 1 else 2
     # FSDP2 moves what it shards to the device, layer by layer: a model that only shards can hold need never be whole.
     first = torch.device("cpu") if sharded and (level == 3 or not lora) else device
@@ -250,7 +256,7 @@ def load_policy(
     )
     shards = None
     if sharded:
-        shards = shard(model, layers, level=level, device=device, computation=None if lora else dtype)
+        shards = shard(model, layers, level=level, device=device, computation=None if lora else dtype, offload=offload)
     # After sharding, which makes new parameters.
     trained = {n: p for n, p in (base if peft is None else peft).named_parameters() if p.requires_grad}
     weights: AdapterWeights | FullWeights

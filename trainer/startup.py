@@ -49,9 +49,11 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
         raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
     if settings.recipe not in DTYPES:
         raise ModelError(
-            f"recipe: {settings.recipe} multiplies in 8 or 4 bits, which the trainer cannot on {device.type}; use bf16 "
-            "or fp32 (qlora_fp8 and qlora_fp4 hold the base in so few bits)"
+            f"recipe: {settings.recipe} multiplies in few bits, which changes log-probabilities by more than a server "
+            "may differ (docs/quantization.md); use bf16 or fp32 (qlora_fp8 and qlora_fp4 hold the base in so few bits)"
         )
+    if settings.offload and device.type != "cuda":
+        raise ModelError("offload: moves what a GPU holds to main memory, and the trainer runs on a CPU; remove it")
     if settings.sleep_mode and device.type != "cuda":
         raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
     set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
@@ -247,4 +249,5 @@ def policy_for(
             fp32_head=settings.fp32_lm_head,
             ranks=ranks,
             zero_level=settings.zero_level,
+            offload=settings.offload,
         )

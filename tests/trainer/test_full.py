@@ -10,13 +10,18 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from configs.loss import LossSettings
 from configs.train import TrainSettings
+from tests.trainer.bench import settings_for
 from tests.trainer.models import CPU, canary_of, save_tiny_model, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
 from tests.trainer.test_loop import canary_by_hugging_face
-from trainer.distributed import full_tensor
+from trainer.checkpoint import restore, state_parts
+from trainer.distributed import ONE, full_tensor
 from trainer.errors import ModelError
 from trainer.model import Policy
+from trainer.objective import Objective
+from trainer.optim import optimizer_of
 from trainer.packing import packed_tokens
 from trainer.startup import run
 from transport.batches.filesystem import BatchSender
@@ -172,3 +177,25 @@ def test_a_run_publishes_versions_that_load_into_hugging_face_and_fit_their_cana
         assert np.abs(np.subtract(canary.logprobs, theirs)).mean() < limit
         assert canary.logprobs != earlier
         earlier = canary.logprobs
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_is_kept_in_main_memory_is_trained_to_the_same_weights(tiny_model: Path, optimizer: str) -> None:
+    """On a CPU both are main memory: what differs is FSDP's way."""
+    results = []
+    for offload in (False, True):
+        policy = tiny_policy(tiny_model, dtype=torch.bfloat16, moved=False, lora=False, offload=offload)
+        objective = Objective(policy, LossSettings(name="reinforce"), ONE, sequence_len=128)
+        settings = settings_for(tiny_model, lora=False, weight_broadcast={"format": "full"}, optimizer=optimizer)
+        stepper = optimizer_of(settings, policy.named_parameters, ONE)
+        norms = []
+        for step in (1, 2):
+            objective.accumulate([tiny_batch((6, 9), seed=step)], step=step)
+            norms.append(stepper.step(learning_rate=1e-3))
+        assert min(norms) > 0
+        saved = state_parts(policy, stepper, None, ONE)
+        again = tiny_policy(tiny_model, dtype=torch.bfloat16, moved=False, lora=False, offload=offload)
+        restore(saved, again, its := optimizer_of(settings, again.named_parameters, ONE), None)
+        assert all(torch.equal(one, its.state_tensors()[name]) for name, one in saved["optimizer"].items())
+        results.append(published(again))
+    assert all(torch.equal(one, results[1][name]) for name, one in results[0].items())

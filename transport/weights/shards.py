@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from transport.errors import CorruptError
@@ -14,6 +15,8 @@ from transport.records import parse_json, require
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _SUFFIX = ".safetensors"
+_LARGE = (_SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_OTHERS_OWN = ("config.json", "hf_quant_config.json", "manifest.json", "STABLE", "README.md")
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -57,6 +60,22 @@ def shard_files(weights: Sequence[Weight], *, max_shard_bytes: int = MAX_SHARD_B
     index = {"metadata": {"total_size": sum(weight.num_bytes for weight in weights)}, "weight_map": weight_map}
     files: dict[str, Content] = {name: _content(shard) for name, shard in named.items()}
     return files | {INDEX_FILE: json.dumps(index, indent=1).encode()} if files else {}
+
+
+def checkpoint_files(folder: Path, *, dtype: str) -> dict[str, Content]:
+    """Returns what belongs to a checkpoint besides its weights, tokenizer and chat template among it, and its
+    config.json as that of plain weights in `dtype`."""
+    config = json.loads((folder / "config.json").read_bytes())
+    for part in (config, config.get("text_config") or {}):
+        part.pop("quantization_config", None)
+        part.pop("torch_dtype", None)
+        part["dtype"] = dtype
+    files: dict[str, Content] = {"config.json": json.dumps(config, indent=1).encode()}
+    for path in sorted(folder.iterdir()):
+        plain = path.name not in _OTHERS_OWN and not path.name.endswith(_LARGE)
+        if path.is_file() and plain and not path.name.startswith("."):
+            files[path.name] = path.read_bytes()
+    return files
 
 
 def weight_map(index: bytes, files: Mapping[str, object]) -> dict[str, str]:

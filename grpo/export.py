@@ -1,0 +1,195 @@
+"""`grpo export RUN`: a policy version as a PEFT adapter or as a whole model, which others load."""
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo.model_card import write_card
+from grpo.run_files import NoRun
+from grpo.version import CannotExport, Version, open_version
+from transport.errors import TransportError
+from transport.folders import Content, chunks_of
+from transport.weights.shards import Weight, checkpoint_files, shard_files
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+
+PEFT_PREFIX = "base_model.model."
+EPILOG = """\
+The version of step N is in RUN/broadcasts as long as weight_broadcast.keep_last and keep_interval keep it; without
+--step it is the newest one. What is exported is loaded with transformers (and PEFT), computes the canary, and appears
+only if it agrees with the trainer's numbers.
+
+  grpo export outputs/quickstart                         outputs/quickstart/export/step_60-adapter
+  grpo export outputs/quickstart --step 40 --merged --output my-model --push-to me/my-model
+
+exit codes: 0 done, 1 the version cannot be exported, 2 a wrong command line"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
+    parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--adapter", action="store_true", help="a PEFT adapter (the default where the run trains one)")
+    kind.add_argument("--merged", action="store_true", help="a whole model, the adapter merged into its base")
+    parser.add_argument("--lora", metavar="NAME", help="of several adapters (lora_adapters) this one, not the first")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of a whole model's weights")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: RUN/export/step_N-adapter or -merged")
+    parser.add_argument(
+        "--push-to", metavar="NAME", help="upload it to this private repository of the Hugging Face hub"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    kind = "merged" if options.merged else "adapter" if options.adapter else None
+    try:
+        version = open_version(options.run, options.step, lora=options.lora)
+        folder = export(version, kind=kind, dtype=options.dtype, output=options.output)
+        print(folder)
+        if options.push_to is not None:
+            print(push(folder, options.push_to))
+    except (NoRun, CannotExport, TransportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def export(version: Version, *, kind: str | None = None, dtype: str | None = None, output: Path | None = None) -> Path:
+    """Returns the folder with the version as `adapter` or `merged`, once its canary agrees. Raises `CannotExport` and
+    OSError; nothing appears then."""
+    of_adapter = version.manifest.spec.kind == "adapter"
+    kind = kind or ("adapter" if of_adapter else "merged")
+    if kind == "adapter" and not of_adapter:
+        raise CannotExport(f"the run publishes {version.manifest.spec.kind} weights, no adapters; give --merged")
+    if kind == "adapter" and dtype is not None:
+        raise CannotExport("--dtype is of a whole model's weights, and an adapter has float32; give --merged with it")
+    dtype = dtype or version.manifest.spec.dtype
+    output = output or version.run / "export" / f"step_{version.manifest.version}-{kind}"
+    if output.exists():
+        raise CannotExport(f"{output} is there already; remove it, or give another --output")
+    temporary = output.with_name(f".{output.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        files = adapter_files(version) if kind == "adapter" else model_files(version, dtype)
+        for name, content in files.items():
+            with (temporary / name).open("wb") as file:
+                file.writelines(chunks_of(content))
+        figures = prove(version, temporary, kind, dtype)
+        write_card(version, temporary, kind=kind, figures=figures)
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output
+
+
+def adapter_files(version: Version) -> dict[str, Content]:
+    """Returns the files of a PEFT adapter, with the base's tokenizer."""
+    files = checkpoint_files(version.base, dtype=version.manifest.spec.dtype)
+    del files["config.json"]
+    config = json.loads(version.files[f"{version.prefix}{ADAPTER_CONFIG_FILE}"])
+    config["base_model_name_or_path"] = version.base_name
+    own: dict[str, Content] = {ADAPTER_FILE: version.files[f"{version.prefix}{ADAPTER_FILE}"]}
+    return files | own | {ADAPTER_CONFIG_FILE: json.dumps(config, indent=1).encode()}
+
+
+def model_files(version: Version, dtype: str) -> dict[str, Content]:
+    """Returns the files of a whole model: `W + alpha / rank · B A`, summed in float32 and rounded once to `dtype`."""
+    from safetensors.torch import load
+
+    spec, data = version.manifest.spec, version.files.get(f"{version.prefix}{ADAPTER_FILE}")
+    lora = {} if data is None else load(data)
+    replaced = tensor_files(version.folder) if spec.kind != "adapter" else {}
+    base = {} if spec.kind == "full" else tensor_files(version.base)
+    weights = []
+    for name, path in (base | replaced).items():
+        layer = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
+        factors = [lora.pop(f"{layer}.lora_{part}.weight", None) for part in "BA"]
+        weights.append(_weight(name, path, factors, spec.alpha / max(1, spec.rank), dtype))
+    if lora:
+        raise CannotExport(f"the adapter has {sorted(lora)[0]}, and its base no such layer")
+    return checkpoint_files(version.base, dtype=dtype) | shard_files(weights)
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Returns the file of each tensor of a checkpoint or version."""
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def _weight(name: str, path: Path, factors: Sequence[Any], scale: float, dtype: str) -> Weight:
+    """One tensor of the whole model; `factors` are the adapter's B and A, or None."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        shape = tuple(file.get_slice(name).get_shape())
+
+    def tensor() -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            value: torch.Tensor = file.get_tensor(name)
+        b, a = factors
+        whole = value if b is None else torch.addmm(value.float(), b.float(), a.float(), alpha=scale)
+        return whole.to(getattr(torch, dtype))
+
+    return Weight(name=name, dtype=dtype, shape=shape, tensor=tensor)
+
+
+def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, float]:
+    """Returns how far the canary's log-probabilities are from the trainer's, in nats, by transformers and PEFT on a
+    CPU. Raises `CannotExport` beyond the servers' tolerance."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from infer.canary import tolerance_of
+
+    disable_progress_bar()
+    canary = version.canary
+    computed = canary.dtype if kind == "adapter" else dtype
+    source = version.base if kind == "adapter" else folder
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, computed), local_files_only=True)
+    if kind == "adapter":
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(folder))
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor([canary.token_ids])).logits[0, :-1].float()
+    chosen = torch.tensor(canary.token_ids[1:])[:, None]
+    found = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    gaps = [abs(one - other) for one, other in zip(found, canary.logprobs, strict=True)]
+    figures = {"max_abs": max(gaps), "mean_abs": math.fsum(gaps) / len(gaps)}
+    allowed = tolerance_of(computed, canary.dtype, device="cpu", setting=None)
+    measure = "max_abs" if computed == canary.dtype == "float32" else "mean_abs"
+    if not figures[measure] <= allowed:
+        raise CannotExport(
+            f"the exported version differs from the trainer's by {figures[measure]:.3g} nats at the canary "
+            f"({measure}), allowed are {allowed:g}; a merged model in 16 bits may lose small updates: give --adapter, "
+            "or --dtype float32"
+        )
+    return figures | {"tolerance": allowed}
+
+
+def push(folder: Path, name: str) -> str:
+    """Uploads an exported folder to a private repository, made where there is none. Returns its address. Raises
+    `CannotExport` with the hub's reason."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        address = str(api.create_repo(name, private=True, exist_ok=True))
+        api.upload_folder(folder_path=folder, repo_id=name, commit_message="grpo export")
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise CannotExport(f"{folder} was exported, and could not be pushed to {name}: {error}") from error
+    return address

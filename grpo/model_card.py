@@ -1,0 +1,103 @@
+"""README.md of an exported version: what it is, how it was trained, what it reached, how to load it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo.handle import Run
+from grpo.run_files import REWARD, STEP, metrics
+from grpo.version import Version, settings_of
+
+CURVE_FILE = "curve.png"
+_TRAIN = (
+    "learning_rate",
+    "optimizer",
+    "recipe",
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+    "seed",
+    "sequence_len",
+)
+_ORCH = ("batch_size", "rollouts_per_example", "max_async_level", "max_off_policy_steps")
+_NUM_ROWS = 10
+
+
+def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[str, float]) -> None:
+    """Writes the card and its picture. `figures` are those of the proof."""
+    run, step, spec = Run(version.run), version.manifest.version, version.manifest.spec
+    train, orch = settings_of(version.run, "train"), settings_of(version.run, "orch")
+    run.plot().savefig(folder / CURVE_FILE)
+    base = Path(version.base_name).name if Path(version.base_name).exists() else version.base_name
+    environments = ", ".join(str(one.get("id") or one.get("address")) for one in orch.get("env", []))
+    settings = {key: train[key] for key in _TRAIN if train.get(key) is not None}
+    settings |= {key: orch[key] for key in _ORCH if orch.get(key) is not None}
+    if spec.quantization:
+        settings["base held as"] = spec.quantization
+    temperature = orch.get("sampling", {}).get("temperature")
+    settings |= {} if temperature is None else {"temperature": temperature}
+    what = "A LoRA adapter for" if kind == "adapter" else "A model trained from"
+    parts = [
+        _front_matter(base, kind),
+        f"# {base}, trained on {environments}\n",
+        f"{what} `{base}`: version {step} of a run of `grpo`, reinforcement learning on {environments}.\n",
+        f"![Reward by step]({CURVE_FILE})\n",
+        _table(("step", "mean reward"), _rewards(version.run, step)),
+        "## Settings\n",
+        _table(("setting", "value"), [(key, _shown(value)) for key, value in settings.items()]),
+        _evaluations(version.run),
+        "## Use\n",
+        _use(base, kind),
+        f"As exported, its log-probabilities of the run's canary differ from the trainer's by {figures['max_abs']:.2g} "
+        f"nats at most, {figures['mean_abs']:.2g} on average.\n",
+    ]
+    (folder / "README.md").write_text("\n".join(part for part in parts if part), encoding="utf-8")
+
+
+def _front_matter(base: str, kind: str) -> str:
+    library = "peft" if kind == "adapter" else "transformers"
+    tags = "".join(f"- {tag}\n" for tag in ("grpo", "reinforcement-learning", *(["lora"] if kind == "adapter" else [])))
+    hub = f"base_model: {base}\n" if "/" in base else ""
+    return f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n{hub}tags:\n{tags}---\n"
+
+
+def _rewards(folder: Path, step: int) -> list[tuple[str, str]]:
+    """About `_NUM_ROWS` steps up to this one."""
+    steps = [line for line in metrics(folder) if REWARD in line and line[STEP] <= step]
+    chosen = steps[:: max(1, len(steps) // _NUM_ROWS)]
+    if steps and chosen[-1] is not steps[-1]:
+        chosen.append(steps[-1])
+    return [(f"{line[STEP]:.0f}", f"{line[REWARD]:.3f}") for line in chosen]
+
+
+def _evaluations(folder: Path) -> str:
+    found = [line for line in metrics(folder) if REWARD not in line]
+    keys = sorted({key for line in found for key in line if key.startswith("eval/accuracy/")})
+    rows = [[f"{line[STEP]:.0f}", *(f"{line[key]:.3f}" if key in line else "" for key in keys)] for line in found]
+    return "## Held-out accuracy\n\n" + _table(("version", *keys), rows) if keys else ""
+
+
+def _use(base: str, kind: str) -> str:
+    if kind == "adapter":
+        load = (
+            "from peft import AutoPeftModelForCausalLM\n\n"
+            'model = AutoPeftModelForCausalLM.from_pretrained("this folder or repository")'
+        )
+        serve = f"vllm serve {base} --enable-lora --lora-modules policy=FOLDER"
+    else:
+        load = (
+            "from transformers import AutoModelForCausalLM\n\n"
+            'model = AutoModelForCausalLM.from_pretrained("this folder or repository")'
+        )
+        serve = "vllm serve FOLDER"
+    return f"```python\n{load}\n```\n\n```sh\n{serve}\n```\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---" for _ in head], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,132 @@
+"""`grpo serve RUN`: the run's server with its base and one policy version, over the OpenAI API, without a trainer."""
+
+import argparse
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import yaml
+
+from grpo.run_files import NoRun
+from grpo.version import CannotExport, Version, open_version, settings_of
+from transport.errors import TransportError
+from transport.parent import PARENT_VAR
+
+ALIAS = "policy"
+START_S = 900.0
+LOAD_S = 300.0
+END_S = 30.0
+_POLL_S = 0.3
+_ALONE = {"colocate": False, "sleep_mode": False, "weight_broadcast_type": "filesystem", "num_threads": None}
+"""What differs where there is no trainer beside it."""
+EPILOG = f"""\
+The server is grpo-infer with the run's settings: the version is served once its canary agrees with the trainer's
+numbers. `model: {ALIAS}` is the version, the run's model name its base. Without the environment variable VLLM_API_KEY
+(infer.api_key_var) no key is asked for.
+
+  grpo serve outputs/quickstart --port 8000
+  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{ALIAS}", "messages": [{{"role": "user", "content": "reverse"}}]}}'
+
+exit codes: 0 done, 1 the version cannot be served, 2 a wrong command line, 130 Ctrl-C, 143 SIGTERM"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A server that is up."""
+
+    url: str
+    """`http://127.0.0.1:8000`"""
+    base: str
+    """The base's name as a model."""
+    key: str | None
+    process: subprocess.Popen[bytes]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
+    parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, help="default: a free one")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the exit code, once the server has ended."""
+    try:
+        version = open_version(options.run, options.step)
+        with served(version, host=options.host, port=options.port) as server:
+            print(f"{server.url}/v1  model: {ALIAS} (version {version.manifest.version}) or {server.base}", flush=True)
+            return server.process.wait()
+    except KeyboardInterrupt:
+        return 130
+    except (NoRun, CannotExport, TransportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+@contextlib.contextmanager
+def served(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> Iterator[Served]:
+    """Within it the version and its base are served; the server ends with it, and its log is RUN/logs/serve.log. Raises
+    `CannotExport`."""
+    settings = settings_of(version.run, "infer") | _ALONE
+    settings |= {"host": host, "port": port or free_port(), "output_dir": str(version.run.resolve())}
+    key = os.environ.get(str(settings["api_key_var"])) or None
+    with tempfile.TemporaryDirectory(prefix="grpo-serve-") as folder:
+        file, log = Path(folder) / "infer.yaml", version.run / "logs" / "serve.log"
+        log.parent.mkdir(exist_ok=True)
+        file.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-P", "-m", "infer.cli", str(file)]
+        environment = os.environ | {PARENT_VAR: str(os.getpid())}
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
+        ):
+            try:
+                address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+                url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
+                server = Served(url=url, base=str(settings["model"]), key=key, process=process)
+                _load(server, version, log)
+                yield server
+            finally:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+                process.kill()
+
+
+def _load(server: Served, version: Version, log: Path) -> None:
+    """Waits for the server, and has it load the version."""
+    deadline_s = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                break
+        if server.process.poll() is not None or time.monotonic() >= deadline_s:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise CannotExport(f"grpo-infer did not begin to serve within {START_S:g} s; {log} ends\n{tail}")
+        time.sleep(_POLL_S)
+    manifest = version.manifest
+    answer = httpx.post(
+        f"{server.url}/policy/load",
+        json={"run_id": manifest.run_id, "version": manifest.version, "alias": ALIAS},
+        headers={} if server.key is None else {"Authorization": f"Bearer {server.key}"},
+        timeout=LOAD_S,
+    )
+    if answer.status_code != 200:
+        raise CannotExport(f"the server refuses version {manifest.version}: {answer.text}")
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,80 @@
+"""A published version of a run's policy, as the commands read it that take it elsewhere."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo.run_files import read, read_run
+from transport.records import Canary, PolicyManifest, adapter_folders
+from transport.run import RUN_FILE
+from transport.weights.dequantized import FOLDER as DEQUANTIZED
+from transport.weights.identity import base_identity, resolve_model
+from transport.weights.store import CANARY_FILE, verify_policy
+
+
+class CannotExport(ValueError):
+    """There is no such version, or what was made of it does not compute as it did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A published version with what belongs to it."""
+
+    run: Path
+    folder: Path
+    manifest: PolicyManifest
+    files: dict[str, bytes]
+    """All but large weights, by their names in the folder."""
+    prefix: str
+    """What the names of the chosen adapter's files begin with."""
+    base_name: str
+    """What the run calls its base model."""
+    base: Path
+    """A checkpoint with the base's values, plain."""
+
+    @property
+    def canary(self) -> Canary:
+        """The trainer's numbers."""
+        return Canary.from_json(self.files[f"{self.prefix}{CANARY_FILE}"])
+
+
+def open_version(run: Path, step: int | None, *, lora: str | None = None) -> Version:
+    """Returns the version of a step, None: the newest, checked. Raises `NoRun`, `CannotExport`, `TransportError` and
+    OSError."""
+    run_id = read_run(run).run_id
+    settings = settings_of(run, "train")
+    broadcasts = run / "broadcasts"
+    there = sorted(int(path.parent.name[5:]) for path in broadcasts.glob("step_*/STABLE"))
+    step = max(there, default=0) if step is None else step
+    if step not in there:
+        kept = "weight_broadcast.keep_last and keep_interval of the trainer say which stay"
+        raise CannotExport(f"{run} has no version {step}; there are {there or 'none'}; {kept}")
+    folder = broadcasts / f"step_{step:06d}"
+    manifest, files = verify_policy(folder, run_id=run_id, version=step)
+    spec = manifest.spec
+    if lora is not None and lora not in spec.adapters:
+        raise CannotExport(
+            f"--lora is {lora!r}, and the adapters are {', '.join(spec.adapters) or 'one without a name'}"
+        )
+    place = spec.adapters.index(lora) if lora else 0
+    base = resolve_model(str(settings["model"]))
+    if base_identity(base) != spec.base_model:
+        raise CannotExport(f"{base} is not the model any more that the run was trained on ({spec.base_model})")
+    return Version(
+        run=run,
+        folder=folder,
+        manifest=manifest,
+        files=files,
+        prefix=adapter_folders(spec.adapters)[place],
+        base_name=str(settings["model"]),
+        base=run / DEQUANTIZED if spec.quantization else base,
+    )
+
+
+def settings_of(run: Path, role: str) -> dict[str, Any]:
+    """Returns the settings with which a program has joined the run. Raises `CannotExport` where it has not."""
+    found = read(run / RUN_FILE, dict[str, Any]) or {}
+    settings: dict[str, Any] | None = found.get("programs", {}).get(role, {}).get("settings")
+    if settings is None:
+        raise CannotExport(f"{run} has no settings of grpo-{role}: it has not joined this run")
+    return settings

@@ -1,0 +1,162 @@
+"""Exported versions: what transformers and PEFT load is what was trained, or nothing appears."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.chat import side_by_side
+from grpo.export import export
+from grpo.version import CannotExport, open_version
+from tests.grpo.run_folder import grpo
+from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
+from transport.records import Canary
+from transport.run import create_run
+from transport.weights.identity import base_identity
+from transport.weights.shards import Weight
+from transport.weights.store import CANARY_FILE, PolicyPublisher
+
+MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Publisher:
+    """A run with version 3, an adapter that changes much, and version 4, whose canary is another policy's."""
+    run = create_run(tmp_path_factory.mktemp("export") / "run")
+    file = json.loads((run.path / "run.json").read_text())
+    orch = {"env": [{"id": "reverse-text"}], "batch_size": 256, "sampling": {"temperature": 1.0}}
+    train = {"model": str(MODEL), "learning_rate": 1e-3}
+    file["programs"] = {"train": {"settings": train}, "orch": {"settings": orch}}
+    (run.path / "run.json").write_text(json.dumps(file))
+    lines = [{"progress/step": step, "reward/mean": step / 10} for step in range(1, 5)]
+    lines.append({"progress/step": 3, "eval/accuracy/reverse-text": 0.75})
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    publisher = Publisher(run=run, model_dir=MODEL)
+    files = publisher.files(version=3, seed=1)
+    publisher.publish(3, files)
+    canary = Canary.from_json(files[CANARY_FILE])
+    wrong = structs.replace(canary, version=4, logprobs=tuple(one - 0.01 for one in canary.logprobs))
+    publisher.publish(4, files | {CANARY_FILE: wrong.to_json()})
+    return publisher
+
+
+def trained(published: Publisher) -> Canary:
+    return Canary.from_json((published.run.broadcasts / "step_000003" / CANARY_FILE).read_bytes())
+
+
+def largest(left: Any, right: Any) -> float:
+    return max(abs(one - other) for one, other in zip(left, right, strict=True))
+
+
+def test_an_adapter_is_loaded_by_peft_with_its_tokenizer_and_says_what_it_is(
+    published: Publisher, tmp_path: Path
+) -> None:
+    folder = export(open_version(published.run.path, 3), output=tmp_path / "adapter")
+    model = AutoPeftModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    assert largest(logprobs_of(model, CANARY_IDS), trained(published).logprobs) < 1e-4
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template([{"role": "user", "content": "ab"}])
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft\n")
+    for line in ("| 3 | 0.300 |", "| learning_rate | 0.001 |", "| 3 | 0.750 |"):
+        assert line in card
+    assert "0.400" not in card, "what came after the version"
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_merged_model_is_loaded_by_transformers(published: Publisher, tmp_path: Path, dtype: str | None) -> None:
+    folder = export(open_version(published.run.path, 3), kind="merged", dtype=dtype, output=tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == (torch.float32 if dtype is None else torch.bfloat16)
+    assert largest(logprobs_of(model, CANARY_IDS), trained(published).logprobs) < (1e-4 if dtype is None else 0.5)
+    peft = reference(MODEL, published.run.broadcasts / "step_000003").merge_and_unload()
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = {
+        key: value for file in folder.glob("model*") if file.suffix != ".json" for key, value in load_file(file).items()
+    }
+    torch.testing.assert_close(
+        weights[name].float(), peft.get_parameter(name), atol=1e-6 if dtype is None else 0.01, rtol=0
+    )
+    assert (folder / "chat_template.jinja").read_bytes() == (MODEL / "chat_template.jinja").read_bytes()
+
+
+def test_weights_that_are_no_adapter_are_exported_whole(published: Publisher, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1.1
+    weights = [
+        Weight(name=name, dtype="float32", shape=tuple(p.shape), tensor=p.detach)
+        for name, p in model.named_parameters()
+    ]
+    logprobs = tuple(logprobs_of(model, CANARY_IDS))
+    canary = structs.replace(trained(published), version=5, logprobs=logprobs)
+    spec = structs.replace(published.spec(), kind="full", rank=0, alpha=0, target_modules=())
+    publisher = PolicyPublisher(published.run.broadcasts, run_id=published.run.run_id)
+    publisher.publish(version=5, spec=spec, files={CANARY_FILE: canary.to_json()}, weights=weights)
+    folder = export(open_version(published.run.path, 5), output=tmp_path / "full")
+    assert largest(logprobs_of(AutoModelForCausalLM.from_pretrained(folder), CANARY_IDS), logprobs) < 1e-5
+    with pytest.raises(CannotExport, match="--merged"):
+        export(open_version(published.run.path, 5), kind="adapter", output=tmp_path / "other")
+
+
+def test_what_does_not_agree_with_the_canary_does_not_appear(published: Publisher, tmp_path: Path) -> None:
+    done = grpo("export", published.run.path, "--step", "4", "--output", tmp_path / "wrong")
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert "canary" in done.stderr
+
+
+def test_a_version_that_is_not_there_and_a_folder_that_is_are_refused(published: Publisher, tmp_path: Path) -> None:
+    with pytest.raises(CannotExport, match=r"\[3, 4"):
+        open_version(published.run.path, 7)
+    with pytest.raises(CannotExport, match="tmp"):
+        export(open_version(published.run.path, 3), output=tmp_path)
+    with pytest.raises(CannotExport, match="judge"):
+        open_version(published.run.path, 3, lora="judge")
+
+
+def test_a_quantized_base_is_the_one_whose_values_lie_beside_the_run(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    file = json.loads((run.path / "run.json").read_text()) | {
+        "programs": {"train": {"settings": {"model": str(MODEL)}}}
+    }
+    (run.path / "run.json").write_text(json.dumps(file))
+    publisher = Publisher(run=run, model_dir=MODEL)
+    spec = structs.replace(publisher.spec(), quantization="nf4")
+    publisher.publish(0, publisher.files(version=0, seed=1), spec)
+    assert open_version(run.path, None).base == run.path / "dequantized"
+    assert spec.base_model == base_identity(MODEL)
+
+
+def test_an_export_is_pushed_to_a_private_repository(
+    published: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    class Api:
+        def create_repo(self, name: str, **more: Any) -> str:
+            calls.append((name, more))
+            return f"https://hub/{name}"
+
+        def upload_folder(self, **more: Any) -> None:
+            calls.append((more["repo_id"], sorted(path.name for path in more["folder_path"].iterdir())))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    import grpo.cli
+
+    words = ["export", str(published.run.path), "--step", "3", "--output", str(tmp_path / "a"), "--push-to", "me/a"]
+    assert grpo.cli._command(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "https://hub/me/a"
+    assert calls[0] == ("me/a", {"private": True, "exist_ok": True})
+    assert {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= set(calls[1][1])
+
+
+def test_two_texts_stand_side_by_side() -> None:
+    assert side_by_side("abc def", "x\ny", width=15) == "abc    |  x\ndef    |  y"
+    assert side_by_side("", "x", width=15) == "       |  x"

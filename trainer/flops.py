@@ -1,0 +1,42 @@
+"""The arithmetic that a step needs, for the share of a GPU's speed that training gets of it (MFU)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trainer.loading import decoder_linears
+from trainer.model import Policy
+from transport.records import MicroBatch
+
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}
+"""Of dense products in bfloat16, by a part of the GPU's name, from NVIDIA's data sheets (SXM modules)."""
+
+
+def step_flops(policy: Policy, batches: Sequence[MicroBatch]) -> float:
+    """Returns the floating-point operations that these micro-batches' policy loss needs, forward and backward, each
+    sample on its own and nothing computed again.
+
+    With N weights of the decoder's linear layers, adapters aside, V words, H the hidden size, A the width of all heads,
+    n layers, a sample of L tokens of which K carry loss: 2 N L forward, as much backward for the activations, and once
+    more for weights that are trained; 6 n A L² of causal attention; 4 V H K of the head, or 6.
+    """
+    config = policy.causal_lm.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    names = [name for name in decoder_linears(policy.causal_lm) if ".lora_" not in name]
+    modules = [policy.causal_lm.get_submodule(name) for name in names]
+    num_weights = sum(module.in_features * module.out_features for module in modules)
+    each = 4 if policy.trains_adapters else 6
+    lengths = np.concatenate([batch.sequence_lengths for batch in batches]).astype(float)
+    num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * float((lengths**2).sum())
+    head = each * config.vocab_size * config.hidden_size * num_loss_tokens
+    return float(each * num_weights * lengths.sum() + attention + head)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Returns the operations a second that the device can do in bfloat16; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
