@@ -12,6 +12,7 @@ from pathlib import Path
 
 from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
+from orchestrator.arena import ARENA, ArenaRun, find_arena
 from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
 from orchestrator.background import BusyClock, in_thread, root_cause
 from orchestrator.buffer import make_buffer
@@ -26,7 +27,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.loops.assemble import Assembling
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.report import Reporting
-from orchestrator.loops.sample import Sampling
+from orchestrator.loops.sample import Intake, Sampling
 from orchestrator.loops.versions import Versions
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.summary import Summary
@@ -35,11 +36,12 @@ from orchestrator.monitoring.traces import Traces
 from orchestrator.monitoring.trackers import Reporter, check_reports
 from orchestrator.resuming import resume
 from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.shaping import BatchAdvantages
-from orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
+from orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.pool import WorkerPool
 from transport.batches.channel import open_sender
@@ -143,7 +145,7 @@ async def _train(
 
         # What decides.
         scheduler = Scheduler(
-            groups_per_batch=settings.batch_size // settings.rollouts_per_example,
+            groups_per_batch=settings.groups_per_batch,
             max_async_level=settings.max_async_level,
             max_off_policy_steps=settings.max_off_policy_steps,
             max_in_flight=settings.most_concurrent_groups,
@@ -161,15 +163,19 @@ async def _train(
         # What makes rollouts, and what else is learned from.
         client.busy, sync.timed, sync.noted = timeline.busy, timeline.loading, ledger.proved
         sleep = SleepScheduler(client, slept=timeline.slept) if settings.sleep_mode else None
+        arena = None if settings.arena is None else find_arena(settings.arena)
+        pools: dict[str, WorkerPool | LocalPool] = dict(environments)
+        if arena is not None:
+            pools[ARENA] = arena.pool(settings, partial(failure_rate(settings).record, ARENA))
         engine = RolloutEngine(
-            environments,
+            pools,
             client,
             ready.renderer,
             context_len=longest_sample(settings, ready, teacher),
             seed=settings.seed,
             max_prompt_length=settings.buffer.max_prompt_length,
             stores=ArtifactStores(
-                {key: pool.loaded.stores for key, pool in environments.items()},
+                {key: pool.loaded.stores for key, pool in pools.items()},
                 ledger,
                 seed=settings.seed,
                 state=progress.artifacts,
@@ -179,6 +185,10 @@ async def _train(
             settings, ready, client, engine, scheduler, ledger, teacher=teacher, progress=progress
         )
         shaping = make_shaping(settings, client, scheduler)
+
+        intake = Intake(
+            ledger=ledger, recorder=recorder, traces=traces, filters=filters, auxiliary=auxiliary, shaping=shaping
+        )
 
         # The loops.
         sender = open_sender(
@@ -196,10 +206,7 @@ async def _train(
             buffer=buffer,
             ledger=ledger,
             engine=engine,
-            filters=filters,
-            auxiliary=auxiliary,
-            shaping=shaping,
-            recorder=recorder,
+            intake=intake,
             timeline=timeline,
             traces=traces,
             generating=generating,
@@ -273,8 +280,21 @@ async def _train(
         try:
             async with asyncio.TaskGroup() as group:
                 background = group.create_task(reporting.run())
-                loops = (sampling, assembling, evaluating, versions)
-                await asyncio.gather(*(group.create_task(loop.run()) for loop in loops))
+                if arena is None:
+                    sampled = sampling.run()
+                else:
+                    arena_run = ArenaRun(
+                        settings=settings,
+                        engine=engine,
+                        scheduler=scheduler,
+                        intake=intake,
+                        timeline=timeline,
+                        generating=generating,
+                        finished=finished,
+                    )
+                    sampled = arena.work(arena_run)
+                loops = (sampled, assembling.run(), evaluating.run(), versions.run())
+                await asyncio.gather(*map(group.create_task, loops))
                 background.cancel()
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)

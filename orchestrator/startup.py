@@ -144,7 +144,7 @@ async def held_out_prompts(settings: OrchSettings, environments: Mapping[str, Wo
 
 def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
     """The workers of all environments by key, not yet started."""
-    failures = FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
+    failures = failure_rate(settings)
     return {
         key: WorkerPool(
             label=key,
@@ -160,6 +160,11 @@ def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
         )
         for key, env in settings.environments.items()
     }
+
+
+def failure_rate(settings: OrchSettings) -> FailureRate:
+    """How many rollouts may fail."""
+    return FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
 
 
 def keys_of_run(settings: OrchSettings) -> set[str]:

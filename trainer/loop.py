@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from configs.train import TrainSettings
-from trainer.batch import check_step
+from trainer.batch import check_step, counts_of, num_signal_tokens
 from trainer.checkpoint import Checkpointing, Resumed, restore
 from trainer.colocate import check_exporter, while_exported
 from trainer.distributed import ONE, Ranks
@@ -133,7 +133,8 @@ class Trainer:
         Raises `NonFiniteError` for a step that is not finite: it is not applied, and the batch is kept.
         """
         self._status.set("training", step=step)
-        rate = self._learning_rate(step)
+        signal = self._signal(batches)
+        rate = self._learning_rate(step) * (math.sqrt(signal) if self._settings.scale_by_signal else 1.0)
         with self._timed("time/train_s"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
@@ -142,6 +143,7 @@ class Trainer:
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = metrics | {
             "optim/learning_rate": rate,
+            "optim/signal": signal,
             "perf/train_tokens": float(num_tokens),
             "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
             "perf/train_tflops": speed / 1e12,
@@ -220,6 +222,15 @@ class Trainer:
         except OSError as failure:
             return NonFiniteError(f"{said}; it could not be kept: {failure}")
         return NonFiniteError(f"{said}; its micro-batches are in {folder}")
+
+    def _signal(self, batches: Sequence[MicroBatch]) -> float:
+        """The share of the batch's loss tokens that have anything to teach. Adam moves the weights as far for a
+        gradient of few samples as for one of many; the noise of that step is the larger. By the square root rule
+        (Malladi et al. 2022, arXiv:2205.10287) its rate goes with the root of the number of samples, and samples that
+        teach nothing do not count."""
+        own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
+        num_signal, num_tokens = self._ranks.all_reduce_sum(own)
+        return num_signal / num_tokens if num_tokens else 1.0
 
     def _learning_rate(self, step: int) -> float:
         settings = self._settings

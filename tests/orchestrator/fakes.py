@@ -159,7 +159,7 @@ class FakeServer:
             return web.Response(status=503)
         version, follows = body["version"], body.get("follow", False)
         began = max(version, *self.live) if follows and self.live else version
-        if began not in self.live:
+        if began is not None and began not in self.live:
             return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
         self.requests.append(body)
         self.num_by_version[version] += 1
