@@ -93,7 +93,11 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
     opened.push_async_callback(lambda: asyncio.gather(*(pool.close() for pool in environments.values())))
     async with asyncio.TaskGroup() as background:
         watch = ServerWatch(
-            sync, interval_s=chosen.health_interval_s, timeout_s=chosen.health_timeout_s, elastic=chosen.elastic
+            sync,
+            interval_s=chosen.health_interval_s,
+            timeout_s=chosen.health_timeout_s,
+            elastic=chosen.elastic,
+            folder=Path(settings.output_dir) / "status",
         )
         watching = background.create_task(watch.run())
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
@@ -131,7 +135,7 @@ async def _train(
         ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
-        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.gpus)))
+        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.num_ranks)))
         traces.vocabulary(ready.renderer.vocabulary())
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         files.callback(recorder.close)
@@ -189,7 +193,7 @@ async def _train(
         # The loops.
         sender = open_sender(
             run,
-            num_ranks=ready.trainer.gpus,
+            num_ranks=ready.trainer.num_ranks,
             send_timeout_s=settings.wait_timeout_s,
             **settings.rollout_transport.model_dump(),
         )
@@ -211,7 +215,7 @@ async def _train(
         assembling = Assembling(
             settings=settings,
             run_folder=run,
-            num_ranks=ready.trainer.gpus,
+            num_ranks=ready.trainer.num_ranks,
             scheduler=scheduler,
             buffer=buffer,
             ledger=ledger,

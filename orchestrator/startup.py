@@ -109,7 +109,9 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
     StepStore(run.batches, run_id=run.run_id).remove_finished()
     status = StatusFile(run.status / "orch.json")
     elastic = settings.client.elastic
-    names = ", ".join(settings.client.base_url) if elastic is None else f"those of {elastic.hostname}:{elastic.port}"
+    names = ", ".join(settings.client.base_url)
+    if elastic is not None:
+        names = f"those of {elastic.hostname}:{elastic.port}" if elastic.hostname else "those with this output_dir"
     status.set("starting", waiting_for=f"inference servers: {names}")
     log.info("joined run %s in %s", run.run_id, run.path)
     return run, status, trainer.settings
