@@ -93,9 +93,9 @@ class Run:
                 words = process.cmdline()
                 if name == "launcher" and process.pid == (self.launcher and self.launcher.pid):
                     return process
-                if name in MODULES and words[1:4] == ["-P", "-m", MODULES[name]]:
+                if name == "engine" and is_engine(process):
                     return process
-                if name == "engine" and "VLLM::EngineCore" in " ".join(words):
+                if name in MODULES and words[1:4] == ["-P", "-m", MODULES[name]] and not is_engine(process):
                     return process
                 if name == "worker" and any("orchestrator.workers" in word for word in words):
                     return process
@@ -126,6 +126,15 @@ class Run:
         for process in self.processes():
             with suppress(psutil.Error):
                 process.kill()
+
+
+def is_engine(process: psutil.Process) -> bool:
+    """Whether it is the engine of a server: its child, which is called as vLLM does, or like the server itself where it
+    was forked from that."""
+    server, words = process.parent(), process.cmdline()
+    if server is None or server.cmdline()[1:4] != ["-P", "-m", MODULES["infer"]]:
+        return False
+    return words == server.cmdline() or "EngineCore" in " ".join(words)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -233,7 +242,7 @@ def main() -> None:
                     print(f"kill {killed.total():3d}, {transport}: {doing}", flush=True)
                 number += 1
             if options.same:
-                same = same_policy(Path(parent), 6, ["orch", "train", "launcher", "engine"], draw)
+                same = same_policy(Path(parent), 6, ["orch", "train", "launcher", "engine", "infer", "worker"], draw)
         except SystemExit as failure:
             error = str(failure)
             print(error, file=sys.stderr)

@@ -129,7 +129,7 @@ def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
 def with_run(plan: Plan, run_id: str) -> Plan:
     """Joins trainer and orchestrator to the run that the launcher made, and servers and orchestrator by ports."""
     port = _free_port(plan.infer.host) if plan.free_port else plan.infer.port
-    plan = _with_teacher_address(_with_transport_port(plan))
+    plan = _with_teacher_address(_with_own_ports(plan))
     client = plan.orch.client
     if "base_url" not in client.model_fields_set:
         client = client.model_copy(update={"base_url": (_url(plan.infer.host, port),)})
@@ -159,18 +159,23 @@ def _with_teacher_address(plan: Plan) -> Plan:
     return replace(plan, teacher=server.model_copy(update={"port": port}), orch=plan.orch.model_copy(update=led))
 
 
-def _with_transport_port(plan: Plan) -> Plan:
-    """A free port for batches over ZeroMQ, where the user left it open; the programs agree on it already."""
-    transport = plan.orch.rollout_transport
-    if transport.type != "zmq" or "port" in transport.model_fields_set:
-        return plan
-    port = {"port": _free_port("127.0.0.1")}
-    sender, receiver = (t.model_copy(update=port) for t in (transport, plan.train.rollout_transport))
-    return replace(
-        plan,
-        train=plan.train.model_copy(update={"rollout_transport": receiver}),
-        orch=plan.orch.model_copy(update={"rollout_transport": sender}),
-    )
+def _with_own_ports(plan: Plan) -> Plan:
+    """Free ports for batches over ZeroMQ and versions over HTTP, where the user left them open; trainer and
+    orchestrator agree on all else already."""
+    for name, kind in (("rollout_transport", "zmq"), ("weight_broadcast", "http")):
+        section = getattr(plan.orch, name)
+        if section.type != kind or "port" in section.model_fields_set:
+            continue
+        port = _free_port("127.0.0.1")
+        train, orch = ({name: getattr(one, name).model_copy(update={"port": port})} for one in (plan.train, plan.orch))
+        infer = {"weight_broadcast_url": _url(section.host, port).removesuffix("/v1")} if kind == "http" else {}
+        plan = replace(
+            plan,
+            train=plan.train.model_copy(update=train),
+            infer=plan.infer.model_copy(update=infer),
+            orch=plan.orch.model_copy(update=orch),
+        )
+    return plan
 
 
 def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:

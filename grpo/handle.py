@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
 from grpo.status import RunStatus, run_status, shown
+from transport.parent import PARENT_VAR
 from transport.status import FAILED, FINISHED
 from transport.traces import FOLDER, trace_path
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 LOG_FILE = "grpo.log"
 """In the run's folder: what `grpo` printed, where the run was started from Python."""
+GRPO = (sys.executable, "-P", "-m", "grpo.cli")
 POLL_S = 0.2
 DRAW_S = 2.0
 """A live curve is drawn anew so often, where there is a new step."""
@@ -30,7 +33,17 @@ _ACCURACY = "eval/accuracy/"
 
 
 class RunFailed(RuntimeError):
-    """A run that has ended with an error; the message is the last one on its screen."""
+    """A run, or a command on it, that has ended with an error; the message is the last one on its screen."""
+
+
+def command(*words: str) -> str:
+    """Runs a `grpo` command to its end, and returns what it prints. Raises ValueError where its words make no sense,
+    and `RunFailed`, with what it says."""
+    variables = {**os.environ, PARENT_VAR: str(os.getpid())}
+    done = subprocess.run([*GRPO, *words], capture_output=True, text=True, env=variables)
+    if done.returncode:
+        raise (ValueError if done.returncode == 2 else RunFailed)(done.stderr.strip())
+    return done.stdout
 
 
 class Run:
@@ -96,6 +109,13 @@ class Run:
         """Draws metrics by step, the mean reward of each batch and held-out accuracies where no `keys` are given.
         Returns a matplotlib figure, which a notebook shows. Raises ValueError for a metric that the run has not."""
         return _curves(self, keys)
+
+    def export(self, output: str | Path, *, step: int | None = None, merged: bool = False) -> Path:
+        """Writes the version of `step`, None for the newest, to the folder `output`: a PEFT adapter, or a whole model
+        where it is to be `merged`. Returns the folder. Raises `RunFailed` where the version is not there any more."""
+        words = [] if step is None else [f"--step={step}"]
+        words += ["--merged"] if merged else []
+        return Path(command("export", str(self.folder), f"--output={output}", *words).splitlines()[-1])
 
     # --- while it goes on ---
 

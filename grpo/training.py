@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from configs.keys import find, is_list, sections_of
 from configs.loading import read_yaml
 from configs.run import RunSettings, load_run, run_file
-from grpo.handle import LOG_FILE, POLL_S, Run
+from grpo.handle import GRPO, LOG_FILE, POLL_S, Run
 from grpo.sources import env_settings
 from orchestrator.envs.base import Environment
 from transport.parent import PARENT_VAR
@@ -62,12 +62,15 @@ def train(
     given = dict(settings) if steps is None else settings | {"max_steps": steps}
     folder = Path(given.get("output_dir") or read_yaml(run_file(preset)).get("output_dir") or "outputs")
     if env is not None:
-        several = [env] if isinstance(env, (str, Mapping, Environment, type)) else list(env)
         overwrite = bool(given.get("overwrite_output_dir"))
-        given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in several]
+        given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in _several(env)]
     words = [f"--{key}={text}" for key, text in _texts(given)]
     folder = Path(load_run(preset, words).train.settings.output_dir)
     return _started([str(preset), *words], folder)
+
+
+def _several(env: Env | Sequence[Env]) -> Sequence[Env]:
+    return [env] if isinstance(env, (str, Mapping, Environment, type)) else list(env)
 
 
 def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -86,11 +89,10 @@ def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def _started(words: Sequence[str], folder: Path) -> Run:
     """Starts `grpo` with these words. Raises `RunFailed` where it refuses to begin."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-P", "-m", "grpo.cli", *words]
     with (folder / LOG_FILE).open("wb") as log:
         # A group of its own: an interrupt of the notebook or of the script is no interrupt of the run.
         process = subprocess.Popen(
-            command,
+            [*GRPO, *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.kills import MODULES, is_engine
+
 ROOT = Path(__file__).parent.parent.parent
 MARK = "GRPO_CHAOS_TEST"
-MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
 END_S = 90.0
 """How long a whole run may take to end on a machine that does much else."""
 SMALL = (*("--orch.batch_size", "32", "--orch.eval.eval_base_model", "false", "--orch.sampling.max_tokens", "4"),)
@@ -58,16 +59,7 @@ class Run:
         """The program itself, not what it started."""
         for process in marked(self.mark):
             with suppress(psutil.Error):
-                if process.cmdline()[1:4] == ["-P", "-m", MODULES[role]]:
-                    return process
-        return None
-
-    def engine(self) -> psutil.Process | None:
-        """The server's engine, by the name that vLLM gives its process."""
-        server = self.program("infer")
-        with suppress(psutil.Error):
-            for process in server.children(recursive=True) if server else ():
-                if "VLLM::EngineCore" in " ".join(process.cmdline()):
+                if process.cmdline()[1:4] == ["-P", "-m", MODULES[role]] and not is_engine(process):
                     return process
         return None
 
@@ -96,9 +88,3 @@ class Run:
         for process in marked(self.mark):
             process.kill()
         self.launcher.communicate()
-
-
-def kill(process: psutil.Process | None) -> None:
-    """`kill -9` of a process that must be there."""
-    assert process is not None
-    process.kill()

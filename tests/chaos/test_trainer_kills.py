@@ -17,7 +17,6 @@ from tests.trainer.models import save_tiny_model
 
 pytestmark = pytest.mark.chaos
 
-OPTIMIZERS = ["adamw", "adamw_8bit", "muon"]
 KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 12)]
 """Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
 NUM_RANDOM_KILLS = 12
@@ -34,12 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=OPTIMIZERS)
+@pytest.fixture
 def straight(
-    request: pytest.FixtureRequest, context: ForkServerContext, model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, context: ForkServerContext, model: Path, tmp_path: Path
 ) -> Iterator[Training]:
-    """A run that nothing interrupts."""
-    with training(tmp_path_factory.mktemp("straight") / "run", model, request.param) as uninterrupted:
+    """A run that nothing interrupts, with the test's optimizer."""
+    with training(tmp_path / "straight", model, request.param) as uninterrupted:
         process = start(context, uninterrupted.settings())
         process.join(END_S)
         assert process.exitcode == 0
@@ -55,6 +54,7 @@ def check(interrupted: Training, straight: Training) -> None:
     assert all(weights == versions[name] for name, weights in interrupted.versions().items())
 
 
+@pytest.mark.parametrize("straight", ["adamw_8bit"], indirect=True)
 def test_kills_at_every_call_one_after_the_other(
     straight: Training, context: ForkServerContext, model: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +75,7 @@ def test_kills_at_every_call_one_after_the_other(
             check(interrupted, straight)
 
 
+@pytest.mark.parametrize("straight", ["muon"], indirect=True)
 def test_kills_at_random_moments(straight: Training, context: ForkServerContext, model: Path, tmp_path: Path) -> None:
     rng = random.Random(straight.optimizer)
     with training(tmp_path / "run", model, straight.optimizer) as interrupted:

@@ -61,6 +61,14 @@ def test_a_port_of_the_users_choice_is_kept() -> None:
     assert with_run(plan(*url), "abc").infer.port == 8000
 
 
+def test_versions_over_http_get_a_free_port_too_and_the_server_is_led_to_it() -> None:
+    ready = with_run(plan("--weight_broadcast.type", "http"), "abc")
+    assert (port := ready.orch.weight_broadcast.port) == ready.train.weight_broadcast.port != 5556  # type: ignore[union-attr]
+    assert ready.infer.weight_broadcast_url == f"http://localhost:{port}"
+    chosen = with_run(plan("--weight_broadcast.type", "http", "--weight_broadcast.port", "4321"), "abc")
+    assert chosen.infer.weight_broadcast_url == "http://localhost:4321"
+
+
 def test_a_server_on_all_addresses_is_reached_over_the_loopback() -> None:
     ready = with_run(plan("--infer.host", "0.0.0.0"), "abc")
     assert ready.orch.client.base_url == (f"http://127.0.0.1:{ready.infer.port}/v1",)

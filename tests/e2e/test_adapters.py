@@ -122,12 +122,3 @@ def test_an_earlier_version_that_teaches_scores_what_each_role_said_by_the_roles
     gaps = [abs(line["policy/teacher_kl"]) for line in run.metrics if "policy/teacher_kl" in line]
     assert len(gaps) == run.num_steps
     assert max(gaps) < 1e-4
-
-
-def test_what_one_role_learns_leaves_the_other_roles_adapter_as_it_was(tmp_path: Path) -> None:
-    """Every proposal is worth the same, so that its tokens, which are in every batch, have no gradient of their own."""
-    run = played(tmp_path / "run", f"{ROOT / 'tests/e2e/even_proposer.py'}:EvenProposer", num_steps=2)
-    tokens = [line["policy/adapter_tokens_proposer"] for line in run.metrics if "policy/tokens" in line]
-    assert min(tokens) > 0
-    assert len(set(run.weights("proposer"))) == 1
-    assert len(set(run.weights("solver"))) == 3

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from tests.e2e.scripted_teachers import scripted_teachers
+from transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,8 @@ class Run:
     summary: dict[str, Any]
     steps: list[dict[str, float]]
     """Metrics."""
+    traces: list[dict[str, Any]]
+    """Rows of the first step."""
 
     def held_out(self, measure: str) -> tuple[float, float]:
         """Before and after."""
@@ -50,6 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(
         summary=json.loads((folder / "summary.json").read_text()),
         steps=[line for line in lines if "loss/total" in line],
+        traces=pq.read_table(trace_path(folder, 1)).to_pylist(),
     )
 
 
@@ -77,3 +82,11 @@ def test_calls_that_fail_become_rarer(run: Run) -> None:
     before, after = run.held_out("tool_error_rate")
     assert before > 0.3
     assert after < 0.6 * before
+
+
+def test_a_failed_call_of_a_conversation_has_its_hint_beside_it(run: Run) -> None:
+    errors = [[one["error"] for one in json.loads(row["messages"]) if "error" in one] for row in run.traces]
+    assert sum(map(bool, errors)) > BATCH_SIZE * 0.5
+    for row, messages in zip(run.traces, errors, strict=True):
+        assert (row["hint"] is not None) == bool(messages)
+        assert not messages or row["hint"].endswith(tuple(messages))

@@ -11,16 +11,15 @@ from tests.e2e.test_pipeline import ROOT, grpo, metrics
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
-@pytest.mark.parametrize("layout", ["adapter", "full"])
+@pytest.mark.parametrize("layout", ["adapter", "merged"])
 def test_a_run_trains_every_token_with_the_version_that_sampled_it(tmp_path: Path, layout: str) -> None:
     page = (ROOT / "docs" / "inflight.md").read_text()
     [command] = [line.split() for line in page.splitlines() if line.startswith("    grpo ")]
     words = [*("--orch.eval.num_examples", "0", "--max_steps", "5")]
     words += [*("--infer.vllm", '{"max_num_seqs": 16}')]  # so few that the server is at work when most versions come
-    if layout == "full":
-        words += [*("--train.lora", "false", "--train.learning_rate", "1e-4", "--infer.enable_lora", "false")]
-        words += [*("--train.weight_broadcast.format", "full", "--orch.weight_broadcast.format", "full")]
-        words += [*("--infer.max_lora_rank", "null")]
+    if layout == "merged":
+        words += [*("--train.weight_broadcast.format", "merged", "--orch.weight_broadcast.format", "merged")]
+        words += [*("--infer.enable_lora", "false", "--infer.max_lora_rank", "null")]
     done = grpo(*command[1:], "--output_dir", str(tmp_path / "run"), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())

@@ -27,23 +27,10 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def zmq_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of as many steps whose batches went over sockets."""
-    folder = tmp_path_factory.mktemp("pipeline") / "run"
-    transport = ["--train.rollout_transport.type", "zmq", "--orch.rollout_transport.type", "zmq"]
-    done = grpo("configs/quickstart", "--output_dir", str(folder), "--max_steps", str(NUM_STEPS), *transport)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-@pytest.fixture(params=["filesystem", "zmq"])
-def run(request: pytest.FixtureRequest) -> Path:
-    """A finished run of a few steps, over either transport; over files README.md's own one."""
-    folder: Path = request.getfixturevalue({"filesystem": "first_run", "zmq": "zmq_run"}[request.param])
-    settings = json.loads((folder / "run.json").read_text())["programs"]
-    assert all(settings[name]["settings"]["rollout_transport"]["type"] == request.param for name in ("orch", "train"))
-    return folder
+@pytest.fixture
+def run(first_run: Path) -> Path:
+    """README.md's own finished run of a few steps, over files; over sockets there is one in test_trainings.py."""
+    return first_run
 
 
 def test_reward_rises_and_so_does_the_accuracy_on_words_never_trained_on(run: Path) -> None:

@@ -94,16 +94,3 @@ def test_what_was_asked_is_counted(run: Run) -> None:
     assert 0 <= num["turns_seen"] - num["turns_asked"] - num["turns_queue_full"] <= waiting
     assert 0 < num["made"] <= len(run.pairs)
     assert num["questions_answered"] <= num["requests"]
-
-
-def test_the_runs_own_servers_can_be_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the key that they have, as the policy's base model: a tiny one that agrees with nobody who is right."""
-    monkeypatch.setenv("VLLM_API_KEY", "the run's own")
-    with scripted_teachers() as address:
-        others = [{"name": name, "base_url": address, "model": name} for name in ("right", "contrary")]
-        asked = with_teachers({"name": "base", "max_tokens": 12}, *others)
-        found = grpo(tmp_path / "run", "--max_steps", "4", "--orch.eval.num_examples", "4", *asked)
-    answered = [sum(step.get(f"pairs/questions_answered{of}", 0.0) for step in found.steps) for of in ("/base", "")]
-    assert 0 < answered[0] < answered[1]
-    assert not any("questions_un" in key for step in found.steps for key in step)
-    assert {pair.source for pair in found.pairs} <= {"2 of 3 teachers: base, right", "2 of 3 teachers: base, contrary"}

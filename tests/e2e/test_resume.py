@@ -18,10 +18,7 @@ from transport.run import RunFolder, current_run_id
 
 pytestmark = pytest.mark.e2e
 BATCH_SIZE = 256
-OPTIONS = (
-    *("--train.ckpt.interval", "3", "--train.ckpt.keep_last", "null", "--orch.eval.num_examples", "50"),
-    *("--orch.eval.eval_base_model", "false"),
-)
+OPTIONS = (*("--train.ckpt.interval", "3", "--train.ckpt.keep_last", "null", "--orch.eval.num_examples", "0"),)
 
 
 def steps_of(run: Path) -> list[int]:

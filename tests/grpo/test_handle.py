@@ -8,6 +8,7 @@ import pytest
 
 import grpo
 from configs.errors import SettingsError
+from grpo.handle import command
 from grpo.run_files import NoRun
 from grpo.training import _texts
 from tests.grpo.run_folder import finish, found, says, write_metrics
@@ -114,3 +115,8 @@ def test_a_run_that_cannot_begin_fails_at_once_with_the_last_words_of_the_comman
     (tmp_path / "o" / "checkpoints" / "x").touch()
     with pytest.raises(grpo.RunFailed, match=r"(?s)exit code 2.*error: .*checkpoints"):
         grpo.train("quickstart", output_dir=tmp_path / "o")
+
+
+def test_a_command_that_makes_no_sense_is_a_value_error_with_its_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run"):
+        command("status", str(tmp_path))

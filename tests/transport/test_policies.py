@@ -1,9 +1,7 @@
 """The contract of the weight channel; damaged folders; who may remove what; shards."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -11,13 +9,10 @@ import safetensors.torch
 import torch
 from msgspec.structs import replace
 
-from configs.common import FilesystemBroadcast
 from tests.transport.samples import SPEC, damage
-from trainer.publishing import publisher_of
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
 from transport.folders import STABLE, removable, step_folder
 from transport.records import PolicySpec
-from transport.run import create_run
 from transport.weights.shards import INDEX_FILE, Weight, shard_files, weight_map
 from transport.weights.store import (
     ADAPTER_FILE,
@@ -83,28 +78,6 @@ def test_content_that_is_made_in_pieces_arrives_as_one_file_and_one_that_fails_l
     assert present(tmp_path) == [0]
 
 
-def test_a_reader_sees_a_version_whole_while_it_is_replaced(tmp_path: Path) -> None:
-    publisher, stop = publish(tmp_path), threading.Event()
-
-    def replace_for_ever() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            publisher.publish(version=1, spec=replace(SPEC, rank=number), files=files(number))
-
-    publisher.publish(version=1, spec=SPEC, files=files(SPEC.rank))
-    thread = threading.Thread(target=replace_for_ever)
-    thread.start()
-    try:
-        for _ in range(300):
-            with suppress(CorruptError):  # half of the old one, half of the new one
-                read = reader(tmp_path).poll(1)
-                assert read is None or read.small_files[CANARY_FILE] == files(read.manifest.spec.rank)[CANARY_FILE]
-    finally:
-        stop.set()
-        thread.join()
-
-
 # --- what may go ---
 
 
@@ -145,9 +118,8 @@ def test_a_version_of_several_adapters_is_published_checked_and_removed_whole(tm
     assert present(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{", b'{"run_id": "run"}', b'{"run_id": "run", "versions": 3, "newest": 1}'])
-def test_a_damaged_file_of_what_is_in_use_removes_nothing(tmp_path: Path, damaged: bytes) -> None:
-    (tmp_path / IN_USE_FILE).write_bytes(damaged)
+def test_a_damaged_file_of_what_is_in_use_removes_nothing(tmp_path: Path) -> None:
+    (tmp_path / IN_USE_FILE).write_bytes(b'{"run_id": "run", "versions": 3, "newest": 1}')
     publish(tmp_path, *range(5))
     assert present(tmp_path) == list(range(5))
 
@@ -166,16 +138,6 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
     assert present(tmp_path) == [0, 1, 2, 3, 4]
 
 
-def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run")
-    publisher = publisher_of(FilesystemBroadcast(keep_last=1), run)
-    write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=frozenset({2}), newest=2))
-    for version in range(3):
-        publisher.publish(version=version, spec=SPEC, files=files(version))
-    assert PolicyReader(run.broadcasts, run_id=run.run_id).latest() == 2
-    assert [path.name for path in run.broadcasts.glob("step_*")] == ["step_000002"]
-
-
 # --- folders ---
 
 
@@ -185,28 +147,17 @@ def published(folder: Path, spec: PolicySpec = SPEC) -> Path:
     return step_folder(folder, 2)
 
 
-@pytest.mark.parametrize(("name", "how"), [(CANARY_FILE, "flip"), ("manifest.json", "truncate"), (STABLE, "flip")])
-def test_a_damaged_version_is_refused_by_the_reader(tmp_path: Path, name: str, how: str) -> None:
-    damage(published(tmp_path) / name, how)
-    with pytest.raises((CorruptError, SchemaVersionError)):
-        PolicyReader(tmp_path, run_id="run").poll(2)
-
-
-@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("how", ["flip", "remove"])
 @pytest.mark.parametrize(
-    ("name", "spec"), [(ADAPTER_FILE, SPEC), (ADAPTER_FILE, FULL), (CANARY_FILE, SPEC), ("manifest.json", FULL)]
+    ("name", "spec"), [(ADAPTER_FILE, SPEC), (ADAPTER_FILE, FULL), (CANARY_FILE, SPEC), (STABLE, SPEC)]
 )
-def test_a_damaged_version_is_refused_by_the_server(tmp_path: Path, name: str, how: str, spec: PolicySpec) -> None:
+def test_a_damaged_version_is_refused(tmp_path: Path, name: str, how: str, spec: PolicySpec) -> None:
     folder = published(tmp_path, spec)
-    verify_policy(folder, run_id="run", version=2)
+    _, held = verify_policy(folder, run_id="run", version=2)
+    assert list(held) == ([CANARY_FILE] if spec is FULL else [ADAPTER_FILE, CANARY_FILE])
     damage(folder / name, how)
     with pytest.raises((CorruptError, SchemaVersionError)):
         verify_policy(folder, run_id="run", version=2)
-
-
-def test_large_weights_are_checked_but_not_held(tmp_path: Path) -> None:
-    _, held = verify_policy(published(tmp_path, FULL), run_id="run", version=2)
-    assert list(held) == [CANARY_FILE]
 
 
 def test_a_version_of_another_run_or_of_another_number_is_refused(tmp_path: Path) -> None:
@@ -231,17 +182,6 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_versions(
         assert not list(folder.glob(".*"))
     publish(folder, 1)
     assert present(folder) == [0, 1]
-
-
-def test_a_folder_that_forbids_writing_is_an_error_that_leaves_the_earlier_versions(
-    tmp_path: Path, unprivileged: Callable[[], AbstractContextManager[None]]
-) -> None:
-    tmp_path.chmod(0o755)
-    publisher = publish(tmp_path, 0)
-    with unprivileged(), pytest.raises(StorageError):
-        publisher.publish(version=1, spec=SPEC, files=files(1))
-    publish(tmp_path, 1)
-    assert present(tmp_path) == [0, 1]
 
 
 @pytest.mark.parametrize("spec", [SPEC, FULL])
@@ -288,7 +228,7 @@ def as_weights(tensors: Mapping[str, torch.Tensor]) -> list[Weight]:
     ]
 
 
-@pytest.mark.parametrize("limit", [1, 130, 400, 10_000])
+@pytest.mark.parametrize("limit", [1, 400])
 def test_shards_hold_all_tensors_within_the_limit_and_the_library_reads_them(tmp_path: Path, limit: int) -> None:
     tensors = weights()
     publisher = PolicyPublisher(tmp_path, run_id="run", max_shard_bytes=limit)

@@ -1,15 +1,18 @@
 """Founding and joining a run; status files; identity of the base model."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chaos.kill_points import start
 from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
 from transport.run import (
     KEY_FILE,
@@ -46,23 +49,18 @@ def test_a_folder_with_anything_of_a_run_but_no_run_is_refused(tmp_path: Path, l
         create_run(tmp_path, overwrite=True)
 
 
-KILLED = """
-import os, sys
-from transport.run import create_run
+def found(path: Path, at: int) -> None:
+    """A founder that ends before what it does to files in `path` for the n-th time."""
+    left = [at]
 
-left = int(sys.argv[2])
+    def ends(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.remove", "os.rmdir", "os.rename") and str(path) in str(arguments[0]):
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
 
-def ends(event, args):
-    global left
-    if event in ("open", "os.mkdir", "os.remove", "os.rmdir", "os.rename") and sys.argv[1] in str(args[0]):
-        left -= 1
-        if left == 0:
-            os._exit(9)
-
-sys.addaudithook(ends)
-create_run(sys.argv[1], overwrite=True)
-"""
-"""A founder that ends before what it does to files for the n-th time."""
+    sys.addaudithook(ends)
+    create_run(path, overwrite=True)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -75,13 +73,13 @@ def test_a_founder_that_is_killed_at_any_moment_is_followed_by_the_same_command(
             earlier = create_run(path)
             (earlier.broadcasts / "step_000001").mkdir()
             (path / "metrics.jsonl").write_text("")
-        done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(at)], check=False)
-        found = open_run(path, resume="auto", overwrite=overwrite)
-        assert list(found.broadcasts.iterdir()) == []
-        assert found.key("NO_SUCH_KEY").sign(b"data")
-        if done.returncode == 0:
+        _, status = os.waitpid(start(partial(found, path, at)), 0)
+        run = open_run(path, resume="auto", overwrite=overwrite)
+        assert list(run.broadcasts.iterdir()) == []
+        assert run.key("NO_SUCH_KEY").sign(b"data")
+        if status == 0:
             return
-        assert done.returncode == 9
+        assert os.waitstatus_to_exitcode(status) == 9
     pytest.fail("the founder has more than 100 moments")
 
 

@@ -139,6 +139,7 @@ class Breaking(threading.Thread):
                     ours.sendall(data)
                     left -= len(data)
                     self.passed += len(data)
+                ours.shutdown(socket.SHUT_RDWR)
 
     @staticmethod
     def _pass_on(ours: socket.socket, theirs: socket.socket) -> None:
