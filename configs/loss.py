@@ -48,6 +48,8 @@ class SdpoSettings(Section):
     """The moving average keeps this share of itself at each step."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the weight `alpha_sdpo` rises from 0 in equal parts."""
+    decay_steps: PositiveInt | None = None
+    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
 
 
 class DpoSettings(Section):
@@ -57,6 +59,8 @@ class DpoSettings(Section):
     """Scale of the policy's preference against the reference's."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the weight `beta_replay` rises from 0 in equal parts."""
+    decay_steps: PositiveInt | None = None
+    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
 
 
 class LossSettings(Section):

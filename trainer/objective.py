@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.loss import LossSettings
+from configs.loss import DpoSettings, LossSettings, SdpoSettings
 from trainer.batch import StepCounts, counts_of, tokens_by_adapter
 from trainer.custom_loss import custom_loss, loss_function
 from trainer.distributed import Ranks, full_tensor
@@ -37,6 +37,8 @@ class LossTerm:
     """Of its loss in the total, once it is warm."""
     warmup_steps: int
     """Steps over which the weight rises from 0."""
+    decay_steps: int | None
+    """Steps over which it then falls to 0; None where it stays."""
     prepare: Callable[[Sequence[MicroBatch], StepCounts], list[Pass]]
     """Gives the passes of these micro-batches, whose losses add up to the term's. All their tensors are on their way to
     the device when it returns, so that no pass waits for a copy."""
@@ -45,8 +47,13 @@ class LossTerm:
     for gradients of zero."""
 
     def weight_at(self, step: int) -> float:
-        """Returns weight · min(1, step / warmup_steps), with steps from 1."""
-        return self.weight * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.weight
+        """Returns weight · step / warmup_steps while it rises, with steps from 1, and then
+        weight · max(0, 1 - (step - 1 - warmup_steps) / decay_steps)."""
+        if step <= self.warmup_steps:
+            return self.weight * step / self.warmup_steps
+        if self.decay_steps is None:
+            return self.weight
+        return self.weight * max(0.0, 1 - (step - 1 - self.warmup_steps) / self.decay_steps)
 
 
 class Objective:
@@ -66,11 +73,9 @@ class Objective:
         if settings.alpha_sdpo and settings.sdpo.teacher == "ema":
             self.average = MovingAverage(policy.named_parameters, decay=settings.sdpo.ema_decay)
         terms = (
-            LossTerm("policy", float(settings.trains_policy), 0, self._policy_passes, self._dummy_logprobs),
-            LossTerm(
-                "sdpo", settings.alpha_sdpo, settings.sdpo.warmup_steps, self._hint_passes, self._dummy_divergence
-            ),
-            LossTerm("dpo", settings.beta_replay, settings.dpo.warmup_steps, self._pair_passes, self._dummy_logprobs),
+            LossTerm("policy", float(settings.trains_policy), 0, None, self._policy_passes, self._dummy_logprobs),
+            LossTerm("sdpo", settings.alpha_sdpo, *_steps(settings.sdpo), self._hint_passes, self._dummy_divergence),
+            LossTerm("dpo", settings.beta_replay, *_steps(settings.dpo), self._pair_passes, self._dummy_logprobs),
         )
         self._terms = [term for term in terms if term.weight]
 
@@ -83,7 +88,7 @@ class Objective:
         own micro-batches, if any. An adapter for which none of them has tokens is left without gradients.
         """
         counts = StepCounts(*self._ranks.all_reduce_sum(counts_of(batches)))
-        work = [(term, term.prepare(batches, counts)) for term in self._terms]
+        work = [(term, term.prepare(batches, counts) if term.weight_at(step) else []) for term in self._terms]
         num_passes = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
         norms: dict[str, float] = {}
@@ -312,3 +317,7 @@ def _shares(norms: Mapping[str, float]) -> dict[str, float]:
     total = sum(norms.values())
     metrics = {f"optim/grad_norm_{name}": norm for name, norm in norms.items()}
     return metrics | {f"optim/grad_share_{name}": norm / total if total else 0.0 for name, norm in norms.items()}
+
+
+def _steps(chosen: SdpoSettings | DpoSettings) -> tuple[int, int | None]:
+    return chosen.warmup_steps, chosen.decay_steps

@@ -50,6 +50,11 @@ class Store:
         drawn = await self._do("sample", num=num, weighted=weighted, replace=replace)
         return [(artifact_id, data) for artifact_id, data in drawn]
 
+    async def get(self, id: str) -> Any:
+        """The value with this id, as `add` and `sample` gave it; None where it is not there any more."""
+        found = await self._do("get", id=id)
+        return found[0] if found else None
+
     async def set_weight(self, id: str, weight: float) -> bool:
         """Whether the artifact is still there: other rollouts add to a store at the same time, and what is lightest
         leaves a full one."""

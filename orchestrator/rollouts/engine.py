@@ -16,6 +16,7 @@ from orchestrator.inference.client import InferenceClient
 from orchestrator.inference.client import Refused as RefusedByServer
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation, single_row
+from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.records import (
     Completion,
     EpisodeResult,
@@ -59,6 +60,8 @@ class Group:
     """Of its requests; None for the server's own randomness."""
     score: bool = True
     """Whether the rubric is asked; otherwise rewards are 0."""
+    first: int = 0
+    """Number of the first of its rollouts."""
 
 
 class RolloutEngine:
@@ -66,7 +69,7 @@ class RolloutEngine:
 
     def __init__(
         self,
-        pools: Mapping[str, WorkerPool],
+        pools: Mapping[str, "WorkerPool | LocalPool"],
         client: InferenceClient,
         renderer: ChatRenderer,
         *,
@@ -134,7 +137,7 @@ class RolloutEngine:
         finally:
             for one in generating.values():
                 one.cancel()
-        result = attempts[-1].result(told, f"{group.id}/{number}")
+        result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
         if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
             pool.record(result.failure)
         return result
@@ -186,7 +189,7 @@ class _Attempt:
         self,
         engine: RolloutEngine,
         group: Group,
-        pool: WorkerPool,
+        pool: "WorkerPool | LocalPool",
         seed: int | None,
         given: _Given | None,
         generating: "dict[tuple[object, ...], asyncio.Task[Completion]]",

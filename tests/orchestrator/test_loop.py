@@ -161,7 +161,7 @@ async def test_each_of_the_trainers_ranks_gets_its_own_micro_batches(tmp_path: P
     await orchestrate(settings_for(tmp_path, server, max_steps=1))
 
     run = trainer.run_folder
-    with FilesystemBatchReceiver(run.batches, run_id=run.run_id, rank=1) as receiver:
+    with FilesystemBatchReceiver(run.batches, run_id=run.run_id, rank=1, num_ranks=2) as receiver:
         second = receiver.receive(1, timeout_s=5)
     assert second is not None
     ranks = (trainer.batches[1], second)

@@ -257,6 +257,18 @@ def test_weights_of_hints_and_pairs_warm_up_by_the_step(
     assert ours.metrics["loss/total"] == pytest.approx(theirs.metrics["loss/total"])
 
 
+@pytest.mark.parametrize(("number", "share"), [(1, 0.5), (2, 1.0), (3, 1.0), (5, 0.5), (7, 0.0), (9, 0.0)])
+def test_weights_of_hints_and_pairs_fall_after_their_warm_up(
+    tiny_model: Path, step: Step, number: int, share: float
+) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]], step=number)
+    steps = {"warmup_steps": 2, "decay_steps": 4}  # 1 - (number - 3) / 4 from the third on
+    falling = {name: {**ALL_ON.get(name, {}), **steps} for name in ("sdpo", "dpo")}
+    scaled = {name: share * ALL_ON[name] for name in ("alpha_sdpo", "beta_replay")}
+    ours, theirs = accumulated(policy, batches, ALL_ON | falling), accumulated(policy, batches, ALL_ON | scaled)
+    assert_close(ours.gradients, theirs.gradients, tolerance=1e-6)
+
+
 def test_each_streams_norm_and_share_are_those_of_its_gradients_alone(tiny_model: Path, step: Step) -> None:
     policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
     metrics = accumulated(policy, batches, ALL_ON).metrics
