@@ -1,16 +1,20 @@
 """Settings of how the orchestrator reaches the inference servers."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from configs.common import Conflicts, Listed, Port, Seconds, Section
+from configs.common import Conflicts, Listed, OnlyWith, Port, Seconds, Section
 
 
 class ElasticSettings(Section):
-    """Servers that a name stands for in the DNS, and that may come and go during the run."""
+    """Servers that come and go during the run: those that a name stands for in the DNS, or that tell the run's folder
+    where they are."""
 
-    hostname: str = Field(min_length=1)
-    """Name whose every address in the DNS is a server, for example that of a headless service."""
-    port: Port = 8000
+    hostname: str | None = Field(default=None, min_length=1)
+    """Name whose every address in the DNS is a server, for example that of a headless service (null: servers with the
+    same `output_dir`, which say in its `status` folder where they are)."""
+    port: Annotated[Port, OnlyWith("hostname")] = 8000
     """Port of every server."""
     sync_interval: Seconds = 5.0
     """Seconds between two look-ups. A new address serves once it has proved every version in use."""

@@ -48,15 +48,22 @@ class SdpoSettings(Section):
     """The moving average keeps this share of itself at each step."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the weight `alpha_sdpo` rises from 0 in equal parts."""
+    decay_steps: PositiveInt | None = None
+    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
 
 
 class DpoSettings(Section):
-    """Direct preference optimization."""
+    """Direct preference optimization, or regression of the teachers' scores, on preference pairs."""
 
+    objective: Literal["preference", "regression"] = "preference"
+    """`preference`: the log-likelihood of the preference (DPO). `regression`: the squared difference of the margin to
+    the pair's difference of scores, the shares of teachers that would have done the one and the other (REBEL)."""
     beta: float = Field(default=0.1, gt=0, le=1e3)
     """Scale of the policy's preference against the reference's."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the weight `beta_replay` rises from 0 in equal parts."""
+    decay_steps: PositiveInt | None = None
+    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
 
 
 class LossSettings(Section):

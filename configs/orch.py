@@ -74,8 +74,11 @@ class OrchSettings(ProcessSettings, Shared):
 
     model: ModelSettings
     """The policy."""
-    env: tuple[EnvSettings, ...] = Field(min_length=1)
+    env: tuple[EnvSettings, ...] = ()
     """Environments to train on."""
+    arena: str | None = None
+    """A schedule of your own instead of environments: `file.py:Class` or `module:Class`, derived from `grpo.Arena`
+    (null: examples of `env` are sampled)."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run in `output_dir` that an orchestrator has worked in goes on (`auto`) or is refused (`never`)."""
     run_id: str | None = None
@@ -141,10 +144,14 @@ class OrchSettings(ProcessSettings, Shared):
     """How policy versions arrive, as the trainer's `weight_broadcast`."""
 
     @property
+    def groups_per_batch(self) -> int:
+        """Groups that one step trains on. All rollouts of an arena's step are one."""
+        return 1 if self.arena is not None else self.batch_size // self.rollouts_per_example
+
+    @property
     def most_concurrent_groups(self) -> int:
         """Groups that may be in flight at once."""
-        groups_per_batch = self.batch_size // self.rollouts_per_example
-        return self.max_concurrent_groups or math.ceil(self.oversampling_factor * groups_per_batch)
+        return self.max_concurrent_groups or math.ceil(self.oversampling_factor * self.groups_per_batch)
 
     @property
     def held_out(self) -> list[HeldOut]:
@@ -161,6 +168,10 @@ class OrchSettings(ProcessSettings, Shared):
             yield "rollouts_per_example", "must be at least 2: the advantage of a group of one is always 0"
         if self.batch_size % self.rollouts_per_example:
             yield "batch_size", f"must be a multiple of rollouts_per_example = {self.rollouts_per_example}"
+        if bool(self.env) == (self.arena is not None):
+            yield "env", "must name environments, or arena a schedule of your own; one of the two"
+        if self.arena is not None:
+            yield from self._arena_conflicts()
         yield from self._length_conflicts()
         yield from self._pace_conflicts()
         yield from self._environment_conflicts()
@@ -168,6 +179,12 @@ class OrchSettings(ProcessSettings, Shared):
             yield from self._reward_conflicts()
         if self.weight_broadcast.type == "nccl" and self.client.elastic is not None:
             yield "client.elastic", "cannot be had with weight_broadcast.type: nccl, where no server can join late"
+
+    def _arena_conflicts(self) -> Conflicts:
+        """What an arena decides itself."""
+        for key in ("buffer", "eval", "rollouts_per_example", "oversampling_factor", "max_concurrent_groups"):
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                yield key, f"has no effect with arena = {self.arena}; remove it"
 
     def _length_conflicts(self) -> Conflicts:
         max_tokens = self.sampling.max_tokens

@@ -9,8 +9,8 @@ TRAINER_MAY_CHANGE = frozenset(
     {
         *("max_steps", "wait_timeout_s", "ckpt", "resume"),
         *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
-        *("device", "gpus", "zero_level", "num_threads", "gradient_checkpointing", "compile", "colocate", "sleep_mode"),
-        "offload",
+        *("device", "gpus", "nodes", "min_nodes", "rendezvous", "zero_level", "num_threads", "offload"),
+        *("gradient_checkpointing", "compile", "colocate", "sleep_mode"),
         *("learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps"),
         *("weight_broadcast.type", "weight_broadcast.timeout", "transport_type", "logging_steps", "max_async_level"),
         *("weight_broadcast.keep_last", "weight_broadcast.keep_interval"),

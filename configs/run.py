@@ -19,6 +19,7 @@ from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
 from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, environment, read_yaml, split
 from configs.orch import OrchSettings
+from configs.topology import Topology
 from configs.train import QUANTIZED, SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
@@ -54,12 +55,16 @@ class RunSettings(SharedSettings):
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3
     """How often `grpo` starts each program again that has ended by itself."""
+    infer_replicas: PositiveInt = 1
+    """Number of servers that `grpo` starts on this machine; with `grpo launch`, `topology` says it."""
     infer_gpus: Gpus = None
-    """GPUs of the server: indices or UUIDs with commas, as 0,1 (null: `grpo` chooses)."""
+    """GPUs of the servers: indices or UUIDs with commas, as 0,1 (null: `grpo` chooses)."""
     train_gpus: Gpus = None
     """GPUs of the trainer (null: `grpo` chooses)."""
     teacher_gpus: Gpus = None
     """GPUs of the teacher's server (null: `grpo` chooses)."""
+    topology: Topology = Topology()
+    """What runs where on a cluster, for `grpo launch`."""
     train: TrainSettings
     """The trainer's own settings."""
     infer: InferSettings

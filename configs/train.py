@@ -102,7 +102,14 @@ class TrainSettings(ProcessSettings, SharedSettings):
     run_id: str | None = None
     """Id of the run to join, which the launcher gives (null: the trainer makes one)."""
     gpus: PositiveInt = 1
-    """Number of data-parallel ranks: one process for each GPU, or as many processes on a CPU."""
+    """Number of data-parallel ranks on each machine: one process for each GPU, or as many processes on a CPU."""
+    nodes: PositiveInt = 1
+    """Number of machines that train together. `grpo-train` is started on each of them by the same command."""
+    min_nodes: Annotated[PositiveInt | None, OnlyWith("rendezvous")] = None
+    """With how many of `nodes` the trainer begins, or goes on when it is started again, where no more come soon (null:
+    with all of them)."""
+    rendezvous: str | None = Field(default=None, pattern=r"^([^\s:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}$")
+    """HOST:PORT where several machines meet: the name of one of them, and a free port there (null: one machine)."""
     zero_level: int = Field(default=1, ge=1, le=3)
     """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     offload: bool = False
@@ -139,6 +146,10 @@ class TrainSettings(ProcessSettings, SharedSettings):
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
     stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
+    scale_by_signal: bool = True
+    """The learning rate of a step is multiplied by the square root of the share of its loss tokens that have anything
+    to teach, an advantage other than 0 for example: a batch of which most groups have equal rewards is a small batch,
+    and one without any changes nothing."""
     decay_steps: Annotated[PositiveInt | None, OnlyWith("lr_scheduler_type", "wsd")] = None
     """Steps over which `wsd` falls to 0 (null: a tenth of `max_steps`)."""
     warmup_steps: NonNegativeInt = 0
@@ -192,6 +203,11 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if self.loss.import_path is not None and path.is_file():
             fields["loss"]["import_path"] += f" sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
         return fields
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on all machines together, where none is missing."""
+        return self.nodes * self.gpus
 
     @property
     def quantization(self) -> Quantization | None:
@@ -262,8 +278,19 @@ class TrainSettings(ProcessSettings, SharedSettings):
                 yield "weight_broadcast.type", "nccl sends from GPU to GPU, and device is cpu; use filesystem"
         if self.offload and (self.lora or on_cpu or self.optimizer in ("adamw_8bit", "adamw_8bit_paged")):
             yield "offload", "is for lora: false on a GPU, with optimizer: adamw or muon; adapters and 8 bits are small"
-        if self.zero_level > 1 and self.gpus == 1:
+        if self.zero_level > 1 and self.num_ranks == 1:
             yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
+        if (self.nodes > 1) != (self.rendezvous is not None):
+            yield "rendezvous", "is where several machines meet; set nodes above 1 and this, or neither"
+        least = self.min_nodes or self.nodes
+        if least > self.nodes:
+            yield "min_nodes", f"must not exceed nodes = {self.nodes}"
+        elif least < self.nodes and self.optimizer.startswith("adamw_8bit"):
+            yield "min_nodes", "lets the number of ranks change, and 8-bit state is divided for good; use adamw"
+        elif least < self.nodes and self.gradient_accumulation_steps is not None:
+            yield "min_nodes", "lets ranks have unequal numbers of micro-batches; remove gradient_accumulation_steps"
+        if self.nodes > 1 and (self.colocate or self.sleep_mode):
+            yield "nodes", "a base, or a GPU, is shared with the server of one machine; remove colocate and sleep_mode"
         if self.zero_level == 3 and (self.quantization or self.weight_broadcast.format == "merged" or self.colocate):
             yield "zero_level", "3 divides the base, which qlora_*, merged versions and colocate need whole; use 1 or 2"
         if self.colocate and self.weight_broadcast.format != "adapter":

@@ -38,9 +38,12 @@ class Gpus:
     line: str | None = None
     """Tells who takes which; None where there is nothing to choose."""
 
-    def variables(self, role: str) -> dict[str, str]:
-        """Environment variables that a program is started with."""
-        return {VARIABLE: ",".join(self.sees[role])} if role in self.sees else {}
+    def variables(self, role: str, *, number: int = 0, of: int = 1) -> dict[str, str]:
+        """Environment variables that a program is started with, of several of its role each with its part."""
+        if (sees := self.sees.get(role)) is None:
+            return {}
+        size = len(sees) // of
+        return {VARIABLE: ",".join(sees[number * size : (number + 1) * size])}
 
     def shared(self, one: str, other: str) -> str | None:
         """A GPU that both programs take, if there is any."""
@@ -69,12 +72,14 @@ def gpus_of(
     teacher: Loaded[TeacherServerSettings] | None,
     visible: VisibleGpus,
     problems: list[Problem],
+    *,
+    replicas: int = 1,
 ) -> Gpus:
     """Of server, trainer, and teacher where its server is started; none, with problems added, where they cannot have
     what was asked for."""
     trainer, server = train.settings, infer.settings
     needs: dict[str, tuple[str, int]] = {
-        "infer": (server.device, server.tp * server.dp),
+        "infer": (server.device, server.tp * server.dp * replicas),
         "train": (trainer.device, trainer.gpus),
     }
     if teacher is not None:
@@ -98,7 +103,7 @@ def _refused(
             seen = ", ".join(visible.names) or "none"
             message = f"there is no {' and no '.join(strange)}: an index counts in the GPUs that grpo sees: {seen}"
         elif len(set(names)) != needs[role]:
-            takes = f"the program takes {needs[role]} (tp · dp of a server, gpus of a trainer)"
+            takes = f"the program takes {needs[role]} (tp · dp of each server, gpus of a trainer)"
             message = f"is {len(set(names))} GPUs, and {takes}; name so many, or change that"
         elif together and role == "train" and set(names) != set(asked.get("infer", names)):
             message = "differs from infer_gpus, and with colocate and sleep_mode both are on the same ones; remove one"

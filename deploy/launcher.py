@@ -28,14 +28,19 @@ from transport.errors import RunFolderError, StorageError
 from transport.folders import write_atomic
 from transport.hidden import hide_environment, key_variables
 from transport.run import Role, RunFolder, changes_of, current_run_id, is_at_work, join_run, open_run
+from transport.status import server_file
 from transport.weights.identity import base_identity, resolve_model
 
 _LOCK = ".grpo.lock"
 RESTARTS_FILE = "restarts.json"
 """In the run's `status` folder: how often each program was started again, by role."""
 SUMMARY_FILE = "summary.json"
-_MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli", "teacher": "infer.cli"}
-_SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
+MODULES = {
+    **{"infer": "infer.cli", "teacher": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"},
+    "env": "orchestrator.workers.server",
+}
+"""By program: what Python runs."""
+SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
 _NUM_LOG_LINES = 20
 _NUM_ERROR_LINES = 200
 """How far back a program's error is looked for; a traceback may follow it."""
@@ -158,12 +163,17 @@ def _open(plan: Plan) -> RunFolder:
     # A server knows of no run, and several may serve one: its settings are recorded for it.
     server = plan.infer.model_dump(mode="json")
     join_run(run.path, role="infer", settings=server, may_change=SERVER_MAY_CHANGE, timeout_s=1.0)
+    clear_for_start(run)
+    return run
+
+
+def clear_for_start(run: RunFolder) -> None:
+    """Removes what programs of an earlier start have said of themselves, and that the run is over."""
     (run.path / SUMMARY_FILE).unlink(missing_ok=True)
     shutil.rmtree(run.status, ignore_errors=True)
     for folder in (run.status, run.logs, run.batches):
         folder.mkdir(exist_ok=True)
     StepStore(run.batches, run_id=run.run_id).remove_finished()
-    return run
 
 
 def _run_in(run: RunFolder, plan: Plan, signals: Signals, show: Show) -> int:
@@ -188,31 +198,34 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
     """The programs as they are started. Environment variables with settings are left out, because the files hold the
     outcome, and they would overrule it; so are keys that only the orchestrator needs. Models are got with HF_TOKEN by
     all of them."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS_PREFIXES)}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
         num_threads["teacher"] = plan.teacher.num_threads
-    status = {"infer": f"infer.{plan.infer.host}_{plan.infer.port}"}
     needed = {role: key_variables(settings.model_dump()) for role, settings in plan.settings().items()}
     programs = []
-    for role, threads in num_threads.items():
+    for role in num_threads:
+        threads, without = num_threads[role], needed["orch"] - needed[role] - {"HF_TOKEN"}
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
-        # -P: a folder here that happens to be called `infer` must not shadow the package.
-        command = (sys.executable, "-P", "-m", _MODULES[role], str(files[role]))
-        programs.append(
-            Program(
-                role=role,
-                command=command,
-                log=run.logs / f"{role}.log",
-                status=run.status / f"{status.get(role, role)}.json",
-                environment={
-                    k: v for k, v in inherited.items() if k not in needed["orch"] - needed[role] - {"HF_TOKEN"}
-                }
-                | own
-                | plan.gpus.variables(role),
+        environment = {k: v for k, v in inherited.items() if k not in without} | own
+        ports = plan.ports if role == "infer" else (None,)
+        for number, port in enumerate(ports):
+            name = f"{role}.{number}" if len(ports) > 1 else role
+            programs.append(
+                Program(
+                    role=name,
+                    # -P: a folder here that happens to be called `infer` must not shadow the package.
+                    command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *_port(port)),
+                    log=run.logs / f"{name}.log",
+                    status=run.status / (f"{role}.json" if port is None else server_file(plan.infer.host, port)),
+                    environment=environment | plan.gpus.variables(role, number=number, of=len(ports)),
+                )
             )
-        )
     return programs
+
+
+def _port(port: int | None) -> tuple[str, ...]:
+    return () if port is None else ("--port", str(port))
 
 
 def print_summary(folder: Path) -> int:

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,10 @@ class Plan:
     """How often each of the three programs may be started again."""
     gpus: Gpus = field(default_factory=Gpus)
     """Which ones each program takes."""
+    ports: tuple[int, ...] = ()
+    """Of the servers; known once the run is."""
+    replicas: int = 1
+    """How many servers of the policy are started."""
 
     @property
     def output_dir(self) -> Path:
@@ -83,7 +88,8 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
     `SettingsError` with every problem found."""
     visible = visible_gpus(os.environ) if visible is None else visible
     train, infer, orch, teacher, asked = run.train, run.infer, run.orch, run.teacher, run.settings.gpus
-    problems = [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *_restarts_without_effect(run)]
+    problems = [*_no_run_id(train), *_no_run_id(orch), *_address(run), *_restarts_without_effect(run)]
+    problems += _on_one_machine(run)
     if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
         why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
         problems.append(train.problem("sleep_mode", why))
@@ -92,7 +98,15 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
         problems.append(train.problem("recipe", f"{why}; use bf16 or fp32"))
     why_not = why_not_started(train.settings, orch.settings)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
-    gpus = gpus_of(asked, train, infer, teacher if why_not is None else None, visible, problems)
+    gpus = gpus_of(
+        asked,
+        train,
+        infer,
+        teacher if why_not is None else None,
+        visible,
+        problems,
+        replicas=run.settings.infer_replicas,
+    )
     if why_not is None:
         shared = gpus.shared("infer", "teacher")
         problems += teacher_problems(teacher, infer=infer, orch=orch, shared_gpu=shared)
@@ -105,6 +119,7 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
     programs: dict[str, Any] = {"train": train.settings, "infer": infer.settings, "orch": orch.settings}
     served = None if why_not is not None else server_settings(teacher.settings, **programs)
     plan = Plan(**programs, teacher=served, free_port=not addressed, restarts=_restarts(run), gpus=gpus)
+    plan = replace(plan, replicas=run.settings.infer_replicas)
     return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=bool(visible.names))
 
 
@@ -120,7 +135,8 @@ def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
         num_threads = max(1, threads.train // plan.train.gpus)
         plan = replace(plan, train=plan.train.model_copy(update={"num_threads": num_threads}))
     if computes_on_cpu(plan.infer):
-        plan = replace(plan, infer=plan.infer.model_copy(update={"num_threads": threads.infer}))
+        num_threads = max(1, threads.infer // plan.replicas)
+        plan = replace(plan, infer=plan.infer.model_copy(update={"num_threads": num_threads}))
     if plan.teacher is not None and computes_on_cpu(plan.teacher):
         plan = replace(plan, teacher=plan.teacher.model_copy(update={"num_threads": threads.teacher}))
     return plan
@@ -128,17 +144,20 @@ def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
 
 def with_run(plan: Plan, run_id: str) -> Plan:
     """Joins trainer and orchestrator to the run that the launcher made, and servers and orchestrator by ports."""
-    port = _free_port(plan.infer.host) if plan.free_port else plan.infer.port
+    ports = _free_ports(plan.infer.host, plan.replicas)
+    if not plan.free_port:
+        ports = tuple(range(plan.infer.port, plan.infer.port + plan.replicas))
     plan = _with_teacher_address(_with_own_ports(plan))
     client = plan.orch.client
     if "base_url" not in client.model_fields_set:
-        client = client.model_copy(update={"base_url": (_url(plan.infer.host, port),)})
+        client = client.model_copy(update={"base_url": tuple(_url(plan.infer.host, port) for port in ports)})
     goes_on: dict[str, Any] = {"run_id": run_id, "resume": "auto"}
     train = goes_on | {"overwrite_output_dir": False, "ckpt": _newest(plan.train.ckpt)}
     return replace(
         plan,
         train=plan.train.model_copy(update=train),
-        infer=plan.infer.model_copy(update={"port": port}),
+        infer=plan.infer.model_copy(update={"port": ports[0]}),
+        ports=ports,
         orch=plan.orch.model_copy(update=goes_on | {"client": client, "ckpt": _newest(plan.orch.ckpt)}),
     )
 
@@ -153,7 +172,7 @@ def _with_teacher_address(plan: Plan) -> Plan:
     server, teacher = plan.teacher, plan.orch.teacher_model
     if server is None or teacher is None:
         return plan
-    port = server.port if "port" in server.model_fields_set else _free_port(server.host)
+    port = server.port if "port" in server.model_fields_set else _free_ports(server.host)[0]
     client = teacher.client.model_copy(update={"base_url": (_url(server.host, port),)})
     led = {"teacher_model": teacher.model_copy(update={"client": client})}
     return replace(plan, teacher=server.model_copy(update={"port": port}), orch=plan.orch.model_copy(update=led))
@@ -166,7 +185,7 @@ def _with_own_ports(plan: Plan) -> Plan:
         section = getattr(plan.orch, name)
         if section.type != kind or "port" in section.model_fields_set:
             continue
-        port = _free_port("127.0.0.1")
+        port = _free_ports("127.0.0.1")[0]
         train, orch = ({name: getattr(one, name).model_copy(update={"port": port})} for one in (plan.train, plan.orch))
         infer = {"weight_broadcast_url": _url(section.host, port).removesuffix("/v1")} if kind == "http" else {}
         plan = replace(
@@ -218,25 +237,37 @@ def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
     return [loaded.problem("run_id", "grpo makes a run of its own; remove it, or start the programs apart")]
 
 
-def _address(infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> list[Problem]:
-    """The orchestrator must be led to the server that is started with it."""
-    urls, server = orch.settings.client.base_url, infer.settings
+def _on_one_machine(run: Run) -> Iterator[Problem]:
+    if run.train.settings.nodes > 1:
+        yield run.train.problem("nodes", "grpo starts the trainer on this machine alone; use grpo launch, or nodes: 1")
+    if run.settings.infer_replicas > 1:
+        kind, train = run.train.settings.weight_broadcast.type, run.train.settings
+        if kind == "nccl" or train.colocate or train.sleep_mode:
+            why = (
+                "needs weight_broadcast.type: filesystem, and neither colocate nor sleep_mode, which are of one server"
+            )
+            yield run.problem("infer_replicas", why)
+
+
+def _address(run: Run) -> list[Problem]:
+    """The orchestrator must be led to the servers that are started with it."""
+    orch, server = run.orch, run.infer.settings
+    urls, num = orch.settings.client.base_url, run.settings.infer_replicas
+    started = [_url(server.host, server.port + number) for number in range(num)]
     if orch.settings.client.elastic is not None:
-        return [orch.problem("client.elastic", "grpo starts one server itself; remove it, or start the programs apart")]
+        return [orch.problem("client.elastic", "grpo starts servers itself; remove it, or start the programs apart")]
     if "base_url" not in orch.settings.client.model_fields_set:
         return []
-    if len(urls) == 1 and _leads_to(urls[0], server):
+    if len(urls) == num and all(_leads_to(url, server, number) for number, url in enumerate(urls)):
         return []
-    message = (
-        f"grpo starts one server, at {_url(server.host, server.port)}; remove base_url, or start the programs apart"
-    )
+    message = f"grpo starts the server at {', '.join(started)}; remove base_url, or start the programs apart"
     return [orch.problem("client.base_url", message)]
 
 
-def _leads_to(url: str, server: InferSettings) -> bool:
+def _leads_to(url: str, server: InferSettings, number: int) -> bool:
     parts = urlsplit(url)
     same_host = parts.hostname == server.host or (parts.hostname in _LOOPBACK and server.host in _LOOPBACK)
-    return same_host and parts.port == server.port
+    return same_host and parts.port == server.port + number
 
 
 def _url(host: str, port: int) -> str:
@@ -244,12 +275,15 @@ def _url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
 
 
-def _free_port(host: str) -> int:
-    """A port that nobody listens on now. Should somebody take it meanwhile, the server says so and the run ends."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+def _free_ports(host: str, num: int = 1) -> tuple[int, ...]:
+    """Ports that nobody listens on now. Should somebody take one meanwhile, the server says so and the run ends."""
+    with ExitStack() as stack:
+        probes = [
+            stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) for _ in range(num)
+        ]
+        for probe in probes:
+            probe.bind((host, 0))
+        return tuple(probe.getsockname()[1] for probe in probes)
 
 
 def _yaml(values: dict[str, Any]) -> str:

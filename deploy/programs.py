@@ -30,6 +30,10 @@ STRAYS_S = 2.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 STEADY_S = 600.0
 """A program that has worked for so long is started again as often, and as soon, as if it had never ended."""
+CHECKPOINT_S = 300.0
+"""How long the trainer may take to end with a checkpoint."""
+OWN_FAILURES = (1, 2)
+"""Exit codes by which a program says that another start does not help."""
 _LOG_TAIL_BYTES = 64 * 1024
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -43,14 +47,16 @@ class Program:
     """
 
     role: str
-    """`infer`, `train`, `orch` or `teacher`."""
+    """`infer`, `train`, `orch`, `teacher` or `env`; of several with a number after it, `infer.1`."""
     command: tuple[str, ...]
     log: Path
     """File that takes what the program prints on both of its streams."""
-    status: Path
+    status: Path | None = None
     """Its status file, in which the launcher says what the program cannot say itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """All environment variables of the program."""
+    elsewhere: bool = False
+    """Another program starts it on another machine, and ends with codes of its own where that machine is lost."""
 
     @property
     def name(self) -> str:
@@ -60,7 +66,7 @@ class Program:
     @property
     def is_server(self) -> bool:
         """Whether it serves until it is told to end."""
-        return self.role in ("infer", "teacher")
+        return self.role.partition(".")[0] in ("infer", "teacher", "env")
 
     def log_tail(self, num_lines: int) -> str:
         """The last lines that it printed."""
@@ -84,6 +90,8 @@ class Child:
         """It has ended with 0."""
         self.failure: str | None = None
         """How it has ended for good."""
+        self.gave_up = False
+        """It has ended for good only because it was started again too often."""
         self.num_restarts = self._num_in_a_row = 0
         self._start()
 
@@ -124,9 +132,10 @@ class Child:
             self._num_in_a_row = 0
         if status == 0 and not self.program.is_server:
             self.done = True
-        elif status >= 0 and status != START_AGAIN:
+        elif not self._may_mend(status):
             self.failure = how(status)
         elif self._num_in_a_row >= self._restarts:
+            self.gave_up = True
             self.failure = how(status) + (f" after {self._restarts} restarts" if self._restarts else "")
         else:
             pause_s = min(FIRST_PAUSE_S * 2.0**self._num_in_a_row, MAX_PAUSE_S)
@@ -136,6 +145,12 @@ class Child:
             often = f"({self._num_in_a_row} of {self._restarts})"
             told = f"{self.program.name} {how(status)}; it is started again in {pause_s:g} s {often}"
             print(told, file=sys.stderr, flush=True)
+
+    def _may_mend(self, status: int) -> bool:
+        """Whether it may be otherwise after another start."""
+        if self.program.elsewhere:
+            return status not in (0, *OWN_FAILURES)
+        return status < 0 or status == START_AGAIN
 
     def send(self, number: int) -> None:
         """Passes a signal to its process, if there is one."""
@@ -154,6 +169,8 @@ class Child:
             self._say(FINISHED, pid=os.getpid())
 
     def _say(self, state: str, *, pid: int, message: str | None = None) -> None:
+        if self.program.status is None:
+            return
         with contextlib.suppress(OSError):  # a full disk, which is for others to complain of
             StatusFile(self.program.status, pid=pid).set(state, message=message)
 
@@ -167,7 +184,8 @@ def how(status: int) -> str:
 
 
 class Signals:
-    """SIGINT and SIGTERM end this process while it is entered; once `collect` is called, they are only noted."""
+    """SIGINT and SIGTERM end this process while it is entered, and SIGUSR1 ends it with a checkpoint; once `collect` is
+    called, they are only noted."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -178,7 +196,7 @@ class Signals:
         self._collects = True
 
     def __enter__(self) -> "Signals":
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -204,7 +222,9 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0 done, 1 a program failed, 130 SIGINT, 143 SIGTERM."""
+        """0 done, 1 a program failed, 75 SIGUSR1, 130 SIGINT, 143 SIGTERM."""
+        if self.stopped_by is signal.SIGUSR1:
+            return START_AGAIN
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         return 0 if self.failed is None else 1
@@ -266,20 +286,30 @@ def _watch(
 
 def _end_all(children: Sequence[Child], signals: Signals, tick: Callable[[], None]) -> None:
     """Ends what still runs by the signal that has come, or SIGTERM, and kills it after `GRACE_S`, or when one more
-    comes."""
+    comes. After SIGUSR1 the trainer ends first, with a checkpoint."""
+    number = signals.received[0] if signals.received else signal.SIGTERM
+    if number is signal.SIGUSR1:
+        number, trainer = signal.SIGTERM, [child for child in children if child.program.role == "train"]
+        _signal(trainer, signal.SIGUSR1, CHECKPOINT_S, signals, tick)
+    _signal(children, number, GRACE_S, signals, tick)
+    for child in children:
+        if not child.has_ended():
+            child.send(signal.SIGKILL)
+        child.wait()
+
+
+def _signal(children: Sequence[Child], number: int, limit_s: float, signals: Signals, tick: Callable[[], None]) -> None:
+    """Sends a signal, and returns when all have ended, the limit is over, or another signal has come."""
     num_received = len(signals.received)
     for child in children:
-        child.send(signals.received[0] if signals.received else signal.SIGTERM)
-    give_up_s = time.monotonic() + GRACE_S
+        if not child.has_ended():
+            child.send(number)
+    give_up_s = time.monotonic() + limit_s
     while not all(child.has_ended() for child in children):
         if time.monotonic() > give_up_s or len(signals.received) > num_received:
             break
         tick()
         time.sleep(POLL_S)
-    for child in children:
-        if not child.has_ended():
-            child.send(signal.SIGKILL)
-        child.wait()
 
 
 def _adopt_orphans() -> None:

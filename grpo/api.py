@@ -1,7 +1,14 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
 from orchestrator.envs.base import Environment
-from orchestrator.rollouts.clients import InferenceClient, MockClient, OpenAIClient, OwnClient, client_of
+from orchestrator.rollouts.clients import (
+    InferenceClient,
+    MockClient,
+    ModelResponse,
+    OpenAIClient,
+    OwnClient,
+    client_of,
+)
 from orchestrator.rollouts.clock import waiting
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Store
 from orchestrator.rollouts.episode import (
@@ -43,6 +50,7 @@ __all__ = [
     "LocalSandbox",
     "Message",
     "MockClient",
+    "ModelResponse",
     "MultiTurnEpisode",
     "OpenAIClient",
     "OwnClient",

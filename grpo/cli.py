@@ -15,6 +15,7 @@ COMMANDS = {
     "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
     "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
     "view": ("grpo.view.command", "runs in a browser: curves, timeline, every rollout token by token, live"),
+    "launch": ("grpo.launch", "a run over the machines of a cluster: starts it, shows how it stands, ends it"),
     "export": ("grpo.export", "a policy version as a PEFT adapter or a whole model, with its model card"),
     "serve": ("grpo.serve", "a policy version and its base over the OpenAI API"),
     "chat": ("grpo.chat", "a conversation with a policy version and its base, side by side"),

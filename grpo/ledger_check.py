@@ -130,24 +130,20 @@ def _as_in_batches(checked: _Checked) -> Iterator[str]:
     """Batches stay on disk until a checkpoint has passed them. One after the ledger's last step is of a time before the
     run went back to a checkpoint."""
     from transport.batches.store import StepStore
-    from transport.errors import MissingRankError, TransportError
+    from transport.errors import TransportError
 
     store = StepStore(checked.folder / "batches", run_id=checked.run.run_id)
     newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
     for step in [step for step in steps_in(store.folder) if step <= newest]:
-        sent, rank = set[str](), 0
         try:
-            while (batches := store.read(step, rank)) is not None:
-                sent |= {rollout for batch in batches for rollout in batch.rollout_ids if rollout}
-                rank += 1
-        except MissingRankError:
-            pass  # all ranks are read
+            batches = store.read(step, rank=0, num_ranks=1) or ()
         except (TransportError, OSError) as error:
             if step in steps_in(store.folder):
                 yield f"batch {step} cannot be read: {error}"
             continue
         if step not in steps_in(store.folder):
             continue  # it has been removed meanwhile
+        sent = {rollout for batch in batches for rollout in batch.rollout_ids if rollout}
         filed = {one for (one,) in checked.database.execute("SELECT id FROM rollouts WHERE step = ?", (step,))}
         for rollout in sorted(sent ^ filed):
             where = ("its batch", "the ledger") if rollout in sent else ("the ledger", "its batch")

@@ -34,7 +34,7 @@ from transport.http import (
     UnloadRequest,
 )
 from transport.run import current_run_id
-from transport.status import FINISHED, StatusFile
+from transport.status import FINISHED, StatusFile, server_file
 
 CLIENT_CLOSED_REQUEST = 499
 T = TypeVar("T")
@@ -59,6 +59,10 @@ ERRORS: dict[type[Exception], tuple[int, str]] = {
     DeadlineError: (504, "deadline"),
 }
 """Status and type of an error's answer; other errors stay the framework's 500."""
+
+
+TELL_S = 1.0
+"""Between two looks whether the run's folder says where this server is."""
 
 
 class PolicyRoutes:
@@ -197,14 +201,28 @@ class PolicyRoutes:
 
     # --- what the server does, in the folder of the run whose versions it serves ----------------------------------
 
+    @property
+    def _status_path(self) -> Path:
+        settings = self.settings
+        return Path(settings.output_dir) / "status" / server_file(settings.host, settings.port)
+
+    async def tell_where(self) -> None:
+        """Says in the folder of a run that this server is there, also in that of a later run. Consumes nothing. Waits
+        for: the run. Ends when: it is cancelled."""
+        while True:
+            with contextlib.suppress(OSError, RunFolderError):
+                if not self._status_path.exists() and current_run_id(self.settings.output_dir) is not None:
+                    self._status = StatusFile(self._status_path)
+                    self._tell("serving")
+            await asyncio.sleep(TELL_S)
+
     @contextlib.contextmanager
     def _telling(self, run_id: str, version: int) -> Iterator[None]:
         """A version is loaded within it; afterwards the server serves, whether or not it could be."""
         folder = Path(self.settings.output_dir)
         with contextlib.suppress(RunFolderError):
             if current_run_id(folder) == run_id:
-                address = f"{self.settings.host}_{self.settings.port}"
-                self._status = StatusFile(folder / "status" / f"infer.{address}.json")
+                self._status = StatusFile(self._status_path)
         self._tell(f"loading version {version}")
         message = None
         try:

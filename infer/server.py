@@ -133,12 +133,16 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
         routes = PolicyRoutes(settings, engine, table)
         app.include_router(routes.router(), prefix="/policy")
         error: BaseException | None = None
+        telling = asyncio.create_task(routes.tell_where())
         try:
             await _serve_app(app, engine, sock, settings, key)
         except BaseException as caught:
             error = caught
             raise
         finally:
+            telling.cancel()
+            if fetched is not None:
+                fetched.close()
             routes.tell_end(error)
 
 

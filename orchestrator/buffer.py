@@ -207,7 +207,7 @@ class Buffer:
 
     def closed(self, group: int) -> None:
         """The group is trained, or has come to nothing, and need not be asked again after a restart."""
-        del self._open[group]
+        self._open.pop(group, None)  # groups of an arena are not known here
 
     def withdrawn(self, group: int) -> None:
         """The group was cancelled before it had rewards; its example is asked again before any other."""

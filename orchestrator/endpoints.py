@@ -78,6 +78,10 @@ class ChatAnswer:
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Each sampled token as text with its log-probability, where `logprobs` were asked for and given."""
+    token_ids: tuple[int, ...] = ()
+    """Where `return_token_ids` was asked for and given, as servers of vLLM do."""
 
 
 class Costs:
@@ -310,6 +314,15 @@ class Endpoint:
         self.costs.spent[self.name] += (prompt * price.prompt + sampled * price.completion) / 1e6
         return completion
 
+    async def policy_info(self) -> dict[str, Any]:
+        """What a `grpo-infer` says about itself; empty for other servers."""
+        server = (self.settings.base_url or "").rstrip("/").removesuffix("/v1")
+        try:
+            info = json.loads(await self._client.get(f"{server}/policy/info"))
+        except (EndpointError, ValueError):
+            return {}
+        return info if isinstance(info, dict) else {}
+
     async def close(self) -> None:
         """Closes all connections."""
         await self._client.close()
@@ -338,8 +351,10 @@ def _chat_answer(completion: ChatCompletion) -> ChatAnswer:
         called: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
         calls = tuple(ToolCall(name=one.name, arguments=one.arguments or "{}") for one in called)
         "".join([text, *(word for one in calls for word in (one.name, one.arguments))]).encode()
-    except (AttributeError, KeyError, TypeError, IndexError, UnicodeEncodeError):  # half of a surrogate pair is no text
+        tokens = tuple((str(one.token), float(one.logprob)) for one in getattr(choice.logprobs, "content", None) or ())
+        token_ids = tuple(int(one) for one in getattr(choice, "token_ids", None) or ())
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # half of a surrogate pair is no text
         raise EndpointError("nonsense", f"no chat completion: {str(completion)[:MAX_ECHO]}") from None
     if ended not in ("stop", "tool_calls", "function_call", None) or refusal:
         raise EndpointError("withheld", f"it withheld its answer: {str(refusal or ended)[:MAX_ECHO]}")
-    return ChatAnswer(text=text, tool_calls=calls)
+    return ChatAnswer(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)

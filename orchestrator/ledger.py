@@ -108,10 +108,10 @@ class Ledger:
 
     # --- fates ---
 
-    def issued(self, group: int, *, num: int, env: str, example: int, version: int) -> None:
-        """A group of `num` rollouts is about to be sampled."""
+    def issued(self, group: int, *, num: int, env: str, example: int, version: int, first: int = 0) -> None:
+        """A group of `num` rollouts, numbered from `first` on, is about to be sampled."""
         now = time.time()
-        for number in range(num):
+        for number in range(first, first + num):
             self._open[f"{group}/{number}"] = self._changed[f"{group}/{number}"] = _Rollout(
                 group_id=group,
                 number=number,

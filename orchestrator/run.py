@@ -12,6 +12,7 @@ from pathlib import Path
 
 from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
+from orchestrator.arena import ARENA, ArenaRun, find_arena
 from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
 from orchestrator.background import BusyClock, in_thread, root_cause
 from orchestrator.buffer import make_buffer
@@ -26,7 +27,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.loops.assemble import Assembling
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.report import Reporting
-from orchestrator.loops.sample import Sampling
+from orchestrator.loops.sample import Intake, Sampling
 from orchestrator.loops.versions import Versions
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.summary import Summary
@@ -35,11 +36,12 @@ from orchestrator.monitoring.traces import Traces
 from orchestrator.monitoring.trackers import Reporter, check_reports
 from orchestrator.resuming import resume
 from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.shaping import BatchAdvantages
-from orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
+from orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.pool import WorkerPool
 from transport.batches.channel import open_sender
@@ -91,7 +93,11 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
     opened.push_async_callback(lambda: asyncio.gather(*(pool.close() for pool in environments.values())))
     async with asyncio.TaskGroup() as background:
         watch = ServerWatch(
-            sync, interval_s=chosen.health_interval_s, timeout_s=chosen.health_timeout_s, elastic=chosen.elastic
+            sync,
+            interval_s=chosen.health_interval_s,
+            timeout_s=chosen.health_timeout_s,
+            elastic=chosen.elastic,
+            folder=Path(settings.output_dir) / "status",
         )
         watching = background.create_task(watch.run())
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
@@ -129,7 +135,7 @@ async def _train(
         ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
-        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.gpus)))
+        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.num_ranks)))
         traces.vocabulary(ready.renderer.vocabulary())
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         files.callback(recorder.close)
@@ -139,7 +145,7 @@ async def _train(
 
         # What decides.
         scheduler = Scheduler(
-            groups_per_batch=settings.batch_size // settings.rollouts_per_example,
+            groups_per_batch=settings.groups_per_batch,
             max_async_level=settings.max_async_level,
             max_off_policy_steps=settings.max_off_policy_steps,
             max_in_flight=settings.most_concurrent_groups,
@@ -157,15 +163,19 @@ async def _train(
         # What makes rollouts, and what else is learned from.
         client.busy, sync.timed, sync.noted = timeline.busy, timeline.loading, ledger.proved
         sleep = SleepScheduler(client, slept=timeline.slept) if settings.sleep_mode else None
+        arena = None if settings.arena is None else find_arena(settings.arena)
+        pools: dict[str, WorkerPool | LocalPool] = dict(environments)
+        if arena is not None:
+            pools[ARENA] = arena.pool(settings, partial(failure_rate(settings).record, ARENA))
         engine = RolloutEngine(
-            environments,
+            pools,
             client,
             ready.renderer,
             context_len=longest_sample(settings, ready, teacher),
             seed=settings.seed,
             max_prompt_length=settings.buffer.max_prompt_length,
             stores=ArtifactStores(
-                {key: pool.loaded.stores for key, pool in environments.items()},
+                {key: pool.loaded.stores for key, pool in pools.items()},
                 ledger,
                 seed=settings.seed,
                 state=progress.artifacts,
@@ -176,10 +186,14 @@ async def _train(
         )
         shaping = make_shaping(settings, client, scheduler)
 
+        intake = Intake(
+            ledger=ledger, recorder=recorder, traces=traces, filters=filters, auxiliary=auxiliary, shaping=shaping
+        )
+
         # The loops.
         sender = open_sender(
             run,
-            num_ranks=ready.trainer.gpus,
+            num_ranks=ready.trainer.num_ranks,
             send_timeout_s=settings.wait_timeout_s,
             **settings.rollout_transport.model_dump(),
         )
@@ -192,10 +206,7 @@ async def _train(
             buffer=buffer,
             ledger=ledger,
             engine=engine,
-            filters=filters,
-            auxiliary=auxiliary,
-            shaping=shaping,
-            recorder=recorder,
+            intake=intake,
             timeline=timeline,
             traces=traces,
             generating=generating,
@@ -204,7 +215,7 @@ async def _train(
         assembling = Assembling(
             settings=settings,
             run_folder=run,
-            num_ranks=ready.trainer.gpus,
+            num_ranks=ready.trainer.num_ranks,
             scheduler=scheduler,
             buffer=buffer,
             ledger=ledger,
@@ -269,8 +280,21 @@ async def _train(
         try:
             async with asyncio.TaskGroup() as group:
                 background = group.create_task(reporting.run())
-                loops = (sampling, assembling, evaluating, versions)
-                await asyncio.gather(*(group.create_task(loop.run()) for loop in loops))
+                if arena is None:
+                    sampled = sampling.run()
+                else:
+                    arena_run = ArenaRun(
+                        settings=settings,
+                        engine=engine,
+                        scheduler=scheduler,
+                        intake=intake,
+                        timeline=timeline,
+                        generating=generating,
+                        finished=finished,
+                    )
+                    sampled = arena.work(arena_run)
+                loops = (sampled, assembling.run(), evaluating.run(), versions.run())
+                await asyncio.gather(*map(group.create_task, loops))
                 background.cancel()
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)

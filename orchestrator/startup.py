@@ -109,7 +109,9 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
     StepStore(run.batches, run_id=run.run_id).remove_finished()
     status = StatusFile(run.status / "orch.json")
     elastic = settings.client.elastic
-    names = ", ".join(settings.client.base_url) if elastic is None else f"those of {elastic.hostname}:{elastic.port}"
+    names = ", ".join(settings.client.base_url)
+    if elastic is not None:
+        names = f"those of {elastic.hostname}:{elastic.port}" if elastic.hostname else "those with this output_dir"
     status.set("starting", waiting_for=f"inference servers: {names}")
     log.info("joined run %s in %s", run.run_id, run.path)
     return run, status, trainer.settings
@@ -142,7 +144,7 @@ async def held_out_prompts(settings: OrchSettings, environments: Mapping[str, Wo
 
 def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
     """The workers of all environments by key, not yet started."""
-    failures = FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
+    failures = failure_rate(settings)
     return {
         key: WorkerPool(
             label=key,
@@ -158,6 +160,11 @@ def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
         )
         for key, env in settings.environments.items()
     }
+
+
+def failure_rate(settings: OrchSettings) -> FailureRate:
+    """How many rollouts may fail."""
+    return FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
 
 
 def keys_of_run(settings: OrchSettings) -> set[str]:

@@ -17,7 +17,7 @@ from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = (
-    *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft"),
+    *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft", "python -m"),
     *("grpo evaluate", "grpo export", "grpo serve", "grpo chat"),
 )
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""

@@ -30,6 +30,15 @@ def counts_of(batches: Sequence[MicroBatch]) -> StepCounts:
     )
 
 
+def num_signal_tokens(batches: Sequence[MicroBatch], settings: LossSettings) -> int:
+    """Returns how many loss tokens of these micro-batches have anything to teach: an advantage other than 0, or any
+    where another term of the objective moves the policy."""
+    others = settings.teacher_tau or settings.kl_tau or settings.entropy_tau or settings.import_path
+    if others or settings.alpha_sdpo or settings.beta_replay:
+        return counts_of(batches).loss_tokens
+    return sum(int(np.count_nonzero(batch.per_token(batch.advantages)[batch.loss_mask])) for batch in batches)
+
+
 def check_step(
     batches: Sequence[MicroBatch],
     *,

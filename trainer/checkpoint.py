@@ -45,7 +45,7 @@ from transport.status import StatusFile
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
-_OTHER_WEIGHTS = frozenset({"learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps", "gpus"})
+_OTHER_WEIGHTS = frozenset({"learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps", "gpus", "nodes"})
 """Settings that may change, and give steps that are trained again other weights than are published, or batches other
 ranks."""
 Parts = Mapping[str, Mapping[str, torch.Tensor]]
@@ -209,10 +209,10 @@ def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: Abstr
 def _check_ranks(step: int, parts: Parts, settings: TrainSettings) -> None:
     """An optimizer with 8-bit state has codes of its own for each rank's shard."""
     by_rank = {key.split("/")[1] for key in parts.get("optimizer", ()) if key.startswith("adamw_8bit/")}
-    if by_rank and len(by_rank) != settings.gpus:
+    if by_rank and len(by_rank) != settings.num_ranks:
         raise ResumeError(
-            f"gpus is {settings.gpus}, and the checkpoint of step {step} has the optimizer's 8-bit state of "
-            f"{len(by_rank)} ranks, which cannot be divided anew; set gpus: {len(by_rank)}"
+            f"the trainer has {settings.num_ranks} ranks, and the checkpoint of step {step} has the optimizer's 8-bit "
+            f"state of {len(by_rank)} ranks, which cannot be divided anew; set gpus and nodes so"
         )
 
 

@@ -16,27 +16,27 @@ from transport.parent import end_with_starter
 
 
 def main() -> None:
-    """Exit status: 0 done, 1 the run failed, 2 bad settings, 75 a program that the trainer needs is gone, and it may be
-    started again, 130 after SIGINT, 143 after SIGTERM."""
+    """Exit status: 0 done, 1 the run failed, 2 bad settings, 75 a program that the trainer needs is gone, or it has
+    ended with a checkpoint after SIGUSR1, and may be started again, 130 after SIGINT, 143 after SIGTERM."""
     end_with_starter()
     settings = load_settings(TrainSettings)
     hide_environment(key_variables(settings.model_dump()))
-    rank = os.environ["RANK"] if settings.gpus > 1 and _is_worker(os.environ) else None
+    rank = os.environ["RANK"] if settings.num_ranks > 1 and _is_worker(os.environ) else None
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
     who = f"rank {rank}: " if rank else ""
     line = f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
     level = logging.INFO if rank in (None, "0") else logging.WARNING  # the others would say the same
     logging.basicConfig(level=level, stream=sys.stderr, format=line)
-    from trainer.errors import ExporterGone, RankFailed, TrainerError
+    from trainer.errors import EndedEarly, ExporterGone, RankFailed, TrainerError
     from transport.errors import START_AGAIN, PeerFailed, TransportError
 
     try:
-        _run(settings, starts_ranks=settings.gpus > 1 and rank is None)
+        _run(settings, starts_ranks=settings.num_ranks > 1 and rank is None)
     except RankFailed as failure:  # that rank says what is wrong
         print(f"{who}ends, because {failure}", file=sys.stderr)
         raise SystemExit(START_AGAIN) from None
-    except (ExporterGone, PeerFailed) as error:
+    except (EndedEarly, ExporterGone, PeerFailed) as error:
         print(f"error: {who}{error}", file=sys.stderr)
         raise SystemExit(START_AGAIN) from None
     except (TrainerError, TransportError, FileNotFoundError) as error:
@@ -61,7 +61,7 @@ def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
         from trainer.launch import launch
 
         status = Path(settings.output_dir) / "status" / "train.json"
-        raise SystemExit(launch(settings.gpus, sys.argv[1:], status=status))
+        raise SystemExit(launch(settings, sys.argv[1:], status=status))
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
     from trainer.startup import run
 

@@ -6,6 +6,7 @@ TrainerError
 ├── LossError       (ValueError)       a user's own loss that cannot be used
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
 ├── ResumeError     (ValueError)       a run that cannot be gone on with as asked
+├── EndedEarly      (RuntimeError)     the trainer was told to end, with a checkpoint
 ├── RankFailed      (RuntimeError)     another rank of this trainer has failed, or did not answer in time
 └── ExporterGone    (RuntimeError)     the server whose base weights the trainer computes on has ended
 """
@@ -33,6 +34,11 @@ class NonFiniteError(TrainerError, ArithmeticError):
 
 class ResumeError(TrainerError, ValueError):
     """A run that cannot be gone on with as asked."""
+
+
+class EndedEarly(TrainerError, RuntimeError):
+    """The trainer was told by SIGUSR1 to end. It has written a checkpoint, from which it goes on when it is started
+    again."""
 
 
 class RankFailed(TrainerError, RuntimeError):

@@ -4,14 +4,14 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from configs.train import TrainSettings
-from trainer.batch import check_step
+from trainer.batch import check_step, counts_of, num_signal_tokens
 from trainer.checkpoint import Checkpointing, Resumed, restore
 from trainer.colocate import check_exporter, while_exported
 from trainer.distributed import ONE, Ranks
-from trainer.errors import NonFiniteError
+from trainer.errors import EndedEarly, NonFiniteError
 from trainer.failed import keep_batch
 from trainer.flops import peak_flops, step_flops
 from trainer.memory import released
@@ -55,19 +55,20 @@ class Trainer:
         self._imported = imported
         self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
-        self._traces = TrainedTokens(run_folder.path, settings.loss, rank=ranks.rank)
+        self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
         self._state = policy, self._optimizer, self._objective.average
         self._checkpoints = Checkpointing(
             settings, run_folder, state=self._state, base_model=spec.base_model, ranks=ranks, status=status
         )
+        self._must_end = False
         self._metrics: dict[str, float] | None = None
         """Of the last step; None before the first."""
         self._times_s: dict[str, float] = {}
 
     def train(self, checkpoint: Resumed | None = None) -> None:
         """Publishes version 0, or that of the checkpoint, and makes version n from batch n until `max_steps` or the
-        orchestrator's end."""
+        orchestrator's end. Raises `EndedEarly` after `end_early`."""
         step = self.begin(checkpoint)
         while step < self._settings.max_steps or self._settings.max_steps == -1:
             batches = self.receive(step + 1)
@@ -78,6 +79,10 @@ class Trainer:
             self.publish(step)
             self._checkpoints.after_step(step, self._metrics)
         self.finish(step)
+
+    def end_early(self) -> None:
+        """Has `train` end before the next step, with a checkpoint. Every rank must be told."""
+        self._must_end = True
 
     def close(self) -> None:
         """Ends the batch channel, and writing when what is being written is there, or after some seconds."""
@@ -102,10 +107,16 @@ class Trainer:
         return step
 
     def receive(self, step: int) -> tuple[MicroBatch, ...] | None:
-        """Returns batch `step`, checked; None where the orchestrator ended the run before it."""
+        """Returns batch `step`, checked; None where the orchestrator ended the run before it. Raises `EndedEarly`, with
+        a checkpoint of the step before, where any rank is told to end. Collective."""
+        batches = None
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
-        with self._timed("time/wait_batch_s"):
+        with self._timed("time/wait_batch_s"), suppress(EndedEarly):
             batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout_s, check=self._check)
+        if self._ranks.all_reduce_max(int(self._must_end)):
+            self._checkpoints.now(step - 1, self._metrics)
+            self._publishing.flush()
+            raise EndedEarly(f"the trainer was told to end (SIGUSR1); its checkpoint of step {step - 1} is complete")
         if batches is not None:
             check_step(
                 batches,
@@ -122,7 +133,8 @@ class Trainer:
         Raises `NonFiniteError` for a step that is not finite: it is not applied, and the batch is kept.
         """
         self._status.set("training", step=step)
-        rate = self._learning_rate(step)
+        signal = self._signal(batches)
+        rate = self._learning_rate(step) * (math.sqrt(signal) if self._settings.scale_by_signal else 1.0)
         with self._timed("time/train_s"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
@@ -131,6 +143,7 @@ class Trainer:
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = metrics | {
             "optim/learning_rate": rate,
+            "optim/signal": signal,
             "perf/train_tokens": float(num_tokens),
             "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
             "perf/train_tflops": speed / 1e12,
@@ -161,7 +174,9 @@ class Trainer:
 
     def _check(self) -> None:
         """Ends a wait that is in vain: something could not be written, the orchestrator has failed, or the server whose
-        base is trained on has ended."""
+        base is trained on has ended; or because this trainer is to end early."""
+        if self._must_end:
+            raise EndedEarly("it is told to end")
         self._publishing.check()
         self._checkpoints.check()
         self._orchestrator.check()
@@ -207,6 +222,15 @@ class Trainer:
         except OSError as failure:
             return NonFiniteError(f"{said}; it could not be kept: {failure}")
         return NonFiniteError(f"{said}; its micro-batches are in {folder}")
+
+    def _signal(self, batches: Sequence[MicroBatch]) -> float:
+        """The share of the batch's loss tokens that have anything to teach. Adam moves the weights as far for a
+        gradient of few samples as for one of many; the noise of that step is the larger. By the square root rule
+        (Malladi et al. 2022, arXiv:2205.10287) its rate goes with the root of the number of samples, and samples that
+        teach nothing do not count."""
+        own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
+        num_signal, num_tokens = self._ranks.all_reduce_sum(own)
+        return num_signal / num_tokens if num_tokens else 1.0
 
     def _learning_rate(self, step: int) -> float:
         settings = self._settings

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.loss import LossSettings
+from configs.loss import DpoSettings, LossSettings, SdpoSettings
 from trainer.batch import StepCounts, counts_of, tokens_by_adapter
 from trainer.custom_loss import custom_loss, loss_function
 from trainer.distributed import Ranks, full_tensor
@@ -37,6 +37,8 @@ class LossTerm:
     """Of its loss in the total, once it is warm."""
     warmup_steps: int
     """Steps over which the weight rises from 0."""
+    decay_steps: int | None
+    """Steps over which it then falls to 0; None where it stays."""
     prepare: Callable[[Sequence[MicroBatch], StepCounts], list[Pass]]
     """Gives the passes of these micro-batches, whose losses add up to the term's. All their tensors are on their way to
     the device when it returns, so that no pass waits for a copy."""
@@ -45,8 +47,13 @@ class LossTerm:
     for gradients of zero."""
 
     def weight_at(self, step: int) -> float:
-        """Returns weight · min(1, step / warmup_steps), with steps from 1."""
-        return self.weight * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.weight
+        """Returns weight · step / warmup_steps while it rises, with steps from 1, and then
+        weight · max(0, 1 - (step - 1 - warmup_steps) / decay_steps)."""
+        if step <= self.warmup_steps:
+            return self.weight * step / self.warmup_steps
+        if self.decay_steps is None:
+            return self.weight
+        return self.weight * max(0.0, 1 - (step - 1 - self.warmup_steps) / self.decay_steps)
 
 
 class Objective:
@@ -66,11 +73,9 @@ class Objective:
         if settings.alpha_sdpo and settings.sdpo.teacher == "ema":
             self.average = MovingAverage(policy.named_parameters, decay=settings.sdpo.ema_decay)
         terms = (
-            LossTerm("policy", float(settings.trains_policy), 0, self._policy_passes, self._dummy_logprobs),
-            LossTerm(
-                "sdpo", settings.alpha_sdpo, settings.sdpo.warmup_steps, self._hint_passes, self._dummy_divergence
-            ),
-            LossTerm("dpo", settings.beta_replay, settings.dpo.warmup_steps, self._pair_passes, self._dummy_logprobs),
+            LossTerm("policy", float(settings.trains_policy), 0, None, self._policy_passes, self._dummy_logprobs),
+            LossTerm("sdpo", settings.alpha_sdpo, *_steps(settings.sdpo), self._hint_passes, self._dummy_divergence),
+            LossTerm("dpo", settings.beta_replay, *_steps(settings.dpo), self._pair_passes, self._dummy_logprobs),
         )
         self._terms = [term for term in terms if term.weight]
 
@@ -83,7 +88,7 @@ class Objective:
         own micro-batches, if any. An adapter for which none of them has tokens is left without gradients.
         """
         counts = StepCounts(*self._ranks.all_reduce_sum(counts_of(batches)))
-        work = [(term, term.prepare(batches, counts)) for term in self._terms]
+        work = [(term, term.prepare(batches, counts) if term.weight_at(step) else []) for term in self._terms]
         num_passes = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
         norms: dict[str, float] = {}
@@ -245,7 +250,8 @@ class Objective:
 
     def _pair_pack(self, pairs: Sequence[PreferencePair]) -> tuple[PackedTokens, torch.Tensor, torch.Tensor]:
         """Prompt and chosen, then prompt and rejected continuation of each of P pairs; [K] i64 the continuation of each
-        target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 2] f32 the reference's sums."""
+        target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 3] f32 the reference's sums and
+        the score gap."""
         rows, counts = [], []
         for pair in pairs:
             for continuation in (pair.chosen_ids, pair.rejected_ids):
@@ -253,21 +259,22 @@ class Objective:
                 rows.append((ids, np.arange(len(pair.prompt_ids), len(ids))))
                 counts.append(len(continuation))
         tokens = pack_rows(rows, [pair.adapter for pair in pairs for _ in range(2)], self._device)
-        references = np.array([(pair.chosen_ref_logprob, pair.rejected_ref_logprob) for pair in pairs], np.float32)
+        known = [(pair.chosen_ref_logprob, pair.rejected_ref_logprob, pair.score_gap) for pair in pairs]
         continuations = np.repeat(np.arange(len(counts)), counts)
-        return tokens, to_device(continuations, self._device), to_device(references, self._device)
+        return tokens, to_device(continuations, self._device), to_device(np.array(known, np.float32), self._device)
 
     def _pair_loss(
-        self, tokens: PackedTokens, continuations: torch.Tensor, references: torch.Tensor, num_pairs: int
+        self, tokens: PackedTokens, continuations: torch.Tensor, known: torch.Tensor, num_pairs: int
     ) -> Loss:
-        logprobs = self._policy.logprobs(tokens)
-        sums = logprobs.new_zeros(references.numel()).index_add(0, continuations, logprobs)
+        logprobs, chosen = self._policy.logprobs(tokens), self._settings.dpo
+        sums = logprobs.new_zeros(2 * len(known)).index_add(0, continuations, logprobs)
         loss, metrics = dpo_loss(
             sums[0::2],
             sums[1::2],
-            chosen_ref_logprobs=references[:, 0],
-            rejected_ref_logprobs=references[:, 1],
-            beta=self._settings.dpo.beta,
+            chosen_ref_logprobs=known[:, 0],
+            rejected_ref_logprobs=known[:, 1],
+            score_gaps=known[:, 2] if chosen.objective == "regression" else None,
+            beta=chosen.beta,
             num_pairs=num_pairs,
         )
         num_tokens = torch.full((), float(len(logprobs)), device=self._device)
@@ -312,3 +319,7 @@ def _shares(norms: Mapping[str, float]) -> dict[str, float]:
     total = sum(norms.values())
     metrics = {f"optim/grad_norm_{name}": norm for name, norm in norms.items()}
     return metrics | {f"optim/grad_share_{name}": norm / total if total else 0.0 for name, norm in norms.items()}
+
+
+def _steps(chosen: SdpoSettings | DpoSettings) -> tuple[int, int | None]:
+    return chosen.warmup_steps, chosen.decay_steps

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     """Does all that `grpo-train` does once its settings are known and its model is found. Returns when the run is
     over."""
     local_rank, num_local_ranks = 0, 1
-    if settings.gpus > 1:
+    if settings.num_ranks > 1:
         local_rank, num_local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = device_for(settings.device, local_rank=local_rank)
     if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
@@ -59,7 +60,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
     if device.type == "cpu":
         keep_freed_memory()
-    ranks = ONE if settings.gpus == 1 else _joined_ranks(settings, device)
+    ranks = ONE if settings.num_ranks == 1 else _joined_ranks(settings, device)
     try:
         with joined(settings, base_identity(model_folder), ranks) as (run_folder, checkpoint):
             status = status_of(run_folder, ranks)
@@ -107,7 +108,7 @@ def _train(
     imported = imported_for(settings, device)
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, imported=imported)
-    if settings.init_adapter is not None:
+    if settings.init_adapter is not None and checkpoint is None:
         assert isinstance(policy.weights, AdapterWeights)
         policy.weights.load(Path(settings.init_adapter))
         policy.reshard()
@@ -119,13 +120,19 @@ def _train(
         policy,
         run_folder=run_folder,
         spec=policy_spec(settings, policy, identity),
-        receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump(exclude={"hwm"})),
+        receiver=open_receiver(
+            run_folder,
+            rank=ranks.rank,
+            num_ranks=ranks.size,
+            **settings.rollout_transport.model_dump(exclude={"hwm"}),
+        ),
         publisher=publisher_of(settings.weight_broadcast, run_folder) if ranks.is_main else None,
         status=status,
         orchestrator=orchestrator,
         imported=imported,
         ranks=ranks,
     )
+    signal.signal(signal.SIGUSR1, lambda *_: trainer.end_early())
     try:
         trainer.train(checkpoint)
     finally:
@@ -171,9 +178,9 @@ def set_threads(num_threads: int | None, *, num_local_ranks: int = 1) -> None:
 
 
 def _joined_ranks(settings: TrainSettings, device: torch.device) -> Ranks:
-    """Takes part in the group of all ranks. Raises `ModelError` where torchrun has started another number than `gpus`,
-    or there are too few GPUs. Collective."""
-    if (num_started := int(os.environ["WORLD_SIZE"])) != settings.gpus:
+    """Takes part in the group of all ranks. Raises `ModelError` where torchrun has started another number here than
+    `gpus`, or there are too few GPUs. Collective."""
+    if (num_started := int(os.environ["LOCAL_WORLD_SIZE"])) != settings.gpus:
         raise ModelError(f"gpus: {settings.gpus}, and torchrun started {num_started} processes; make them equal")
     if device.type == "cuda":
         if device.index >= (num_gpus := torch.cuda.device_count()):

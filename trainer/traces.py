@@ -4,6 +4,7 @@ Legend: `K` loss tokens of a micro-batch.
 """
 
 import logging
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class TrainedTokens:
-    """One rank's part of the traces. A thread writes it beside the next step; where the disk refuses, or is slower than
-    the trainer, parts are missing."""
+    """One rank's part of the traces, a file for each rank that the orchestrator has split the step over. A thread
+    writes them beside the next step; where the disk refuses, or is slower than the trainer, parts are missing."""
 
-    def __init__(self, run: Path, settings: LossSettings, *, rank: int) -> None:
-        self._run, self._settings, self._rank = run, settings, rank
+    def __init__(self, run: Path, settings: LossSettings) -> None:
+        self._run, self._settings = run, settings
         self._step: list[tuple[MicroBatch, torch.Tensor]] = []
         self._writer = ThreadPoolExecutor(1, "traces")
         self._writing: Future[None] | None = None
@@ -68,13 +69,14 @@ class TrainedTokens:
         self._writer.shutdown()
 
     def _write(self, step: int, batches: list[MicroBatch], values: NDArray[np.floating[Any]]) -> None:
-        rows, begin = [], 0
+        rows, begin = defaultdict[int, list[dict[str, Any]]](list), 0
         for batch in batches:
             num = int(np.count_nonzero(batch.loss_mask))
-            rows += _rows(batch, *values[:, begin : begin + num])
+            rows[batch.rank] += _rows(batch, *values[:, begin : begin + num])
             begin += num
         try:
-            write_table(make_table(rows, TRAINED_SCHEMA), trained_path(self._run, step, self._rank))
+            for rank, of_rank in rows.items():
+                write_table(make_table(of_rank, TRAINED_SCHEMA), trained_path(self._run, step, rank))
         except (OSError, pa.ArrowException) as error:
             log.warning("the trainer's part of the traces of step %d is missing: %s", step, error)
 

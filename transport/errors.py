@@ -24,8 +24,8 @@ class StaleRunError(TransportError, ValueError):
 class MissingRankError(TransportError, LookupError):
     """A batch that was split over fewer ranks than the trainer has."""
 
-    def __init__(self, step: int, num_ranks: int, rank: int) -> None:
-        split = f"batch {step} is split over {num_ranks} ranks, and this is rank {rank}"
+    def __init__(self, step: int, num_parts: int, num_ranks: int) -> None:
+        split = f"batch {step} is split over {num_parts} ranks, and the trainer has {num_ranks}"
         super().__init__(f"{split}; give orchestrator and trainer the same number of ranks")
 
 

@@ -58,6 +58,18 @@ def read_status(path: Path) -> dict[str, Any] | None:
     return fields
 
 
+def server_file(host: str, port: int) -> str:
+    """Returns the name of a server's status file, which has its address: that of this machine for a server that listens
+    on all of them. Example: ``infer.127.0.0.1_8000.json``"""
+    return f"infer.{socket.gethostname() if host in ('0.0.0.0', '::') else host}_{port}.json"
+
+
+def server_of(path: Path) -> str:
+    """Returns the address of the server whose status file this is. Example: ``http://127.0.0.1:8000``"""
+    host, _, port = path.name.removeprefix("infer.").removesuffix(".json").rpartition("_")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def process_start(pid: int) -> int | None:
     """When a process of this machine has started, in clock ticks after the boot, which no change of the wall clock
     moves; None where it is not there, or only its exit status still is. Another process with the same number has

@@ -1,11 +1,21 @@
-"""`debate`: two roles argue for and against a topic, and what one wins the other loses."""
+"""`debate`: two roles argue for and against a topic, and what one wins the other loses. Held-out debates are against
+the model before training: in a game against itself a policy wins as much as it loses, however well it plays."""
 
 import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo import AlternatingRolesEpisode, Environment, EpisodeState, Role, Rubric, client_of
+from grpo import (
+    AlternatingRolesEpisode,
+    ContextFull,
+    Environment,
+    EpisodeState,
+    Role,
+    RolloutContext,
+    Rubric,
+    client_of,
+)
 
 AFF, NEG = "Aff", "Neg"
 # fmt: off
@@ -58,6 +68,10 @@ class Debate(AlternatingRolesEpisode, Environment):
     The winner gets `score`, the other its negative; after a tie, and where the judge's answer names nobody, both get
     0, and the metrics `tie` and `no_verdict` count it. Each role's rewards are compared within the group. With the
     judge `rule` the metrics `points/Aff` and `points/Neg` say how many arguments counted.
+
+    Each held-out topic is debated twice, by the policy as the one role and the model before training as the other.
+    The accuracy is the share that the policy wins, a tie being half, and `against_base/Aff` and `against_base/Neg` are
+    that of each role; in training it is always a half.
     """
 
     def __init__(
@@ -68,30 +82,58 @@ class Debate(AlternatingRolesEpisode, Environment):
         topics: Sequence[str] = TOPICS,
         num_eval: int = 4,
         score: float = 1.0,
+        max_tokens: int = 256,
         aff_prompt: str = AFF_PROMPT,
         neg_prompt: str = NEG_PROMPT,
         seed: int = 0,
     ) -> None:
         """`judge`: `rule` names the side with more `points` and needs no model; else a model that is asked beside the
         policy, greedily: `base`, `policy`, or `{base_url, model, api_key_var}`. `num_eval` of the `topics` are kept for
-        evaluation."""
-        roles = [Role(id=AFF, system_prompt=aff_prompt), Role(id=NEG, system_prompt=neg_prompt)]
+        evaluation (0: it is on those of training). `max_tokens`: of one speech."""
+        prompts = {AFF: aff_prompt, NEG: neg_prompt}
+        roles = [Role(id=role, system_prompt=text, max_tokens=max_tokens) for role, text in prompts.items()]
         super().__init__(roles=roles, max_turns=2 * num_rounds)
         if score <= 0:
             raise ValueError(f"score={score}: expected more than 0")
-        if len(set(topics)) != len(topics) or not 0 < num_eval < len(topics):
+        if len(set(topics)) != len(topics) or not 0 <= num_eval < len(topics):
             raise ValueError(
                 f"{len(topics)} topics and num_eval={num_eval}: expected different topics, more than num_eval"
             )
+        self._prompts, self._max_tokens = prompts, max_tokens
         self._judge = None if judge == "rule" else client_of(judge)
         counts = [self.points] if self._judge is None else []
-        self.rubric = Rubric([self.verdict], accuracy=self.decided, metrics=[self.tie, self.no_verdict, *counts])
+        measures = [self.tie, self.no_verdict, self.against_base, *counts]
+        self.rubric = Rubric([self.verdict], accuracy=self.won, metrics=measures)
         self._score = score
         shuffled = random.Random(seed).sample(list(topics), len(topics))
-        self._topics = {"eval": shuffled[:num_eval], "train": shuffled[num_eval:]}
+        self._topics = {"eval": shuffled[:num_eval] or shuffled, "train": shuffled[num_eval:]}
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        return [{"prompt": f"Topic: {topic}", "topic": topic} for topic in self._topics[split]]
+        examples = [{"prompt": f"Topic: {topic}", "topic": topic} for topic in self._topics[split]]
+        return examples if split == "train" else [{**one, "plays": role} for one in examples for role in ARGUMENTS]
+
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+        if "plays" not in state.example:
+            await super().rollout(ctx, state)
+            return
+        state.messages = list(self.initial_messages(state))
+        try:
+            for turn in range(self.max_turns or 0):
+                state.role = (AFF, NEG)[turn % 2]
+                text = await self._speech(ctx, state)
+                state.messages.append({"role": "assistant", "content": text, "name": state.role})
+        except ContextFull:
+            if not state.trajectory:
+                raise
+            state.truncated = True
+
+    async def _speech(self, ctx: RolloutContext, state: EpisodeState) -> str:
+        """What the policy says as the role that it plays, and the model before training as the other."""
+        shown = self.messages_for(state.role, state)
+        if state.role == state.example["plays"]:
+            return (await ctx.sample(state.role, shown)).text
+        asked = [{"role": "system", "content": self._prompts[state.role]}, *shown]
+        return await ctx.ask(asked, temperature=1.0, max_tokens=self._max_tokens)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         """The topic, and once the judge has spoken, the verdict, and what a model said."""
@@ -101,7 +143,7 @@ class Debate(AlternatingRolesEpisode, Environment):
 
     async def verdict(self, state: EpisodeState) -> dict[str, float]:
         """Who gets what: the winner the score, the other its negative."""
-        transcript = [(reply.role, reply.text) for reply in state.trajectory]
+        transcript = _transcript(state)
         if self._judge is None:
             counts = points(transcript)
             winner: str | None = "tie" if counts[AFF] == counts[NEG] else max(ARGUMENTS, key=counts.__getitem__)
@@ -114,9 +156,15 @@ class Debate(AlternatingRolesEpisode, Environment):
         aff = {AFF: self._score, NEG: -self._score}.get(winner or "tie", 0.0)
         return {AFF: aff, NEG: -aff}
 
-    def decided(self, state: EpisodeState) -> float:
-        """1 where somebody has won."""
-        return float(state.data["verdict"] in (AFF, NEG))
+    def won(self, state: EpisodeState) -> float:
+        """1 where the role that the policy plays has won, and a half after a tie and where it plays both."""
+        own, winner = state.example.get("plays"), state.data["verdict"]
+        return float(winner == own) if own is not None and winner in (AFF, NEG) else 0.5
+
+    def against_base(self, state: EpisodeState) -> dict[str, float]:
+        """The same by role, of debates against the model before training."""
+        own = state.example.get("plays")
+        return {} if own is None else {own: self.won(state)}
 
     def tie(self, state: EpisodeState) -> float:
         """1 where the judge found both alike."""
@@ -128,4 +176,10 @@ class Debate(AlternatingRolesEpisode, Environment):
 
     def points(self, state: EpisodeState) -> dict[str, float]:
         """Arguments of each side that counted."""
-        return points([(reply.role, reply.text) for reply in state.trajectory])
+        return points(_transcript(state))
+
+
+def _transcript(state: EpisodeState) -> list[tuple[str, str]]:
+    """Who said what."""
+    said = [message for message in state.messages if message["role"] == "assistant"]
+    return [(message["name"], message["content"]) for message in said]

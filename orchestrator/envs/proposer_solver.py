@@ -8,7 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo import Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, SingleTurnEpisode
+from grpo import Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, SingleTurnEpisode, client_of
+from orchestrator.envs.data.files import check_refused, parse_rows
+from orchestrator.envs.data.hub import find_files
+from orchestrator.envs.rewards import Reward, asked_verdict
 
 PROPOSER, SOLVER = "Proposer", "Solver"
 PROPOSER_PROMPT = (
@@ -16,10 +19,16 @@ PROPOSER_PROMPT = (
     "enough to be got wrong about half of the time. Answer with one line:\nQuestion: {question}"
 )
 SOLVER_PROMPT = "Compute {question} and end with the number."
+FREE_PROPOSER_PROMPT = (
+    "Write one question that has a short answer, for instance:\n{question}\nIt should be hard enough to be got wrong "
+    "about half of the time. Answer with one line that begins with Question:"
+)
+FREE_SOLVER_PROMPT = "{question}\n\nEnd with a short answer."
 _QUESTION = re.compile(r"^[ \t]*question[ \t]*:[ \t]*(?:what is[ \t]+)?([^\n]*)$", re.IGNORECASE | re.MULTILINE)
 _INTEGER = re.compile(r"(?<![\d)])-?\d{1,100}(?!\d)")
 _OPERATIONS: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-_MOST_CHARACTERS, _MOST_NUMBERS, _MOST_DIGITS = 100, 8, 6
+_FREE_QUESTION = re.compile(r"^[ \t]*question[ \t]*:[ \t]*(\S[^\n]*)$", re.IGNORECASE | re.MULTILINE)
+_MOST_CHARACTERS, _MOST_NUMBERS, _MOST_DIGITS, _MOST_FREE_CHARACTERS = 100, 8, 6, 1000
 _NUM_DRAWABLE = 2 * 21 * 21 + 10 * 10
 
 
@@ -30,6 +39,13 @@ def question_of(text: str) -> str | None:
     found = _QUESTION.findall(text)
     expression = found[-1].strip().rstrip("?= .").strip() if found else ""
     return None if value_of(expression) is None else expression.replace(" ", "")
+
+
+def free_question_of(text: str) -> str | None:
+    """What a proposal asks for in words, on one line; of several, the last. None where there is none, or it is longer
+    than 1000 characters."""
+    found = _FREE_QUESTION.findall(text)
+    return found[-1].strip() if found and len(found[-1]) <= _MOST_FREE_CHARACTERS else None
 
 
 def value_of(expression: str) -> int | None:
@@ -76,9 +92,20 @@ def solved(completion: str, example: Mapping[str, Any]) -> float:
     return float(bool(found) and int(found[-1]) == value_of(example["question"]))
 
 
+def judged_by(judge: str | Mapping[str, Any]) -> Reward:
+    """1 where a model finds the answer right; 0 also where it does not say. It is never trained."""
+    client = client_of(judge)
+
+    async def judged(completion: str, example: Mapping[str, Any]) -> float:
+        return float(await asked_verdict(client, example["question"], completion) or 0.0)
+
+    return judged
+
+
 class ProposerSolver(Episode, Environment):
     """The Proposer writes a question; `num_solvers` Solvers answer it, each in an episode of its own below the
-    Proposer's. What is right is computed, not asked.
+    Proposer's. Questions are arithmetic, and what is right is computed; or, with a `judge`, they are in words, and a
+    model says what is right.
 
     A Solver gets 1 or 0. The Proposer gets 1 - 2 |pass rate - target|, or `unparsable_reward` for what is no question
     (see `question_of`), which no Solver sees. Proposers are compared with the others of their group, Solvers with those
@@ -88,7 +115,6 @@ class ProposerSolver(Episode, Environment):
     """
 
     roles = (Role(id=PROPOSER),)
-    episodes: Mapping[str, Episode] = {"solve": SingleTurnEpisode(rubric=Rubric([solved]), roles=[Role(id=SOLVER)])}
     stores: Mapping[str, int] = {"questions": 10_000}
 
     def __init__(
@@ -98,36 +124,53 @@ class ProposerSolver(Episode, Environment):
         target: float = 0.5,
         unparsable_reward: float = -1.0,
         seed_questions: Sequence[str | Mapping[str, Any]] = (),
+        questions: str | None = None,
+        judge: str | Mapping[str, Any] | None = None,
         from_store: float = 0.0,
-        proposer_prompt: str = PROPOSER_PROMPT,
-        solver_prompt: str = SOLVER_PROMPT,
+        proposer_prompt: str | None = None,
+        solver_prompt: str | None = None,
         num_train: int = 500,
         num_eval: int = 50,
         seed: int = 0,
     ) -> None:
         """The prompts contain `{question}`: for the Proposer an example, for a Solver what it is to answer. Training
-        examples are `seed_questions`, texts or `{question: TEXT}`, and `num_train` drawn ones, those of evaluation
-        `num_eval` other ones. `from_store`: the share of training rollouts whose example is drawn by weight from the
-        store instead, in which the seed questions have weight 1."""
+        examples are `seed_questions`, texts or `{question: TEXT}`, those of the data file `questions` (docs/data.md;
+        its column `question`), and `num_train` drawn ones, those of evaluation `num_eval` other ones. `judge`: `base`,
+        `policy`, or `{base_url, model, api_key_var}`: questions are in words then, none are drawn, and the last
+        `num_eval` that are given are those of evaluation. `from_store`: the share of training rollouts whose example is
+        drawn by weight from the store instead, in which the seed questions have weight 1."""
         if num_solvers < 1 or not 0 <= target <= 1 or not 0 <= from_store <= 1:
             raise ValueError(
                 f"num_solvers={num_solvers}, target={target}, from_store={from_store}: expected at least 1, and shares "
                 "from 0 to 1"
             )
+        proposer_prompt = proposer_prompt or (PROPOSER_PROMPT if judge is None else FREE_PROPOSER_PROMPT)
+        solver_prompt = solver_prompt or (SOLVER_PROMPT if judge is None else FREE_SOLVER_PROMPT)
         for name, prompt in (("proposer_prompt", proposer_prompt), ("solver_prompt", solver_prompt)):
             if "{question}" not in prompt:
                 raise ValueError(f"{name} = {prompt!r} has no {{question}} in it, where a question is put")
+        self._read = question_of if judge is None else free_question_of
         given = [one["question"] if isinstance(one, Mapping) else one for one in seed_questions]
-        read = [question_of(f"Question: {question}") for question in given]
+        given += [] if questions is None else _questions_of(questions)
+        read = [self._read(f"Question: {question}") for question in given]
         if None in read:
-            raise ValueError(f"seed_questions are {given}: expected whole-number arithmetic such as (2+5)*3")
+            expected = "whole-number arithmetic such as (2+5)*3, or a judge" if judge is None else "one line each"
+            raise ValueError(f"the question {given[read.index(None)]!r} is given: expected {expected}")
+        solve = Rubric([solved if judge is None else judged_by(judge)])
+        self.episodes = {"solve": SingleTurnEpisode(rubric=solve, roles=[Role(id=SOLVER)])}
         self.rubric = Rubric([self.goldilocks], metrics=[self.parsable, self.pass_rate])
         self._num_solvers, self._target, self._unparsable_reward = num_solvers, target, unparsable_reward
         self._proposer_prompt, self._solver_prompt = proposer_prompt, solver_prompt
         self._seeds = [question for question in dict.fromkeys(read) if question is not None]
         self._from_store, self._seeded = from_store, False
-        drawn = [one for one in drawn_questions(num_train + num_eval, random.Random(seed)) if one not in self._seeds]
-        self._questions = {"eval": drawn[:num_eval], "train": [*self._seeds, *drawn[num_eval:]]}
+        if judge is None:
+            drawn = drawn_questions(num_train + num_eval, random.Random(seed))
+            drawn = [one for one in drawn if one not in self._seeds]
+            self._questions = {"eval": drawn[:num_eval], "train": [*self._seeds, *drawn[num_eval:]]}
+            return
+        if not 0 < num_eval < len(self._seeds):
+            raise ValueError(f"{len(self._seeds)} different questions and num_eval={num_eval}: give more questions")
+        self._questions = {"eval": self._seeds[-num_eval:], "train": self._seeds[:-num_eval]}
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": self._asked(question), "question": question} for question in self._questions[split]]
@@ -135,7 +178,7 @@ class ProposerSolver(Episode, Environment):
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         prompt = await self._prompt(ctx, state.example)
         proposal = await ctx.sample(PROPOSER, [{"role": "user", "content": prompt}])
-        question = state.data["question"] = question_of(proposal.text)
+        question = state.data["question"] = self._read(proposal.text)
         if question is None:
             return
         example = {"prompt": self._solver_prompt.replace("{question}", question), "question": question}
@@ -180,3 +223,10 @@ class ProposerSolver(Episode, Environment):
     def pass_rate(self, state: EpisodeState) -> float:
         """Of the Solvers; 0 where there was no question, which `parsable` tells apart."""
         return float(state.data.get("pass_rate", 0.0))
+
+
+def _questions_of(path: str) -> list[str]:
+    """The column `question` of a data file. Raises BadData."""
+    made, refused = parse_rows(find_files(path, subset=None, split="train"), lambda row, place: str(row["question"]))
+    check_refused(refused, len(made))
+    return made

@@ -1,10 +1,12 @@
-"""Keeps the routing true: finds servers by name, asks each how it is, brings in those that are out of the routing."""
+"""Keeps the routing true: finds servers by name or by the run's folder, asks each how it is, brings in those that are
+out of the routing."""
 
 import asyncio
 import logging
 import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from statistics import fmean
 
 from configs.client import ElasticSettings
@@ -12,6 +14,7 @@ from orchestrator.background import in_thread
 from orchestrator.inference.client import MIN_PAUSE_S, ServerError, Unreachable
 from orchestrator.inference.weight_sync import WeightSync
 from transport.http import ServerLoad
+from transport.status import AWAY, FAILED, FINISHED, read_status, server_of
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,15 @@ async def addresses_of(hostname: str) -> list[str]:
     return sorted({str(address[0]) for *_, address in found})
 
 
+def servers_in(folder: Path) -> list[str]:
+    """The servers that say in this folder that they are there. Raises OSError where none does."""
+    said = {path: read_status(path) for path in sorted(folder.glob("infer.*.json"))}
+    gone = (FAILED, FINISHED, AWAY)
+    if there := [server_of(path) for path, fields in said.items() if fields and fields["state"] not in gone]:
+        return there
+    raise OSError("none has said there where it is; start grpo-infer with the same output_dir")
+
+
 class ServerWatch:
     """One task for each server that is known. A server that falls silent is abandoned, and what it was to answer goes
     elsewhere; one that is out of the routing is asked until it has proved the versions in use."""
@@ -44,12 +56,14 @@ class ServerWatch:
         interval_s: float,
         timeout_s: float,
         elastic: ElasticSettings | None = None,
+        folder: Path = Path(),
         look_up: Callable[[str], Awaitable[list[str]]] = addresses_of,
     ) -> None:
-        """`interval_s` between two questions to a server; `timeout_s` without an answer is silence."""
+        """`interval_s` between two questions to a server; `timeout_s` without an answer is silence. `folder`: where
+        servers say where they are, that are not found by name."""
         self._sync, self._client, self._pool = sync, sync.client, sync.pool
         self._interval_s, self._timeout_s = interval_s, timeout_s
-        self._elastic, self._look_up = elastic, look_up
+        self._elastic, self._folder, self._look_up = elastic, folder, look_up
         self._loads: defaultdict[str, list[ServerLoad]] = defaultdict(list)
         """What each server has said since the last metrics, and before them at last."""
 
@@ -117,22 +131,27 @@ class ServerWatch:
             return
 
     async def _discover(self, elastic: ElasticSettings) -> None:
-        """Keeps the known servers equal to the addresses of one name. Where a look-up fails, all stay as they are."""
+        """Keeps the known servers equal to the addresses of one name, or to those that the folder tells. Where a
+        look-up fails, all stay as they are."""
         pool, name = self._pool, elastic.hostname
+        where = str(self._folder) if name is None else f"the DNS for client.elastic.hostname = {name!r}"
         while True:
             try:
-                addresses = await self._look_up(name)
+                if name is None:
+                    found = await in_thread(servers_in, self._folder)
+                else:
+                    addresses = await self._look_up(name)
+                    found = [f"http://{f'[{one}]' if ':' in one else one}:{elastic.port}" for one in addresses]
             except OSError as error:
-                why = f"the DNS has no address for client.elastic.hostname = {name!r}: {error}"
+                why = f"there is no server in {where}: {error}"
                 if why != pool.unknown:
                     log.warning("%s; %d servers stay", why, len(pool.servers))
                 pool.unknown = why
             else:
                 pool.unknown = ""
-                found = [f"http://{f'[{one}]' if ':' in one else one}:{elastic.port}" for one in addresses]
                 for server in found:
                     pool.found(server)
                 for server in set(pool.servers) - set(found):
-                    self._client.abandon(server, why := f"the DNS has it no more for {name}")
+                    self._client.abandon(server, why := f"it is no more in {where}")
                     pool.gone(server, why)
             await asyncio.sleep(elastic.sync_interval)

@@ -3,12 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
 from configs.orch import OrchSettings
 from configs.rollouts import fewest_rollouts
-from orchestrator.advantage import make_credit
+from orchestrator.advantage import Credit, make_credit
 from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import BusyClock, in_thread
 from orchestrator.buffer import Buffer
@@ -27,6 +28,51 @@ from orchestrator.shaping import RewardShaping
 from orchestrator.temperature import make_temperature
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """Rollouts, from the engine to a group that is ready for its batch."""
+
+    ledger: Ledger
+    recorder: Recorder
+    traces: Traces
+    filters: Sequence[Filter]
+    auxiliary: AuxiliaryLosses
+    shaping: RewardShaping
+
+    async def take(self, results: Sequence[EpisodeResult]) -> tuple[list[EpisodeResult], Sequence[EpisodeResult]]:
+        """Those that have a reward, and the same with the rewards that credit sees. The others are dropped."""
+        usable = []
+        for result in results:
+            if result.failure is not None:
+                self.ledger.dropped([result.id], result.failure.reason)
+                self.traces.dropped([result], result.failure.reason)
+                continue
+            self.recorder.sampled(result.num_tokens)
+            self.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
+            usable.append(result)
+        shaped, unshaped = await self.shaping.shaped(usable)
+        for rollout_id, why in unshaped.items():
+            self.ledger.dropped([rollout_id], why)
+        return [result for result in usable if result.id not in unshaped], shaped
+
+    async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> FinishedGroup:
+        """The group's samples, with hints and the teacher's part; those that filters and teachers withhold are
+        dropped."""
+        verdicts = judge_group(usable, self.filters)
+        hinted = await self.auxiliary.hinted(usable, withheld=verdicts.withheld)
+        made = finish_group(usable, credit, verdicts, group=group, hinted=hinted)
+        made = await self.auxiliary.taught(made)
+        for rollout_id, why in made.withheld.items():
+            self.ledger.dropped([rollout_id], why)
+        if made.samples:
+            self.auxiliary.offer(usable)
+        else:
+            self.auxiliary.count_hints([made])
+            for result in made.results:
+                self.traces.dropped([result], made.withheld[result.id])
+        return made
+
+
 @dataclass(kw_only=True)
 class Sampling:
     """Groups, from their example to the batch that they wait for."""
@@ -40,10 +86,7 @@ class Sampling:
     buffer: Buffer
     ledger: Ledger
     engine: RolloutEngine
-    filters: Sequence[Filter]
-    auxiliary: AuxiliaryLosses
-    shaping: RewardShaping
-    recorder: Recorder
+    intake: Intake
     timeline: Timeline
     traces: Traces
     generating: BusyClock
@@ -51,6 +94,8 @@ class Sampling:
     """Groups that wait for their batch, by number."""
     _tasks: dict[asyncio.Task[None], Ticket] = field(default_factory=dict, init=False)
     """Groups that can still be cancelled."""
+    _parked: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    """Groups that wait for rewards that come later."""
     _cancelled: dict[int, str] = field(default_factory=dict, init=False)
     """Reasons by group."""
     _num_too_long: Counter[str] = field(default_factory=Counter, init=False)
@@ -80,6 +125,8 @@ class Sampling:
                 self._tasks[rolling] = ticket
                 rolling.add_done_callback(partial(self._ended, ticket))
                 await asyncio.sleep(0)  # a thousand groups that begin at once would hold up all other tasks
+            for rolling in self._parked:  # no batch is left for them
+                rolling.cancel()
 
     def cancel(self, reason: str) -> int:
         """Cancels the groups that are being sampled; their examples are asked again. What has been sampled is scored
@@ -135,15 +182,33 @@ class Sampling:
             score=not settings.buffer.skip_verification,
         )
         await self._written()
+        rolling, spans = asyncio.current_task(), ExitStack()
+        assert rolling is not None
+
+        def park() -> None:
+            if rolling not in self._parked:
+                self._tasks.pop(rolling, None)
+                self._parked.add(rolling)
+                self.scheduler.park(ticket.group)
+                spans.close()
+
         try:
-            with self.generating, self.timeline.group(ticket.group):
-                results = await self.engine.run_group(group, sampled=self._sampled)
+            with spans:
+                spans.enter_context(self.generating)
+                spans.enter_context(self.timeline.group(ticket.group))
+                results = await self.engine.run_group(group, sampled=self._sampled, delayed=park)
         except PromptTooLong as error:
             self._skip(ticket, task, error)
-        else:
-            self._num_too_long[task.env] = 0
-            self._sampled()
-            await self._take_in(ticket, results)
+            return
+        self._num_too_long[task.env] = 0
+        self._sampled()
+        was_parked = rolling in self._parked
+        self._parked.discard(rolling)
+        if was_parked and not self.scheduler.unpark(ticket.group):
+            usable, _ = await self.intake.take(results)
+            self._drop(ticket, usable, "too_late")
+            return
+        await self._take_in(ticket, results)
 
     async def _written(self) -> None:
         """Returns when the ledger has every rollout that was issued until now. Groups that begin together share a
@@ -153,10 +218,7 @@ class Sampling:
                 await in_thread(self.ledger.changes())
 
     async def _take_in(self, ticket: Ticket, results: Sequence[EpisodeResult]) -> None:
-        shaped, unshaped = await self.shaping.shaped(self._usable(results))
-        for rollout_id, why in unshaped.items():
-            self.ledger.dropped([rollout_id], why)
-        usable = [result for result in results if result.failure is None and result.id not in unshaped]
+        usable, shaped = await self.intake.take(results)
         if len(usable) < fewest_rollouts(self.settings.advantage):
             self._drop(ticket, usable, "group_too_small")
             return
@@ -166,34 +228,12 @@ class Sampling:
         if (reason := self.buffer.returned(ticket.group, rewards, of_roles=of_roles)) is not None:
             self._drop(ticket, usable, reason)
             return
-        verdicts = judge_group(usable, self.filters)
-        hinted = await self.auxiliary.hinted(usable, withheld=verdicts.withheld)
-        group = finish_group(usable, lambda _: self._credit(shaped), verdicts, group=str(ticket.group), hinted=hinted)
-        group = await self.auxiliary.taught(group)
-        for rollout_id, why in group.withheld.items():
-            self.ledger.dropped([rollout_id], why)
+        group = await self.intake.finish(usable, lambda _: self._credit(shaped), group=str(ticket.group))
         if not group.samples:
-            self.auxiliary.count_hints([group])
-            for result in group.results:
-                self.traces.dropped([result], group.withheld[result.id])
             self._drop(ticket, [], "all_withheld")
             return
-        self.auxiliary.offer(usable)
         self.finished[ticket.group] = group
         self.scheduler.completed(ticket.group, oldest=group.oldest_version)
-
-    def _usable(self, results: Sequence[EpisodeResult]) -> list[EpisodeResult]:
-        """Those that have a reward."""
-        usable = []
-        for result in results:
-            if result.failure is not None:
-                self.ledger.dropped([result.id], result.failure.reason)
-                self.traces.dropped([result], result.failure.reason)
-                continue
-            self.recorder.sampled(result.num_tokens)
-            self.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
-            usable.append(result)
-        return usable
 
     def _rollout_ids(self, ticket: Ticket) -> list[str]:
         return [f"{ticket.group}/{number}" for number in range(self.settings.rollouts_per_example)]

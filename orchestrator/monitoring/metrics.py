@@ -24,10 +24,10 @@ loss/total loss/policy loss/sdpo loss/dpo
 policy/tokens policy/entropy policy/entropy/ENV policy/kl policy/ratio_mean policy/ratio_min policy/ratio_max
 policy/log_ratio_clamped policy/masked policy/masked_REASON policy/clipped policy/teacher_kl
 policy/tokens_lagN policy/mismatch_kl_lagN policy/mismatch_max_lagN policy/adapter_tokens_NAME
-policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
+policy/custom_NAME policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
 policy/dpo_pairs policy/dpo_tokens policy/dpo_margin policy/dpo_accuracy
 policy/noise_sigma policy/lag_mean policy/lag_max policy/version policy/canary_max_abs
-optim/grad_norm optim/grad_norm_LOSS optim/grad_share_LOSS optim/learning_rate
+optim/grad_norm optim/grad_norm_LOSS optim/grad_share_LOSS optim/learning_rate optim/signal
 reward/mean reward/std reward/accuracy reward/groups_without_spread reward/overlong_penalty reward/reference_kl_penalty
 reward/mean/ENV reward/accuracy/ENV
 reward/measure/NAME/ENV reward/role/ROLE/ENV
@@ -41,7 +41,7 @@ pairs/made pairs/too_old pairs/not_taken pairs/turns_seen pairs/turns_asked pair
 pairs/turns_waiting pairs/skipped_REASON pairs/broken pairs/questions_asked pairs/questions_answered
 pairs/questions_cached pairs/questions_REASON pairs/questions_REASON/TEACHER pairs/requests
 pairs/judge_asked pairs/judge_answered pairs/judge_REASON pairs/ready pairs/cost pairs/cost_per_rollout
-perf/train_tokens perf/train_tokens_per_s perf/train_peak_bytes perf/train_stays_bytes
+perf/train_tokens perf/train_tokens_per_s perf/train_tflops perf/train_mfu perf/train_peak_bytes perf/train_stays_bytes
 perf/generate_tokens perf/generate_tokens_per_s perf/max_concurrent_groups
 perf/servers perf/server_running perf/server_waiting perf/server_kv_use
 time/wait_batch_s time/wait_batch_at_s time/train_s time/train_at_s time/publish_s time/publish_at_s

@@ -1,16 +1,34 @@
 """Models beside the policy: judges, revisers, opponents. They belong to rubrics and episodes, and are never trained."""
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from orchestrator.rollouts.clock import waiting
 from orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
 from orchestrator.rollouts.messages import Message, checked_messages
+
+if TYPE_CHECKING:
+    from orchestrator.endpoints import ChatAnswer, Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelResponse:
+    """An answer with what the server tells of it."""
+
+    text: str
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Each sampled token as text with its log-probability (natural log), where the server gives them."""
+    token_ids: tuple[int, ...] = ()
+    """Ids of the same tokens, where the server gives them, as `grpo-infer` does."""
+    version: int | None = None
+    """The policy version that was live when it was asked; None where the server is no `grpo-infer`."""
 
 
 class InferenceClient(ABC):
@@ -21,6 +39,12 @@ class InferenceClient(ABC):
         self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
     ) -> str:
         """The answer's text. Raises CallFailed."""
+
+    async def respond(
+        self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> ModelResponse:
+        """The answer with its tokens and the policy's version, as far as they are known. Raises CallFailed."""
+        return ModelResponse(text=await self.complete(messages, temperature=temperature, max_tokens=max_tokens))
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Gives back what it holds."""
@@ -113,21 +137,60 @@ class OpenAIClient(InferenceClient):
         )
         self._endpoint = partial(Endpoint, settings, num_parallel=num_parallel)
         self._opened: Endpoint | None = self._endpoint()
+        self._is_ours = True
+        """As far as is known."""
+
+    @classmethod
+    def for_local(cls, port: int = 8000, model: str = "default", **options: Any) -> Self:
+        """A server on this machine, such as `grpo-infer`; with the key in VLLM_API_KEY, where that is set."""
+        key_var = "VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else None
+        return cls(f"http://127.0.0.1:{port}/v1", model, api_key_var=key_var, **options)
+
+    @classmethod
+    def for_openrouter(cls, model: str = "openai/gpt-4o-mini", **options: Any) -> Self:
+        """OpenRouter, with the key in OPENROUTER_API_KEY. Raises ValueError where there is none."""
+        return cls("https://openrouter.ai/api/v1", model, api_key_var="OPENROUTER_API_KEY", **options)
+
+    @classmethod
+    def for_openai(cls, model: str = "gpt-4o-mini", **options: Any) -> Self:
+        """OpenAI, with the key in OPENAI_API_KEY. Raises ValueError where there is none."""
+        return cls("https://api.openai.com/v1", model, api_key_var="OPENAI_API_KEY", **options)
 
     async def complete(
         self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
     ) -> str:
-        from orchestrator.endpoints import EndpointError
+        return (await self._ask(messages, temperature=temperature, max_tokens=max_tokens)).text
 
+    async def respond(
+        self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> ModelResponse:
+        version = await self.policy_version()
+        own = {} if version is None else {"return_token_ids": True}  # others may refuse what they do not know
+        answer = await self._ask(messages, temperature=temperature, max_tokens=max_tokens, logprobs=True, **own)
+        return ModelResponse(text=answer.text, tokens=answer.tokens, token_ids=answer.token_ids, version=version)
+
+    async def policy_version(self) -> int | None:
+        """The newest policy version that a `grpo-infer` serves; None for other servers."""
+        if not self._is_ours:
+            return None
+        live = (await self._open().policy_info()).get("live")
+        self._is_ours = isinstance(live, list)
+        return max(live, default=0) if isinstance(live, list) else None
+
+    def _open(self) -> "Endpoint":
         if self._opened is None:
             self._opened = self._endpoint()
+        return self._opened
+
+    async def _ask(self, messages: Sequence[Message], **options: Any) -> "ChatAnswer":
+        from orchestrator.endpoints import EndpointError
+
         asked = checked_messages(messages)
         try:
             with waiting():
-                answer = await self._opened.ask(asked, temperature=temperature, max_tokens=max_tokens)
+                return await self._open().ask(asked, **options)
         except EndpointError as error:
             raise CallFailed(str(error)) from None
-        return answer.text
 
     async def close(self) -> None:
         opened, self._opened = self._opened, None  # another loop may come

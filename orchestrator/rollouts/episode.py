@@ -6,6 +6,7 @@ from typing import Any
 
 from orchestrator.rollouts.context import ContextFull, RolloutContext, current_context
 from orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
+from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.rollouts.roles import POLICY, Role
 from orchestrator.rollouts.rubric import Rubric
 from orchestrator.rollouts.state import EpisodeState
@@ -56,6 +57,29 @@ class Episode(ABC):
     def _plain_extras(self, state: EpisodeState) -> dict[str, Any]:
         extras = dict(self.extras(state))
         return plain(extras, "what extras() returned") if extras else extras
+
+
+def result_of(state: EpisodeState, *, with_text: bool = False) -> EpisodeResult:
+    """What a rollout that is over came to, without ids and tokens; with the answers' texts where they are wanted."""
+    return EpisodeResult(
+        steps=tuple(
+            Step(
+                role=reply.role,
+                call=reply.call,
+                text=reply.text if with_text else "",
+                messages=reply.messages if with_text else (),
+                error=reply.error,
+                observed=None if reply.observed is None else [dict(message) for message in reply.observed],
+            )
+            for reply in state.trajectory
+        ),
+        rewards=state.rewards,
+        accuracy=state.accuracy,
+        metrics=state.metrics,
+        extras=state.extras,
+        context_full=state.truncated,
+        children=tuple(result_of(child, with_text=with_text) for child in state.children),
+    )
 
 
 class ChatEpisode(Episode):

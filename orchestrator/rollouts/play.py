@@ -53,6 +53,8 @@ class ScriptedBackend:
 
     async def __call__(self, call: protocol.AnyCall) -> Any:
         call.call = next(self._calls)
+        if isinstance(call, protocol.Delay):
+            return protocol.Stored(call=call.call, value=None)
         if isinstance(call, protocol.Store):
             try:
                 value = self._stores[call.store].operate(call.operation, call.arguments)
@@ -60,13 +62,20 @@ class ScriptedBackend:
                 raise CallFailed(str(error.args[0])) from None
             return protocol.Stored(call=call.call, value=value)
         if isinstance(call, protocol.Ask):
-            text = self._asked(call.model, call.messages)
-            return protocol.Sampled(call=call.call, text=text, finish_reason="stop", num_tokens=len(text))
+            return await self.answer(call, call.messages)
         known = self._conversations.setdefault(call.conversation, [])
         known += call.messages
-        text = self._answers(call.role, list(known))
-        known.append({"role": "assistant", "content": text})
-        tokens = [(letter, 0.0) for letter in text] if call.logprobs else []
+        answer = await self.answer(call, list(known))
+        known.append({"role": "assistant", "content": answer.text})
+        return answer
+
+    async def answer(self, call: protocol.Sample | protocol.Ask, messages: list[dict[str, Any]]) -> protocol.Sampled:
+        """The answer to all messages of a conversation; a letter stands for a token."""
+        if isinstance(call, protocol.Ask):
+            text, logprobs = self._asked(call.model, messages), False
+        else:
+            text, logprobs = self._answers(call.role, messages), call.logprobs
+        tokens = [(letter, 0.0) for letter in text] if logprobs else []
         return protocol.Sampled(call=call.call, text=text, finish_reason="stop", num_tokens=len(text), tokens=tokens)
 
 

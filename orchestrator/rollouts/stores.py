@@ -61,13 +61,17 @@ class ArtifactStore:
         self._evict()
 
     def operate(self, operation: str, given: Mapping[str, Any]) -> Any:
-        """What comes of `add` (the id), `sample` (a list of [id, data]), `set_weight` (whether the artifact is still
-        there: another rollout's may have taken its place) or `size`. Raises KeyError, ValueError and TypeError."""
+        """What comes of `add` (the id), `sample` (a list of [id, data]), `get` (the data, in a list, or an empty one),
+        `set_weight` (whether the artifact is still there: another rollout's may have taken its place) or `size`. Raises
+        KeyError, ValueError and TypeError."""
         match operation:
             case "add":
                 return self.add(given["data"], weight=given.get("weight", 1.0))
             case "sample":
                 return [[one.id, one.data] for one in self.sample(**given)]
+            case "get":
+                found = self.get(given["id"])
+                return [] if found is None else [found.data]
             case "set_weight":
                 return self.set_weight(given["id"], given["weight"])
             case "size":
@@ -100,6 +104,10 @@ class ArtifactStore:
             lightest = min(self._artifacts.values(), key=lambda one: one.weight).id
             del self._artifacts[lightest]
             self._changed[lightest] = None
+
+    def get(self, artifact_id: str) -> Artifact | None:
+        """The artifact with this id; None where it is not there any more."""
+        return self._artifacts.get(artifact_id)
 
     def all(self) -> list[Artifact]:
         """Oldest first."""

@@ -25,7 +25,6 @@ def main() -> None:
     parent, env_id = int(sys.argv[1]), sys.argv[2]
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _check_parent(parent)
-    import grpo.api  # noqa: F401
     from orchestrator.envs.registry import find_class
     from orchestrator.workers.worker import serve
 

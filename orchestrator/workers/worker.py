@@ -35,9 +35,8 @@ from orchestrator.rollouts.clock import (
     went_on,
 )
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
-from orchestrator.rollouts.episode import Episode
+from orchestrator.rollouts.episode import Episode, result_of
 from orchestrator.rollouts.messages import messages_of
-from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
@@ -219,7 +218,7 @@ class Worker:
             async with own_timeout(self._timeout_s) as timeout:
                 episode = asyncio.create_task(no_exit(self._run_episode(run)))
                 state = await asyncio.shield(episode)
-            data = encode_checked(Ended(job=run.job, result=_result(state)))
+            data = encode_checked(Ended(job=run.job, result=result_of(state)))
         except BaseException as error:
             is_late = timeout.expired()
             data = encode(self._late(run.job) if is_late else self._failed(run.job, error))
@@ -267,6 +266,8 @@ class Worker:
             reason = "reward_not_finite"
         elif isinstance(error, ContextFull):
             reason = "context_full"
+        elif isinstance(error, TimeoutError):
+            reason = "env_timeout"
         return Failed(job=job, reason=reason, message=_told(error))
 
 
@@ -278,26 +279,6 @@ def _copied(example: Mapping[str, Any]) -> Mapping[str, Any]:
     if type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values()):
         return example.copy()
     return copy.deepcopy(example)
-
-
-def _result(state: EpisodeState) -> EpisodeResult:
-    return EpisodeResult(
-        steps=tuple(
-            Step(
-                role=reply.role,
-                call=reply.call,
-                error=reply.error,
-                observed=None if reply.observed is None else [dict(message) for message in reply.observed],
-            )
-            for reply in state.trajectory
-        ),
-        rewards=state.rewards,
-        accuracy=state.accuracy,
-        metrics=state.metrics,
-        extras=state.extras,
-        context_full=state.truncated,
-        children=tuple(map(_result, state.children)),
-    )
 
 
 SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, BadData)

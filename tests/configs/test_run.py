@@ -103,7 +103,7 @@ def test_problems_name_the_key_as_it_was_given(tmp_path: Path) -> None:
 
 def test_a_key_that_is_missing_for_several_programs_is_missed_once(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("seed: 1\n")
-    assert [problem.key for problem in problems(target=tmp_path)] == ["model", "orch.env"]
+    assert [problem.key for problem in problems(target=tmp_path)] == ["model"]
 
 
 def test_programs_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

@@ -7,16 +7,13 @@ are run as they are written there, as three processes of this machine. Substitut
 """
 
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,9 @@ from configs.infer import InferSettings
 from configs.orch import OrchSettings
 from configs.run import load_part
 from configs.train import TrainSettings
+from tests.deploy.containers import free_port, start, substituted
 from transport.run import current_run_id
+from transport.status import server_file
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "docker-compose.yaml").read_text())
@@ -130,16 +129,12 @@ def processes() -> Iterator[ExitStack]:
 
 
 def _substituted(command: list[str], *, outputs: Path, port: int) -> list[str]:
-    program = sys.executable if command[0] == "python" else str(Path(sys.executable).with_name(command[0]))
-    arguments = [part.replace(VOLUME, str(outputs), 1) if part.startswith(VOLUME) else part for part in command[1:]]
-    arguments = [part.replace(f"//infer:{PORT}", f"//127.0.0.1:{port}") for part in arguments]
-    arguments = [part.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{port}") for part in arguments]
-    return [program, *(str(port) if part == PORT else part for part in arguments)]
+    return substituted(command, volume=(VOLUME, outputs), names={PORT: str(port)}, hosts=("//infer",))
 
 
 def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subprocess.Popen[bytes]:
     # Settings through the environment, as the compose file offers them: a run of two small steps on one thread each.
-    environment = os.environ | {
+    environment = {
         "GRPO_RUN_MAX_STEPS": str(NUM_STEPS),
         "GRPO_ORCH_BATCH_SIZE": "32",
         "GRPO_ORCH_EVAL__NUM_EXAMPLES": "8",
@@ -149,19 +144,7 @@ def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subproce
     if "environment" in SERVICES[name]:
         environment["VLLM_API_KEY"] = KEY
     command = _substituted(SERVICES[name]["command"], outputs=outputs, port=port)
-    log = stack.enter_context((outputs / f"{name}.log").open("ab"))
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    stack.callback(_end, process)
-    return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and whatever it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return start(stack, command, outputs / f"{name}.log", **environment)
 
 
 def _start_all(stack: ExitStack, *, outputs: Path, port: int) -> dict[str, subprocess.Popen[bytes]]:
@@ -182,9 +165,7 @@ def _start_all(stack: ExitStack, *, outputs: Path, port: int) -> dict[str, subpr
 
 @pytest.mark.e2e
 def test_the_services_commands_given_twice_go_on_with_the_run(tmp_path: Path, processes: ExitStack) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     run = tmp_path / "quickstart"
     first = _start_all(processes, outputs=tmp_path, port=port)
     deadline = time.monotonic() + 180
@@ -201,6 +182,6 @@ def test_the_services_commands_given_twice_go_on_with_the_run(tmp_path: Path, pr
     assert current_run_id(run) == run_id
     steps = [json.loads(line)["progress/step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == NUM_STEPS
-    assert [path.name for path in (run / "status").glob("infer.*.json")] == [f"infer.0.0.0.0_{port}.json"]
+    assert [path.name for path in (run / "status").glob("infer.*.json")] == [server_file("0.0.0.0", port)]
     second["infer"].send_signal(signal.SIGTERM)
     assert second["infer"].wait(timeout=90) == 143

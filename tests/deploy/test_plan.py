@@ -14,6 +14,7 @@ from configs.orch import OrchSettings
 from configs.run import load_run
 from configs.train import TrainSettings
 from deploy.cores import Threads
+from deploy.gpus import Gpus
 from deploy.launcher import locked, make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from grpo.status import shown
@@ -36,14 +37,26 @@ def problems(*argv: str) -> str:
 def test_run_ids_and_other_servers_are_refused_because_grpo_chooses_them() -> None:
     text = problems("--orch.run_id", "x", "--orch.client.base_url", "http://far:8000/v1")
     assert "orch.run_id = 'x'" in text
-    assert "client.base_url = ('http://far:8000/v1',): grpo starts one server, at http://127.0.0.1:8000/v1" in text
+    assert "client.base_url = ('http://far:8000/v1',): grpo starts the server at http://127.0.0.1:8000/v1" in text
 
 
-def test_servers_that_are_found_by_name_are_refused_because_grpo_starts_one_itself() -> None:
-    text = problems("--orch.client.elastic.hostname", "servers")
-    assert (
-        "client.elastic = {'hostname': 'servers', 'port': 8000, 'sync_interval': 5.0}: grpo starts one server" in text
-    )
+def test_servers_that_are_found_by_name_and_machines_are_refused_because_grpo_starts_one_machines_programs() -> None:
+    assert "client.elastic = {" in problems("--orch.client.elastic.hostname", "servers")
+    words = ["--train.nodes", "2", "--train.rendezvous", "one:29400", "--train.optimizer", "adamw"]
+    assert "grpo launch" in problems(*words)
+
+
+def test_several_servers_have_ports_threads_and_gpus_of_their_own() -> None:
+    ready = with_run(plan("--infer_replicas", "2"), "abc")
+    assert ready.orch.client.base_url == tuple(f"http://127.0.0.1:{port}/v1" for port in ready.ports)
+    assert len(set(ready.ports)) == 2
+    apart = with_run(plan("--infer_replicas", "2", "--infer.port", "4321"), "abc")
+    assert apart.ports == (4321, 4322)
+    gpus = Gpus(sees={"infer": ("2", "3")})
+    assert [gpus.variables("infer", number=one, of=2) for one in (0, 1)] == [
+        {"CUDA_VISIBLE_DEVICES": "2"},
+        {"CUDA_VISIBLE_DEVICES": "3"},
+    ]
 
 
 def test_the_launcher_chooses_a_free_port_and_leads_the_orchestrator_to_it() -> None:

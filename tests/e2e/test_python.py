@@ -25,6 +25,7 @@ CELLS = (
     "run.wait()",
     "print(run, len(run.metrics), len(run.evaluations), len(run.rollouts(2)), run.summary['steps'])",
     "run.plot()",
+    "print(sorted(path.name for path in run.export('exported', step=1).iterdir())[:2])",
     "grpo.train('quickstart', env=CodeWord(3), steps=2, orch={'batch_size': 32}, output_dir='outputs/o')",
 )
 
@@ -45,13 +46,14 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
     )
     client.execute()
     outputs: list[list[Any]] = [cell.outputs for cell in notebook.cells]
-    assert [one.get("output_type") for some in outputs[:7] for one in some if one.output_type == "error"] == []
+    assert [one.get("output_type") for some in outputs[:8] for one in some if one.output_type == "error"] == []
     assert "image/png" in outputs[4][0].data
     assert "ended, step 2" in outputs[5][0].text
     assert outputs[5][0].text.split("> ")[1] == "2 2 32 2\n"
     assert "image/png" in outputs[6][0].data
-    assert outputs[7][0].ename == "RunFailed"  # a run of other settings is there
-    assert "letters" in outputs[7][0].evalue
+    assert outputs[7][0].text == "['README.md', 'adapter_config.json']\n"
+    assert outputs[8][0].ename == "RunFailed"  # a run of other settings is there
+    assert "letters" in outputs[8][0].evalue
 
 
 def _kernel() -> KernelSpec:

@@ -159,7 +159,7 @@ class FakeServer:
             return web.Response(status=503)
         version, follows = body["version"], body.get("follow", False)
         began = max(version, *self.live) if follows and self.live else version
-        if began not in self.live:
+        if began is not None and began not in self.live:
             return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
         self.requests.append(body)
         self.num_by_version[version] += 1
@@ -234,6 +234,7 @@ class FakeTrainer(threading.Thread):
         if goes_on_after is not None:
             StepStore(self.run_folder.batches, run_id=self.run_folder.run_id).remove_finished()
         join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
+        self._num_ranks = trainer.num_ranks
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None
         self._over = threading.Event()
@@ -252,7 +253,8 @@ class FakeTrainer(threading.Thread):
         publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id)
         if self._first is None:
             publisher.publish(version=0, spec=self.spec, files={"canary.json": b"{}"})
-        with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
+        place: dict[str, Any] = {"run_id": run.run_id, "num_ranks": self._num_ranks}
+        with FilesystemBatchReceiver(run.batches, **place) as receiver, suppress(DeadlineError):
             self._train(publisher, receiver)
 
     def _receive(self, receiver: BatchReceiver, step: int) -> tuple[MicroBatch, ...] | None:

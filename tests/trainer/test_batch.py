@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
-from trainer.batch import StepCounts, check_step, counts_of, tokens_by_adapter
+from trainer.batch import StepCounts, check_step, counts_of, num_signal_tokens, tokens_by_adapter
 from trainer.errors import BatchError
 from trainer.objective import policy_inputs
 from trainer.packing import packed_tokens
@@ -38,6 +38,15 @@ def test_a_batch_within_bounds_passes_and_what_it_holds_is_counted() -> None:
     batch = with_pair(with_hint(tiny_batch((3, 2)), places=(1, 2)))
     silent = replace(tiny_batch((3, 2)), loss_mask=np.array([False, True, True, False, False]))
     assert check(batch, silent, **ALL_ON) == StepCounts(loss_tokens=5, samples=3, hint_tokens=2, pairs=1)
+
+
+@pytest.mark.parametrize(("weights", "expected"), [({}, 2), ({"kl_tau": 0.1}, 3), ({"beta_replay": 1.0}, 3)])
+def test_tokens_without_an_advantage_teach_nothing_unless_another_term_does(
+    weights: dict[str, Any], expected: int
+) -> None:
+    batch = tiny_batch((3, 2))  # of which 2 and 1 tokens carry loss
+    batch.advantages[3:] = 0.0
+    assert num_signal_tokens([batch], LossSettings.model_validate(weights)) == expected
 
 
 def test_a_micro_batch_longer_than_sequence_len_says_both_numbers() -> None:

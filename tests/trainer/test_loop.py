@@ -104,6 +104,24 @@ def test_training_raises_the_likelihood_of_what_had_an_advantage(tiny_model: Pat
     assert change[:5].sum() > 0 > change[5:].sum()
 
 
+@pytest.mark.parametrize(("scaled", "moves"), [(True, False), (False, True)])
+def test_a_batch_without_any_advantage_moves_nothing_by_the_momentum_of_those_before(
+    tiny_model: Path, tmp_path: Path, scaled: bool, moves: bool
+) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=3, learning_rate=1e-3, scale_by_signal=scaled)
+    batch = on_policy(tiny_batch((6, 9)), bench.policy)  # of which 5 and 8 tokens carry loss
+    half, none = batch.advantages.copy(), np.zeros_like(batch.advantages)
+    half[6:] = 0.0
+    for step, advantages in enumerate((batch.advantages, half, none), 1):
+        bench.send(step, replace(batch, step=step, advantages=advantages))
+    bench.trainer.train()
+    weights = [load(bench.files(version)["adapter_model.safetensors"]) for version in (2, 3)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) == moves
+    assert [bench.metrics(step)["optim/signal"] for step in (1, 2, 3)] == [1.0, 5 / 13, 0.0]
+    if scaled:
+        assert bench.metrics(2)["optim/learning_rate"] == pytest.approx(1e-3 * math.sqrt(5 / 13))
+
+
 def split(batch: MicroBatch, parts: Sequence[int]) -> list[MicroBatch]:
     """Micro-batches of the given numbers of samples."""
     pieces, sample, token = [], 0, 0

@@ -78,7 +78,7 @@ def test_damaged_manifests_and_questions_are_refused_or_read(kind: type[Record])
         BatchManifest(run_id="run", step=1, files=files).to_json(),
         PolicyManifest(run_id="run", version=1, spec=SPEC, files=files).to_json(),
         canary().to_json(),
-        Ask(run_id="run", rank=0, step=1, nonce=b"n").to_json(),
+        Ask(run_id="run", rank=0, num_ranks=1, step=1, nonce=b"n").to_json(),
     ]
     rng = random.Random(1)
     for _ in range(NUM_MANIFESTS // 4):
@@ -99,7 +99,7 @@ def test_a_step_with_any_damaged_file_is_refused_or_read_as_it_was_sent(tmp_path
         path = rng.choice(list(originals))
         path.write_bytes(mutate(rng, originals[path], list(originals.values())))
         try:
-            received = store.read(1, 0)
+            received = store.read(1, 0, 1)
         except TransportError:
             pass
         else:

@@ -20,8 +20,11 @@ def open_sender(run: RunFolder, *, type: Kind, key_var: str = "", **options: Any
     return ZmqBatchSender(run.batches, key=run.key(key_var), **options)
 
 
-def open_receiver(run: RunFolder, *, rank: int, type: Kind, key_var: str = "", **address: Any) -> BatchReceiver:
-    """Returns the end of one rank of the trainer; the high-water mark is the sender's."""
+def open_receiver(
+    run: RunFolder, *, rank: int, num_ranks: int, type: Kind, key_var: str = "", **address: Any
+) -> BatchReceiver:
+    """Returns the end of one of the trainer's ranks; the high-water mark is the sender's."""
+    place: dict[str, Any] = {"run_id": run.run_id, "rank": rank, "num_ranks": num_ranks}
     if type == "filesystem":
-        return FilesystemBatchReceiver(run.batches, run_id=run.run_id, rank=rank)
-    return ZmqBatchReceiver(run_id=run.run_id, rank=rank, key=run.key(key_var), **address)
+        return FilesystemBatchReceiver(run.batches, **place)
+    return ZmqBatchReceiver(key=run.key(key_var), **place, **address)

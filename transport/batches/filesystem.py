@@ -131,15 +131,15 @@ class BatchReceiver(Closing, ABC):
 class FilesystemBatchReceiver(BatchReceiver):
     """Reads from the store, looking for a step until it is there."""
 
-    def __init__(self, folder: Path, *, run_id: str, rank: int = 0) -> None:
+    def __init__(self, folder: Path, *, run_id: str, rank: int = 0, num_ranks: int = 1) -> None:
         """`folder` is the run's `batches` folder."""
-        self._store, self._rank = StepStore(folder, run_id=run_id), rank
+        self._store, self._rank, self._num_ranks = StepStore(folder, run_id=run_id), rank, num_ranks
 
     def receive(
         self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
     ) -> tuple[MicroBatch, ...] | None:
         deadline = time.monotonic() + timeout_s
-        while (batches := self._store.read(step, self._rank)) is None:
+        while (batches := self._store.read(step, self._rank, self._num_ranks)) is None:
             if self._store.finished_before(step):
                 return None
             if time.monotonic() > deadline:
@@ -147,5 +147,6 @@ class FilesystemBatchReceiver(BatchReceiver):
                 raise DeadlineError(f"{waited} in {self._store.folder}")
             check()
             time.sleep(_POLL_S)
-        self._store.write_received(self._rank, step)
+        for part in {batch.rank for batch in batches}:
+            self._store.write_received(part, step)
         return batches

@@ -42,22 +42,25 @@ class StepStore:
         old = next((step_folder(self.folder, one) for one in self.steps() if one <= checkpointed), None)
         return list(write_folder(step_folder(self.folder, step), files, manifest, durable=False, reuse=old).values())
 
-    def read(self, step: int, rank: int) -> tuple[MicroBatch, ...] | None:
-        """Returns one rank's micro-batches, or None where the step is not there. Raises `CorruptError`,
-        `StaleRunError`, `MissingRankError`."""
-        found = self.read_message(step, rank)
-        return None if found is None else decode_checked(found[0], run_id=self.run_id, step=step, rank=rank)
+    def read(self, step: int, rank: int, num_ranks: int) -> tuple[MicroBatch, ...] | None:
+        """Returns the micro-batches of one of `num_ranks` ranks, or None where the step is not there. Raises
+        `CorruptError`, `StaleRunError`, `MissingRankError`."""
+        found = self.read_messages(step, rank, num_ranks)
+        if found is None:
+            return None
+        messages = [message for message, _ in found]
+        return decode_checked(messages, run_id=self.run_id, step=step, rank=rank, num_ranks=num_ranks)
 
-    def read_message(self, step: int, rank: int) -> tuple[bytes, FileEntry] | None:
-        """Returns one rank's message, checked, and its entry in the manifest; None where the step is not there."""
-        folder, name = step_folder(self.folder, step), _file_name(rank)
+    def read_messages(self, step: int, rank: int, num_ranks: int) -> list[tuple[Buffer, FileEntry]] | None:
+        """Returns the messages of one of `num_ranks` ranks, checked, and their entries in the manifest; None where the
+        step is not there."""
+        folder = step_folder(self.folder, step)
         if not folder.exists():
             return None
         try:
             files = self._manifest(step).files
-            if name not in files:
-                raise MissingRankError(step, len(files), rank)
-            return read_checked(folder, name, files[name]), files[name]
+            names = [_file_name(part) for part in parts_of(step, len(files), rank, num_ranks)]
+            return [(read_checked(folder, name, files[name]), files[name]) for name in names]
         except CorruptError as error:
             raise CorruptError(
                 f"batch {step} is corrupt: {error}; end the programs and start them again: the orchestrator sets "
@@ -107,11 +110,23 @@ class StepStore:
         return last_step is not None and step > last_step
 
 
-def decode_checked(message: Buffer, *, run_id: str, step: int, rank: int) -> tuple[MicroBatch, ...]:
-    """Returns the micro-batches of a message. Raises `CorruptError`, and `StaleRunError` for another run's."""
-    batches = decode(message)
-    check_belongs(batches[0], run_id, step, rank)
-    return batches
+def parts_of(step: int, num_parts: int, rank: int, num_ranks: int) -> range:
+    """Returns which parts of a step that was split over `num_parts` ranks are for one of the `num_ranks` ranks that
+    there are: where a machine is gone, the others have its parts too. Raises `MissingRankError` where they are too
+    few."""
+    if num_ranks > num_parts:
+        raise MissingRankError(step, num_parts, num_ranks)
+    return range(rank, num_parts, num_ranks)
+
+
+def decode_checked(
+    messages: Sequence[Buffer], *, run_id: str, step: int, rank: int, num_ranks: int
+) -> tuple[MicroBatch, ...]:
+    """Returns the micro-batches of a rank's messages. Raises `CorruptError`, and `StaleRunError` for another run's."""
+    decoded = [decode(message) for message in messages]
+    for number, batches in enumerate(decoded):
+        check_belongs(batches[0], run_id, step, rank + number * num_ranks)
+    return tuple(batch for batches in decoded for batch in batches)
 
 
 def check_belongs(batch: MicroBatch, run_id: str, step: int, rank: int) -> None:

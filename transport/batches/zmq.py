@@ -1,7 +1,7 @@
 """Batches over ZeroMQ: each rank of the trainer asks the orchestrator for step n, and gets its bytes.
 
     rank → sender   Ask, its signature
-    sender → rank   Answer, its signature, the message
+    sender → rank   Answer, its signature, the messages
 
 A question stays open until the step is on the sender's disk. It is asked again after every connect, so that a restart
 of either side in any order loses nothing; answers to earlier questions are recognised by their nonce and ignored. What
@@ -23,9 +23,9 @@ import zmq
 import zmq.utils.monitor
 
 from transport.batches.filesystem import BatchReceiver, BatchSender, nothing
-from transport.batches.store import decode_checked
+from transport.batches.store import decode_checked, parts_of
 from transport.codec import MAX_MESSAGE_BYTES
-from transport.errors import DeadlineError, MissingRankError, StaleRunError, TransportError
+from transport.errors import DeadlineError, StaleRunError, TransportError
 from transport.folders import Buffer, check_entry
 from transport.keys import SharedKey, is_loopback
 from transport.records import FileEntry, MicroBatch, Natural, Record
@@ -41,6 +41,8 @@ class Ask(Record, frozen=True, kw_only=True):
 
     run_id: str
     rank: Natural
+    num_ranks: int
+    """Ranks that the trainer has now: what was split over more is divided among them."""
     step: Natural
     nonce: bytes
 
@@ -50,8 +52,8 @@ class Answer(Record, frozen=True, kw_only=True):
 
     kind: Literal["batch", "finished", "refused"]
     nonce: bytes
-    entry: FileEntry | None = None
-    """Size and digest of the batch."""
+    entries: tuple[FileEntry, ...] = ()
+    """Size and digest of each message of the batch."""
     reason: str = ""
     """Why it is refused."""
 
@@ -176,38 +178,49 @@ class ZmqBatchSender(BatchSender):
                 for rank, (identity, ask) in list(self._open.items()):
                     if (answered := self._answer(ask)) is not None:
                         head = identity, *_signed(answered[0], self._key)
-                        self._socket.send_multipart([*head, answered[1]], copy=False)
+                        self._socket.send_multipart([*head, *answered[1]], copy=False)
                         del self._open[rank]
         except BaseException as error:  # nobody is above a thread
             log.exception("the sender of batches serves the trainer no more")
             self._error = error
 
-    def _answer(self, ask: Ask) -> tuple[Answer, Buffer] | None:
+    def _answer(self, ask: Ask) -> tuple[Answer, Sequence[Buffer]] | None:
         """The answer to a question, if there is one by now."""
         try:
             if ask.run_id != self._store.run_id:
                 raise StaleRunError("it serves another run")
-            if ask.rank >= self._num_ranks:
-                raise MissingRankError(ask.step, self._num_ranks, ask.rank)
-            self._received[ask.rank] = max(0, ask.step - 1)
+            for part in parts_of(ask.step, self._num_ranks, ask.rank, ask.num_ranks):
+                self._received[part] = max(0, ask.step - 1)
             step, messages = self._newest
-            known = messages[ask.rank] if ask.step == step and ask.rank < len(messages) else None
-            found = known or self._store.read_message(ask.step, ask.rank)
+            found: Sequence[tuple[Buffer, FileEntry]] | None
+            if ask.step == step:
+                found = [messages[part] for part in parts_of(step, len(messages), ask.rank, ask.num_ranks)]
+            else:
+                found = self._store.read_messages(ask.step, ask.rank, ask.num_ranks)
         except TransportError as error:
-            return Answer(kind="refused", nonce=ask.nonce, reason=str(error)), b""
+            return Answer(kind="refused", nonce=ask.nonce, reason=str(error)), ()
         if found is not None:
-            return Answer(kind="batch", nonce=ask.nonce, entry=found[1]), found[0]
+            entries = tuple(entry for _, entry in found)
+            return Answer(kind="batch", nonce=ask.nonce, entries=entries), [message for message, _ in found]
         finished = self._store.finished_before(ask.step)
-        return (Answer(kind="finished", nonce=ask.nonce), b"") if finished else None
+        return (Answer(kind="finished", nonce=ask.nonce), ()) if finished else None
 
 
 class ZmqBatchReceiver(BatchReceiver):
     """Connects to the orchestrator at `host:port`."""
 
     def __init__(
-        self, *, run_id: str, rank: int = 0, host: str = "localhost", port: int = 5555, key: SharedKey
+        self,
+        *,
+        run_id: str,
+        rank: int = 0,
+        num_ranks: int = 1,
+        host: str = "localhost",
+        port: int = 5555,
+        key: SharedKey,
     ) -> None:
-        self._run_id, self._rank, self._key, self._where = run_id, rank, key, _address(host, port)
+        self._run_id, self._rank, self._num_ranks = run_id, rank, num_ranks
+        self._key, self._where = key, _address(host, port)
         self._socket = _new_socket(zmq.DEALER, max_bytes=MAX_MESSAGE_BYTES)
         self._socket.immediate = True  # questions are for a connection that is there
         if not is_loopback(host):
@@ -228,14 +241,16 @@ class ZmqBatchReceiver(BatchReceiver):
                 waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
                 raise DeadlineError(f"{waited} from {self._where} ({self._state})")
             check()
-        answer, message = answered
+        answer, messages = answered
         if answer.kind == "finished":
             return None
-        if answer.kind == "refused" or answer.entry is None:
+        if answer.kind == "refused" or len(messages) != len(answer.entries):
             raise StaleRunError(f"the orchestrator at {self._where} refuses batch {step}: {answer.reason}")
         self._ask(step + 1)  # it travels while this one is trained
-        check_entry(f"batch {step} from {self._where}", message, answer.entry)
-        return decode_checked(message, run_id=self._run_id, step=step, rank=self._rank)
+        for message, entry in zip(messages, answer.entries, strict=True):
+            check_entry(f"batch {step} from {self._where}", message, entry)
+        place = {"rank": self._rank, "num_ranks": self._num_ranks}
+        return decode_checked(messages, run_id=self._run_id, step=step, **place)
 
     def close(self) -> None:
         if not self._socket.closed:
@@ -245,12 +260,13 @@ class ZmqBatchReceiver(BatchReceiver):
 
     def _ask(self, step: int) -> None:
         """Asks, where there is a connection."""
-        ask = Ask(run_id=self._run_id, rank=self._rank, step=step, nonce=secrets.token_bytes(8))
+        place = {"rank": self._rank, "num_ranks": self._num_ranks}
+        ask = Ask(run_id=self._run_id, step=step, nonce=secrets.token_bytes(8), **place)
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(_signed(ask, self._key), zmq.NOBLOCK)
             self._asked, self._state = ask, "connected"
 
-    def _answer(self, step: int) -> tuple[Answer, Buffer] | None:
+    def _answer(self, step: int) -> tuple[Answer, Sequence[Buffer]] | None:
         """The answer to a question for `step`, or None where none has come within 0.2 s."""
         while self._lost.poll(0):
             zmq.utils.monitor.recv_monitor_message(self._lost)
@@ -260,11 +276,11 @@ class ZmqBatchReceiver(BatchReceiver):
         if not self._socket.poll(_WAIT_MS):
             return None
         frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-        if len(frames) != 3 or (answer := _read(frames, self._key, Answer)) is None:
+        if len(frames) < 2 or (answer := _read(frames, self._key, Answer)) is None:
             self._state = f"what is there sends {len(frames)} frames without the run's key; give both one output_dir"
             log.warning("%s: %s", self._where, self._state)
             return None
         if self._asked is None or answer.nonce != self._asked.nonce:
             return None
         self._asked = None
-        return answer, frames[2]
+        return answer, frames[2:]

@@ -77,12 +77,12 @@ class Critique(SingleTurnEpisode, Environment):
         self._reviser = None if reviser == "rule" else client_of(reviser)
         self._reviser_max_tokens, self._prompt = reviser_max_tokens, prompt
         self.scorer = ProgramScorer(counting=counting, sandbox=sandbox, parallel=parallel, limits=limits)
-        self._problems = _load_splits(problems, eval_problems, seed)
+        self.problems = _load_splits(problems, eval_problems, seed)
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [
             {"prompt": _filled(self._prompt, problem), "name": problem.name, "split": split, "index": index}
-            for index, problem in enumerate(self._problems[split])
+            for index, problem in enumerate(self.problems[split])
         ]
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
@@ -95,7 +95,7 @@ class Critique(SingleTurnEpisode, Environment):
         """The share of tests that the revision passes, or 1 for all and 0 for less; 0 without a judgement."""
         if judgement_of(state.last_text) is None:
             return 0.0
-        problem = self._problems[state.example["split"]][state.example["index"]]
+        problem = self.problems[state.example["split"]][state.example["index"]]
         program = state.data["revision"] = await self._revised(problem, state.last_text)
         return await self.scorer.score(program, problem.tests, digest=problem.digest, names=problem.names)
 

@@ -50,13 +50,33 @@ async def test_the_rule_names_the_winner_and_the_rewards_sum_to_zero() -> None:
         "points/Aff": 3.0,
         "points/Neg": 2.0,
     }
-    assert (outcome.accuracy, outcome.extras) == (1.0, {"topic": "tea", "verdict": "Aff"})
+    assert (outcome.accuracy, outcome.extras) == (0.5, {"topic": "tea", "verdict": "Aff"})
 
 
 async def test_a_tie_is_worth_nothing_to_both_and_is_counted() -> None:
     outcome = await play(Debate(num_rounds=1), EXAMPLE, ["good.", "bad."])
     assert outcome.rewards == {"Aff": 0.0, "Neg": 0.0}
-    assert (outcome.accuracy, outcome.metrics["tie"], outcome.metrics["no_verdict"]) == (0.0, 1.0, 0.0)
+    assert (outcome.accuracy, outcome.metrics["tie"], outcome.metrics["no_verdict"]) == (0.5, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("plays", "speeches", "base", "won"),
+    [("Aff", ["good, fun."], "bad.", 1.0), ("Neg", ["bad."], "good, fun.", 0.0), ("Neg", ["bad."], "good.", 0.5)],
+)
+async def test_a_held_out_debate_is_against_the_model_before_training(
+    plays: str, speeches: list[str], base: str, won: float
+) -> None:
+    def answer(model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        assert model == "base"
+        assert [message["role"] for message in messages] == ["system", "user"]
+        return base
+
+    environment = Debate(num_rounds=1)
+    example = next(one for one in environment.dataset("eval") if one["plays"] == plays)
+    outcome = await play(environment, example, speeches, asked=answer, split="eval")
+    assert [reply.role for reply in outcome.trajectory] == [plays]
+    assert (outcome.accuracy, outcome.metrics[f"against_base/{plays}"]) == (won, won)
+    assert set(outcome.rewards) == {"Aff", "Neg"}
 
 
 async def test_a_model_that_judges_sees_the_transcript_and_is_no_role() -> None:
@@ -88,9 +108,11 @@ async def test_a_verdict_that_names_nobody_is_worth_nothing_and_is_counted() -> 
 def test_no_topic_is_in_both_splits() -> None:
     debate = Debate(topics=["tea", "rain", "snow"], num_eval=1)
     train, held_out = debate.dataset("train"), debate.dataset("eval")
-    assert (len(train), len(held_out)) == (2, 1)
+    assert (len(train), len(held_out)) == (2, 2)
     assert {example["topic"] for example in [*train, *held_out]} == {"tea", "rain", "snow"}
     assert all(example["prompt"] == f"Topic: {example['topic']}" for example in train)
+    alone = Debate(topics=["tea"], num_eval=0)
+    assert [{example["topic"] for example in alone.dataset(split)} for split in ("train", "eval")] == [{"tea"}] * 2
 
 
 @pytest.mark.parametrize(

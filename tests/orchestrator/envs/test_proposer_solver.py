@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,24 @@ async def test_the_proposer_s_example_may_come_from_the_store(args: dict[str, An
     assert outcome.trajectory[0].messages == ({"role": "user", "content": prompt},)
 
 
+async def test_questions_in_words_are_answered_in_words_and_a_model_says_what_is_right(tmp_path: Path) -> None:
+    (tmp_path / "questions.csv").write_text("question\nWhat is tea?\nWho was Bach?\nWhere is Oslo?\n")
+    judged: list[str] = []
+
+    def judge(model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        judged.append(messages[0]["content"])
+        return f"Verdict: {'right' if 'Norway' in judged[-1] else 'wrong'}"
+
+    environment = ProposerSolver(questions=str(tmp_path / "questions.csv"), judge="base", num_solvers=2, num_eval=1)
+    assert [len(environment.dataset(split)) for split in ("train", "eval")] == [2, 1]
+    answers = players("Question: Where is Bergen?", ["In Norway.", "On Mars."])
+    outcome = await play(environment, environment.dataset("train")[0], answers, asked=judge)
+    assert "What is tea?" in outcome.trajectory[0].messages[0]["content"]
+    assert [child.rewards for child in outcome.children] == [{"Solver": 1.0}, {"Solver": 0.0}]
+    assert (outcome.rewards, outcome.extras["question"]) == ({"Proposer": 1.0}, "Where is Bergen?")
+    assert all("Where is Bergen?" in asked for asked in judged)
+
+
 def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits() -> None:
     environment = ProposerSolver(
         seed_questions=["3 + 4", {"question": "What is (2+5)*3?", "ground_truth": "21"}, "3+4"],
@@ -163,6 +182,9 @@ def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits(
         ({"seed_questions": ["What is tea?"]}, "tea"),
         ({"proposer_prompt": "Ask."}, "proposer_prompt"),
         ({"solver_prompt": "Answer."}, "solver_prompt"),
+        ({"judge": "base", "seed_questions": ["What is tea?"]}, "num_eval"),
+        ({"judge": "nobody", "seed_questions": ["What is tea?"]}, "nobody"),
+        ({"questions": "none.csv"}, "none.csv"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(args: dict[str, Any], message: str) -> None:

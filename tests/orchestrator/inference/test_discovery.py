@@ -15,6 +15,7 @@ from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.inference.serving import ask, name_of, running
+from transport.status import FINISHED, StatusFile, server_file
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
@@ -56,6 +57,25 @@ async def found(names: Names, port: int, timeout_s: float = 30) -> AsyncIterator
     watch = ServerWatch(sync, interval_s=0.02, timeout_s=30, elastic=settings, look_up=names.look_up)
     async with running(watch, client):
         yield client, sync
+
+
+async def test_servers_are_found_that_tell_the_runs_folder_where_they_are_until_they_say_that_they_end(
+    tmp_path: Path,
+) -> None:
+    client = InferenceClient(ServerPool(), api_key=None, timeout_s=30)
+    sync = WeightSync(client, alias="default")
+    watch = ServerWatch(
+        sync, interval_s=0.02, timeout_s=30, elastic=ElasticSettings(sync_interval=0.01), folder=tmp_path
+    )
+    async with servers_at(*ADDRESSES) as servers, running(watch, client):
+        for server in servers:
+            await server.start()
+            StatusFile(tmp_path / server_file(server.host, server.port)).set("serving")
+        await until(lambda: len(client.pool.routed) == 2)
+        StatusFile(tmp_path / server_file(servers[1].host, servers[1].port)).set(FINISHED)
+        left = f"http://{servers[0].host}:{servers[0].port}"
+        await until(lambda: client.pool.servers == (left,))
+        assert client.pool.routed == (left,)
 
 
 async def test_a_server_that_is_found_late_proves_every_version_in_use_before_it_gets_requests() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.envs.critique import Critique, operators
+from grpo import MockClient
+from orchestrator.envs.critique import Critique, feedback, operators
 from orchestrator.envs.critique.operators import judgement_of
 from orchestrator.envs.critique.testing import extract_program
 from orchestrator.rollouts.play import play
@@ -254,3 +255,29 @@ async def test_the_small_problems_reward_the_right_critique_in_all_styles(needs_
         right = await play(environment, example, [operators.right_critique(*example["prompt"].split("\n"))])
         unmended = await play(environment, example, ["Overall judgment: Correct"])
         assert (right.reward, unmended.reward) == (1.0, float(not wrong)), example["prompt"]
+
+
+# --- data for a supervised stage ---
+
+
+async def test_critiques_that_worked_are_kept_with_the_prompt_of_the_policy(files: Mapping[str, Any]) -> None:
+    told: list[str] = []
+
+    def write(messages: Sequence[Mapping[str, Any]]) -> str:
+        told.append(messages[0]["content"])
+        return ["No judgement.", f"Use * 2. {JUDGED}", f"Use * 2. {JUDGED}", "Overall judgment: Correct"][len(told) - 1]
+
+    environment = critique(files, FakeSandbox(), RIGHT, "print(0)")
+    [example] = environment.dataset("train")
+    rows = [row async for row in feedback.critiques(environment, MockClient(write), 4)]
+    assert rows == [{"prompt": example["prompt"], "answer": f"Use * 2. {JUDGED}"}]
+    assert all("passes 25% of them" in prompt for prompt in told)
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+async def test_of_the_small_problems_every_critique_is_tried() -> None:
+    environment = Critique(reviser="rule", prompt="{question}\n{program}")
+    environment.problems["train"] = environment.problems["train"][:4]
+    rows = [row async for row in feedback.critiques(environment, None, 1)]
+    assert {row["prompt"] for row in rows} == {example["prompt"] for example in environment.dataset("train")}
+    assert all(judgement_of(row["answer"]) for row in rows)

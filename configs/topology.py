@@ -1,0 +1,79 @@
+"""Settings of what runs where on a cluster, for `grpo launch`. docs/clusters.md explains them."""
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from configs.common import Conflicts, Port, Section
+
+
+class _Machine(Section):
+    cpus: PositiveInt | None = None
+    """CPU cores of each process (null: the cluster's default)."""
+    memory_gb: PositiveFloat | None = None
+    """Main memory of each process in GB (null: the cluster's default)."""
+
+
+class InferTopology(_Machine):
+    """The inference servers."""
+
+    replicas: PositiveInt = 1
+    """Number of servers."""
+    gpus: NonNegativeInt | None = None
+    """GPUs of each (null: `tp` · `dp` of the server; none where it computes on a CPU)."""
+
+
+class TrainTopology(_Machine):
+    """The trainer."""
+
+    nodes: PositiveInt = 1
+    """Number of machines."""
+    min_nodes: PositiveInt | None = None
+    """With how many of them it goes on where others are lost (null: all)."""
+    gpus: NonNegativeInt | None = None
+    """GPUs, and ranks, of each machine (null: `gpus` of the trainer; no GPUs where it computes on a CPU)."""
+
+    def conflicts(self) -> Conflicts:
+        if (self.min_nodes or 1) > self.nodes:
+            yield "min_nodes", f"must not exceed nodes = {self.nodes}"
+
+
+class OrchTopology(_Machine):
+    """The orchestrator."""
+
+
+class EnvTopology(_Machine):
+    """Machines that run the environments (`grpo-env`), apart from the orchestrator's."""
+
+    replicas: NonNegativeInt = 0
+    """Number of processes for each environment without an `address`; 0: environments run beside the orchestrator."""
+
+
+class Topology(Section):
+    """What runs where on a cluster."""
+
+    infer: InferTopology = InferTopology()
+    """The inference servers."""
+    train: TrainTopology = TrainTopology()
+    """The trainer."""
+    orch: OrchTopology = OrchTopology()
+    """The orchestrator."""
+    env: EnvTopology = EnvTopology()
+    """The environments."""
+    port: Port = 8000
+    """Port of the servers; on Slurm of the first, and each further one has the next."""
+    rendezvous_port: Port = 29400
+    """Port at which the trainer's machines meet."""
+    env_port: Port = 7000
+    """Port of the first environment; each further one has the next."""
+    image: str = "grpo:gpu"
+    """Container image on Kubernetes and SkyPilot, as `deploy/Dockerfile` builds it (with an address that the cluster
+    can pull from)."""
+    storage_gb: PositiveInt = 100
+    """Size of the volume for the run's folder on Kubernetes."""
+    slurm: dict[str, str | int] = {}
+    """More options of sbatch, for all parts: `partition: gpu`, `time: "24:00:00"`, `account: lab`."""
+    slurm_notice_s: PositiveInt = 120
+    """So long before its time limit Slurm signals the run, which then writes a checkpoint and is queued again."""
+    sky: dict[str, str] = {}
+    """More resources for all SkyPilot tasks: `infra: aws`, `accelerators: H100`."""
+    secret: str = Field(default="grpo", min_length=1)
+    """Name of the Kubernetes secret that holds the keys (`VLLM_API_KEY`, `GRPO_ENV_KEY` …)."""

@@ -1,0 +1,214 @@
+"""What runs where on a cluster: the same commands for each engine that starts them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.errors import Problem, SettingsError
+from configs.loading import COMMAND_LINE, Loaded, value_at
+from configs.run import Run
+from deploy.teacher import why_not_started
+
+ALL_INTERFACES = "0.0.0.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the parts of a run find each other. Names are those of machines, services or pods."""
+
+    target: str
+    """The run's file as the programs see it, or the name of a preset."""
+    output_dir: str
+    trainer: str
+    """The machine of the trainer at which the others meet."""
+    orchestrator: str
+    servers: str | None = None
+    """A name whose every address in the DNS is a server."""
+    urls: tuple[str, ...] = ()
+    """Addresses of the servers. Without these and `servers`, they are found by the run's folder."""
+    environments: tuple[str, ...] = ("",)
+    """The machine of each environment, or as many in turn as there are."""
+
+    @classmethod
+    def nowhere(cls) -> "Places":
+        """For who asks only which parts there are."""
+        return cls(target="", output_dir="", trainer="", orchestrator="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Processes of one kind. Example: ``Part(role="infer", argv=("grpo-infer", "run.yaml"), replicas=2, gpus=1)``"""
+
+    role: str
+    """`infer`, `train`, `orch`, `env.0` …"""
+    argv: tuple[str, ...]
+    replicas: int = 1
+    gpus: int = 0
+    cpus: int | None = None
+    memory_gb: float | None = None
+    port: int | None = None
+    """At which others reach it."""
+
+
+def check(run: Run) -> None:
+    """Raises `SettingsError` where a run cannot be divided over a cluster."""
+    train, topology = run.train, run.settings.topology
+    problems = [one.problem("run_id", "is the launcher's; remove it") for one in (run.train, run.orch) if _run_id(one)]
+    if train.settings.colocate or train.settings.sleep_mode:
+        problems.append(
+            train.problem("colocate", "shares one device, and launch gives each program its own; remove it")
+        )
+    if why_not_started(train.settings, run.orch.settings) is None:
+        problems.append(run.problem("teacher", "is served by nobody here; set teacher_model.client.base_url"))
+    if train.settings.weight_broadcast.type == "nccl":
+        problems.append(train.problem("weight_broadcast.type", "does without servers that come and go; use filesystem"))
+    eight_bit, least = train.settings.optimizer.startswith("adamw_8bit"), topology.train.min_nodes
+    if eight_bit and least is not None and least < topology.train.nodes:
+        problems.append(run.problem("topology.train.min_nodes", "needs an optimizer without 8-bit state; use adamw"))
+    if problems:
+        raise SettingsError(problems)
+
+
+def _run_id(loaded: Loaded[Any]) -> bool:
+    return loaded.settings.run_id is not None
+
+
+def parts(run: Run, places: Places) -> list[Part]:
+    """The parts of a run: servers, trainer, orchestrator, and environments where they have machines of their own."""
+    topology = run.settings.topology
+    return [
+        Part(
+            role="infer",
+            argv=_command(run.infer, places, host=ALL_INTERFACES, port=topology.port, **_fetching(run, places)),
+            replicas=topology.infer.replicas,
+            gpus=_server_gpus(run),
+            cpus=topology.infer.cpus,
+            memory_gb=topology.infer.memory_gb,
+            port=topology.port,
+        ),
+        Part(
+            role="train",
+            argv=_command(run.train, places, **_of_trainer(run, places)),
+            replicas=topology.train.nodes,
+            gpus=0 if run.train.settings.device == "cpu" else _ranks(run),
+            cpus=topology.train.cpus,
+            memory_gb=topology.train.memory_gb,
+            port=topology.rendezvous_port,
+        ),
+        Part(
+            role="orch",
+            argv=_command(run.orch, places, **_of_orchestrator(run, places)),
+            cpus=topology.orch.cpus,
+            memory_gb=topology.orch.memory_gb,
+        ),
+        *_environments(run),
+    ]
+
+
+def _ranks(run: Run) -> int:
+    given = run.settings.topology.train.gpus
+    return given or run.train.settings.gpus
+
+
+def _server_gpus(run: Run) -> int:
+    server, given = run.infer.settings, run.settings.topology.infer.gpus
+    return 0 if server.device == "cpu" else server.tp * server.dp if given is None else given
+
+
+def _of_trainer(run: Run, places: Places) -> dict[str, Any]:
+    of_run, chosen = run.settings.topology, run.settings.topology.train
+    found: dict[str, Any] = {"gpus": _ranks(run)} | _sockets(run, places)
+    if chosen.nodes > 1:
+        found |= {"nodes": chosen.nodes, "rendezvous": f"{places.trainer}:{of_run.rendezvous_port}"}
+        found |= {} if chosen.min_nodes is None else {"min_nodes": chosen.min_nodes}
+    return found
+
+
+def _of_orchestrator(run: Run, places: Places) -> dict[str, Any]:
+    found: dict[str, Any] = {"client.base_url": places.urls} if places.urls else {"client.elastic": {}}
+    if places.servers is not None:
+        found["client.elastic"] = {"hostname": places.servers, "port": run.settings.topology.port}
+    found |= _sockets(run, places)
+    if distant := _distant(run):
+        addresses = {
+            key: f"tcp://{places.environments[number % len(places.environments)]}:{port}"
+            for number, (key, port) in enumerate(distant.items())
+        }
+        found["env"] = [
+            env.model_dump(mode="json", exclude_unset=True)
+            | ({"address": addresses[env.id]} if env.id in addresses and env.address is None else {})
+            for env in run.orch.settings.env
+        ]
+    return found
+
+
+def _sockets(run: Run, places: Places) -> dict[str, Any]:
+    """Where the orchestrator listens, for what travels over sockets."""
+    settings = run.orch.settings
+    over = {"rollout_transport": settings.rollout_transport.type, "weight_broadcast": settings.weight_broadcast.type}
+    return {f"{name}.host": places.orchestrator for name, kind in over.items() if kind in ("zmq", "http")}
+
+
+def _fetching(run: Run, places: Places) -> dict[str, Any]:
+    """Whence servers fetch versions, where not from the run's folder."""
+    versions = run.orch.settings.weight_broadcast
+    if versions.type != "http":
+        return {}
+    return {"weight_broadcast_url": f"http://{places.orchestrator}:{versions.port}"}
+
+
+def _distant(run: Run) -> dict[str, int]:
+    """The environments that have processes of their own, and their ports."""
+    topology = run.settings.topology
+    if topology.env.replicas == 0:
+        return {}
+    ids = dict.fromkeys(env.id for env in run.orch.settings.env if env.address is None)
+    return {env_id: topology.env_port + number for number, env_id in enumerate(ids)}
+
+
+def _environments(run: Run) -> Iterator[Part]:
+    chosen = run.settings.topology.env
+    for number, (env_id, port) in enumerate(_distant(run).items()):
+        yield Part(
+            role=f"env.{number}",
+            argv=("grpo-env", env_id, "--host", ALL_INTERFACES, "--port", str(port)),
+            replicas=chosen.replicas,
+            cpus=chosen.cpus,
+            memory_gb=chosen.memory_gb,
+            port=port,
+        )
+
+
+def _command(loaded: Loaded[Any], places: Places, **settings: Any) -> tuple[str, ...]:
+    """A program with what the command line gave it, and what follows from the topology, which prevails."""
+    given = {key: value_at(loaded.settings, key) for key, (origin, _) in loaded.given.items() if origin == COMMAND_LINE}
+    settings = {"output_dir": places.output_dir} | settings
+    kept = {key: value for key, value in given.items() if key not in ("overwrite_output_dir", *settings)}
+    words = [f"--{key}={_text(value)}" for key, value in (settings | kept).items()]
+    return (f"grpo-{loaded.settings.role}", places.target, *words)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+        return ",".join(value)
+    return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def name_of(run: Run) -> str:
+    """A name for a run in a cluster: that of its folder, in small letters, digits and hyphens."""
+    folder = Path(run.train.settings.output_dir).name.lower()
+    return "".join(one if one.isascii() and one.isalnum() else "-" for one in folder).strip("-") or "grpo"
+
+
+def secrets(parts: Sequence[Part], run: Run) -> tuple[str, ...]:
+    """Environment variables with keys that must be set where programs of several machines talk to each other."""
+    needed = [run.infer.settings.api_key_var]
+    return (*needed, "GRPO_ENV_KEY") if any(part.role.startswith("env") for part in parts) else tuple(needed)
+
+
+def missing_secret(name: str) -> SettingsError:
+    """What to say where such a variable is not set."""
+    message = "is not set, and the programs reach each other over a network; set it: export X=$(openssl rand -hex 32)"
+    return SettingsError([Problem(origin="environment", key=name, value=None, message=message)])

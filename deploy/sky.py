@@ -1,0 +1,89 @@
+"""A run on SkyPilot: a job group, whose tasks run side by side and find each other by name.
+
+A task that ends with 75, or whose machine the cloud takes, is started again. All share one volume. Parsed by
+SkyPilot's own package, not run on a cloud.
+"""
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.run import PRESETS, Run, run_file
+from deploy.cluster import Part, Places, name_of, parts, secrets
+from transport.errors import START_AGAIN
+
+VOLUME, SETTINGS = "/outputs", "/etc/grpo"
+
+
+def group(run: Run, target: str) -> str:
+    """The file of the job group: a head, then a task for each part."""
+    name, source, topology = name_of(run), run_file(target), run.settings.topology
+    preset = source.parent.name if source.is_relative_to(PRESETS) else None
+    places = Places(
+        target=preset or f"{SETTINGS}/{source.name}",
+        output_dir=f"{VOLUME}/{name}",
+        trainer=f"train-0.{name}",
+        orchestrator=f"orch-0.{name}",
+        urls=tuple(f"http://infer-{n}.{name}:{topology.port}/v1" for n in range(topology.infer.replicas)),
+        environments=tuple(f"env-{number}-0.{name}" for number in range(len(run.orch.settings.env))),
+    )
+    head = {"name": name, "execution": "parallel", "primary_tasks": ["train", "orch"]}
+    all_parts = parts(run, places)
+    mounts = {} if preset else {f"{SETTINGS}/{source.name}": str(source.absolute())}
+    names = secrets(all_parts, run)
+    text: str = yaml.safe_dump_all(
+        [head, *(_task(run, one, name, mounts, names) for one in all_parts)], sort_keys=False
+    )
+    return text
+
+
+def _task(run: Run, part: Part, name: str, mounts: dict[str, str], names: tuple[str, ...]) -> dict[str, Any]:
+    resources: dict[str, Any] = {
+        key: value for key, value in run.settings.topology.sky.items() if key != "accelerators"
+    }
+    resources |= {"image_id": f"docker:{run.settings.topology.image}"}
+    resources |= {} if part.cpus is None else {"cpus": f"{part.cpus}+"}
+    resources |= {} if part.memory_gb is None else {"memory": f"{part.memory_gb:g}+"}
+    if part.gpus:
+        resources["accelerators"] = f"{run.settings.topology.sky.get('accelerators', 'H100')}:{part.gpus}"
+    resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [START_AGAIN]}
+    task = {"name": part.role.replace(".", "-"), "num_nodes": part.replicas, "resources": resources}
+    task |= {"file_mounts": mounts} if mounts else {}
+    return task | {"volumes": {VOLUME: name}, "secrets": dict.fromkeys(names, ""), "run": shlex.join(part.argv)}
+
+
+# --- from outside ---
+
+
+def submit(run: Run, target: str) -> str:
+    """Hands the group to SkyPilot. Raises OSError and ValueError."""
+    file = Path(f"{run.train.settings.output_dir}-sky.yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(group(run, target), encoding="utf-8")
+    words = [word for name in secrets(parts(run, Places.nowhere()), run) for word in ("--secret", name)]
+    return _sky("jobs", "launch", "--yes", "--detach-run", *words, str(file))
+
+
+def state(run: Run) -> str | None:
+    """What SkyPilot says of jobs of this name that have not ended; None where there is none."""
+    lines = [line for line in _sky("jobs", "queue", "--skip-finished").splitlines() if f" {name_of(run)} " in line]
+    return "\n".join(lines) or None
+
+
+def stop(run: Run) -> str:
+    """Ends what runs; the volume stays."""
+    return _sky("jobs", "cancel", "--yes", "--name", name_of(run))
+
+
+def _sky(*words: str) -> str:
+    """What the command prints. Raises OSError where it is not there, ValueError where it fails."""
+    try:
+        done = subprocess.run(["sky", *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise OSError("there is no sky here; install SkyPilot in an environment of its own, or see --dry-run") from None
+    if done.returncode:
+        raise ValueError(f"sky {' '.join(words[:2])}: {done.stderr.strip()}")
+    return done.stdout.strip()

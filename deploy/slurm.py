@@ -1,0 +1,185 @@
+"""A run on Slurm: one file for sbatch, a heterogeneous job with a group of machines for each part.
+
+Inside the job, on the machine of the first group, this module is the launcher: it starts the orchestrator beside it and
+each other part by `srun`, starts again what may be started again, and has Slurm queue the job again where its time is
+over. Slurm itself queues it again where a machine is lost.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from configs.run import Run, run_file
+from deploy.cluster import Part, Places, missing_secret, name_of, parts, secrets
+from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary, start_all
+from deploy.programs import Program, Signals
+from transport.errors import START_AGAIN
+from transport.parent import PARENT_VAR
+from transport.run import RunFolder, open_run
+
+JOB_FILE = "slurm.job"
+"""In the run's `settings`: the number of the job."""
+MAX_RESTARTS = 20
+"""How often a job is queued again because a part does not stay up, as where Slurm has not noticed yet that its machine
+is lost."""
+_GROUPS = ("orch", "infer", "train", "env")
+"""The parts, by the number of their group of machines."""
+
+
+def script(run: Run, target: str, arguments: Sequence[str]) -> str:
+    """The file for sbatch. `target` and `arguments` are the user's words."""
+    folder, topology = Path(run.train.settings.output_dir).absolute(), run.settings.topology
+    found = {part.role.partition(".")[0]: part for part in parts(run, Places.nowhere())}
+    common = [f"--{key}={value}" for key, value in topology.slurm.items()]
+    head = [
+        *(f"--job-name={name_of(run)}", f"--chdir={Path.cwd()}", "--requeue", "--open-mode=append"),
+        *(f"--output={folder}/logs/slurm.log", f"--signal=B:USR1@{topology.slurm_notice_s}"),
+    ]
+    groups = [[*common, *_machines(found[role])] for role in _GROUPS if role in found]
+    lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in head)]
+    for number, group in enumerate(groups):
+        lines += ["#SBATCH hetjob"] if number else []
+        lines += [f"#SBATCH {word}" for word in group]
+    words = [sys.executable, "-P", "-m", "grpo.cli", "launch", target, "--on", "slurm", "--inside", *arguments]
+    return "\n".join([*lines, f"exec {' '.join(map(_quoted, words))}", ""])
+
+
+def _machines(part: Part) -> list[str]:
+    """What sbatch is asked for. Servers may share a machine, the trainer's processes never do."""
+    apart = part.role == "train"
+    words = [f"--nodes={part.replicas}", "--ntasks-per-node=1"] if apart else [f"--ntasks={part.replicas}"]
+    return words + _resources(part)
+
+
+def _resources(part: Part) -> list[str]:
+    words = [] if part.cpus is None else [f"--cpus-per-task={part.cpus}"]
+    words += [] if part.memory_gb is None else [f"--mem-per-cpu={int(1024 * part.memory_gb / (part.cpus or 1))}"]
+    return words + ([f"--gpus-per-task={part.gpus}"] if part.gpus else [])
+
+
+def _quoted(word: str) -> str:
+    return "'" + word.replace("'", "'\\''") + "'"
+
+
+# --- from outside ---
+
+
+def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
+    """Queues the run, and says so. Raises `SettingsError`, `RunFolderError`, and OSError where Slurm refuses."""
+    train = run.train.settings
+    for name in secrets(parts(run, Places.nowhere()), run):
+        if not os.environ.get(name):
+            raise missing_secret(name)
+    folder = open_run(train.output_dir, resume=train.resume, overwrite=train.overwrite_output_dir)
+    (folder.path / "settings").mkdir(exist_ok=True)
+    folder.logs.mkdir(exist_ok=True)
+    file = folder.path / "settings" / "slurm.sh"
+    file.write_text(script(run, target, arguments))
+    number = _slurm("sbatch", "--parsable", str(file)).partition(";")[0]
+    (folder.path / "settings" / JOB_FILE).write_text(number)
+    return f"queued as job {number}: {file}; its log is {folder.logs / 'slurm.log'}"
+
+
+def state(folder: Path) -> str | None:
+    """What Slurm says of the run's job; None where it has none."""
+    try:
+        number = (folder / "settings" / JOB_FILE).read_text()
+        said = _slurm("squeue", "--noheader", f"--jobs={number}", "--format=%i %T %M %N %r")
+    except (FileNotFoundError, ValueError):
+        return None
+    return said or None
+
+
+def stop(folder: Path) -> str:
+    """Ends the run's job."""
+    number = (folder / "settings" / JOB_FILE).read_text()
+    _slurm("scancel", number)
+    return f"job {number} is ended; the same command queues it again, and it goes on"
+
+
+def _slurm(*command: str) -> str:
+    """What a command of Slurm prints. Raises OSError where it is not there, ValueError where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise OSError(f"there is no {command[0]} here; give the command on a machine of the cluster") from None
+    if done.returncode:
+        raise ValueError(f"{command[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+# --- inside the job ---
+
+
+def inside(run: Run, target: str, show: Show) -> int:
+    """The launcher in the job. The exit code: as of `grpo`, and 75 where the job is queued again because its time is
+    over."""
+    with Signals() as signals:
+        folder = open_run(run.train.settings.output_dir, resume="auto")
+        clear_for_start(folder)
+        restarts = run.settings.restarts
+        outcome = start_all(_programs(run, target, folder), folder, restarts, signals, show)
+    explain(outcome)
+    gave_up = outcome.failed is not None and outcome.failed.gave_up
+    again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS
+    if outcome.exit_code == START_AGAIN or again:
+        print("the job is queued again", flush=True)
+        _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    return outcome.exit_code or print_summary(folder.path)
+
+
+def _programs(run: Run, target: str, folder: RunFolder) -> list[Program]:
+    places = Places(
+        target=str(run_file(target)),
+        output_dir=str(folder.path.absolute()),
+        trainer=_hosts("train")[0],
+        orchestrator=_hosts("orch")[0],
+        environments=tuple(_hosts("env")) if run.settings.topology.env.replicas else ("",),
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
+    environment |= {"PYTHONUNBUFFERED": "1"}
+    programs = []
+    for part in parts(run, places):
+        role = part.role.partition(".")[0]
+        several = part.replicas if role == "infer" else 1
+        for number in range(several):
+            name = f"{part.role}.{number}" if several > 1 else part.role
+            argv = _own_port(part, number) if role == "infer" else part.argv
+            command = (sys.executable, "-P", "-m", MODULES[role], *argv[1:])
+            programs.append(
+                Program(
+                    role=name,
+                    command=command if role == "orch" else (*_srun(part), *command),
+                    log=folder.logs / f"{name}.log",
+                    status=folder.status / f"{role}.json" if role in ("orch", "train") else None,
+                    environment=environment,
+                    elsewhere=role != "orch",
+                )
+            )
+    return programs
+
+
+def _own_port(part: Part, number: int) -> tuple[str, ...]:
+    """Servers may be on one machine."""
+    return tuple(f"--port={(part.port or 0) + number}" if word.startswith("--port=") else word for word in part.argv)
+
+
+def _srun(part: Part) -> tuple[str, ...]:
+    """Starts one process, of the trainer one on each of its machines. It does not end with the launcher as a child of
+    it would; Slurm ends it."""
+    role = part.role.partition(".")[0]
+    num = part.replicas if role == "train" else 1
+    return (
+        *("srun", f"--het-group={_GROUPS.index(role)}", f"--nodes={num}", f"--ntasks={num}", "--exact"),
+        *("--unbuffered", "--kill-on-bad-exit=0", *_resources(part), "env", f"--unset={PARENT_VAR}"),
+    )
+
+
+def _hosts(role: str) -> list[str]:
+    """The addresses of a part's machines, in the order of their names, as Slurm itself reaches them."""
+    listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{_GROUPS.index(role)}"]
+    machines = _slurm("scontrol", "show", "node", "--oneliner", listed).splitlines()
+    return [re.findall(r" NodeAddr=(\S+)", machine)[0] for machine in machines]

@@ -1,0 +1,87 @@
+"""`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from configs.errors import SettingsError, exit_with_problems
+from configs.run import Run, load_run
+from deploy import cluster, kubernetes, sky, slurm
+from grpo.run_files import NoRun
+from grpo.status import run_status, shown, text
+from transport.errors import RunFolderError
+from transport.run import current_run_id
+from transport.status import FINISHED
+
+TAKES_OTHERS = True
+EPILOG = """\
+The first time it starts the run, as topology in run.yaml says; given again it shows how it stands, and --stop ends it.
+Started once more, it goes on. Other --key value options are settings, as of grpo. docs/clusters.md tells more.
+exit codes: 0 done, 1 the engine refuses, 2 settings that cannot be honoured"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own options."""
+    parser.add_argument("run", metavar="RUN", help="a folder with run.yaml, such a file, or a preset's name")
+    parser.add_argument("--on", required=True, choices=("slurm", "kubernetes", "sky"), help="what starts the programs")
+    parser.add_argument("--overlay", choices=kubernetes.OVERLAYS, default="base", help="what Kubernetes gets")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be handed over, and stop")
+    parser.add_argument("--stop", action="store_true", help="end what runs; the run's folder stays")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    try:
+        run = load_run(options.run, options.others)
+        cluster.check(run)
+        if options.inside:
+            return slurm.inside(run, options.run, shown)
+        on = {"slurm": _on_slurm, "kubernetes": _on_kubernetes, "sky": _on_sky}[options.on]
+        print(on(run, options))
+    except SettingsError as error:
+        exit_with_problems(error)
+    except (RunFolderError, NoRun) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _on_slurm(run: Run, options: argparse.Namespace) -> str:
+    folder = Path(run.train.settings.output_dir)
+    if options.dry_run:
+        return slurm.script(run, options.run, options.others)
+    if options.stop:
+        return slurm.stop(folder)
+    if (state := slurm.state(folder)) is not None:
+        return f"{state}\n{text(run_status(folder))}"
+    return _finished(run, folder) or slurm.submit(run, options.run, options.others)
+
+
+def _finished(run: Run, folder: Path) -> str | None:
+    """A word where the run has nothing left to do."""
+    train, last = run.train.settings, run.orch.settings.max_steps
+    if train.overwrite_output_dir or current_run_id(folder) is None:
+        return None
+    status = run_status(folder, count=False)
+    if status.state != FINISHED or last is None or (status.shipped or 0) < last:
+        return None
+    return f"the run in {folder} has done its {last} steps; raise max_steps to go on"
+
+
+def _on_kubernetes(run: Run, options: argparse.Namespace) -> str:
+    if options.dry_run:
+        rendered = kubernetes.files(run, options.run)
+        return "\n".join(f"# {path}\n{rendered[path]}" for path in sorted(rendered))
+    if options.stop:
+        return kubernetes.stop(run, options.overlay)
+    return kubernetes.state(run) or kubernetes.submit(run, options.run, options.overlay)
+
+
+def _on_sky(run: Run, options: argparse.Namespace) -> str:
+    if options.dry_run:
+        return sky.group(run, options.run)
+    return sky.stop(run) if options.stop else sky.state(run) or sky.submit(run, options.run)

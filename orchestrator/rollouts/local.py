@@ -1,0 +1,110 @@
+"""Episodes that run in this process, for arenas; those of environments run in workers."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from orchestrator.inference.client import ServerError
+from orchestrator.rollouts.clock import no_exit, own_timeout, waiting
+from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
+from orchestrator.rollouts.episode import Episode, result_of
+from orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from orchestrator.rollouts.roles import all_roles
+from orchestrator.rollouts.rubric import RewardNotFinite
+from orchestrator.rollouts.state import EpisodeState
+from orchestrator.workers.protocol import AnyCall, Loaded, Refused, Sampled
+from orchestrator.workers.session import GivenUp
+
+
+class LocalPool:
+    """Stands for the workers of an environment. A rollout that raises has failed; one that blocks holds up all."""
+
+    num_restarted = 0
+    solutions: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        episodes: Mapping[str, Episode],
+        stores: Mapping[str, int],
+        *,
+        timeout_s: float,
+        record: Callable[[Failure | None], None] = lambda failure: None,
+    ) -> None:
+        """`episodes` by name; `stores` by name, with how much each holds. `timeout_s`: for all that a rollout's code
+        does between two calls of a model. `record` is told of each outcome as it comes."""
+        self._episodes, self._timeout_s, self.record = episodes, timeout_s, record
+        roles = all_roles(episode.roles for episode in episodes.values())
+        self.loaded = Loaded(single_turn=False, roles=roles, stores=dict(stores))
+        self._asked: dict[int, tuple[str, Any, Mapping[str, Any]]] = {}
+        self._numbers = itertools.count()
+
+    def ask(self, episode: str, artifact: Any, meta: Mapping[str, Any]) -> int:
+        """The `index` by which a task asks for an episode about an artifact. Raises ValueError for an unknown one."""
+        if episode not in self._episodes:
+            raise ValueError(f"there is no episode {episode!r}; there are {sorted(self._episodes)}; see add_episode")
+        self._asked[number := next(self._numbers)] = episode, artifact, meta
+        return number
+
+    async def run(
+        self,
+        task: Task,
+        *,
+        seed: int | None,
+        begin: Callable[[], Callable[[AnyCall], Awaitable[Any]]],
+        score: bool = True,
+        answer: Sampled | None = None,
+    ) -> EpisodeResult | Failure:
+        """Rolls out what was asked for. Raises ServerError."""
+        assert answer is None, "nothing is sampled in advance for it"
+        name, artifact, meta = self._asked.pop(task.index)
+        episode, backend, numbers = self._episodes[name], begin(), itertools.count()
+        broken: list[ServerError] = []
+
+        async def answered(call: AnyCall) -> Any:
+            call.call = next(numbers)
+            try:
+                with waiting(anew=True):
+                    reply = await backend(call)
+            except ServerError as error:  # whatever user code makes of it
+                broken.append(error)
+                raise
+            if isinstance(reply, Refused):
+                raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
+            return reply
+
+        shared = Shared(
+            backend=answered,
+            split=task.split,
+            episodes=self._episodes,
+            stores=tuple(self.loaded.stores),
+            score=score,
+        )
+        example = artifact if isinstance(artifact, Mapping) else {"artifact": artifact}
+        state = EpisodeState(example=example, data={"meta": dict(meta)} if meta else {})
+        try:
+            async with own_timeout(self._timeout_s):
+                ctx = RolloutContext(shared, state=state, roles=episode.roles, seed=seed)
+                await no_exit(episode.run(ctx))
+            state.extras |= {"episode": name} | ({"meta": dict(meta)} if meta else {})
+            return result_of(state, with_text=True)
+        except GivenUp as error:
+            return error.failure
+        except Exception as error:
+            if broken:
+                raise broken[0] from None
+            return Failure(reason=_reason(error), message=f"{name}: {type(error).__name__}: {error}")
+
+    @property
+    def num_at_code(self) -> int:
+        """Not known."""
+        return 0
+
+    async def close(self) -> None:
+        """Nothing is open."""
+        await asyncio.sleep(0)
+
+
+def _reason(error: Exception) -> str:
+    reasons = {ContextFull: "context_full", RewardNotFinite: "reward_not_finite", TimeoutError: "env_timeout"}
+    return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "env_error")

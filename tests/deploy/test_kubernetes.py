@@ -1,0 +1,193 @@
+"""Kubernetes' files: valid, built by kustomize, and their commands run as processes in the order of a cluster."""
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from configs.run import load_run
+from deploy.cluster import check
+from deploy.kubernetes import OVERLAYS, files
+from tests.deploy.containers import free_port, start, substituted
+from transport.errors import START_AGAIN
+from transport.run import current_run_id
+
+VERSION = "1.32.0"
+TOPOLOGY = {
+    "infer": {"replicas": 2, "cpus": 4, "memory_gb": 16.5},
+    "train": {"nodes": 2, "min_nodes": 1, "gpus": 1},
+    "env": {"replicas": 2},
+}
+WORDS = ["--topology", json.dumps(TOPOLOGY), "--train.optimizer", "adamw", "--device", "cpu"]
+
+
+def rendered(*words: str, target: str = "quickstart") -> dict[str, str]:
+    run = load_run(target, [*WORDS, *words])
+    check(run)
+    return files(run, target)
+
+
+def resources(texts: dict[str, str], folder: str = "base") -> dict[tuple[str, str], dict[str, Any]]:
+    """By kind and name; kustomization files are none."""
+    found = {}
+    for path, text in texts.items():
+        if path.startswith(folder) and path.endswith(".yaml") and "kustomization" not in path:
+            for one in yaml.safe_load_all(text):
+                if isinstance(one, dict) and "kind" in one:
+                    found[one["kind"], one["metadata"]["name"]] = one
+    return found
+
+
+def pods(all_of: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pods' specs, by the name of their workload."""
+    return {name: one["spec"]["template"]["spec"] for (_, name), one in all_of.items() if "template" in one["spec"]}
+
+
+def test_every_resource_of_the_base_is_valid_by_the_schemas_of_kubernetes() -> None:
+    for one in resources(rendered()).values():
+        kubernetes_validate.validate(one, VERSION, strict=True)
+
+
+def test_an_unknown_key_is_found_by_that_validator() -> None:
+    job = resources(rendered())["Job", "quickstart-train"]
+    job["spec"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl here")
+def test_kustomize_builds_the_base_and_its_overlays(overlay: str, tmp_path: Path) -> None:
+    for path, text in rendered().items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    command = ["kubectl", "kustomize", str(tmp_path / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kinds = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all(done.stdout)}
+    jobs, servers = {("Job", "quickstart-train"), ("Job", "quickstart-orch")}, {("StatefulSet", "quickstart-infer")}
+    assert (jobs <= kinds) == (overlay != "jobset")
+    assert (("JobSet", "quickstart") in kinds) == (overlay == "jobset")
+    assert (servers <= kinds) == (overlay != "leaderworkerset")
+
+
+def test_no_container_is_root_and_keys_come_from_a_secret_by_reference() -> None:
+    for name, pod in pods(resources(rendered("--topology.secret", "keys"))).items():
+        assert pod["securityContext"]["runAsNonRoot"], name
+        (container,) = pod["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert "env" not in container
+
+
+def test_jobs_are_started_again_after_75_and_fail_after_1_and_2() -> None:
+    for name in ("quickstart-train", "quickstart-orch"):
+        spec = resources(rendered())["Job", name]["spec"]
+        rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"][:2]}
+        assert rules == {"FailJob": [1, 2], "Ignore": [START_AGAIN]}
+        assert spec["completionMode"] == "Indexed"
+        named = {rule["onExitCodes"]["containerName"] for rule in spec["podFailurePolicy"]["rules"][:2]}
+        assert named == {spec["template"]["spec"]["containers"][0]["name"]}
+
+
+def test_the_parts_find_each_other_by_names_that_services_have() -> None:
+    all_of = resources(rendered())
+    assert {"quickstart-infer", "quickstart-train", "quickstart-orch", "quickstart-env-0"} == {
+        name for kind, name in all_of if kind == "Service"
+    }
+    orch = pods(all_of)["quickstart-orch"]["containers"][0]["command"]
+    train = pods(all_of)["quickstart-train"]
+    assert '--client.elastic={"hostname": "quickstart-infer", "port": 8000}' in orch
+    assert any("tcp://quickstart-env-0:7000" in word for word in orch)
+    assert "--rendezvous=quickstart-train-0.quickstart-train:29400" in train["containers"][0]["command"]
+    assert train["subdomain"] == "quickstart-train"
+
+
+def test_the_rendezvous_of_a_job_set_has_the_name_that_it_gives_its_pods() -> None:
+    job_set = resources(rendered(), "jobset")["JobSet", "quickstart"]["spec"]
+    command = job_set["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert f"--rendezvous=quickstart-train-0-0.{job_set['network']['subdomain']}:29400" in command
+
+
+def test_a_run_of_ones_own_brings_its_file_along(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model: Qwen/Qwen3-0.6B\noutput_dir: outputs/Mine\norch: {env: [{id: zorplex}]}\n"
+    )
+    texts = rendered(target=str(tmp_path))
+    kustomization = yaml.safe_load(texts["base/kustomization.yaml"])
+    assert kustomization["configMapGenerator"] == [{"name": "mine-settings", "files": ["run.yaml"]}]
+    container = pods(resources(texts))["mine-train"]["containers"][0]
+    assert container["command"][:2] == ["grpo-train", "/etc/grpo/run.yaml"]
+    assert {"name": "settings", "mountPath": "/etc/grpo", "readOnly": True} in container["volumeMounts"]
+
+
+# --- the commands, run ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.e2e
+def test_the_containers_commands_killed_and_started_again_go_on_with_the_run(tmp_path: Path) -> None:
+    words = ["--max_steps", "4", "--orch.batch_size", "32", "--orch.eval.num_examples", "8"]
+    words += ["--infer.num_threads", "1", "--train.num_threads", "1", "--train.ckpt.interval", "1"]
+    one_machine = {"infer": {"replicas": 1}, "train": {"nodes": 2, "gpus": 1}, "env": {"replicas": 1}}
+    run = load_run("quickstart", [*words, "--topology", json.dumps(one_machine), "--device", "cpu"])
+    commands = {
+        name.removeprefix("quickstart-"): pod["containers"][0]["command"]
+        for name, pod in pods(resources(files(run, "quickstart"))).items()
+    }
+    names = {"8000": str(free_port()), "29400": str(free_port()), "7000": str(free_port())}
+    hosts = ("quickstart-train-0.quickstart-train", "quickstart-infer", "quickstart-env-0")
+    folder = tmp_path / "quickstart"
+
+    def started(stack: ExitStack, number: int) -> dict[str, subprocess.Popen[bytes]]:
+        found = {}
+        for name in ("env-0", "infer", "train", "train-1", "orch"):
+            argv = substituted(
+                commands[name.removesuffix("-1")], volume=("/outputs", tmp_path), names=names, hosts=hosts
+            )
+            more = {"VLLM_API_KEY": "a-secret-of-this-test", "GRPO_ENV_KEY": "another-secret-of-this-test"}
+            found[name] = start(stack, argv, tmp_path / f"{name}.{number}.log", **more)
+        return found
+
+    with ExitStack() as stack:
+        first = started(stack, 1)
+        wait_for(lambda: (folder / "broadcasts" / "step_000001").exists(), tmp_path)
+        for process in first.values():
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        run_id = current_run_id(folder)
+        time.sleep(1)
+        second = started(stack, 2)
+        assert second["orch"].wait(timeout=200) == 0, (tmp_path / "orch.2.log").read_text()
+        assert [second[name].wait(timeout=60) for name in ("train", "train-1")] == [0, 0]
+        assert current_run_id(folder) == run_id
+        steps = [json.loads(line)["progress/step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert max(steps) == 4
+        for name in ("infer", "env-0"):
+            second[name].send_signal(signal.SIGTERM)
+        assert [second[name].wait(timeout=60) for name in ("infer", "env-0")] == [143, 143]
+
+
+def wait_for(there: Any, logs: Path) -> None:
+    deadline = time.monotonic() + 200
+    while not there():
+        assert time.monotonic() < deadline, "\n".join(path.read_text()[-2000:] for path in logs.glob("*.log"))
+        time.sleep(0.1)
+
+
+def test_settings_that_a_cluster_cannot_have_are_refused() -> None:
+    def problems(*words: str) -> str:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            check(load_run("quickstart", words))
+        return str(caught.value)
+
+    assert "colocate" in problems("--train.colocate", "true", "--infer.colocate", "true")
+    least = json.dumps({"train": {"nodes": 2, "min_nodes": 1}})
+    assert "8-bit" in problems("--topology", least, "--train.optimizer", "adamw_8bit")
