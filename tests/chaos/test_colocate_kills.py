@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.alone]
 SEED = int(os.environ.get("GRPO_TEST_SEED", "8"))
 STARTING_S, TRAINING_S = 8.0, 1.0
 """The launcher is killed within as many seconds after its start, each program within as many after the one before."""
-NUM_STEPS = 20
-OPTIONS = ("--colocate", "--max_steps", str(NUM_STEPS), "--train.ckpt.interval", "2")
+NUM_STEPS = 10
+OPTIONS = ("--colocate", "--max_steps", str(NUM_STEPS), "--train.ckpt.interval", "2", "--orch.eval.num_examples", "8")
 
 
 @pytest.mark.timeout(500)

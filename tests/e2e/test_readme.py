@@ -70,14 +70,17 @@ def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
     assert not {"torch", "transformers", "vllm"} & imported
 
 
-def test_the_first_environment_runs(tmp_path: Path) -> None:
+def test_the_first_environment_is_learned(tmp_path: Path) -> None:
     (code,) = [block for block in blocks("python") if "class CodeWord" in block]
     (tmp_path / "code_word.py").write_text(code)
     words = command("grpo quickstart --output_dir outputs/code")
-    words[words.index("--max_steps") + 1] = "2"  # that it is learned is shown for docs/environments.md
+    words[words.index("--max_steps") + 1] = "10"
     done = run(words, tmp_path, os.environ, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "outputs/code/summary.json").read_text())["steps"] == 2
+    summary = json.loads((tmp_path / "outputs/code/summary.json").read_text())
+    assert summary["rollouts_trained"] == summary["rollouts_issued"] == 10 * 256
+    # In 15 steps it goes from 0.01 to about 0.9; the mean of 256 rewards has a standard error of at most 0.03.
+    assert summary["reward_last"] > summary["reward_first"] + 0.3
 
 
 def test_a_comparison_has_a_table_and_pictures(tmp_path: Path) -> None:
