@@ -53,8 +53,11 @@ class SdpoSettings(Section):
 
 
 class DpoSettings(Section):
-    """Direct preference optimization."""
+    """Direct preference optimization, or regression of the teachers' scores, on preference pairs."""
 
+    objective: Literal["preference", "regression"] = "preference"
+    """`preference`: the log-likelihood of the preference (DPO). `regression`: the squared difference of the margin to
+    the pair's difference of scores, the shares of teachers that would have done the one and the other (REBEL)."""
     beta: float = Field(default=0.1, gt=0, le=1e3)
     """Scale of the policy's preference against the reference's."""
     warmup_steps: NonNegativeInt = 0

@@ -227,13 +227,16 @@ def dpo_loss(
     *,
     chosen_ref_logprobs: torch.Tensor,
     rejected_ref_logprobs: torch.Tensor,
+    score_gaps: torch.Tensor | None = None,
     beta: float,
     num_pairs: int,
 ) -> Loss:
-    """Direct preference optimization (arXiv:2305.18290, equation 7) on pairs of continuations of one prompt.
+    """Direct preference optimization (arXiv:2305.18290, equation 7) on pairs of continuations of one prompt, or, with
+    `score_gaps` [P] of the chosen's score less the rejected's, regression of relative scores (REBEL, arXiv:2404.16767,
+    equation 6, with the base model in place of the policy before).
 
         margin = beta · [(chosen_logprobs - chosen_ref_logprobs) - (rejected_logprobs - rejected_ref_logprobs)]
-        loss   = -Σ log σ(margin) / num_pairs
+        loss   = -Σ log σ(margin) / num_pairs, or Σ (margin - score_gap)² / num_pairs
 
     All tensors are [P], sums over the tokens of a continuation; the first two have gradient, the reference's were
     delivered with the pairs. Returns the loss [] and metrics: `policy/dpo_margin` is the mean margin (the difference
@@ -242,7 +245,8 @@ def dpo_loss(
     chosen = chosen_logprobs - chosen_ref_logprobs
     rejected = rejected_logprobs - rejected_ref_logprobs
     margin = beta * (chosen - rejected)
-    loss = -logsigmoid(margin).sum() / num_pairs
+    losses = -logsigmoid(margin) if score_gaps is None else (margin - score_gaps) ** 2
+    loss = losses.sum() / num_pairs
     plain = margin.detach()
     count = number_of(plain)
     return loss, {

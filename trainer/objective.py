@@ -250,7 +250,8 @@ class Objective:
 
     def _pair_pack(self, pairs: Sequence[PreferencePair]) -> tuple[PackedTokens, torch.Tensor, torch.Tensor]:
         """Prompt and chosen, then prompt and rejected continuation of each of P pairs; [K] i64 the continuation of each
-        target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 2] f32 the reference's sums."""
+        target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 3] f32 the reference's sums and
+        the score gap."""
         rows, counts = [], []
         for pair in pairs:
             for continuation in (pair.chosen_ids, pair.rejected_ids):
@@ -258,21 +259,22 @@ class Objective:
                 rows.append((ids, np.arange(len(pair.prompt_ids), len(ids))))
                 counts.append(len(continuation))
         tokens = pack_rows(rows, [pair.adapter for pair in pairs for _ in range(2)], self._device)
-        references = np.array([(pair.chosen_ref_logprob, pair.rejected_ref_logprob) for pair in pairs], np.float32)
+        known = [(pair.chosen_ref_logprob, pair.rejected_ref_logprob, pair.score_gap) for pair in pairs]
         continuations = np.repeat(np.arange(len(counts)), counts)
-        return tokens, to_device(continuations, self._device), to_device(references, self._device)
+        return tokens, to_device(continuations, self._device), to_device(np.array(known, np.float32), self._device)
 
     def _pair_loss(
-        self, tokens: PackedTokens, continuations: torch.Tensor, references: torch.Tensor, num_pairs: int
+        self, tokens: PackedTokens, continuations: torch.Tensor, known: torch.Tensor, num_pairs: int
     ) -> Loss:
-        logprobs = self._policy.logprobs(tokens)
-        sums = logprobs.new_zeros(references.numel()).index_add(0, continuations, logprobs)
+        logprobs, chosen = self._policy.logprobs(tokens), self._settings.dpo
+        sums = logprobs.new_zeros(2 * len(known)).index_add(0, continuations, logprobs)
         loss, metrics = dpo_loss(
             sums[0::2],
             sums[1::2],
-            chosen_ref_logprobs=references[:, 0],
-            rejected_ref_logprobs=references[:, 1],
-            beta=self._settings.dpo.beta,
+            chosen_ref_logprobs=known[:, 0],
+            rejected_ref_logprobs=known[:, 1],
+            score_gaps=known[:, 2] if chosen.objective == "regression" else None,
+            beta=chosen.beta,
             num_pairs=num_pairs,
         )
         num_tokens = torch.full((), float(len(logprobs)), device=self._device)

@@ -143,11 +143,14 @@ class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
     """Where the preference comes from."""
     adapter: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)] = 0
     """The adapter that it trains, by its place among the run's."""
+    score_gap: float = 1.0
+    """Score of the first less that of the second: the shares of the teachers that would have done the one and the
+    other."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
             _check_ids(name, getattr(self, name))
-        for name in ("chosen_ref_logprob", "rejected_ref_logprob"):
+        for name in ("chosen_ref_logprob", "rejected_ref_logprob", "score_gap"):
             require(math.isfinite(getattr(self, name)), f"a preference pair has {name} = {getattr(self, name)}")
 
 

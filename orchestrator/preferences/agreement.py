@@ -84,6 +84,8 @@ class Preference:
     """Of the first of the teachers that agree."""
     source: str
     """For the pair: `2 of 3 teachers: a, b`."""
+    score_gap: float = 1.0
+    """The share of the teachers that would have done it less the share that would have done what the policy did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,10 @@ async def preferred(
         for group in large if num_agreeing == 1 else large[:1]:
             if not await _same(usable[group[0]], student, judge):
                 source = f"{len(group)} of {len(usable)} teachers: {', '.join(group)}"
-                return Preference(chosen=usable[group[0]], source=source)
+                own = words(student.written())
+                num_own = sum(words(action.written()) == own for action in usable.values())
+                gap = (len(group) - num_own) / len(usable)
+                return Preference(chosen=usable[group[0]], source=source, score_gap=gap)
     except EndpointError as error:
         return Skipped(reason="judge_failed", message=str(error))
     return _skipped("agrees_with_student")

@@ -54,6 +54,7 @@ class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
     chosen_ref_logprob: float
     rejected_ref_logprob: float
     adapter: int = 0
+    score_gap: float = 1.0
 
     @property
     def pair(self) -> PreferencePair:
@@ -66,6 +67,7 @@ class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
             rejected_ref_logprob=self.rejected_ref_logprob,
             source=self.source,
             adapter=self.adapter,
+            score_gap=self.score_gap,
         )
 
 
@@ -121,6 +123,7 @@ async def make_pair(
         chosen_ref_logprob=chosen_logprob,
         rejected_ref_logprob=rejected_logprob,
         adapter=turn.answer.adapter,
+        score_gap=preference.score_gap,
     )
 
 

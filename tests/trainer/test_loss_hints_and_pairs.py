@@ -67,6 +67,18 @@ def test_the_preference_loss_compares_how_far_each_side_moved_from_the_reference
     assert metrics == pytest.approx(expected | {"loss/dpo": loss})
 
 
+def test_the_regression_brings_the_margin_to_the_difference_of_scores() -> None:
+    # Margins 1.5 and -0.5 as above, gaps 1 and 1/3: (0.25 + 0.6944) / 4; the slope of chosen is 2·β·(margin - gap) / 4.
+    gaps = torch.tensor([1.0, 1 / 3])
+    loss, of_chosen, of_rejected, metrics = dpo(
+        [-4.0, -3.0], [-9.0, -1.0], [-6.0, -2.0], [-8.0, -1.0], beta=0.5, num_pairs=4, score_gaps=gaps
+    )
+    assert loss == pytest.approx((0.25 + 25 / 36) / 4)
+    slopes = [2 * 0.5 * 0.5 / 4, 2 * 0.5 * (-5 / 6) / 4]
+    assert (of_chosen, of_rejected) == (pytest.approx(slopes), pytest.approx([-slope for slope in slopes]))
+    assert (metrics["policy/dpo_margin"], metrics["policy/dpo_accuracy"]) == (0.5, 0.5)
+
+
 def test_pairs_far_on_either_side_are_finite() -> None:
     # -log σ(-1e30·β) = 1e30·β, and its slope -β
     loss, of_chosen, _, metrics = dpo([-1e30, 0.0], [0.0, -1e30], [0.0, 0.0], [0.0, 0.0], beta=0.1, num_pairs=1)

@@ -92,6 +92,13 @@ async def test_one_teacher_who_differs_suffices_where_one_must_agree() -> None:
     assert await decided("Y", num_agreeing=1, a="y") == "agrees_with_student"
 
 
+async def test_the_score_gap_is_the_difference_of_the_shares_of_teachers() -> None:
+    answers = {name: Action(text=text) for name, text in {"a": "X", "b": "X", "c": "Y", "d": "Z"}.items()}
+    found = await preferred(answers, Action(text="y."), num_agreeing=2)
+    assert isinstance(found, Preference)
+    assert found.score_gap == 2 / 4 - 1 / 4
+
+
 async def test_a_judge_decides_what_words_do_not() -> None:
     async def first_letter(one: str, other: str) -> bool:
         return one[0] == other[0]

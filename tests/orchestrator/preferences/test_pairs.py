@@ -31,7 +31,7 @@ async def tenths(token_ids: Sequence[int]) -> Sequence[float]:
 async def made(
     text: str, at: Turn, *calls: tuple[str, Any], sequence_len: int = 1000, reference: object = tenths
 ) -> PairRecord | Skipped:
-    preference = Preference(chosen=Action(text=text, tool_calls=calls), source="2 of 3 teachers: a, b")
+    preference = Preference(chosen=Action(text=text, tool_calls=calls), source="2 of 3 teachers: a, b", score_gap=0.5)
     return await make_pair(
         preference,
         at,
@@ -53,7 +53,7 @@ async def test_a_pair_is_the_prompt_the_teachers_text_and_what_the_policy_sample
     pair = pair_record(msgspec.json.encode(found)).pair
     assert pair.prompt_ids.dtype == np.int32
     assert pair.rejected_ids.tolist() == [3, 4, 5]
-    assert pair.rejected_ref_logprob == found.rejected_ref_logprob
+    assert (pair.rejected_ref_logprob, pair.score_gap) == (found.rejected_ref_logprob, 0.5)
 
 
 async def test_calls_of_an_api_are_written_as_the_policy_writes_them() -> None:
