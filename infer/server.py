@@ -141,6 +141,8 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             raise
         finally:
             telling.cancel()
+            if fetched is not None:
+                fetched.close()
             routes.tell_end(error)
 
 

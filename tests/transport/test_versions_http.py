@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -169,6 +170,16 @@ def test_a_store_that_comes_back_in_time_is_waited_for_and_one_that_does_not_is_
     timer.start()
     verify_policy(fetched(store, tmp_path).fetch("run", 0), run_id="run", version=0)
     timer.join()
+
+
+def test_a_server_that_ends_does_not_go_on_waiting(store: Store, tmp_path: Path) -> None:
+    store.server.close()
+    versions = fetched(store, tmp_path, timeout_s=120.0)
+    threading.Timer(0.3, versions.close).start()
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        versions.fetch("run", 0)
+    assert time.monotonic() - began < 30
 
 
 def test_a_port_in_use_is_named(store: Store) -> None:

@@ -85,7 +85,8 @@ class FetchedVersions:
     def __init__(self, folder: Path, *, url: str, key: SharedKey, timeout_s: float) -> None:
         """`timeout_s`: for one version, whatever breaks."""
         self._folder, self._url, self._timeout_s = folder.absolute(), url.rstrip("/"), timeout_s
-        self._headers, self._one = {"Authorization": f"Bearer {key.token}"}, threading.Lock()
+        self._headers = {"Authorization": f"Bearer {key.token}"}
+        self._one, self._closing = threading.Lock(), threading.Event()
 
     def fetch(self, run_id: str, version: int) -> Path:
         """Returns the version's folder, which is whole; at once where it is here already, and the same.
@@ -103,12 +104,11 @@ class FetchedVersions:
                     raise PolicyRefused("corrupt", f"version {version} from {self._url}: {error}") from error
                 except httpx.TransportError as error:
                     log.warning("version %d from %s: %s; goes on", version, self._url, error or type(error).__name__)
-                    if time.monotonic() + _PAUSE_S > deadline:
+                    if self._closing.wait(_PAUSE_S) or time.monotonic() > deadline:
                         waited = f"waited {self._timeout_s:g} s for version {version} from {self._url}"
                         raise DeadlineError(
                             f"{waited} (weight_broadcast_url): {error or type(error).__name__}"
                         ) from error
-                time.sleep(_PAUSE_S)
 
     def _attempt(self, client: httpx.Client, address: str, final: Path) -> Path:
         """Goes on with what an earlier attempt, of this process or another, has left."""
@@ -128,6 +128,10 @@ class FetchedVersions:
         part.rename(final)
         fsync(self._folder)
         return final
+
+    def close(self) -> None:
+        """Tries no more to reach the store."""
+        self._closing.set()
 
     def keep_only(self, versions: Collection[int]) -> None:
         """Removes all other copies, and what is left of attempts."""
