@@ -1,4 +1,5 @@
-"""`grpo sft`: a supervised first stage. The trainer learns the answers of a file, and a run goes on from its adapter.
+"""`grpo sft`: a supervised first stage. The trainer learns the answers of a file, or the best rollouts of a run, and a
+run goes on from its adapter.
 
 The trainer is that of every run; this process takes the orchestrator's place and sends it batches. With advantages of 1
 and a ratio of 1 (`loss.name: reinforce`) the policy loss is the cross-entropy of the answers' tokens.
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import yaml
 
 from configs.errors import SettingsError, exit_with_problems
@@ -36,13 +39,15 @@ from transport.folders import step_folder, steps_in
 from transport.hidden import key_variables
 from transport.records import TrainingSample
 from transport.run import RunFolder, open_run
+from transport.traces import FOLDER, VOCABULARY_FILE
 from transport.weights.identity import resolve_model
 from transport.weights.store import METRICS_FILE
 
 TAKES_OTHERS = True
 EPILOG = """\
 DATA is a file (JSONL, JSON, CSV, Parquet, Arrow) with a prompt and an answer in each row; a prompt is a text, or a list
-of chat messages. All other options are settings of grpo-train, as in docs/settings.md:
+of chat messages. Or it is the folder of a run with traces, whose rollouts with a reward of at least --min_reward are
+learned. All other options are settings of grpo-train, as in docs/settings.md:
 
   grpo sft pairs.jsonl --model configs/quickstart/model --output_dir outputs/sft --epochs 3 --learning_rate 1e-3
   grpo quickstart --train.init_adapter outputs/sft/broadcasts/step_000060
@@ -57,18 +62,20 @@ _RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as token ids."""
+    """One row as tokens."""
 
-    prompt: Sequence[int]
-    answer: Sequence[int]
+    token_ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    """True for what is learned."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     parser.usage = "grpo sft DATA --model MODEL [--epochs N] [--batch_size N] [options of grpo-train]"
-    parser.add_argument("data", type=Path, help="file with a prompt and an answer in each row")
+    parser.add_argument("data", type=Path, help="file with a prompt and an answer in each row, or a run's folder")
     parser.add_argument("--prompt", default="prompt", metavar="COLUMN", help="the prompts' column (prompt)")
     parser.add_argument("--answer", default="answer", metavar="COLUMN", help="the answers' column (answer)")
+    parser.add_argument("--min_reward", type=float, default=1.0, metavar="X", help="of a run's rollouts (1)")
     parser.add_argument("--batch_size", type=_positive, default=64, metavar="N", help="rows of a step (64)")
     parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="times that each row is learned (1)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of grpo-train as YAML")
@@ -84,11 +91,16 @@ def _positive(text: str) -> int:
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
     try:
-        rows = rows_of(options.data, prompt=options.prompt, answer=options.answer)
-        num_steps = -(-len(rows) * options.epochs // options.batch_size)
-        settings = settings_of(options.config, options.others, num_steps=num_steps)
+        settings = settings_of(options.config, options.others)
         model = resolve_model(settings.model)
-        examples = examples_of(rows, model, sequence_len=settings.sequence_len)
+        if options.data.is_dir():
+            found = rollouts_of(options.data, ChatRenderer.of_model(model), min_reward=options.min_reward)
+        else:
+            found = examples_of(rows_of(options.data, prompt=options.prompt, answer=options.answer), model)
+        examples = fitting(found, sequence_len=settings.sequence_len)
+        if settings.max_steps == -1:
+            num_steps = -(-len(examples) * options.epochs // options.batch_size)
+            settings = settings_of(options.config, [*options.others, "--max_steps", str(num_steps)])
     except SettingsError as error:
         exit_with_problems(error)
     except (BadData, ValueError, FileNotFoundError) as error:
@@ -132,12 +144,9 @@ def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str
     return rows
 
 
-def settings_of(file: Path | None, arguments: Sequence[str], *, num_steps: int) -> TrainSettings:
-    """Returns the trainer's settings, for `num_steps` steps unless they say otherwise. Raises `SettingsError`."""
-    arguments = [*arguments, "--loss.name", "reinforce"]
-    if not any(word.partition("=")[0] == "--max_steps" for word in arguments):
-        arguments = [*arguments, "--max_steps", str(num_steps)]
-    loaded = load(TrainSettings, file=file, arguments=arguments)
+def settings_of(file: Path | None, arguments: Sequence[str]) -> TrainSettings:
+    """Returns the trainer's settings. Raises `SettingsError`."""
+    loaded = load(TrainSettings, file=file, arguments=[*arguments, "--loss.name", "reinforce"])
     keys = sorted(f"loss.{key}" for key in loaded.settings.loss.changed - {"name", "entropy_tau"})
     keys += [key for key in ("noise_scheduler.enabled", "sleep_mode", "colocate") if value_at(loaded.settings, key)]
     if keys:
@@ -145,17 +154,47 @@ def settings_of(file: Path | None, arguments: Sequence[str], *, num_steps: int) 
     return loaded.settings
 
 
-def examples_of(rows: Sequence[tuple[list[dict[str, str]], str]], model: Path, *, sequence_len: int) -> list[Example]:
-    """Returns the rows as token ids: the prompt as the run will ask it, the answer with the token that ends a turn.
-    Prints how many are longer than `sequence_len` and left out; raises ValueError where all are."""
+def examples_of(rows: Sequence[tuple[list[dict[str, str]], str]], model: Path) -> list[Example]:
+    """Returns the rows as tokens: the prompt as a run will ask it, the answer with the token that ends a turn."""
     renderer, end = ChatRenderer.of_model(model), end_token(model)
-    found = [Example(renderer.prompt_ids(tuple(messages)), [*renderer.ids_of(text), end]) for messages, text in rows]
-    kept = [one for one in found if len(one.prompt) + len(one.answer) <= sequence_len]
-    if len(kept) < len(found):
-        longest = max(len(one.prompt) + len(one.answer) for one in found)
-        print(f"{len(found) - len(kept)} of {len(found)} rows are longer than sequence_len = {sequence_len} tokens")
-        if not kept:
-            raise ValueError(f"no row fits into sequence_len = {sequence_len}; the longest has {longest} tokens")
+    examples = []
+    for messages, text in rows:
+        prompt, answer = renderer.prompt_ids(tuple(messages)), [*renderer.ids_of(text), end]
+        examples.append(Example([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
+    return examples
+
+
+def rollouts_of(run: Path, renderer: ChatRenderer, *, min_reward: float) -> list[Example]:
+    """Returns the rollouts of a run's training steps that have at least this reward, each once, whoever sampled them;
+    what was sampled is learned. Raises BadData for a run without traces, of another tokenizer, or without any such."""
+    try:
+        known = pq.read_table(run / FOLDER / VOCABULARY_FILE)["text"].to_pylist()
+    except OSError as error:
+        raise BadData(f"{run} is no run with traces: {error}; give a file, or a run that keeps traces") from error
+    if known != renderer.vocabulary():
+        raise BadData(f"the run in {run} has another tokenizer than this model; give a file with texts")
+    found: dict[bytes, Example] = {}
+    for path in sorted((run / FOLDER).glob("step_*.parquet")):
+        table = pq.read_table(path, columns=["reward", "token_ids", "loss_mask"])
+        for row in table.filter(pc.greater_equal(table["reward"], min_reward)).to_pylist():
+            if any(row["loss_mask"]):
+                ids = np.array(row["token_ids"], np.int32)
+                found.setdefault(ids.tobytes(), Example(row["token_ids"], row["loss_mask"]))
+    if not found:
+        raise BadData(f"no rollout of {run} has a reward of {min_reward:g} or more; lower --min_reward")
+    print(f"{len(found)} different rollouts with a reward of {min_reward:g} or more")
+    return list(found.values())
+
+
+def fitting(examples: Sequence[Example], *, sequence_len: int) -> list[Example]:
+    """Returns those that are not longer than `sequence_len`, and prints how many are. Raises ValueError where all
+    are."""
+    kept = [one for one in examples if len(one.token_ids) <= sequence_len]
+    if len(kept) < len(examples):
+        print(f"{len(examples) - len(kept)} of {len(examples)} rows are longer than sequence_len = {sequence_len}")
+    if not kept:
+        longest = max(len(one.token_ids) for one in examples)
+        raise ValueError(f"no row fits into sequence_len = {sequence_len}; the longest has {longest} tokens")
     return kept
 
 
@@ -230,11 +269,11 @@ def _order(seed: int, epoch: int, length: int) -> Any:
 
 
 def sample_of(example: Example, *, step: int, number: int) -> TrainingSample:
-    """Returns a row as what a policy sampled, with an advantage of 1 for each token of the answer."""
-    length = len(example.prompt) + len(example.answer)
+    """Returns a row as what a policy sampled, with an advantage of 1 for each token that is learned."""
+    length = len(example.token_ids)
     return TrainingSample(
-        token_ids=np.array([*example.prompt, *example.answer], np.int32),
-        loss_mask=np.arange(length) >= len(example.prompt),
+        token_ids=np.array(example.token_ids, np.int32),
+        loss_mask=np.array(example.loss_mask, np.bool_),
         inference_logprobs=np.zeros(length, np.float32),
         advantages=1.0,
         temperatures=1.0,

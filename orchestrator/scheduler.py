@@ -72,6 +72,7 @@ class Scheduler:
         self._oversampling_factor = oversampling_factor
         self._follows = follows
         self._in_flight: dict[int, Ticket] = {}
+        self._parked: dict[int, Ticket] = {}
         self._complete: dict[int, Ticket] = {}
         self._num_unshipped: Counter[int] = Counter()
         """Groups in flight and complete ones, by version."""
@@ -116,6 +117,24 @@ class Scheduler:
         """A group has come to nothing; another one may start in its place."""
         self._num_unshipped[self._in_flight.pop(group).version] -= 1
         self.changed.ring()
+
+    def park(self, group: int) -> None:
+        """A group in flight waits for rewards that come later: it holds no slot, and nobody waits for it."""
+        ticket = self._parked[group] = self._in_flight.pop(group)
+        self._num_unshipped[ticket.version] -= 1
+        self.changed.ring()
+
+    def unpark(self, group: int) -> bool:
+        """A group that was parked is in flight again. Returns whether it can be completed: not where it has become too
+        old, or would make others too old."""
+        ticket = self._in_flight[group] = self._parked.pop(group)
+        self._num_unshipped[ticket.version] += 1
+        num_due = 0
+        for version in sorted(self._num_unshipped):
+            num_due += self._num_unshipped[version]
+            if num_due > (version + 1 + self._max_off_policy_steps - self.shipped) * self._groups_per_batch:
+                return False
+        return True
 
     def pin(self, version: int) -> None:
         """Somebody outside, an evaluation, needs `version` to stay."""

@@ -29,18 +29,20 @@ HEAD_NORMS = ("q_norm", "k_norm")
 logits of the attention, which the method does not have."""
 
 
-def sigma_of(version: int, *, start: float, end: float, num_stages: int, max_steps: int) -> float:
+def sigma_of(settings: NoiseSettings, version: int, *, max_steps: int) -> float:
     """Standard deviation of the noise with which `version` samples; 0 where it has none.
 
     The versions 0 … max_steps - 1 are divided into `num_stages` stages of equal length; the batch of step n is sampled
     under version n - 1 where nothing lags. Stage 0 has no noise; stage k = 1 … K, K = num_stages - 1, has
-    `start * (end / start) ** ((k - 1) / (K - 1))`. The last version, from which no batch is sampled, has none.
+    `sigma_start * (sigma_end / sigma_start) ** ((k - 1) / (K - 1))`. The last version, from which no batch is sampled,
+    has none.
     """
-    if version >= max_steps:
+    if not settings.enabled or version >= max_steps:
         return 0.0
-    stage, num_noisy = version * num_stages // max_steps, num_stages - 1
+    stage, num_noisy = version * settings.num_stages // max_steps, settings.num_stages - 1
     if stage == 0:
         return 0.0
+    start, end = settings.sigma_start, settings.sigma_end
     return float(start * (end / start) ** ((stage - 1) / (num_noisy - 1)))
 
 
@@ -88,22 +90,9 @@ class NormNoise:
             for name, norm in norms.items()
         }
 
-    def sigma(self, version: int) -> float:
-        """Its standard deviation; 0 for a version without."""
-        settings = self._settings
-        if not settings.enabled:
-            return 0.0
-        return sigma_of(
-            version,
-            start=settings.sigma_start,
-            end=settings.sigma_end,
-            num_stages=settings.num_stages,
-            max_steps=self._max_steps,
-        )
-
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         """The noisy norm weights by the checkpoint's names, [H] float32 in main memory; none for a version without."""
-        sigma = self.sigma(version)
+        sigma = sigma_of(self._settings, version, max_steps=self._max_steps)
         if sigma == 0.0:
             return {}
         return {
@@ -113,7 +102,8 @@ class NormNoise:
 
     def metrics(self, version: int) -> dict[str, float]:
         """`policy/noise_sigma`, where noise is enabled."""
-        return {"policy/noise_sigma": self.sigma(version)} if self._settings.enabled else {}
+        sigma = sigma_of(self._settings, version, max_steps=self._max_steps)
+        return {"policy/noise_sigma": sigma} if self._settings.enabled else {}
 
 
 def noise_files(weights: Mapping[str, torch.Tensor]) -> dict[str, bytes]:

@@ -108,7 +108,7 @@ def _train(
     imported = imported_for(settings, device)
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, imported=imported)
-    if settings.init_adapter is not None:
+    if settings.init_adapter is not None and checkpoint is None:
         assert isinstance(policy.weights, AdapterWeights)
         policy.weights.load(Path(settings.init_adapter))
         policy.reshard()

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -93,6 +94,8 @@ class Sampling:
     """Groups that wait for their batch, by number."""
     _tasks: dict[asyncio.Task[None], Ticket] = field(default_factory=dict, init=False)
     """Groups that can still be cancelled."""
+    _parked: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    """Groups that wait for rewards that come later."""
     _cancelled: dict[int, str] = field(default_factory=dict, init=False)
     """Reasons by group."""
     _num_too_long: Counter[str] = field(default_factory=Counter, init=False)
@@ -122,6 +125,8 @@ class Sampling:
                 self._tasks[rolling] = ticket
                 rolling.add_done_callback(partial(self._ended, ticket))
                 await asyncio.sleep(0)  # a thousand groups that begin at once would hold up all other tasks
+            for rolling in self._parked:  # no batch is left for them
+                rolling.cancel()
 
     def cancel(self, reason: str) -> int:
         """Cancels the groups that are being sampled; their examples are asked again. What has been sampled is scored
@@ -177,15 +182,33 @@ class Sampling:
             score=not settings.buffer.skip_verification,
         )
         await self._written()
+        rolling, spans = asyncio.current_task(), ExitStack()
+        assert rolling is not None
+
+        def park() -> None:
+            if rolling not in self._parked:
+                self._tasks.pop(rolling, None)
+                self._parked.add(rolling)
+                self.scheduler.park(ticket.group)
+                spans.close()
+
         try:
-            with self.generating, self.timeline.group(ticket.group):
-                results = await self.engine.run_group(group, sampled=self._sampled)
+            with spans:
+                spans.enter_context(self.generating)
+                spans.enter_context(self.timeline.group(ticket.group))
+                results = await self.engine.run_group(group, sampled=self._sampled, delayed=park)
         except PromptTooLong as error:
             self._skip(ticket, task, error)
-        else:
-            self._num_too_long[task.env] = 0
-            self._sampled()
-            await self._take_in(ticket, results)
+            return
+        self._num_too_long[task.env] = 0
+        self._sampled()
+        was_parked = rolling in self._parked
+        self._parked.discard(rolling)
+        if was_parked and not self.scheduler.unpark(ticket.group):
+            usable, _ = await self.intake.take(results)
+            self._drop(ticket, usable, "too_late")
+            return
+        await self._take_in(ticket, results)
 
     async def _written(self) -> None:
         """Returns when the ledger has every rollout that was issued until now. Groups that begin together share a

@@ -1,14 +1,16 @@
 """The rollout context: how an episode reaches the policy, models beside it, sub-episodes and artifact stores."""
 
+import asyncio
 import hashlib
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from orchestrator.rollouts.clock import together
+from orchestrator.rollouts.clock import together, waiting
 from orchestrator.rollouts.messages import Message, checked_messages, plain
 from orchestrator.rollouts.roles import Role, by_id
 from orchestrator.rollouts.state import EpisodeState, Reply
@@ -232,6 +234,22 @@ class RolloutContext:
         asked = checked_messages(messages)
         call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
         return str((await self._shared.backend(call)).text)
+
+    @asynccontextmanager
+    async def delayed(self, timeout_s: float) -> AsyncIterator[None]:
+        """For a reward that comes later, such as a person's or an experiment's. While it is entered, the rollout holds
+        none of the slots that others are sampled in, and `timeout_s` is its only deadline. Raises TimeoutError.
+
+        Example::
+
+            async def verdict(completion, ctx):
+                async with ctx.delayed(timeout_s=3600):
+                    return await experiment(completion)
+        """
+        await self._shared.backend(protocol.Delay())
+        with waiting():
+            async with asyncio.timeout(timeout_s):
+                yield
 
     async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[EpisodeState]:
         """Sub-episodes of the environment's `episodes`, one for each example, at the same time. Each is scored by its

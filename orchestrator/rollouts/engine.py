@@ -31,7 +31,7 @@ from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.rollouts.templates import TemplateRefused, Templates
 from orchestrator.seeds import mixed_seed
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import AnyCall, Ask, Refused, Reply, Sample, Sampled, Store, Stored
+from orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, Sample, Sampled, Store, Stored
 from orchestrator.workers.session import GivenUp
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
@@ -85,10 +85,17 @@ class RolloutEngine:
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self._num_restarted, self._max_prompt_length = 0, max_prompt_length
 
-    async def run_group(self, group: Group, *, sampled: Callable[[], None] = lambda: None) -> list[EpisodeResult]:
+    async def run_group(
+        self,
+        group: Group,
+        *,
+        sampled: Callable[[], None] = lambda: None,
+        delayed: Callable[[], None] = lambda: None,
+    ) -> list[EpisodeResult]:
         """Each of the group's rollouts, scored or failed. `sampled` is called once all of it is sampled that can be in
-        advance: a group of single answers is one request, so that the server reads the prompt once. Raises
-        PromptTooLong, and what servers and broken environments raise."""
+        advance: a group of single answers is one request, so that the server reads the prompt once. `delayed` is called
+        once nothing of it goes on but waits for rewards that come later. Raises PromptTooLong, and what servers and
+        broken environments raise."""
         if (most := self._max_prompt_length) and (num := len(self.renderer.prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[_Given | None] = [None] * group.num
@@ -96,7 +103,8 @@ class RolloutEngine:
             given = [*await self._sample_group(group)]
             sampled()
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._run_rollout(group, n, one)) for n, one in enumerate(given)]
+            waits = _Waits(group.num, delayed)
+            running = [tasks.create_task(self._run_rollout(group, n, one, waits)) for n, one in enumerate(given)]
         results = [one.result() for one in running]
         full = [one.failure for one in results if one.failure is not None and one.failure.reason == CONTEXT_FULL]
         if len(full) == group.num and not any(one.steps for one in results):
@@ -116,13 +124,13 @@ class RolloutEngine:
         before, self._num_restarted = self._num_restarted, sum(pool.num_restarted for pool in self._pools.values())
         return self._num_restarted - before
 
-    async def _run_rollout(self, group: Group, number: int, given: "_Given | None") -> EpisodeResult:
+    async def _run_rollout(self, group: Group, number: int, given: "_Given | None", waits: "_Waits") -> EpisodeResult:
         task, pool = group.task, self._pools[group.task.env]
         seed = None if group.seed is None else mixed_seed(group.seed, number)
         attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[Completion]]()
 
         def begin() -> _Attempt:
-            attempts.append(_Attempt(self, group, pool, seed, given, generating))
+            attempts.append(_Attempt(self, group, pool, seed, given, generating, lambda: waits.delayed(number)))
             return attempts[-1]
 
         try:
@@ -137,6 +145,7 @@ class RolloutEngine:
         finally:
             for one in generating.values():
                 one.cancel()
+        waits.over(number)
         result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
         if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
             pool.record(result.failure)
@@ -173,6 +182,26 @@ class _Given:
     text: str
 
 
+class _Waits:
+    """Which rollouts of a group are over, and which wait for rewards that come later."""
+
+    def __init__(self, num: int, all_wait: Callable[[], None]) -> None:
+        self._going_on, self._waiting, self._all_wait = set(range(num)), set[int](), all_wait
+
+    def delayed(self, number: int) -> None:
+        self._waiting.add(number)
+        self._settled(number)
+
+    def over(self, number: int) -> None:
+        self._waiting.discard(number)
+        self._settled(number)
+
+    def _settled(self, number: int) -> None:
+        self._going_on.discard(number)
+        if self._waiting and not self._going_on:
+            self._all_wait()
+
+
 @dataclass(slots=True)
 class _Talk:
     """A conversation, and the calls that its turns answer."""
@@ -193,11 +222,13 @@ class _Attempt:
         seed: int | None,
         given: _Given | None,
         generating: "dict[tuple[object, ...], asyncio.Task[Completion]]",
+        delayed: Callable[[], None],
     ) -> None:
         """`generating`: what servers were asked in this rollout, answered or not. An attempt that asks the same again
-        after its worker has ended gets the answer of the one before."""
+        after its worker has ended gets the answer of the one before. `delayed`: called where it begins to wait for a
+        reward."""
         self._engine, self._group, self._seed, task = engine, group, seed, group.task
-        self._generating = generating
+        self._generating, self._delayed = generating, delayed
         self._roles = {role.id: role for role in pool.loaded.roles}
         self._talks: dict[int, _Talk] = {}
         self._steps: dict[int, Step] = {}
@@ -217,6 +248,9 @@ class _Attempt:
             raise GivenUp(Failure(reason="env_error", message=message))
         self._num_calls += 1
         try:
+            if isinstance(call, Delay):
+                self._delayed()
+                return Stored(job=call.job, call=call.call, value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)

@@ -53,6 +53,8 @@ class ScriptedBackend:
 
     async def __call__(self, call: protocol.AnyCall) -> Any:
         call.call = next(self._calls)
+        if isinstance(call, protocol.Delay):
+            return protocol.Stored(call=call.call, value=None)
         if isinstance(call, protocol.Store):
             try:
                 value = self._stores[call.store].operate(call.operation, call.arguments)

@@ -9,6 +9,8 @@ from orchestrator.rollouts.records import Failure
 log = logging.getLogger(__name__)
 
 LATE = "env_timeout"
+MIN_IN_A_ROW = 32
+"""Failures one after the other that are too many whatever the limit, or as many as a window has."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -23,21 +25,25 @@ class FailureRate:
     """Counts the outcomes of each environment's rollouts, evaluation included, as they come, and logs failures."""
 
     def __init__(self, *, window: int, limit: float) -> None:
-        """More than `limit` (a share) of an environment's last `window` rollouts is too often, and so are all."""
+        """More than `limit` (a share) of an environment's last `window` rollouts is too often; so are as many failures
+        in a row, whatever the limit, and at least 32."""
         self._window, self._limit = window, limit
         self._outcomes: defaultdict[str, deque[bool]] = defaultdict(partial(deque, maxlen=window))
+        self._in_a_row: Counter[str] = Counter()
         self._num_failed: Counter[tuple[str, str]] = Counter()
 
     def record(self, env: str, failure: Failure | None) -> None:
         """Counts one rollout. Raises EnvironmentFailed with this failure's message where there are too many."""
         outcomes = self._outcomes[env]
         outcomes.append(failure is not None)
+        self._in_a_row[env] = 0 if failure is None else self._in_a_row[env] + 1
         if failure is None:
             return
         self._num_failed[env, failure.reason] += 1
         if (num := self._num_failed[env, failure.reason]).bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
             log.warning("environment %s: rollout %d failed (%s): %s", env, num, failure.reason, failure.message)
-        if sum(outcomes) > self._limit * self._window or sum(outcomes) == self._window:
+        too_many_in_a_row = self._in_a_row[env] >= max(MIN_IN_A_ROW, self._window)
+        if sum(outcomes) > self._limit * self._window or too_many_in_a_row:
             raise EnvironmentFailed(
                 f"environment {env}: {sum(outcomes)} of the last {len(outcomes)} rollouts failed, more than "
                 f"max_env_failure_rate = {self._limit:g} of a step's {self._window}; "

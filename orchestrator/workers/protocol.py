@@ -94,7 +94,7 @@ class Sampled(Call, kw_only=True):
 
 
 class Stored(Call, kw_only=True):
-    """Answers Store, with what ArtifactStore.operate returns."""
+    """Answers Store, with what ArtifactStore.operate returns, and Delay."""
 
     value: Any
 
@@ -145,6 +145,10 @@ class Store(Call, kw_only=True):
     arguments: dict[str, Any]
 
 
+class Delay(Call, kw_only=True):
+    """From here on the rollout waits for a reward that comes later. Answered by Stored."""
+
+
 class Run(Job, kw_only=True):
     """Roll out an episode. Answered, after calls, by Ended or Failed."""
 
@@ -193,11 +197,11 @@ class Gone(msgspec.Struct, tag=True):
     """Jobs whose code ran at the worker's end, as far as is known."""
 
 
-AnyCall = Sample | Ask | Store
+AnyCall = Sample | Ask | Store | Delay
 Reply = Sampled | Stored | Refused
 Answer = Loaded | Prompts | Ended | Failed
 ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Gone
-FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Alive | Gone
+FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Alive | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

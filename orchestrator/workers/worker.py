@@ -266,6 +266,8 @@ class Worker:
             reason = "reward_not_finite"
         elif isinstance(error, ContextFull):
             reason = "context_full"
+        elif isinstance(error, TimeoutError):
+            reason = "env_timeout"
         return Failed(job=job, reason=reason, message=_told(error))
 
 

@@ -4,17 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from configs.errors import SettingsError
 from grpo.cli import _command
-from grpo.sft import examples_of, rows_of, sample_of, settings_of
+from grpo.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, settings_of
 from orchestrator.envs.data.files import BadData
 from orchestrator.renderer import ChatRenderer
 from tests.trainer.models import is_zero, tiny_policy
 from trainer.weights import AdapterWeights
+from transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
 
 MODEL = Path("configs/quickstart/model")
 ARGUMENTS = ["--model", str(MODEL), "--recipe", "fp32", "--optimizer", "adamw", "--num_threads", "1"]
@@ -32,7 +34,7 @@ def pairs(folder: Path, number: int = 96) -> Path:
 
 def test_the_loss_is_on_the_answer_and_on_the_token_that_ends_it(tmp_path: Path) -> None:
     rows = rows_of(written(tmp_path, [{"q": [{"role": "user", "content": "Hi"}], "a": "Ho"}]), prompt="q", answer="a")
-    [example] = examples_of(rows, MODEL, sequence_len=64)
+    [example] = examples_of(rows, MODEL)
     sample, renderer = sample_of(example, step=3, number=0), ChatRenderer.of_model(MODEL)
     assert renderer.raw_text(sample.token_ids[~sample.loss_mask].tolist()).count("Hi") == 1
     trained = sample.token_ids[sample.loss_mask].tolist()
@@ -49,10 +51,29 @@ def test_a_row_that_is_too_long_is_left_out_and_all_of_them_are_an_error(
         prompt="prompt",
         answer="answer",
     )
-    assert len(examples_of(rows, MODEL, sequence_len=64)) == 1
+    examples = examples_of(rows, MODEL)
+    assert len(fitting(examples, sequence_len=64)) == 1
     assert "1 of 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="sequence_len"):
-        examples_of(rows[1:], MODEL, sequence_len=64)
+        fitting(examples[1:], sequence_len=64)
+
+
+def test_the_best_rollouts_of_a_run_are_learned_each_once(tmp_path: Path) -> None:
+    renderer = ChatRenderer.of_model(MODEL)
+    rows = [([72, 105], 1.0), ([72, 105], 1.0), ([72, 111], 0.5), ([72, 112], 1.5)]
+    table = [{"reward": reward, "token_ids": ids, "loss_mask": [False, True]} for ids, reward in rows]
+    write_table(make_table(table, SCHEMA), trace_path(tmp_path, 1))
+    texts = renderer.vocabulary()
+    with pytest.raises(BadData, match="traces"):
+        rollouts_of(tmp_path, renderer, min_reward=1.0)
+    write_table(pa.table({"id": list(range(len(texts))), "text": texts}), tmp_path / FOLDER / VOCABULARY_FILE)
+    found = rollouts_of(tmp_path, renderer, min_reward=1.0)
+    assert [(one.token_ids, one.loss_mask) for one in found] == [([72, 105], [False, True]), ([72, 112], [False, True])]
+    with pytest.raises(BadData, match="min_reward"):
+        rollouts_of(tmp_path, renderer, min_reward=2.0)
+    write_table(pa.table({"id": [0], "text": ["other"]}), tmp_path / FOLDER / VOCABULARY_FILE)
+    with pytest.raises(BadData, match="tokenizer"):
+        rollouts_of(tmp_path, renderer, min_reward=1.0)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +88,7 @@ def test_a_row_without_a_prompt_or_an_answer_is_named(tmp_path: Path, row: Any, 
 @pytest.mark.parametrize("given", [["--loss.kl_tau", "0.1"], ["--noise_scheduler.enabled", "--max_steps", "20"]])
 def test_settings_that_a_supervised_stage_ignores_are_refused(given: list[str]) -> None:
     with pytest.raises(SettingsError, match="no effect"):
-        settings_of(None, [*ARGUMENTS, *given], num_steps=4)
+        settings_of(None, [*ARGUMENTS, *given])
 
 
 def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,58 @@ async def test_rollouts_whose_reward_raises_are_dropped_and_the_run_goes_on(tmp_
     assert summary.rollouts_issued == summary.rollouts_trained + dropped
     trained = sum(len(batch.rollout_ids) for batches in trainer.batches.values() for batch in batches)
     assert trained == summary.rollouts_trained
+
+
+DELAYED = """
+import asyncio
+from pathlib import Path
+from grpo import Environment, Rubric
+
+FOLDER = Path(__file__).parent
+
+async def later(completion, example, ctx):
+    if example["number"] not in (0, 1):
+        await asyncio.sleep(0.05)
+        return float(completion == "a")
+    async with ctx.delayed(timeout_s=3 if example["number"] else 60):
+        (FOLDER / "waits").touch()
+        while not (FOLDER / "go").exists():
+            await asyncio.sleep(0.01)
+    return 1.0
+
+class Delayed(Environment):
+    rubric = Rubric([later])
+
+    def dataset(self, split):
+        return [{"prompt": f"number {number}", "number": number} for number in range(8)]
+"""
+
+
+async def test_a_reward_may_come_later_while_other_groups_take_the_slots(tmp_path: Path, server: FakeServer) -> None:
+    (tmp_path / "late.py").write_text(DELAYED)
+    server.answer = lambda prompt, version: random.choice("ab")
+    FakeTrainer(tmp_path / "run").start()
+
+    async def go() -> None:
+        metrics = tmp_path / "run/metrics.jsonl"
+        while not (metrics.exists() and (tmp_path / "waits").exists() and len(metrics.read_text().splitlines()) > 12):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(3.5)  # past the deadline of one of the two
+        (tmp_path / "go").touch()
+
+    opening = asyncio.create_task(go())
+    env = [{"id": f"{tmp_path / 'late.py'}:Delayed"}]
+    given = {"env": env, "max_steps": 200, "batch_size": 4, "max_async_level": 1, "max_off_policy_steps": 199}
+    given |= {"reward_timeout_s": 2, "max_env_failure_rate": 1.0, "eval": {"num_examples": 0}}
+    settings = settings_for(tmp_path / "run", server, **given)
+    summary = await orchestrate(settings)
+    await opening
+    assert summary.rollouts_dropped["env_timeout"] >= 4
+    assert summary.rollouts_trained == 800
+    with closing(sqlite3.connect(tmp_path / "run/ledger.sqlite")) as ledger:
+        query = "SELECT min(step), min(version) FROM rollouts WHERE example = 0 AND state = 'trained'"
+        [(step, version)] = ledger.execute(query).fetchall()
+    assert step - version > 10  # it waited while others were trained
 
 
 async def test_a_run_survives_a_server_that_fails_for_a_while(tmp_path: Path, server: FakeServer) -> None:

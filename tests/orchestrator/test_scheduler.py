@@ -217,12 +217,17 @@ def test_versions_must_come_in_order() -> None:
         machine.version_live(1)
 
 
+EVENTS = st.sampled_from(["complete", "fail", "train", "park", "unpark"])
+
+
 @given(
     groups=st.integers(1, 4),
     level=st.integers(0, 3),
     patience=st.integers(0, 3),
     oversampling=st.sampled_from([1.0, 1.3, 2.0, 5.0]),
-    choices=st.lists(st.tuples(st.sampled_from(["complete", "fail", "train"]), st.integers(0, 1000)), max_size=200),
+    choices=st.lists(
+        st.tuples(st.sampled_from(["complete", "fail", "train", "park", "unpark"]), st.integers(0, 1000)), max_size=200
+    ),
 )
 def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
     groups: int, level: int, patience: int, oversampling: float, choices: list[tuple[str, int]]
@@ -231,6 +236,7 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
     machine.version_live(0)
     in_flight: list[Ticket] = []
     shipped: list[int] = []
+    parked: list[Ticket] = []
 
     def settle() -> None:
         while True:
@@ -253,6 +259,13 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
     for event, number in choices:
         if event == "train":
             train()
+        elif event == "unpark":
+            if parked:
+                group = parked.pop(number % len(parked)).group
+                (machine.completed if machine.unpark(group) else machine.failed)(group)
+        elif event == "park" and in_flight:
+            parked.append(in_flight.pop(number % len(in_flight)))
+            machine.park(parked[-1].group)
         elif in_flight:
             ticket = in_flight.pop(number % len(in_flight))
             (machine.completed if event == "complete" else machine.failed)(ticket.group)

@@ -412,6 +412,17 @@ def test_too_many_failures_stop_the_run_with_the_last_message() -> None:
         rate.record("env", failure)
 
 
+def test_failures_alone_stop_the_run_whatever_the_limit() -> None:
+    rate, failure = FailureRate(window=4, limit=1.0), Failure(reason="env_error", message="boom")
+    for _ in range(31):
+        rate.record("env", failure)
+    rate.record("env", None)
+    for _ in range(31):
+        rate.record("env", failure)
+    with pytest.raises(EnvironmentFailed, match="boom"):
+        rate.record("env", failure)
+
+
 async def test_folders_of_programs_that_were_killed_while_workers_started_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,23 +144,6 @@ def test_so_it_is_on_a_quantized_base(tiny_model: Path, quantization: Quantizati
     assert_as_alone(tiny_model, quantization=quantization)
 
 
-def test_a_batch_that_names_no_adapters_is_of_the_first(tiny_model: Path) -> None:
-    joint, (first, _) = joint_and_single(tiny_model)
-    tokens = packed_tokens(tiny_batch((5, 8)), CPU)
-    with torch.no_grad():
-        torch.testing.assert_close(joint.logprobs(tokens), first.logprobs(tokens), atol=1e-6, rtol=0)
-
-
-def test_values_of_another_adapters_a_that_are_not_finite_do_not_reach_a_token(tiny_model: Path) -> None:
-    joint, (first, _) = joint_and_single(tiny_model)
-    with torch.no_grad():
-        for parameter in joint.weights.parameters(1)[::2]:
-            parameter.fill_(torch.inf)  # A; an infinite B would make 0 · inf
-    tokens = packed_tokens(tiny_batch((5, 8)), CPU)
-    with torch.no_grad():
-        torch.testing.assert_close(joint.logprobs(tokens), first.logprobs(tokens), atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
 def test_a_step_without_tokens_of_an_adapter_leaves_it_and_what_the_optimizer_remembers_of_it_alone(
     tiny_model: Path, kind: Literal["adamw", "adamw_8bit", "muon"]

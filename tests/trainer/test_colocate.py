@@ -130,7 +130,7 @@ def test_a_step_counts_only_if_the_server_lived_until_its_end(
 ) -> None:
     bench = ended(folder, tmp_path)
 
-    def fail(_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
     if fails:

@@ -86,12 +86,6 @@ def test_the_sequence_ratio_is_the_product_over_the_sample_and_clipped_from_abov
     assert grad == pytest.approx([-4 / 6] * 2 + [-10 / 6] * 4)
 
 
-def test_the_sequence_ratio_is_not_clipped_from_below() -> None:
-    # 1/2 · 1/2 · 1/2 = 1/8 for each of the 3 tokens
-    _, grad, _ = loss_of([-1.0 - LN2] * 3, [-1.0] * 3, [1.0] * 3, [0, 0, 0], ratio_type="sequence")
-    assert grad == pytest.approx([-1 / 24] * 3)
-
-
 def test_the_kl_term_pulls_towards_the_policy_that_sampled() -> None:
     # log ratio LN2, ratio 2: coeff = 2·(0.5·1 - 0.25·LN2)
     _, grad, _ = loss_of([-1.0], [-1.0 - LN2], [1.0], [0], adv_tau=0.5, kl_tau=0.25)
@@ -270,12 +264,6 @@ def test_absurd_numbers_make_nothing_infinite(importance: str, ratio_type: str) 
     assert all(math.isfinite(number) for number in [loss, *grad, *metrics.values()])
 
 
-def test_an_infinite_logprob_of_a_masked_token_does_no_harm() -> None:
-    loss, grad, _ = loss_of([-math.inf, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=0.1)
-    assert loss == pytest.approx(0.5)
-    assert grad == pytest.approx([0.0, -0.5])
-
-
 def test_mismatch_is_split_by_version_lag() -> None:
     # k3 = r - 1 - ln r: for r = 2: 1 - LN2; for r = 1: 0; for r = 1/2: LN2 - 1/2
     trainer, inference = [-1.0, -1.0, -1.0 - LN2], [-1.0 - LN2, -1.0, -1.0]
@@ -288,12 +276,6 @@ def test_mismatch_is_split_by_version_lag() -> None:
     assert (metrics["policy/ratio_min"], metrics["policy/ratio_max"]) == pytest.approx((0.5, 2.0))
     assert metrics["policy/ratio_mean"] == pytest.approx(3.5 / 3)
     assert metrics["policy/tokens"] == 3
-
-
-def test_k3_of_a_tiny_difference_is_half_its_square() -> None:
-    # (1e-3)² / 2 = 5e-7; in float32 exp(x) - 1 - x alone would lose it to rounding
-    _, _, metrics = loss_of([0.0], [-1e-3], [0.0], [0])
-    assert metrics["policy/kl"] == pytest.approx(5e-7, rel=0.05)
 
 
 def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from configs.loss import LossSettings
+from orchestrator.monitoring.metrics import check_name
 from tests.trainer.bench import Bench
 from tests.trainer.models import hint_for, pair_of, tiny_batch, tiny_policy
 from trainer.distributed import Ranks
@@ -61,6 +62,11 @@ def test_the_tables_list_every_metric_of_a_step_with_all_streams_on_and_no_other
         "time/release_memory_s",
     }  # with sleep_mode
     assert {general(key) for key in bench.metrics(1)} | on_a_gpu == documented().keys()
+
+
+def test_the_orchestrator_takes_every_metric_of_the_trainer() -> None:
+    for key in (*documented(), "policy/custom_surrogate", "policy/adapter_tokens_solver"):
+        check_name(key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

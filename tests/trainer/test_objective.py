@@ -300,17 +300,6 @@ def test_the_gradients_do_not_depend_on_order_or_micro_batches(
     assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-6)
 
 
-def test_the_gradients_do_not_depend_on_padding(tiny_model: Path, step: Step) -> None:
-    # 20 and 24 tokens are padded into one bucket; alone they are not
-    policy, samples = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])[1]
-    padded = packed_tokens(samples, CPU).layout
-    assert len(padded.buckets.slots) == 2 * 24
-    together = accumulated(policy, [samples], POLICY_ONLY)
-    apart = step.micro_batches([[0, 1, 2], [3], [4]])[1:]
-    assert [len(packed_tokens(batch, CPU).layout.buckets.slots) for batch in apart] == [20, 24]
-    assert_close(together.gradients, accumulated(policy, apart, POLICY_ONLY).gradients)
-
-
 def test_packs_of_hints_and_pairs_may_be_split_further(tiny_model: Path, step: Step) -> None:
     policy, batches = tiny_policy(tiny_model), step.micro_batches([range(5)])
     whole, split = (accumulated(policy, batches, ALL_ON, sequence_len=length) for length in (64, 26))
@@ -447,24 +436,6 @@ def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny
     loss = naive_sdpo(eager_model(policy), step, settings_of(EMA), teacher=eager_model(averaged))
     assert metrics["loss/sdpo"] == pytest.approx(loss.item(), rel=1e-4)
     assert_close(gradients, torch.autograd.grad(0.7 * loss, policy.parameters), tolerance=1e-4)
-
-
-def test_mismatch_is_told_by_version_lag_within_a_sample(tiny_model: Path, step: Step) -> None:
-    # sample 4 begins under version 0 and goes on under versions 1 and 2; step 3 follows version 2
-    lengths = [8, LENGTHS[4] - 8 - 5, 5]
-    [batch] = step.micro_batches(
-        [[4]], version_runs=np.array([[0, lengths[0]], [1, lengths[1]], [2, lengths[2]]], np.int32)
-    )
-    policy, targets = tiny_policy(tiny_model), np.flatnonzero(batch.loss_mask)
-    metrics = accumulated(policy, [batch], POLICY_ONLY).metrics
-    with torch.no_grad():
-        trainer = policy.logprobs(packed_tokens(batch, CPU)).double().numpy()
-    difference = trainer - batch.inference_logprobs[targets]
-    for lag, begin, end in ((2, 0, 8), (1, 8, 8 + lengths[1]), (0, 8 + lengths[1], LENGTHS[4])):
-        of_lag = difference[(targets >= begin) & (targets < end)]
-        assert metrics[f"policy/tokens_lag{lag}"] == len(of_lag) > 0
-        assert metrics[f"policy/mismatch_max_lag{lag}"] == pytest.approx(np.abs(of_lag).max(), rel=1e-4)
-        assert metrics[f"policy/mismatch_kl_lag{lag}"] == pytest.approx((np.exp(of_lag) - 1 - of_lag).mean(), rel=1e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

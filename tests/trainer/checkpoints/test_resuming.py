@@ -41,6 +41,7 @@ class Run:
         """As one process would, from joining to the end."""
         ckpt = {"interval": 2, "keep_last": None, "resume_step": back_to} | changes.pop("ckpt", {})
         options = {"output_dir": str(self.folder.path), "max_steps": steps, "num_threads": 1, "optimizer": "adamw"}
+        options["ppo_epochs"] = 2
         changes["loss"] = UNMASKED | changes.get("loss", {})
         options["run_id"] = self.folder.run_id  # so that it is the launcher's to say whether batches come
         run(settings_for(self.model, **(options | changes), ckpt=ckpt), self.model)
