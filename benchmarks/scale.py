@@ -9,8 +9,8 @@ every server from one store, which has `STORE_BYTES_PER_S` for all together. A s
 seconds, loses all its answers, and comes back after `AWAY_S` with no version.
 
 Waiting takes no real time: the loop's clock jumps to the next event. The processor time of this process is added to
-that clock, so that an orchestrator that is too slow for its servers shows as servers that wait. Shares are of
-the time between the second step and the last one. The last line is one JSON object.
+that clock, so that an orchestrator that is too slow for its servers shows as servers that wait. Shares leave
+out the first and the last two steps. The last line is one JSON object.
 """
 
 import argparse
@@ -46,7 +46,10 @@ SLOTS, GROUP, GROUPS_A_SERVER = 64, 16, 7
 TOKENS_PER_S, MEDIAN_TOKENS, SIGMA, LONGEST = 40.0, 400, 0.8, 4096
 ADAPTER_BYTES, STORE_BYTES_PER_S, CARD_BYTES_PER_S, PROOF_S = 80e6, 5e9, 1.25e9, 0.3
 LIFE_S, AWAY_S, HEALTH_S = 20_000.0, 120.0, 10.0
-FIRST_STEPS = 2
+FIRST_STEPS, LAST_STEPS = 2, 2
+"""Steps that are left out: while the pipeline fills, and while it empties."""
+MODES = ((1, 1.25), (1, 1.0), (0, 1.0), (2, 1.5))
+"""(max_async_level, oversampling_factor); the first one for all numbers of servers."""
 PROMPT = list(range(64))
 
 
@@ -235,7 +238,7 @@ class Simulation:
                     await self.shipped.get()
                     await asyncio.sleep(self.train_s)
                     self.trained_s += self.train_s
-                if step == FIRST_STEPS:
+                if step in (FIRST_STEPS, self.num_steps - LAST_STEPS):
                     mark()
                 if step < self.num_steps:
                     since_s = loop.time()
@@ -243,7 +246,6 @@ class Simulation:
                     self.loads_s.append(loop.time() - since_s)
                     self.scheduler.version_live(step)
                     await self.sync.keep_only(self.scheduler.needed_versions())
-            mark()
             for task in background:
                 task.cancel()
         await self.client.close()
@@ -254,7 +256,7 @@ class Simulation:
             "trainer_busy": trained_s / elapsed_s,
             "orchestrator_busy": used_s / elapsed_s,
             "ms_a_group": 1000 * used_s / max(1, done),
-            "step_s": elapsed_s / (self.num_steps - FIRST_STEPS),
+            "step_s": elapsed_s / (self.num_steps - FIRST_STEPS - LAST_STEPS),
             "lag_mean": sum(self.lags) / len(self.lags),
             "lag_max": float(max(self.lags)),
             "load_s": sorted(self.loads_s)[len(self.loads_s) // 2],
@@ -305,23 +307,24 @@ def simulated_ms(num_groups: int = 1000) -> float:
         return runner.run(run())
 
 
-def simulate(num_servers: int, num_steps: int, *, level: int = 1, oversampling: float = 1.25) -> dict[str, float]:
+def simulate(num_servers: int, num_steps: int, mode: tuple[int, float]) -> dict[str, float]:
     """The figures of a run whose trainer takes as long as its servers at their best."""
     mean_s = MEDIAN_TOKENS * math.exp(SIGMA**2 / 2) / TOKENS_PER_S
     train_s = GROUPS_A_SERVER * GROUP * mean_s / SLOTS
-    simulation = Simulation(num_servers, num_steps, level, oversampling, train_s)
+    simulation = Simulation(num_servers, num_steps, *mode, train_s)
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         return runner.run(simulation.run())
 
 
-def rows(sizes: list[int], num_steps: int) -> Iterator[tuple[int, int, dict[str, float]]]:
-    """Servers, level and figures, smallest first."""
-    for level in (1, 0):
-        for size in [size for size in sizes if level or size <= 100]:
-            yield size, level, simulate(size, num_steps, level=level, oversampling=1.25 if level else 1.0)
+def rows(sizes: list[int], num_steps: int) -> Iterator[tuple[int, tuple[int, float], dict[str, float]]]:
+    """Servers, mode and figures, smallest first."""
+    for size in sizes:
+        yield size, MODES[0], simulate(size, num_steps, MODES[0])
+    for mode in MODES[1:]:
+        yield min(sizes[-1], 100), mode, simulate(min(sizes[-1], 100), num_steps, mode)
 
 
-def picture(found: list[tuple[int, int, dict[str, float]]], path: Path) -> None:
+def picture(found: list[tuple[int, tuple[int, float], dict[str, float]]], path: Path) -> None:
     """Draws who is busy, and what the orchestrator takes for a group, over the number of servers."""
     import matplotlib
 
@@ -329,7 +332,7 @@ def picture(found: list[tuple[int, int, dict[str, float]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
-    one = [(size, figures) for size, level, figures in found if level == 1]
+    one = [(size, figures) for size, mode, figures in found if mode == MODES[0]]
     for key in ("servers_busy", "trainer_busy", "orchestrator_busy"):
         left.semilogx(
             [size for size, _ in one], [figures[key] for _, figures in one], "o-", label=key.replace("_", " ")
@@ -350,19 +353,19 @@ def main() -> None:
     """Prints a table and, last, one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", default="1,10,100,1000")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     found, overhead_ms = [], simulated_ms()
     print(f"the simulation itself takes {overhead_ms:.2f} ms a group, which ms_a_group leaves out")
-    for size, level, figures in rows([int(one) for one in options.servers.split(",")], options.steps):
+    for size, mode, figures in rows([int(one) for one in options.servers.split(",")], options.steps):
         figures["ms_a_group"] -= overhead_ms
-        found.append((size, level, figures))
-        print(size, level, {key: round(value, 3) for key, value in figures.items()}, flush=True)
+        found.append((size, mode, figures))
+        print(size, *mode, {key: round(value, 3) for key, value in figures.items()}, flush=True)
     if options.picture is not None:
         picture(found, options.picture)
-    print(json.dumps([{"servers": size, "level": level, **figures} for size, level, figures in found]))
+    print(json.dumps([{"servers": size, "mode": mode, **figures} for size, mode, figures in found]))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def parts(run: Run, places: Places) -> list[Part]:
     return [
         Part(
             role="infer",
-            argv=_command(run.infer, places, host=ALL_INTERFACES, port=topology.port),
+            argv=_command(run.infer, places, host=ALL_INTERFACES, port=topology.port, **_fetching(run, places)),
             replicas=topology.infer.replicas,
             gpus=_server_gpus(run),
             cpus=topology.infer.cpus,
@@ -119,7 +119,7 @@ def _server_gpus(run: Run) -> int:
 
 def _of_trainer(run: Run, places: Places) -> dict[str, Any]:
     of_run, chosen = run.settings.topology, run.settings.topology.train
-    found: dict[str, Any] = {"gpus": _ranks(run)} | _batches(run, places)
+    found: dict[str, Any] = {"gpus": _ranks(run)} | _sockets(run, places)
     if chosen.nodes > 1:
         found |= {"nodes": chosen.nodes, "rendezvous": f"{places.trainer}:{of_run.rendezvous_port}"}
         found |= {} if chosen.min_nodes is None else {"min_nodes": chosen.min_nodes}
@@ -130,7 +130,7 @@ def _of_orchestrator(run: Run, places: Places) -> dict[str, Any]:
     found: dict[str, Any] = {"client.base_url": places.urls} if places.urls else {"client.elastic": {}}
     if places.servers is not None:
         found["client.elastic"] = {"hostname": places.servers, "port": run.settings.topology.port}
-    found |= _batches(run, places)
+    found |= _sockets(run, places)
     if distant := _distant(run):
         addresses = {
             key: f"tcp://{places.environments[number % len(places.environments)]}:{port}"
@@ -144,9 +144,19 @@ def _of_orchestrator(run: Run, places: Places) -> dict[str, Any]:
     return found
 
 
-def _batches(run: Run, places: Places) -> dict[str, Any]:
-    transport = run.orch.settings.rollout_transport
-    return {"rollout_transport.host": places.orchestrator} if transport.type == "zmq" else {}
+def _sockets(run: Run, places: Places) -> dict[str, Any]:
+    """Where the orchestrator listens, for what travels over sockets."""
+    settings = run.orch.settings
+    over = {"rollout_transport": settings.rollout_transport.type, "weight_broadcast": settings.weight_broadcast.type}
+    return {f"{name}.host": places.orchestrator for name, kind in over.items() if kind in ("zmq", "http")}
+
+
+def _fetching(run: Run, places: Places) -> dict[str, Any]:
+    """Whence servers fetch versions, where not from the run's folder."""
+    versions = run.orch.settings.weight_broadcast
+    if versions.type != "http":
+        return {}
+    return {"weight_broadcast_url": f"http://{places.orchestrator}:{versions.port}"}
 
 
 def _distant(run: Run) -> dict[str, int]:

@@ -259,5 +259,5 @@ def kubectl(*words: str) -> str:
     except FileNotFoundError:
         raise OSError("there is no kubectl here; install it, or see --dry-run") from None
     if done.returncode:
-        raise ValueError(f"kubectl {words[0]}: {done.stderr.strip()}")
+        raise ValueError(f"kubectl {words[0]}: {done.stderr.strip().rpartition(chr(10))[2]}")
     return done.stdout.strip()

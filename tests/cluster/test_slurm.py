@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ TOPOLOGY = {
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"), num_nodes=6)
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"), num_nodes=7)
     try:
         cluster.start()
         yield cluster
@@ -47,17 +48,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 class Launched:
     """`grpo launch` with one run's settings, given again and again."""
 
-    def __init__(self, slurm: Slurm, folder: Path) -> None:
+    def __init__(self, slurm: Slurm, folder: Path, topology: Mapping[str, Any]) -> None:
         self.slurm, self.folder = slurm, folder
         self.words = ["quickstart", "--on", "slurm", "--output_dir", str(folder), "--device", "cpu"]
         self.words += ["--max_steps", str(NUM_STEPS), "--orch.batch_size", "128", "--orch.eval.num_examples", "32"]
         self.words += ["--train.num_threads", "1", "--infer.num_threads", "1", "--train.ckpt.interval", "1"]
-        self.words += ["--topology", json.dumps(TOPOLOGY)]
+        self.words += ["--topology", json.dumps(topology)]
 
     def __call__(self, *more: str) -> str:
         """What it prints."""
         command = [sys.executable, "-m", "grpo.cli", "launch", *self.words, *more]
         environment = self.slurm.environment | {"VLLM_API_KEY": "a-secret-of-this-test", "OMP_NUM_THREADS": "1"}
+        environment["GRPO_ENV_KEY"] = "another-secret-of-this-test"
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -76,12 +78,10 @@ class Launched:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in files)
 
 
-@pytest.fixture
-def launch(slurm: Slurm, tmp_path: Path) -> Launched:
-    return Launched(slurm, tmp_path / "run")
-
-
-def test_a_run_loses_a_machine_and_its_time_is_cut_short_and_it_learns_as_on_one_machine(launch: Launched) -> None:
+def test_a_run_loses_a_machine_and_its_time_is_cut_short_and_it_learns_as_on_one_machine(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    launch = Launched(slurm, tmp_path / "run", TOPOLOGY)
     assert "queued as job" in launch()
     launch.until(lambda: launch.published() >= 2)
     state = launch()
@@ -112,9 +112,13 @@ def test_a_run_loses_a_machine_and_its_time_is_cut_short_and_it_learns_as_on_one
     launch.until(lambda: not launch.slurm.processes())
 
 
-def test_a_run_that_is_stopped_leaves_nothing_behind_and_goes_on(launch: Launched) -> None:
+def test_a_run_with_environments_apart_that_is_stopped_leaves_nothing_behind_and_goes_on(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    launch = Launched(slurm, tmp_path / "run", TOPOLOGY | {"env": {"replicas": 1, "cpus": 2}})
     launch()
     launch.until(lambda: launch.published() >= 1)
+    assert "a session has begun" in (launch.folder / "logs" / "env.0.log").read_text()
     launch("--stop")
     launch.until(lambda: not launch.slurm.run("squeue", "--noheader") and not launch.slurm.processes())
     before = launch.published()

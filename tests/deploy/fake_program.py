@@ -6,6 +6,7 @@ print:TEXT  sleep:SECONDS  wait:FILE (until it exists)
 semaphore:FILE       have a semaphore, as a process that was spawned by multiprocessing has, and append its name to FILE
 deaf                 ignore SIGINT and SIGTERM from now on
 first:STEP           do that step unless the file `first` beside this process's log is there, which it makes
+usr1:CODE            end with that code after SIGUSR1
 exit:CODE  kill:SIGNAL (oneself)
 """
 
@@ -60,6 +61,8 @@ def main() -> None:
         elif name == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        elif name == "usr1":
+            signal.signal(signal.SIGUSR1, lambda *_, code=int(value): sys.exit(code))
         elif name == "exit":
             sys.exit(int(value))
         elif name == "kill":

@@ -206,3 +206,12 @@ def test_the_last_error_says_what_was_raised_in_the_persons_own_code() -> None:
     assert last_error("killed") == ""
     raised = "error: x raised:\nTraceback (most recent call last):\n  File\nKeyError: 'y'\n"
     assert last_error(raised) == ": x raised: KeyError: 'y'"
+
+
+def test_sigusr1_ends_the_trainer_first_and_the_launcher_with_75(folder: Path) -> None:
+    run = Run(folder, train=f"usr1:75 @ {SERVE}", infer=f"@ {SERVE}", orch=f"@ {SERVE}")
+    run.noted(3)
+    run.process.send_signal(signal.SIGUSR1)
+    code, _ = run.end()
+    assert code == START_AGAIN
+    assert gone(run.noted(3), within_s=5)

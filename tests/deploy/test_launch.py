@@ -1,0 +1,104 @@
+"""`grpo launch`: what is handed to Slurm and SkyPilot, and what is refused."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.orch import OrchSettings
+from configs.run import load_part, load_run
+from configs.train import TrainSettings
+from deploy.cluster import Places, parts
+from deploy.sky import group
+from deploy.slurm import script
+
+TOPOLOGY = {
+    "infer": {"replicas": 3, "gpus": 2, "cpus": 8, "memory_gb": 64},
+    "train": {"nodes": 2, "gpus": 4},
+    "env": {"replicas": 1},
+    "slurm": {"partition": "gpu", "time": "24:00:00"},
+}
+WORDS = ["--topology", json.dumps(TOPOLOGY), "--max_steps", "7", "--orch.batch_size", "64"]
+
+
+def launch(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "grpo.cli", "launch", "quickstart", *words]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_slurms_file_has_a_group_of_machines_for_each_part_and_the_same_command() -> None:
+    text = script(load_run("quickstart", WORDS), "quickstart", WORDS)
+    head, *groups = text.split("#SBATCH hetjob\n")
+    assert all(line in head for line in ("--requeue", "--signal=B:USR1@120", "/logs/slurm.log"))
+    assert all("--partition=gpu" in one and "--time=24:00:00" in one for one in (head, *groups))
+    servers, trainer, environment = groups
+    assert all(
+        word in servers for word in ("--ntasks=3", "--gpus-per-task=2", "--cpus-per-task=8", "--mem-per-cpu=8192")
+    )
+    assert all(word in trainer for word in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=4"))
+    words = shlex.split(re.findall(r"^exec (.*)$", environment, re.M)[0])
+    assert words[words.index("launch") :] == ["launch", "quickstart", "--on", "slurm", "--inside", *WORDS]
+
+
+def test_each_parts_command_has_what_the_command_line_gave_its_program_and_the_programs_take_it() -> None:
+    run = load_run("quickstart", WORDS)
+    places = Places(
+        target="quickstart", output_dir="/shared/run", trainer="t0", orchestrator="o0", environments=("e0",)
+    )
+    found = {part.role: part for part in parts(run, places)}
+    trainer = load_part(TrainSettings, *_target_and_rest(found["train"].argv))
+    assert (trainer.nodes, trainer.gpus, trainer.rendezvous, trainer.max_steps) == (2, 4, "t0:29400", 7)
+    orchestrator = load_part(OrchSettings, *_target_and_rest(found["orch"].argv))
+    assert orchestrator.client.elastic is not None
+    assert (orchestrator.batch_size, orchestrator.output_dir) == (64, "/shared/run")
+    assert [env.address for env in orchestrator.env] == ["tcp://e0:7000"]
+    assert found["env.0"].argv == ("grpo-env", "reverse-text", "--host", "0.0.0.0", "--port", "7000")
+
+
+def _target_and_rest(argv: tuple[str, ...]) -> tuple[str, list[str]]:
+    return argv[1], list(argv[2:])
+
+
+def test_batches_and_versions_that_travel_over_sockets_lead_to_the_orchestrators_machine() -> None:
+    words = [*WORDS, "--rollout_transport.type", "zmq", "--weight_broadcast.type", "http"]
+    places = Places(target="quickstart", output_dir="/run", trainer="t0", orchestrator="o0", servers="s")
+    infer, train, orch, *_ = (part.argv for part in parts(load_run("quickstart", words), places))
+    assert "--weight_broadcast_url=http://o0:5556" in infer
+    for argv in (train, orch):
+        assert {"--rollout_transport.host=o0", "--weight_broadcast.host=o0"} <= set(argv)
+
+
+def test_skypilots_group_has_a_task_for_each_part_that_is_started_again_after_75() -> None:
+    head, *tasks = yaml.safe_load_all(group(load_run("quickstart", WORDS), "quickstart"))
+    assert head == {"name": "quickstart", "execution": "parallel", "primary_tasks": ["train", "orch"]}
+    by_name = {task["name"]: task for task in tasks}
+    assert {name: task["num_nodes"] for name, task in by_name.items()} == {
+        "infer": 3,
+        "train": 2,
+        "orch": 1,
+        "env-0": 1,
+    }
+    assert all(task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75] for task in tasks)
+    assert by_name["train"]["resources"]["accelerators"] == "H100:4"
+    assert "--rendezvous=train-0.quickstart:29400" in by_name["train"]["run"]
+    assert "http://infer-2.quickstart:8000/v1" in by_name["orch"]["run"]
+
+
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "sky"])
+def test_a_dry_run_prints_and_writes_nothing(engine: str, tmp_path: Path) -> None:
+    done = launch("--on", engine, "--dry-run", "--output_dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "quickstart" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_servers_key_nothing_is_queued_and_the_key_is_named(tmp_path: Path) -> None:
+    done = launch("--on", "slurm", "--output_dir", str(tmp_path / "run"), VLLM_API_KEY="")
+    assert (done.returncode, "VLLM_API_KEY" in done.stderr) == (2, True)
+    assert not (tmp_path / "run").exists()
