@@ -54,7 +54,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 contracts: $(STAMP)
 	$(BIN)/python -m tools.contracts

@@ -7,12 +7,10 @@ import dataclasses
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,9 +22,10 @@ import yaml
 
 from configs.errors import SettingsError
 from configs.infer import InferSettings
-from configs.loading import dump, load
+from configs.loading import load
 from configs.orch import OrchSettings
 from grpo.handle import Run
+from grpo.serve import ALONE, free_port, started
 from grpo.sources import env_settings
 from grpo.training import Env
 from orchestrator.background import in_thread
@@ -47,7 +46,6 @@ from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.errors import TransportError
 from transport.folders import STABLE, steps_in
-from transport.parent import PARENT_VAR
 from transport.run import current_run_id, recorded_settings
 from transport.weights.identity import base_identity, resolve_model
 from transport.weights.store import NOISE_FILE, PolicyReader
@@ -62,8 +60,6 @@ sampling hold unless they are given here. All other options are keys of grpo-inf
   grpo evaluate outputs/first --step 20 --rollouts_per_example 8 --temperature 1
 
 exit codes: 0 done, 1 a server or an environment failed, 2 settings that cannot be honoured, 130 Ctrl-C"""
-END_S = 30.0
-"""For the server to end."""
 _NUM_LOG_LINES = 15
 _VERSION_FOLDER = re.compile(r"step_(\d+)")
 
@@ -207,9 +203,11 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
     tree["eval"] = evaluated
     if options.seed is not None:
         tree["sampling"] = tree.get("sampling", {}) | {"seed": options.seed}
-    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(_free_port()), *options.others]
-    file = None if target.run is None else target.run / "settings" / "infer.yaml"
-    infer = load(InferSettings, file=file if file is not None and file.is_file() else None, arguments=words).settings
+    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_port()), *options.others]
+    recorded = None if target.run is None else recorded_settings(target.run, "infer")
+    with tempfile.NamedTemporaryFile("w", prefix="grpo_infer_", suffix=".yaml") as file:
+        yaml.safe_dump({} if recorded is None else recorded | ALONE, file)
+        infer = load(InferSettings, file=file.name, arguments=words).settings
     tree["client"] = {"base_url": [f"http://127.0.0.1:{infer.port}/v1"], "api_key_var": infer.api_key_var}
     orch = OrchSettings.model_validate(tree)
     for env in orch.held_out:
@@ -217,46 +215,11 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
             check_id(env.id)
     if any(env.rollouts_per_example > 1 and env.temperature == 0 for env in orch.held_out):
         raise ValueError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
-    return orch, infer.model_copy(update={"colocate": False, "sleep_mode": False})
+    return orch, infer
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-# --- the server ---
-
-
-@contextlib.contextmanager
-def _server(infer: InferSettings, run: Path | None) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """grpo-infer, and its log. It ends with this process, however that ends."""
-    with tempfile.TemporaryDirectory(prefix="grpo_evaluate_") as folder:
-        infer = infer.model_copy(update={"output_dir": str(run or folder)})
-        settings, log = Path(folder, "infer.yaml"), Path(folder, "infer.log")
-        settings.write_text(dump(infer))
-        with log.open("wb") as file:
-            server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "infer.cli", str(settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, PARENT_VAR: str(os.getpid())},
-            )
-        try:
-            yield server, log
-        finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(END_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
 
 
 async def _ended(server: subprocess.Popen[bytes], log: Path) -> None:
@@ -286,7 +249,9 @@ def _figures(target: Target, orch: OrchSettings, infer: InferSettings) -> Evalua
 async def _evaluated(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
     folder = resolve_model(target.model)
     async with AsyncExitStack() as opened:
-        server, log = opened.enter_context(_server(infer, target.run))
+        scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix="grpo_evaluate_"))
+        log, output_dir = Path(scratch, "infer.log"), str(target.run or scratch)
+        server = opened.enter_context(started(infer.model_dump(mode="json") | {"output_dir": output_dir}, log))
         make = InferenceClient if target.version is not None else _BaseClient
         key = os.environ.get(orch.client.api_key_var)
         client = make(ServerPool(orch.client.base_url), api_key=key, timeout_s=orch.client.timeout)

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
@@ -25,7 +26,7 @@ START_S = 900.0
 LOAD_S = 300.0
 END_S = 30.0
 _POLL_S = 0.3
-_ALONE = {"colocate": False, "sleep_mode": False, "weight_broadcast_type": "filesystem", "num_threads": None}
+ALONE = {"colocate": False, "sleep_mode": False, "weight_broadcast_type": "filesystem", "num_threads": None}
 """What differs where there is no trainer beside it."""
 EPILOG = f"""\
 The server is grpo-infer with the run's settings: the version is served once its canary agrees with the trainer's
@@ -77,13 +78,25 @@ def main(options: argparse.Namespace) -> int:
 def served(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> Iterator[Served]:
     """Within it the version and its base are served; the server ends with it, and its log is RUN/logs/serve.log. Raises
     `CannotExport`."""
-    settings = settings_of(version.run, "infer") | _ALONE
+    settings = settings_of(version.run, "infer") | ALONE
     settings |= {"host": host, "port": port or free_port(), "output_dir": str(version.run.resolve())}
     key = os.environ.get(str(settings["api_key_var"])) or None
+    log = version.run / "logs" / "serve.log"
+    log.parent.mkdir(exist_ok=True)
+    with started(settings, log) as process:
+        address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
+        server = Served(url=url, base=str(settings["model"]), key=key, process=process)
+        _load(server, version, log)
+        yield server
+
+
+@contextlib.contextmanager
+def started(settings: Mapping[str, Any], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Within it grpo-infer runs with these settings, and writes `log`; it ends with it, however this process ends."""
     with tempfile.TemporaryDirectory(prefix="grpo-serve-") as folder:
-        file, log = Path(folder) / "infer.yaml", version.run / "logs" / "serve.log"
-        log.parent.mkdir(exist_ok=True)
-        file.write_text(yaml.safe_dump(settings))
+        file = Path(folder) / "infer.yaml"
+        file.write_text(yaml.safe_dump(dict(settings)))
         command = [sys.executable, "-P", "-m", "infer.cli", str(file)]
         environment = os.environ | {PARENT_VAR: str(os.getpid())}
         with (
@@ -91,11 +104,7 @@ def served(version: Version, *, host: str = "127.0.0.1", port: int | None = None
             subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
         ):
             try:
-                address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-                url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
-                server = Served(url=url, base=str(settings["model"]), key=key, process=process)
-                _load(server, version, log)
-                yield server
+                yield process
             finally:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -30,6 +30,13 @@ def blocks(language: str) -> Iterator[str]:
         yield from re.findall(rf"^```{language}\b[^\n]*\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
+def test_every_page_is_in_the_sites_navigation_and_leads_only_to_what_is_there() -> None:
+    pages = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+    assert set(re.findall(r"\b(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)) == set(pages)
+    links = {link for text in pages.values() for link in re.findall(r"\]\(([\w/.]+)(?:#[\w-]+)?\)", text)}
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
 def test_python_and_yaml_of_the_pages_can_be_read() -> None:
     for block in blocks("python"):
         ast.parse(block)

@@ -102,6 +102,7 @@ def test_folders_and_files_that_lead_out_of_the_broadcasts_are_refused(run: RunF
     ("change", "base", "reason", "words"),
     [
         ({"base_model": "other"}, BASE, "foreign_base", "same model"),
+        ({"quantization": "nf4"}, BASE, "foreign_base", "base_quantization: nf4"),
         ({}, IN_PLACE, "kind", "enable_lora: true"),
         ({"kind": "full"}, BASE, "kind", "enable_lora: false"),
         ({"norm_noise": True}, BASE, "norm_noise", "norm_noise: true"),
@@ -312,6 +313,7 @@ def test_in_float32_the_largest_difference_counts_and_in_16_bits_the_mean() -> N
     figures = effect([-1.0, -2.08], dtype="bfloat16")
     assert (figures.measure, figures.tolerance) == ("mean_abs", 0.05)  # 0.08 at one of two tokens is 0.04 on average
     assert reason_of([-1.0, -2.12], dtype="bfloat16") == "canary_mismatch"
+    assert effect([-1.0, -2.01], dtype="float16").tolerance == 0.01
 
 
 def test_a_server_that_answers_as_without_the_adapter_or_the_noise_has_not_applied_it() -> None:
