@@ -18,6 +18,7 @@ from orchestrator.rollouts.episode import (
     MultiTurnEpisode,
     SingleTurnEpisode,
 )
+from orchestrator.rollouts.mcp_tools import McpServer
 from orchestrator.rollouts.messages import Message
 from orchestrator.rollouts.openai_endpoint import endpoint_of
 from orchestrator.rollouts.play import play
@@ -28,13 +29,14 @@ from orchestrator.rollouts.tool_calls import (
     Tool,
     ToolCall,
     ToolCallError,
+    ToolFailed,
     parse_bracketed,
     parse_tagged,
     tagged_answer,
     tagged_integer,
     tools_of,
 )
-from orchestrator.rollouts.tool_episode import ToolEpisode, ToolFailed
+from orchestrator.rollouts.tool_episode import ToolEpisode
 from orchestrator.sandbox import Limits, LocalSandbox, RemoteSandbox
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "InferenceClient",
     "Limits",
     "LocalSandbox",
+    "McpServer",
     "Message",
     "MockClient",
     "ModelResponse",

@@ -19,6 +19,7 @@ from orchestrator.envs.data.environment import Dataset
 from orchestrator.envs.data.files import Refused
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import messages_of
+from orchestrator.sandbox import SandboxMissing
 from transport.importing import NotFound
 from transport.weights.identity import resolve_model
 
@@ -58,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
             print("\n".join(_told(dataset, args["path"], renderer, longest, options)))
             code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
         return code
-    except (ValueError, TypeError, OSError, SettingsError, NotFound) as error:
+    except (ValueError, TypeError, OSError, SettingsError, NotFound, SandboxMissing) as error:
         print(f"grpo data: {error}", file=sys.stderr)
         return 2
 

@@ -1,4 +1,4 @@
-"""What vLLM's build for CPUs needs mended, inside its engine process: the LoRA product, seeded requests, ranks.
+"""What vLLM's build for CPUs needs mended, inside its engine process: the LoRA product, seeded requests, ranks, AMX.
 
 vLLM's own LoRA path (`punica_cpu`) gives base rows in a mixed batch the last adapter (slot -1 is used as an index), and
 gathers A and B once per token, which makes decoding three times slower. `GroupedLora` groups rows by slot and leaves
@@ -86,6 +86,13 @@ def install_grouped_lora(model: Any) -> None:
         layer.set_mapping(grouped)
     for prefix in manager.punica_wrapper_mapping:
         manager.punica_wrapper_mapping[prefix] = grouped
+
+
+def allow_amx() -> None:
+    """Asks the kernel for AMX's tiles, with which vLLM computes attention in bfloat16 where the processor has them.
+    Unasked, the first such instruction ends the engine (SIGILL)."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 # --- requests with a seed ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ class PolicyWorker:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         model: Any = self.get_model()  # type: ignore[attr-defined]
         if on_cpu:
+            cpu.allow_amx()
             cpu.install_restored_generators(runner)
             cpu.install_ranks()
         if lora_on_cpu:

@@ -89,7 +89,6 @@ class Ledger:
         """Of the database: what has changed is written by other threads."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
-            self._inode = path.stat().st_ino
             self._database.executescript(_TABLES)
             self._num_pairs: int = self._database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
         except sqlite3.Error as error:
@@ -257,23 +256,12 @@ class Ledger:
     @contextmanager
     def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
         """Commits at its end. Raises StorageError."""
-        self._check_file()
         try:
             self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             with self._database:
                 yield self._database
         except sqlite3.Error as error:
             raise self._unusable(error) from error
-
-    def _check_file(self) -> None:
-        """SQLite goes on writing to a file that has been removed, which nobody would ever read. Raises StorageError."""
-        try:
-            inode = self.path.stat().st_ino
-        except FileNotFoundError:
-            inode = None
-        if inode != self._inode:
-            message = f"{self.path} was {'replaced' if inode else 'removed'} while the run goes on; put it back, or"
-            raise StorageError(f"{message} give a new run another output_dir")
 
     def _unusable(self, error: sqlite3.Error) -> StorageError:
         return StorageError(

@@ -27,8 +27,8 @@ from orchestrator.rollouts.conversation import ANSWER_REWRITTEN, HISTORY_REWRITT
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
 from orchestrator.rollouts.rubric import NAMES
 from orchestrator.rollouts.state import EpisodeState, Reply, StepError
-from orchestrator.rollouts.tool_calls import ERROR_KINDS
-from orchestrator.rollouts.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
+from orchestrator.rollouts.tool_calls import ERROR_KINDS, TOOL_ERROR
+from orchestrator.rollouts.tool_episode import TOOL_TIMEOUT
 from orchestrator.samples import FinishedGroup
 from orchestrator.workers.worker import MAX_LEFT, identity_of
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files

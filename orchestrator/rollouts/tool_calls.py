@@ -32,6 +32,21 @@ _MAX_PROBLEMS = 3
 """Wrong arguments that one error names."""
 
 
+TOOL_ERROR = "tool_error"
+
+
+class ToolFailed(Exception):
+    """A tool raises it to say what kind of failure it is.
+
+    Example: ``raise ToolFailed("There is no word zzz.", error_kind="unknown_word", hint_template_key="words")``
+    """
+
+    def __init__(self, message: str, *, error_kind: str = TOOL_ERROR, hint_template_key: str | None = None) -> None:
+        """`hint_template_key` defaults to `error_kind`."""
+        super().__init__(message)
+        self.error_kind, self.hint_template_key = error_kind, hint_template_key or error_kind
+
+
 # --- tools ---
 
 

@@ -8,24 +8,21 @@ from typing import Any
 from orchestrator.rollouts.clock import in_thread, own_timeout, together
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
 from orchestrator.rollouts.episode import MultiTurnEpisode, Response
+from orchestrator.rollouts.mcp_tools import McpServer, McpTools
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.rubric import Rubric
 from orchestrator.rollouts.state import EpisodeState
-from orchestrator.rollouts.tool_calls import Parser, Tool, ToolCall, ToolCallError, parse_tagged, tools_of
+from orchestrator.rollouts.tool_calls import (
+    Parser,
+    Tool,
+    ToolCall,
+    ToolCallError,
+    ToolFailed,
+    parse_tagged,
+    tools_of,
+)
 
-TOOL_ERROR, TOOL_TIMEOUT = "tool_error", "tool_timeout"
-
-
-class ToolFailed(Exception):
-    """A tool raises it to say what kind of failure it is.
-
-    Example: ``raise ToolFailed("There is no word zzz.", error_kind="unknown_word", hint_template_key="words")``
-    """
-
-    def __init__(self, message: str, *, error_kind: str = TOOL_ERROR, hint_template_key: str | None = None) -> None:
-        """`hint_template_key` defaults to `error_kind`."""
-        super().__init__(message)
-        self.error_kind, self.hint_template_key = error_kind, hint_template_key or error_kind
+TOOL_TIMEOUT = "tool_timeout"
 
 
 class ToolEpisode(MultiTurnEpisode):
@@ -63,8 +60,9 @@ class ToolEpisode(MultiTurnEpisode):
 
     def __init__(
         self,
-        tools: Iterable[Callable[..., Any]] | Mapping[str, Tool],
+        tools: Iterable[Callable[..., Any]] | Mapping[str, Tool] = (),
         *,
+        mcp: Sequence[McpServer] = (),
         parser: Parser = parse_tagged,
         max_turns: int | None = None,
         result_role: str = "tool",
@@ -73,20 +71,22 @@ class ToolEpisode(MultiTurnEpisode):
         rubric: Rubric | None = None,
         roles: Sequence[Role] | None = None,
     ) -> None:
-        """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread. Calls of
-        one answer run at the same time. `result_role`: whose message a result is; where it is `user`, they are one
-        message. `timeout_s`: for one call, to stay below the run's `reward_timeout_s`. A plain function that takes
-        longer goes on, and nobody waits for it. `show_tools`: to the model's chat template; otherwise the prompt tells
-        of them.
+        """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread. `mcp`:
+        servers whose tools the policy may call as well. Calls of one answer run at the same time. `result_role`: whose
+        message a result is; where it is `user`, they are one message. `timeout_s`: for one call, to stay below the
+        run's `reward_timeout_s`. A plain function that takes longer goes on, and nobody waits for it. `show_tools`: to
+        the model's chat template; otherwise the prompt tells of them.
 
         Raises ValueError for a function that cannot be a tool.
         """
         super().__init__(max_turns=max_turns)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, expected the seconds that a tool may take")
-        self.tools: Mapping[str, Tool] = tools if isinstance(tools, Mapping) else tools_of(tools)
+        self._own: Mapping[str, Tool] = tools if isinstance(tools, Mapping) else tools_of(tools)
+        self.tools = self._own
+        """By name; those of MCP servers once a rollout has begun."""
         self.result_role, self.timeout_s, self.show_tools = result_role, timeout_s, show_tools
-        self._parse = parser
+        self._parse, self._mcp = parser, McpTools(mcp)
         if rubric is not None:
             self.rubric = rubric
         if roles is not None:
@@ -102,6 +102,10 @@ class ToolEpisode(MultiTurnEpisode):
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         state.data |= {"num_tool_calls": 0, "tool_errors": 0}
+        theirs = await self._mcp.tools()
+        if twice := theirs.keys() & self._own.keys():
+            raise ValueError(f"{min(twice)} is a tool of the episode and of an MCP server; rename one")
+        self.tools = {**self._own, **theirs}
         await super().rollout(ctx, state)
 
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:

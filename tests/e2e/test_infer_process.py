@@ -1,7 +1,6 @@
 """The real server as a process that ends before it serves, and that it leaves nothing behind.
 
-How one that serves ends: by SIGTERM in `running`, by `kill -9` in test_two_servers.py, with its engine in
-test_infer_in_place.py.
+How one that serves ends: by SIGTERM in `running`, by `kill -9` in test_two_servers.py.
 """
 
 import contextlib

@@ -312,6 +312,7 @@ def test_in_float32_the_largest_difference_counts_and_in_16_bits_the_mean() -> N
     figures = effect([-1.0, -2.08], dtype="bfloat16")
     assert (figures.measure, figures.tolerance) == ("mean_abs", 0.05)  # 0.08 at one of two tokens is 0.04 on average
     assert reason_of([-1.0, -2.12], dtype="bfloat16") == "canary_mismatch"
+    assert effect([-1.0, -2.01], dtype="float16").tolerance == 0.01
 
 
 def test_a_server_that_answers_as_without_the_adapter_or_the_noise_has_not_applied_it() -> None:
