@@ -48,7 +48,6 @@ from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.hidden import hide_environment
 from transport.status import FINISHED, StatusFile, read_status
-from transport.weights.http import VersionServer
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -104,6 +103,8 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
         sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
         if isinstance(broadcast := settings.weight_broadcast, HttpBroadcast):
+            from transport.weights.http import VersionServer  # imports a web server
+
             address, key = (broadcast.host, broadcast.port), ready.run.key(broadcast.key_var)
             store = VersionServer(ready.run.broadcasts, run_id=ready.run.run_id, address=address, key=key)
             opened.enter_context(closing(store))

@@ -64,6 +64,7 @@ def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Pa
     )
     noisy = run_of(tmp_path, max_steps=20, train={"noise_scheduler": {"enabled": True}})
     assert (noisy.infer.settings.norm_noise, noisy.infer.settings.max_loras) == (True, 20)
+    assert run_of(tmp_path, train={"qlora_bnb": True}).infer.settings.base_quantization == "nf4"
 
 
 def test_batches_travel_the_same_way_for_both_ends(tmp_path: Path) -> None:

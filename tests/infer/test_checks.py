@@ -102,6 +102,7 @@ def test_folders_and_files_that_lead_out_of_the_broadcasts_are_refused(run: RunF
     ("change", "base", "reason", "words"),
     [
         ({"base_model": "other"}, BASE, "foreign_base", "same model"),
+        ({"quantization": "nf4"}, BASE, "foreign_base", "base_quantization: nf4"),
         ({}, IN_PLACE, "kind", "enable_lora: true"),
         ({"kind": "full"}, BASE, "kind", "enable_lora: false"),
         ({"norm_noise": True}, BASE, "norm_noise", "norm_noise: true"),
