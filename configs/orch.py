@@ -132,12 +132,11 @@ class OrchSettings(ProcessSettings, Shared):
     max_concurrent_groups: PositiveInt | None = None
     """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
     reward_timeout_s: Seconds = 30.0
-    """Seconds that an environment may take for one prompt or reward before the rollout is dropped and counted. Once two
-    in a row of a group were late, the rest of the group is dropped untried."""
+    """Seconds that an environment may take for one prompt or reward before the rollout is dropped and
+    counted."""
     max_env_failure_rate: Share = 0.5
     """Share of failed rollouts among the last `batch_size` of an environment above which the run stops with its error.
-    It stops also where an evaluation fails whole, or an environment is late 8 times in a row, or as often as fits into
-    half of `wait_timeout_s`, but at least twice."""
+    It stops also where an evaluation fails whole, or as many as `batch_size` fail in a row, at least 32."""
     wait_timeout_s: Seconds = 1200.0
     """Seconds to wait for the trainer's next version before the run is given up."""
     rollout_transport: Transport = FilesystemTransport()
