@@ -18,7 +18,7 @@ from trainer.memory import released
 from trainer.metrics import State, numbers_of, reduced
 from trainer.model import Policy
 from trainer.objective import Objective, mean_over_steps
-from trainer.optim import learning_rate, optimizer_of
+from trainer.optim import learning_rate, optimizer_of, signal_factor
 from trainer.publishing import Publishing
 from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
@@ -134,7 +134,7 @@ class Trainer:
         """
         self._status.set("training", step=step)
         signal = self._signal(batches)
-        rate = self._learning_rate(step) * (math.sqrt(signal) if self._settings.scale_by_signal else 1.0)
+        rate = self._learning_rate(step) * signal_factor(signal, self._settings.little_signal)
         with self._timed("time/train_s"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
@@ -227,10 +227,7 @@ class Trainer:
         return NonFiniteError(f"{said}; its micro-batches are in {folder}")
 
     def _signal(self, batches: Sequence[MicroBatch]) -> float:
-        """The share of the batch's loss tokens that have anything to teach. Adam moves the weights as far for a
-        gradient of few samples as for one of many; the noise of that step is the larger. By the square root rule
-        (Malladi et al. 2022, arXiv:2205.10287) its rate goes with the root of the number of samples, and samples that
-        teach nothing do not count."""
+        """The share of the batch's loss tokens that have anything to teach."""
         own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
         num_signal, num_tokens = self._ranks.all_reduce_sum(own)
         return num_signal / num_tokens if num_tokens else 1.0
