@@ -15,6 +15,7 @@ out the first and the last two steps. The last line is one JSON object.
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import math
@@ -357,6 +358,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # as the orchestrator does
     found, overhead_ms = [], simulated_ms()
     print(f"the simulation itself takes {overhead_ms:.2f} ms a group, which ms_a_group leaves out")
     for size, mode, figures in rows([int(one) for one in options.servers.split(",")], options.steps):

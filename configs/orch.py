@@ -123,6 +123,8 @@ class OrchSettings(ProcessSettings, Shared):
     """How the servers are reached."""
     eval: EvalSettings = EvalSettings()
     """Evaluation on held-out prompts."""
+    verbose: bool = False
+    """Whether `story.log` in the run's folder tells each call, episode and batch, to be read by a person."""
     traces: TraceSettings = TraceSettings()
     """Conversations that are kept to be read."""
     report_to: ReportSettings | None = None

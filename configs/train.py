@@ -20,6 +20,7 @@ from configs.common import (
     Quantization,
     Seconds,
     Section,
+    Share,
     Shared,
     Transport,
     adapter_conflicts,
@@ -146,10 +147,10 @@ class TrainSettings(ProcessSettings, SharedSettings):
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
     stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
-    scale_by_signal: bool = True
-    """The learning rate of a step is multiplied by the square root of the share of its loss tokens that have anything
-    to teach, an advantage other than 0 for example: a batch of which most groups have equal rewards is a small batch,
-    and one without any changes nothing."""
+    little_signal: Share = 0.25
+    """Share of a batch's loss tokens that have anything to teach, an advantage other than 0 for example, below which
+    its learning rate is lower, by the square root of that share over this: where most groups have equal rewards the
+    batch is a small one, and one without any signal changes nothing (0: the rate stays)."""
     decay_steps: Annotated[PositiveInt | None, OnlyWith("lr_scheduler_type", "wsd")] = None
     """Steps over which `wsd` falls to 0 (null: a tenth of `max_steps`)."""
     warmup_steps: NonNegativeInt = 0

@@ -1,16 +1,19 @@
 """What runs where on a cluster: the same commands for each engine that starts them."""
 
 import json
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.errors import Problem, SettingsError
-from configs.loading import COMMAND_LINE, Loaded, value_at
+from configs.keys import get
+from configs.loading import COMMAND_LINE, Loaded
 from configs.run import Run
 from deploy.teacher import why_not_started
 
+_BESIDE_FILES = (COMMAND_LINE, "environment variable")
 ALL_INTERFACES = "0.0.0.0"
 
 
@@ -182,8 +185,10 @@ def _environments(run: Run) -> Iterator[Part]:
 
 
 def _command(loaded: Loaded[Any], places: Places, **settings: Any) -> tuple[str, ...]:
-    """A program with what the command line gave it, and what follows from the topology, which prevails."""
-    given = {key: value_at(loaded.settings, key) for key, (origin, _) in loaded.given.items() if origin == COMMAND_LINE}
+    """A program with what its file does not say: what the command line and the environment gave it, and what follows
+    from the topology, which prevails."""
+    tree = loaded.settings.model_dump(mode="json", exclude_unset=True)
+    given = {key: get(tree, key) for key, (origin, _) in loaded.given.items() if origin.startswith(_BESIDE_FILES)}
     settings = {"output_dir": places.output_dir} | settings
     kept = {key: value for key, value in given.items() if key not in ("overwrite_output_dir", *settings)}
     words = [f"--{key}={_text(value)}" for key, value in (settings | kept).items()]
@@ -191,8 +196,6 @@ def _command(loaded: Loaded[Any], places: Places, **settings: Any) -> tuple[str,
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple) and all(isinstance(one, str) for one in value):
-        return ",".join(value)
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
@@ -212,3 +215,15 @@ def missing_secret(name: str) -> SettingsError:
     """What to say where such a variable is not set."""
     message = "is not set, and the programs reach each other over a network; set it: export X=$(openssl rand -hex 32)"
     return SettingsError([Problem(origin="environment", key=name, value=None, message=message)])
+
+
+def said_by(*command: str) -> str:
+    """What a command of an engine prints. Raises OSError where it is not there, ValueError where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        message = f"there is no {command[0]} here; give the command where the engine's own are, or see --dry-run"
+        raise OSError(message) from None
+    if done.returncode:
+        raise ValueError(f"{command[0]}: {done.stderr.strip().rpartition(chr(10))[2]}")
+    return done.stdout.strip()

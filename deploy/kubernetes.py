@@ -5,7 +5,6 @@ anew where they end with 75 or the cluster takes their machine, and which fail w
 Deployments. All share one volume. Not run on a real cluster: the files are validated, and their commands run.
 """
 
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from configs.run import PRESETS, Run, run_file
-from deploy.cluster import Part, Places, name_of, parts
+from deploy.cluster import Part, Places, name_of, parts, said_by
 from transport.errors import START_AGAIN
 
 Resource = dict[str, Any]
@@ -237,27 +236,18 @@ def submit(run: Run, target: str, overlay: str) -> str:
     for path, text in files(run, target).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
-    return kubectl("apply", "-k", str(folder / overlay))
+    return said_by("kubectl", "apply", "-k", str(folder / overlay))
 
 
 def state(run: Run) -> str | None:
     """What the cluster has of the run; None where it has nothing."""
-    return kubectl("get", "pods,jobs", "-l", f"{_LABEL}/instance={name_of(run)}", "--ignore-not-found") or None
+    return (
+        said_by("kubectl", "get", "pods,jobs", "-l", f"{_LABEL}/instance={name_of(run)}", "--ignore-not-found") or None
+    )
 
 
 def stop(run: Run, overlay: str) -> str:
     """Ends what runs; the volume stays."""
     more = {"jobset": ",jobsets.jobset.x-k8s.io", "leaderworkerset": ",leaderworkersets.leaderworkerset.x-k8s.io"}
     kinds = f"jobs,statefulsets,deployments,services{more.get(overlay, '')}"
-    return kubectl("delete", kinds, "-l", f"{_LABEL}/instance={name_of(run)}", "--ignore-not-found")
-
-
-def kubectl(*words: str) -> str:
-    """What kubectl prints. Raises OSError where it is not there, ValueError where it fails."""
-    try:
-        done = subprocess.run(["kubectl", *words], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise OSError("there is no kubectl here; install it, or see --dry-run") from None
-    if done.returncode:
-        raise ValueError(f"kubectl {words[0]}: {done.stderr.strip().rpartition(chr(10))[2]}")
-    return done.stdout.strip()
+    return said_by("kubectl", "delete", kinds, "-l", f"{_LABEL}/instance={name_of(run)}", "--ignore-not-found")

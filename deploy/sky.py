@@ -5,14 +5,13 @@ SkyPilot's own package, not run on a cloud.
 """
 
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from configs.run import PRESETS, Run, run_file
-from deploy.cluster import Part, Places, name_of, parts, secrets
+from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
 from transport.errors import START_AGAIN
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
@@ -64,26 +63,17 @@ def submit(run: Run, target: str) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(group(run, target), encoding="utf-8")
     words = [word for name in secrets(parts(run, Places.nowhere()), run) for word in ("--secret", name)]
-    return _sky("jobs", "launch", "--yes", "--detach-run", *words, str(file))
+    return said_by("sky", "jobs", "launch", "--yes", "--detach-run", *words, str(file))
 
 
 def state(run: Run) -> str | None:
     """What SkyPilot says of jobs of this name that have not ended; None where there is none."""
-    lines = [line for line in _sky("jobs", "queue", "--skip-finished").splitlines() if f" {name_of(run)} " in line]
+    lines = [
+        line for line in said_by("sky", "jobs", "queue", "--skip-finished").splitlines() if f" {name_of(run)} " in line
+    ]
     return "\n".join(lines) or None
 
 
 def stop(run: Run) -> str:
     """Ends what runs; the volume stays."""
-    return _sky("jobs", "cancel", "--yes", "--name", name_of(run))
-
-
-def _sky(*words: str) -> str:
-    """What the command prints. Raises OSError where it is not there, ValueError where it fails."""
-    try:
-        done = subprocess.run(["sky", *words], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise OSError("there is no sky here; install SkyPilot in an environment of its own, or see --dry-run") from None
-    if done.returncode:
-        raise ValueError(f"sky {' '.join(words[:2])}: {done.stderr.strip()}")
-    return done.stdout.strip()
+    return said_by("sky", "jobs", "cancel", "--yes", "--name", name_of(run))

@@ -7,13 +7,12 @@ over. Slurm itself queues it again where a machine is lost.
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from configs.run import Run, run_file
-from deploy.cluster import Part, Places, missing_secret, name_of, parts, secrets
+from deploy.cluster import Part, Places, missing_secret, name_of, parts, said_by, secrets
 from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary, start_all
 from deploy.programs import Program, Signals
 from transport.errors import START_AGAIN
@@ -78,7 +77,7 @@ def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     folder.logs.mkdir(exist_ok=True)
     file = folder.path / "settings" / "slurm.sh"
     file.write_text(script(run, target, arguments))
-    number = _slurm("sbatch", "--parsable", str(file)).partition(";")[0]
+    number = said_by("sbatch", "--parsable", str(file)).partition(";")[0]
     (folder.path / "settings" / JOB_FILE).write_text(number)
     return f"queued as job {number}: {file}; its log is {folder.logs / 'slurm.log'}"
 
@@ -87,7 +86,7 @@ def state(folder: Path) -> str | None:
     """What Slurm says of the run's job; None where it has none."""
     try:
         number = (folder / "settings" / JOB_FILE).read_text()
-        said = _slurm("squeue", "--noheader", f"--jobs={number}", "--format=%i %T %M %N %r")
+        said = said_by("squeue", "--noheader", f"--jobs={number}", "--format=%i %T %M %N %r")
     except (FileNotFoundError, ValueError):
         return None
     return said or None
@@ -96,19 +95,8 @@ def state(folder: Path) -> str | None:
 def stop(folder: Path) -> str:
     """Ends the run's job."""
     number = (folder / "settings" / JOB_FILE).read_text()
-    _slurm("scancel", number)
+    said_by("scancel", number)
     return f"job {number} is ended; the same command queues it again, and it goes on"
-
-
-def _slurm(*command: str) -> str:
-    """What a command of Slurm prints. Raises OSError where it is not there, ValueError where it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise OSError(f"there is no {command[0]} here; give the command on a machine of the cluster") from None
-    if done.returncode:
-        raise ValueError(f"{command[0]}: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 # --- inside the job ---
@@ -127,7 +115,7 @@ def inside(run: Run, target: str, show: Show) -> int:
     again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS
     if outcome.exit_code == START_AGAIN or again:
         print("the job is queued again", flush=True)
-        _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        said_by("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     return outcome.exit_code or print_summary(folder.path)
 
 
@@ -181,5 +169,5 @@ def _srun(part: Part) -> tuple[str, ...]:
 def _hosts(role: str) -> list[str]:
     """The addresses of a part's machines, in the order of their names, as Slurm itself reaches them."""
     listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{_GROUPS.index(role)}"]
-    machines = _slurm("scontrol", "show", "node", "--oneliner", listed).splitlines()
+    machines = said_by("scontrol", "show", "node", "--oneliner", listed).splitlines()
     return [re.findall(r" NodeAddr=(\S+)", machine)[0] for machine in machines]

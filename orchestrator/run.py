@@ -30,6 +30,7 @@ from orchestrator.loops.report import Reporting
 from orchestrator.loops.sample import Intake, Sampling
 from orchestrator.loops.versions import Versions
 from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.story import Story
 from orchestrator.monitoring.summary import Summary
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
@@ -137,6 +138,7 @@ async def _train(
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
         traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.num_ranks)))
+        story = files.enter_context(closing(Story(run.path))) if settings.verbose else None
         traces.vocabulary(ready.renderer.vocabulary())
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         files.callback(recorder.close)
@@ -188,7 +190,13 @@ async def _train(
         shaping = make_shaping(settings, client, scheduler)
 
         intake = Intake(
-            ledger=ledger, recorder=recorder, traces=traces, filters=filters, auxiliary=auxiliary, shaping=shaping
+            ledger=ledger,
+            recorder=recorder,
+            traces=traces,
+            filters=filters,
+            auxiliary=auxiliary,
+            shaping=shaping,
+            story=story,
         )
 
         # The loops.
@@ -233,6 +241,7 @@ async def _train(
             sleep=sleep,
             sender=sender,
             finished=finished,
+            story=story,
             shipped_at_s=shipped_at_s,
         )
         evaluating = Evaluating(

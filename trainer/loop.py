@@ -18,7 +18,7 @@ from trainer.memory import released
 from trainer.metrics import State, numbers_of, reduced
 from trainer.model import Policy
 from trainer.objective import Objective, mean_over_steps
-from trainer.optim import learning_rate, optimizer_of
+from trainer.optim import learning_rate, optimizer_of, signal_factor
 from trainer.publishing import Publishing
 from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
@@ -134,7 +134,7 @@ class Trainer:
         """
         self._status.set("training", step=step)
         signal = self._signal(batches)
-        rate = self._learning_rate(step) * (math.sqrt(signal) if self._settings.scale_by_signal else 1.0)
+        rate = self._learning_rate(step) * signal_factor(signal, self._settings.little_signal)
         with self._timed("time/train_s"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
@@ -184,10 +184,11 @@ class Trainer:
 
     def _optimizer_steps(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, float]:
         """An optimizer step for each `gradient_accumulation_steps` micro-batches of this rank, `ppo_epochs` times over
-        the batch, of which every rank has as many micro-batches. Returns the metrics of the last time."""
+        the batch, of which every rank has as many micro-batches. Returns the metrics of the last time; the mismatch is
+        that of the first optimizer step, before which the weights were those that servers have been proved to serve."""
         size = self._settings.gradient_accumulation_steps or len(batches)
         parts = [batches[start : start + size] for start in range(0, len(batches), size)]
-        untouched, states = True, list[dict[str, State]]()
+        untouched, states, first = True, list[dict[str, State]](), dict[str, State]()
         for epoch in range(self._settings.ppo_epochs):
             self._objective.trained = (lambda *_: None) if epoch else self._traces.add
             states = []
@@ -196,8 +197,10 @@ class Trainer:
                     states.append(self._optimizer_step(step, part, rate))
                 except NonFiniteError as error:
                     raise self._refused(step, batches, error, untouched=untouched) from error
+                if untouched:
+                    first = {key: state for key, state in states[0].items() if key.startswith("policy/mismatch_")}
                 untouched = False
-        return numbers_of(reduced(states))
+        return numbers_of(reduced(states) | first)
 
     def _optimizer_step(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, State]:
         """Forward, loss and backward for each micro-batch, then one step of the optimizer."""
@@ -224,10 +227,7 @@ class Trainer:
         return NonFiniteError(f"{said}; its micro-batches are in {folder}")
 
     def _signal(self, batches: Sequence[MicroBatch]) -> float:
-        """The share of the batch's loss tokens that have anything to teach. Adam moves the weights as far for a
-        gradient of few samples as for one of many; the noise of that step is the larger. By the square root rule
-        (Malladi et al. 2022, arXiv:2205.10287) its rate goes with the root of the number of samples, and samples that
-        teach nothing do not count."""
+        """The share of the batch's loss tokens that have anything to teach."""
         own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
         num_signal, num_tokens = self._ranks.all_reduce_sum(own)
         return num_signal / num_tokens if num_tokens else 1.0

@@ -195,3 +195,14 @@ def learning_rate(
     progress = min(1.0, max(0.0, (step - 1 - (max_steps - steps)) / steps))
     factor = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
     return peak * factor
+
+
+def signal_factor(signal: float, little: float) -> float:
+    """Returns what the learning rate of a batch is multiplied by of which the share `signal` has anything to teach:
+    min(1, sqrt(signal / little)).
+
+    Adam moves the weights as far for a gradient of few samples as for one of many, with more noise in the step. By the
+    square root rule (Malladi et al. 2022, arXiv:2205.10287) its rate goes with the root of the number of samples, of
+    which those that teach nothing are none.
+    """
+    return min(1.0, math.sqrt(signal / little)) if little else 1.0

@@ -124,9 +124,9 @@ COMPARING = ("exact", "number", "math")
 """Those without an option, which compare the completion with the answer."""
 
 
-def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward]:
-    """Its name and the reward of: a name, `{name: option}`, or `module:function` or `path/to/file.py:function` of one's
-    own. Raises ValueError for what is none."""
+def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward, bool]:
+    """Its name, the reward, and whether it compares with an answer, of: a name, `{name: option}`, or
+    `module:function` or `path/to/file.py:function` of one's own. Raises ValueError for what is none."""
     name, option = given, None
     if isinstance(given, Mapping):
         if len(given) != 1:
@@ -138,14 +138,15 @@ def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward]:
         function = find(str(name), setting="reward")
         if not callable(function):
             raise ValueError(f"reward = {name!r} is a {type(function).__name__}, expected a function")
-        return str(name), function
+        return str(name), function, False
     if name not in REWARDS:
         raise ValueError(
             f"unknown reward {name!r}; there are {', '.join(REWARDS)}, and your own, as my_rewards.py:score"
         )
     if (option is not None and name in COMPARING) or (option is None and name == "regex"):
         raise ValueError(f"reward {name} {'takes no option' if name in COMPARING else 'needs one: a pattern'}")
-    return str(name), REWARDS[str(name)](option)
+    reward = REWARDS[str(name)](option)
+    return str(name), reward, name in COMPARING or (name == "regex" and re.compile(str(option)).groups > 0)
 
 
 def wrong_answer(name: str, answer: Any) -> str | None:

@@ -16,6 +16,7 @@ from orchestrator.inference.watch import ServerWatch
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import batch_metrics, found_metrics
 from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.story import Story
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.traces import Traces
 from orchestrator.packing import pack
@@ -58,6 +59,7 @@ class Assembling:
     sender: BatchSender
     finished: dict[int, FinishedGroup]
     """Groups that wait for their batch, by number."""
+    story: Story | None
     shipped_at_s: dict[int, float]
     """When batches left whose version is not there yet, on the monotonic clock."""
     _little_spread: bool = field(default=False, init=False)
@@ -95,6 +97,8 @@ class Assembling:
         metrics = self._metrics(step, groups, of_batch | slept)
         self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         self.traces.shipped(step, groups)
+        if self.story is not None:
+            self.story.batch(step, groups)
         artifacts = {} if self.engine.stores is None else self.engine.stores.save(step)
         self.ledger.examples_moved(self.buffer.moved(), step)
         commit = self.ledger.shipping(

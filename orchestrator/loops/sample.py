@@ -16,6 +16,7 @@ from orchestrator.buffer import Buffer
 from orchestrator.filters import Filter
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.story import Story
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
 from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
@@ -38,11 +39,14 @@ class Intake:
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
     shaping: RewardShaping
+    story: Story | None = None
 
     async def take(self, results: Sequence[EpisodeResult]) -> tuple[list[EpisodeResult], Sequence[EpisodeResult]]:
         """Those that have a reward, and the same with the rewards that credit sees. The others are dropped."""
         usable = []
         for result in results:
+            if self.story is not None:
+                self.story.episode(result)
             if result.failure is not None:
                 self.ledger.dropped([result.id], result.failure.reason)
                 self.traces.dropped([result], result.failure.reason)

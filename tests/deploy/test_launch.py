@@ -61,6 +61,21 @@ def test_each_parts_command_has_what_the_command_line_gave_its_program_and_the_p
     assert found["env.0"].argv == ("grpo-env", "reverse-text", "--host", "0.0.0.0", "--port", "7000")
 
 
+def test_settings_of_the_environment_and_lists_reach_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_ORCH_BATCH_SIZE", "48")
+    words = ["--orch.env", '[{"id": "zorplex"}]', "--lora_target_modules", "q_proj,v_proj"]
+    run = load_run("quickstart", words)
+    monkeypatch.delenv("GRPO_ORCH_BATCH_SIZE")
+    found = {
+        part.role: part
+        for part in parts(run, Places(target="quickstart", output_dir="/r", trainer="", orchestrator=""))
+    }
+    orchestrator = load_part(OrchSettings, *_target_and_rest(found["orch"].argv))
+    assert (orchestrator.batch_size, [env.id for env in orchestrator.env]) == (48, ["zorplex"])
+    trainer = load_part(TrainSettings, *_target_and_rest(found["train"].argv))
+    assert trainer.lora_target_modules == ("q_proj", "v_proj")
+
+
 def _target_and_rest(argv: tuple[str, ...]) -> tuple[str, list[str]]:
     return argv[1], list(argv[2:])
 

@@ -62,7 +62,7 @@ def _kernel() -> KernelSpec:
 
 
 def test_the_pages_script_trains_and_its_run_is_opened_again(tmp_path: Path) -> None:
-    script, opened = re.findall(r"^```python.*?\n(.*?)^```", PAGE, flags=re.M | re.S)
+    script, opened, *_ = re.findall(r"^```python.*?\n(.*?)^```", PAGE, flags=re.M | re.S)
     (tmp_path / "script.py").write_text(script.replace("steps=20", "steps=2"))
     (tmp_path / "opened.py").write_text(f"import grpo\n{opened.replace('(20)', '(2)')}")
     for name in ("script.py", "opened.py"):

@@ -80,7 +80,7 @@ async def run_arena(folder: Path, name: str, **changes: object) -> tuple[FakeTra
 
 
 async def test_a_run_trains_what_the_schedule_chooses_and_says_what_became_of_the_rest(tmp_path: Path) -> None:
-    trainer, summary = await run_arena(tmp_path, "Half")
+    trainer, summary = await run_arena(tmp_path, "Half", verbose=True)
     ledger = Ledger(tmp_path / "run/ledger.sqlite")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["rollout/num"] for line in lines if "rollout/num" in line] == [8, 8, 8]
@@ -94,6 +94,12 @@ async def test_a_run_trains_what_the_schedule_chooses_and_says_what_became_of_th
     assert all("version" in json.loads(row["extras"])["meta"] for row in rows)
     ids = [one for batch in trainer.batches[2] for one in batch.rollout_ids]
     assert sorted(ids) == ["1/0", "1/1", "1/2", "1/3", "1/4", "1/5", "1/8", "1/9"]
+
+    story = (tmp_path / "run/story.log").read_text()
+    assert story.count("rollout ") >= 30
+    assert "    policy (version 0, 5 tokens, stop): aaaa\n" in story
+    assert "    = rewards: policy 1; measures: right 1\n" in story
+    assert "batch 3: 8 rollouts of 1 groups, mean reward" in story
 
 
 async def test_a_schedule_that_ends_too_early_or_whose_episodes_all_fail_stops_the_run(tmp_path: Path) -> None:

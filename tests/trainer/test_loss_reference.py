@@ -51,7 +51,7 @@ def random_case(seed: int) -> Case:
     count = int(rng.integers(0, 5 * num_samples))
     trainer = -rng.exponential(1.0, count)
     inference = trainer - rng.normal(rng.choice([-0.5, 0.0, 0.5]), rng.choice([0.1, 1.0, 3.0]), count)
-    teacher = trainer + rng.normal(rng.choice([-1.0, 0.5]), rng.choice([0.3, 2.0]), count)
+    teacher = np.minimum(0.0, trainer + rng.normal(rng.choice([-1.0, 0.5]), rng.choice([0.3, 2.0]), count))
     for stream in (inference, teacher):
         if count and rng.random() < 0.2:
             stream[rng.integers(count)] = -90.0

@@ -12,7 +12,7 @@ from grpo import Environment, Rubric
 from orchestrator.envs.critique.problems import problem_from_record
 from orchestrator.envs.data.files import Refused, Row, check_refused, parse_rows, plain_value, shown
 from orchestrator.envs.data.hub import find_files
-from orchestrator.envs.rewards import COMPARING, make_reward, wrong_answer
+from orchestrator.envs.rewards import make_reward, wrong_answer
 from orchestrator.rollouts.messages import messages_of
 
 log = logging.getLogger(__name__)
@@ -98,24 +98,22 @@ class Dataset(Environment):
         known = _known(path, like, evaluated_otherwise=eval_path is not None or eval_fraction is not None)
         subset, split = subset or known.get("subset"), split or known.get("split", "train")
         eval_split = eval_split or known.get("eval_split")
-        evaluation = [eval_path, eval_split, eval_fraction]
-        if sum(one is not None for one in evaluation) > 1 or not 0 < (eval_fraction or 0.1) < 1:
+        evaluation, fraction = [eval_path, eval_split, eval_fraction], 0.1 if eval_fraction is None else eval_fraction
+        if sum(one is not None for one in evaluation) > 1 or not 0 < fraction < 1:
             raise ValueError(
                 f"eval_path, eval_split and eval_fraction are {evaluation}: expected one of them, and a fraction "
                 "between 0 and 1"
             )
-        self._reward, function = make_reward(reward or known.get("reward", "exact"))
+        self._reward, function, self._compares = make_reward(reward or known.get("reward", "exact"))
         self.rubric = Rubric([function])
-        answer = answer or known.get("answer")
-        self._compares = self._reward in COMPARING or (self._reward == "regex" and answer is not None)
-        self._answer = answer or ("answer" if self._compares else None)
+        self._answer = answer or known.get("answer") or ("answer" if self._compares else None)
         self._after = answer_after or known.get("answer_after")
         if self._after is not None and self._answer is None:
             raise ValueError(f"answer_after = {self._after!r} has no effect without answer, the column that has it")
         self._prompt, self._system_prompt = prompt or known.get("prompt", "prompt"), system_prompt
         self._path, self._seed = path, seed
         files = find_files(path, subset=subset, split=split)
-        self.loaded = self._load(files, _evaluated(path, eval_path, subset, eval_split), eval_fraction or 0.1)
+        self.loaded = self._load(files, _evaluated(path, eval_path, subset, eval_split), fraction)
         if not skip_refused:
             check_refused(self.loaded.refused, sum(map(len, self.loaded.examples.values())))
         elif self.loaded.refused:
