@@ -184,10 +184,11 @@ class Trainer:
 
     def _optimizer_steps(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, float]:
         """An optimizer step for each `gradient_accumulation_steps` micro-batches of this rank, `ppo_epochs` times over
-        the batch, of which every rank has as many micro-batches. Returns the metrics of the last time."""
+        the batch, of which every rank has as many micro-batches. Returns the metrics of the last time; the mismatch is
+        that of the first optimizer step, before which the weights were those that servers have been proved to serve."""
         size = self._settings.gradient_accumulation_steps or len(batches)
         parts = [batches[start : start + size] for start in range(0, len(batches), size)]
-        untouched, states = True, list[dict[str, State]]()
+        untouched, states, first = True, list[dict[str, State]](), dict[str, State]()
         for epoch in range(self._settings.ppo_epochs):
             self._objective.trained = (lambda *_: None) if epoch else self._traces.add
             states = []
@@ -196,8 +197,10 @@ class Trainer:
                     states.append(self._optimizer_step(step, part, rate))
                 except NonFiniteError as error:
                     raise self._refused(step, batches, error, untouched=untouched) from error
+                if untouched:
+                    first = {key: state for key, state in states[0].items() if key.startswith("policy/mismatch_")}
                 untouched = False
-        return numbers_of(reduced(states))
+        return numbers_of(reduced(states) | first)
 
     def _optimizer_step(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, State]:
         """Forward, loss and backward for each micro-batch, then one step of the optimizer."""

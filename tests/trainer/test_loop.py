@@ -183,6 +183,7 @@ def test_several_optimizer_steps_a_batch_are_those_of_a_plain_loop_and_make_one_
     metrics = bench.metrics(1)
     assert (metrics["policy/tokens"], metrics["perf/train_tokens"]) == (20, 24)
     assert metrics["optim/grad_norm"] == pytest.approx(np.mean(norms[-2:]), rel=1e-3)
+    assert metrics["policy/mismatch_max_lag0"] < 1e-5 < metrics["policy/kl"]
     assert metrics["policy/clipped"] == pytest.approx(torch.cat(clipped[-3:]).float().mean().item())
 
 
