@@ -71,6 +71,14 @@ class Misbehaves(Chat):
         return await super().respond(state, ctx)
     rubric = Rubric([lambda completion, state: float("nan") if state.data.get("nan") else 1.0])
 
+class ExitsOnce(Chat):
+    """Ends its worker after the second answer, once."""
+    async def respond(self, state, ctx):
+        if state.turn == 2 and not os.path.exists(__file__ + ".once"):
+            open(__file__ + ".once", "w").close()
+            os._exit(3)
+        return f"go on {state.turn}"
+
 class Silent(Misbehaves):
     """Ends where the first answer would be, every other time."""
     async def rollout(self, ctx, state):
@@ -426,6 +434,15 @@ def test_numbers_that_a_worker_forges_are_no_message_of_a_worker(told: dict[str,
     forged = msgspec.msgpack.encode({"type": "Ended", "job": 0, "result": told})
     with pytest.raises(msgspec.ValidationError):
         decode_from_worker(forged)
+
+
+async def test_a_rollout_that_begins_once_more_keeps_what_servers_have_answered(world: World) -> None:
+    await world.start("ExitsOnce")
+    [result] = await world.group(lambda prompt: "word", 1)
+    assert result.failure is None
+    assert world.pool is not None
+    assert world.pool.num_restarted == 1
+    assert len(result.steps) == len(world.policy.asked) == 3
 
 
 async def test_an_episode_that_ends_without_an_answer_is_a_failure_and_is_counted(world: World) -> None:
