@@ -54,11 +54,14 @@ def find_class(env_id: str) -> Any:
 
 def check_id(env_id: str) -> None:
     """Raises UnknownEnvironment for an id that leads nowhere. Imports nothing of the environment's."""
-    module, colon, _ = BUILT_IN.get(env_id, env_id).partition(":")
-    if module.endswith(".py"):
+    module, colon, _ = env_id.partition(":")
+    if env_id in BUILT_IN:
+        found = True
+    elif module.endswith(".py"):
         found = Path(module).is_file()
     elif colon:
-        found = PathFinder.find_spec(module.partition(".")[0], ["", *sys.path]) is not None
+        top = module.partition(".")[0]
+        found = (PathFinder.find_spec(top, ["", *sys.path]) or importlib.util.find_spec(top)) is not None
     else:  # `owner/name@version` is installed as the module `name`
         package = env_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
         found = package.isidentifier() and importlib.util.find_spec(package) is not None

@@ -20,7 +20,6 @@ from transport.folders import steps_in
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.e2e,
-    pytest.mark.alone,
     pytest.mark.timeout(540),
     pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed here: no {', '.join(missing())}"),
     pytest.mark.skipif(os.getuid() != 0, reason="Slurm's machines are started by root here"),
@@ -112,16 +111,10 @@ def test_a_run_loses_a_machine_and_its_time_is_cut_short_and_it_learns_as_on_one
     launch.until(lambda: not launch.slurm.processes())
 
 
-def test_a_run_with_environments_apart_that_is_stopped_leaves_nothing_behind_and_goes_on(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_run_with_environments_apart_that_is_stopped_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
     launch = Launched(slurm, tmp_path / "run", TOPOLOGY | {"env": {"replicas": 1, "cpus": 2}})
     launch()
     launch.until(lambda: launch.published() >= 1)
     assert "a session has begun" in (launch.folder / "logs" / "env.0.log").read_text()
     launch("--stop")
     launch.until(lambda: not launch.slurm.run("squeue", "--noheader") and not launch.slurm.processes())
-    before = launch.published()
-    launch()
-    launch.until(lambda: launch.published() > before)
-    launch("--stop")

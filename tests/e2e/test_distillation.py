@@ -43,6 +43,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the preset, whose teacher was killed after its first steps."""
     folder = tmp_path_factory.mktemp("distilled") / "run"
     command = [sys.executable, "-m", "grpo.cli", "configs/distillation", "--output_dir", str(folder)]
+    command += ["--max_steps", "16", "--orch.eval.num_examples", "100"]
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + 240
@@ -60,8 +61,8 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_divergence_from_the_teacher_falls_by_half_or_more(distilled: Path) -> None:
     divergences = per_step(distilled, "policy/teacher_kl")
-    assert divergences[0] > 1  # 1.5 nats a token; 0.17 in the end
-    assert statistics.mean(divergences[-5:]) < 0.5 * statistics.mean(divergences[:3])
+    assert divergences[0] > 1  # 1.5 nats a token
+    assert statistics.mean(divergences[-3:]) < 0.5 * statistics.mean(divergences[:3])
 
 
 def test_the_student_learns_what_it_could_not_do_without_a_single_reward(distilled: Path) -> None:

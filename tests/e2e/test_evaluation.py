@@ -34,9 +34,3 @@ def test_a_model_has_the_figures_of_version_0(first_run: Path) -> None:
     assert done.returncode == 0, done.stderr
     before = json.loads((first_run / "summary.json").read_text())["accuracy_before"]
     assert json.loads(done.stdout)["metrics"]["eval/accuracy"] == pytest.approx(before, abs=0.011)
-
-
-def test_a_server_that_does_not_start_is_told_with_what_it_said() -> None:
-    done = evaluate("configs/quickstart/model", "--env", "reverse-text", "--max_model_len", "1000000")
-    assert done.returncode == 1
-    assert "max_model_len" in done.stderr

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.infer.server_process import free_port
@@ -72,24 +71,9 @@ def install(package: Path, target: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(package)], check=True, timeout=60)
 
 
-def serve(port: int, *arguments: str) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, str(OTHERS / "openenv_server.py"), str(port), *arguments])
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/schema").raise_for_status()
-            return process
-        except httpx.TransportError:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-def serve_twice(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """`grpo-env` with an environment whose rollouts are episodes."""
-    (folder / "twice.py").write_text(TWICE)
-    command = [sys.executable, "-m", "orchestrator.workers.server", f"{folder / 'twice.py'}:Twice"]
-    process = subprocess.Popen([*command, "--port", str(port)], cwd=ROOT)
+def serve(port: int, *command: str) -> subprocess.Popen[bytes]:
+    """Starts a server, and waits until it takes connections."""
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -99,6 +83,17 @@ def serve_twice(folder: Path, port: int) -> subprocess.Popen[bytes]:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def serve_words(port: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """An OpenEnv server."""
+    return serve(port, str(OTHERS / "openenv_server.py"), str(port), *arguments)
+
+
+def serve_twice(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """`grpo-env` with an environment whose rollouts are episodes."""
+    (folder / "twice.py").write_text(TWICE)
+    return serve(port, "-m", "orchestrator.workers.server", f"{folder / 'twice.py'}:Twice", "--port", str(port))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +116,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         },
         {"id": f"{folder / 'twice.py'}:Twice", "name": "remote", "address": f"tcp://127.0.0.1:{port_of_twice}"},
     ]
-    server, twice = serve(port, "100", str(STEPS_BEFORE_CRASH)), serve_twice(folder, port_of_twice)
+    server, twice = serve_words(port, "100", str(STEPS_BEFORE_CRASH)), serve_twice(folder, port_of_twice)
     command = [
         *(sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(folder / "run")),
         *("--max_steps", str(NUM_STEPS), "--orch.env", json.dumps(environments)),
@@ -137,7 +132,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         crashed = server.poll() is not None and training.poll() is None
         if crashed:
             time.sleep(AWAY_S)
-            server = serve(port)
+            server = serve_words(port)
             twice.kill()
             twice.wait()
             twice = serve_twice(folder, port_of_twice)

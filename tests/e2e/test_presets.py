@@ -32,10 +32,8 @@ FEW = ("--orch.batch_size", "32")
 # The same held-out examples are answered greedily before and after. Where 30 in 100 answers change, the standard error
 # of a gain is √(0.3 / 200) = 0.04 with 200 of them, and 0.055 with 100.
 PRESETS = (
-    Preset(name="arithmetic", num_steps=16, gain=0.1),
     Preset(name="zorplex", num_steps=12, gain=0.15, options=("--orch.eval.num_examples", "100")),
     Preset(name="debate", num_steps=2, options=(*SHORT, *FEW)),
-    Preset(name="proposer_solver", num_steps=2, options=(*SHORT, *FEW)),
     pytest.param(
         Preset(name="critique", num_steps=2, options=(*SHORT, *FEW)),
         marks=pytest.mark.skipif(why_no_sandbox() is not None, reason=str(why_no_sandbox())),
