@@ -1,4 +1,4 @@
-"""The quickstart trained otherwise than by default: by two ranks, strictly on-policy, over sockets, all of its weights."""
+"""The quickstart trained by two ranks, strictly on-policy, over sockets, with all of its weights."""
 
 import json
 import subprocess
