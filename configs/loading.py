@@ -28,7 +28,7 @@ _MAX_FILE_BYTES = 1 << 20
 _PATHS = {
     *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
     *("orch.teacher_model.model.tokenizer", "orch.env.id", "orch.eval.env.id", "orch.advantage.import_path"),
-    "orch.arena",
+    *("orch.arena", "orch.filters.import_path"),
     *("orch.hints.templates", "orch.preferences.pairs", "train.loss.import_path", "train.init_adapter"),
 }
 Texts: TypeAlias = Sequence[tuple[str, str, str | None]]

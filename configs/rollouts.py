@@ -224,10 +224,21 @@ class RepetitionFilter(_Filter):
     """A token is all but certain when its probability is above this."""
 
 
-FilterSettings: TypeAlias = Annotated[GibberishFilter | RepetitionFilter, Field(discriminator="type")]
+class CustomFilter(_Filter):
+    """Finds what a function of an answer's token ids and log-probabilities, two lists, says."""
+
+    type: Literal["custom"]
+    import_path: str
+    """The function: `module:name` or `path/to/file.py:name`."""
+    kwargs: dict[str, Any] = {}
+    """Its keyword arguments."""
 
 
-def filter_conflicts(filters: tuple[GibberishFilter | RepetitionFilter, ...], *, longest: int) -> Conflicts:
+AnyFilter: TypeAlias = GibberishFilter | RepetitionFilter | CustomFilter
+FilterSettings: TypeAlias = Annotated[AnyFilter, Field(discriminator="type")]
+
+
+def filter_conflicts(filters: tuple[AnyFilter, ...], *, longest: int) -> Conflicts:
     """Filters that cannot find anything, or stand there twice. `longest`: the longest answer in tokens."""
     for position, one in enumerate(filters):
         if one.type == "repetition" and "window" in one.changed and one.window > longest:

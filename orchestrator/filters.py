@@ -6,14 +6,16 @@ Legend: `L` sampled tokens of one answer, `V` vocabulary.
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from configs.rollouts import FilterSettings
+from transport.importing import NotFound, find
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,24 @@ class Repetition(Filter):
         return bool(np.any(places - last_uncertain >= self.window))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Custom(Filter):
+    """What a user's function says."""
+
+    name: ClassVar[str] = "custom"
+    import_path: str
+    function: Callable[[list[int], list[float]], object]
+
+    def finds(self, token_ids_L: Sequence[int], logprobs_L: Sequence[float]) -> bool:
+        """As the function says. Raises ValueError where it says neither True nor False."""
+        said = self.function(list(token_ids_L), list(logprobs_L))
+        if not isinstance(said, bool | np.bool_):
+            raise ValueError(f"filters.import_path = {self.import_path!r} returned {said!r:.100}, expected a bool")
+        return bool(said)
+
+
 def make_filters(filters: Sequence[FilterSettings], *, model_folder: Path) -> list[Filter]:
-    """Raises ValueError for one that can find nothing with this model."""
+    """Raises ValueError for one that can find nothing with this model, or whose function is not there."""
     return [_filter(one, model_folder) for one in filters]
 
 
@@ -85,6 +103,12 @@ def _filter(settings: FilterSettings, model_folder: Path) -> Filter:
     if settings.type == "repetition":
         window, threshold = settings.window, settings.prob_threshold
         return Repetition(window=window, prob_threshold=threshold, enforce=settings.enforce)
+    if settings.type == "custom":
+        function = find(settings.import_path, setting="filters.import_path")
+        if not callable(function):
+            raise NotFound(f"filters.import_path = {settings.import_path!r} is {function!r}, expected a function")
+        chosen = partial(function, **settings.kwargs)
+        return Custom(import_path=settings.import_path, function=chosen, enforce=settings.enforce)
     return Gibberish(
         token_id_threshold=settings.token_id_threshold,
         logprob_offset=settings.logprob_offset,

@@ -385,6 +385,23 @@ async def test_a_filter_of_repetitions_finds_what_its_window_and_threshold_say_a
     assert enforced.summary.rollouts_trained == 4
 
 
+async def test_a_filter_of_ones_own_sees_tokens_and_log_probabilities(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    server.answer = by_turns("1", "000")
+    (tmp_path / "mine.py").write_text(
+        "def long(token_ids, logprobs, limit):\n    return len(token_ids) == len(logprobs) > limit\n"
+        "def wrong(token_ids, logprobs):\n    return 'yes'\n"
+    )
+    one = {"type": "custom", "import_path": f"{tmp_path}/mine.py:long", "kwargs": {"limit": 3}, "enforce": True}
+    made = await run(tmp_path, server, filters=[one])
+    assert [line["rollout/found_custom"] for line in made.lines] == [0.5, 0.5]
+    assert made.summary.rollouts_dropped == {"custom": 4}
+    for name in ("wrong", "nobody"):
+        with pytest.raises(ValueError, match="import_path"):
+            await run(tmp_path, server, filters=[{"type": "custom", "import_path": f"{tmp_path}/mine.py:{name}"}])
+
+
 # --- servers ---
 
 
