@@ -140,6 +140,9 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
             yield "sleep_mode", "needs one GPU, where vLLM can sleep: no CPU, and weight_broadcast_type: filesystem"
         if self.weight_broadcast_type == "http" and not self.weight_broadcast_url:
             yield "weight_broadcast_url", "must be given with weight_broadcast_type: http, as http://10.0.0.5:5556"
+        if self.weight_broadcast_type == "http" and self.base_quantization is not None:
+            why = "the values of the trainer's quantized base lie in the run's folder, and do not travel over HTTP"
+            yield "base_quantization", f"{why}; set weight_broadcast_type: filesystem, or a plain base"
         if self.weight_broadcast_type == "nccl" and (self.enable_lora or self.device == "cpu"):
             yield "weight_broadcast_type", "nccl receives whole matrices by GPUs; set enable_lora: false, and no CPU"
 

@@ -104,6 +104,10 @@ def test_trainer_settings_without_effect_or_against_each_other_are_refused(chang
         ({"weight_broadcast_type": "nccl", "enable_lora": False, "device": "cpu"}, "weight_broadcast_type"),
         ({"weight_broadcast_type": "nccl", "enable_lora": False, "sleep_mode": True}, "sleep_mode"),
         ({"sleep_mode": True, "device": "cpu"}, "sleep_mode"),
+        (
+            {"weight_broadcast_type": "http", "weight_broadcast_url": "http://a:1", "base_quantization": "nf4"},
+            "base_quantization",
+        ),
         ({"colocate": True, "enable_lora": False}, "colocate"),
         ({"colocate": True, "tp": 2}, "colocate"),
         ({"colocate": True, "dp": 2, "device": "cpu"}, "colocate"),
