@@ -24,7 +24,9 @@ def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The lines of `metrics.jsonl`; one that is being written is left out."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @pytest.fixture
