@@ -93,7 +93,7 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
     if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
         why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
         problems.append(train.problem("sleep_mode", why))
-    if train.settings.recipe in ("fp8_hybrid", "nvfp4") and not visible.names:
+    if train.settings.low_precision is not None and not visible.names:
         why = f"{train.settings.recipe} needs a GPU that computes in so few bits, and none is visible"
         problems.append(train.problem("recipe", f"{why}; use bf16 or fp32"))
     why_not = why_not_started(train.settings, orch.settings)
