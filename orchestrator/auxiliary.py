@@ -17,6 +17,7 @@ from typing import Any
 from configs.auxiliary import ApiSettings, HintSettings
 from configs.orch import OrchSettings
 from orchestrator.endpoints import Costs, Endpoint
+from orchestrator.evidence import Evidence
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
 from orchestrator.inference.client import InferenceClient
 from orchestrator.ledger import Ledger
@@ -49,6 +50,12 @@ class AuxiliaryLosses:
     """Where the teacher is the policy itself."""
     hinter: Hinter | None = None
     asked_pairs: AskedPairs | None = None
+    makes_pairs: bool = True
+    """Whether what teachers say becomes pairs, and is not for advantages alone."""
+    trains_hints: bool = True
+    """Whether hints go with batches, and are not for advantages alone."""
+    evidence: Evidence | None = None
+    """Where hints or teachers are an advantage."""
     pairs_of_step: Callable[[int], list[PreferencePair]] = lambda step: []
     """The pairs that go with a batch, in whose transaction it is written that they do."""
     _hints: Counter[str] = field(default_factory=lambda: Counter({"errors": 0, "given": 0}))
@@ -80,7 +87,7 @@ class AuxiliaryLosses:
 
     def offer(self, results: Sequence[EpisodeResult]) -> None:
         """Scored rollouts about which teachers may be asked, beside everything else."""
-        if self.asked_pairs is not None:
+        if self.asked_pairs is not None and self.makes_pairs:
             self.asked_pairs.offer(results)
 
     # --- a batch ---
@@ -96,6 +103,8 @@ class AuxiliaryLosses:
     def metrics(self) -> dict[str, float]:
         """Of what is on, since the last call."""
         metrics = {} if self.teaching is None else self.teaching.metrics()
+        if self.evidence is not None:
+            metrics |= self.evidence.metrics()
         if self.hinter is not None:
             metrics |= {f"hints/{name}": float(num) for name, num in self._hints.items()} | self.hinter.metrics()
             self._hints = Counter(dict.fromkeys(self._hints, 0))
@@ -173,7 +182,8 @@ def _policy_teaches(settings: OrchSettings, ready: Ready) -> bool:
 
 def _servers_score(settings: OrchSettings, ready: Ready) -> bool:
     """Whether the run's own servers score samples."""
-    return _policy_teaches(settings, ready) or settings.reward_shaping.reference_kl > 0
+    scored = settings.reward_shaping.reference_kl > 0 or settings.hints.advantage_weight > 0
+    return _policy_teaches(settings, ready) or scored
 
 
 def make_shaping(settings: OrchSettings, client: InferenceClient, scheduler: Scheduler) -> RewardShaping:
@@ -196,10 +206,12 @@ def make_auxiliary(
 ) -> AuxiliaryLosses:
     """`teacher` is the one that was found. Raises ValueError for what cannot be honoured."""
     loss, chosen, preferences = ready.trainer.loss, settings.teacher_model, settings.preferences
+    hints_on = loss.alpha_sdpo or settings.hints.advantage_weight
+    preferences_on = loss.beta_replay or preferences.advantage_weight
     for name, is_set, weight, value in (
         ("teacher_model", chosen is not None, "teacher_tau", loss.teacher_tau),
-        ("hints", settings.hints != HintSettings(), "alpha_sdpo", loss.alpha_sdpo),
-        ("preferences", preferences.gives_pairs, "beta_replay", loss.beta_replay),
+        ("hints", settings.hints != HintSettings(), "alpha_sdpo", hints_on),
+        ("preferences", preferences.gives_pairs, "beta_replay", preferences_on),
     ):
         if is_set and not value:
             log.info("%s is off: the trainer's loss.%s is 0", name, weight)
@@ -218,9 +230,10 @@ def make_auxiliary(
             own_model=settings.model.name,
         )
 
-    if loss.alpha_sdpo:
+    auxiliary.trains_hints, auxiliary.makes_pairs = bool(loss.alpha_sdpo), bool(loss.beta_replay)
+    if hints_on:
         auxiliary.hinter = open_hinter(settings, engine, opened)
-    if loss.beta_replay and preferences.pairs is not None:
+    if preferences_on and preferences.pairs is not None:
         pairs = pairs_of_run(
             Path(preferences.pairs),
             base_model=ready.model_identity,
@@ -228,7 +241,7 @@ def make_auxiliary(
             num_adapters=max(1, len(adapters)),
         )
         auxiliary.pairs_of_step = partial(kept_pairs, pairs, max_pairs=preferences.max_pairs, seed=settings.seed)
-    elif loss.beta_replay:
+    elif preferences_on:
         auxiliary.asked_pairs = asked = AskedPairs(
             preferences,
             ledger,
@@ -241,4 +254,13 @@ def make_auxiliary(
             state=progress.costs,
         )
         auxiliary.pairs_of_step = asked.take
+    if settings.hints.advantage_weight or preferences.advantage_weight:
+        auxiliary.evidence = Evidence(
+            hints=settings.hints.advantage_weight,
+            teachers=preferences.advantage_weight,
+            score=client.score,
+            answers=None if auxiliary.asked_pairs is None else auxiliary.asked_pairs.answers,
+            select=preferences.select,
+            adapters=adapters,
+        )
     return auxiliary
