@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.auxiliary import ApiSettings, HintSettings
+from configs.loss import DpoSettings, SdpoSettings
 from configs.orch import OrchSettings
 from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.evidence import Evidence
@@ -50,10 +51,10 @@ class AuxiliaryLosses:
     """Where the teacher is the policy itself."""
     hinter: Hinter | None = None
     asked_pairs: AskedPairs | None = None
-    makes_pairs: bool = True
-    """Whether what teachers say becomes pairs, and is not for advantages alone."""
-    trains_hints: bool = True
-    """Whether hints go with batches, and are not for advantages alone."""
+    makes_pairs: Callable[[], bool] = lambda: True
+    """Whether what teachers say becomes pairs: not where it is for advantages alone, nor once their weight is 0."""
+    trains_hints: Callable[[], bool] = lambda: True
+    """Whether hints go with the next batch: not where they are for advantages alone, nor once their weight is 0."""
     evidence: Evidence | None = None
     """Where hints or teachers are an advantage."""
     pairs_of_step: Callable[[int], list[PreferencePair]] = lambda step: []
@@ -67,7 +68,7 @@ class AuxiliaryLosses:
     async def hinted(self, results: Sequence[EpisodeResult], *, withheld: Mapping[str, str]) -> HintedGroup:
         """Hints for what went wrong in a group, but in rollouts that are `withheld` from training. Waits for whoever
         writes them, who has a deadline."""
-        if self.hinter is None:
+        if self.hinter is None or not (self.trains_hints() or (self.evidence is not None and self.evidence.hints)):
             return NO_HINTS
         hinted = await self.hinter.of_group(results, withheld=withheld)
         for kind, message in hinted.problems.items():
@@ -87,7 +88,7 @@ class AuxiliaryLosses:
 
     def offer(self, results: Sequence[EpisodeResult]) -> None:
         """Scored rollouts about which teachers may be asked, beside everything else."""
-        if self.asked_pairs is not None and self.makes_pairs:
+        if self.asked_pairs is not None and self.makes_pairs():
             self.asked_pairs.offer(results)
 
     # --- a batch ---
@@ -230,7 +231,13 @@ def make_auxiliary(
             own_model=settings.model.name,
         )
 
-    auxiliary.trains_hints, auxiliary.makes_pairs = bool(loss.alpha_sdpo), bool(loss.beta_replay)
+    def counts(weight: float, term: SdpoSettings | DpoSettings) -> bool:
+        """Whether the next batch's loss has the term."""
+        falls = term.decay_steps is not None and scheduler.shipped >= term.warmup_steps + term.decay_steps
+        return weight > 0 and not falls
+
+    auxiliary.trains_hints = partial(counts, loss.alpha_sdpo, loss.sdpo)
+    auxiliary.makes_pairs = partial(counts, loss.beta_replay, loss.dpo)
     if hints_on:
         auxiliary.hinter = open_hinter(settings, engine, opened)
     if preferences_on and preferences.pairs is not None:

@@ -72,7 +72,7 @@ class Intake:
         if (evidence := self.auxiliary.evidence) is not None:
             found = await evidence.of_group(usable, hinted.hints, withheld=verdicts.withheld)
             shaped, added = [with_evidence(one, found) for one in shaped], evidence.added(usable, found)
-        if not self.auxiliary.trains_hints:
+        if not self.auxiliary.trains_hints():
             hinted = replace(hinted, hints={})
         made = finish_group(usable, lambda _: credit(shaped), verdicts, group=group, hinted=hinted, added=added)
         made = await self.auxiliary.taught(made)
