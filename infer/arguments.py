@@ -21,11 +21,8 @@ LORA_MODULES = (
     *("out_proj", "in_proj", "w1", "w2", "w3", "w13"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
 )
-"""The linear layers that can carry an adapter, by the checkpoint's names and by those of vLLM's merged layers.
-
-Named so that vLLM leaves the head alone: with LoRA around the head, `prompt_logprobs` for two requests at once end
-the engine on a CPU.
-"""
+"""The linear layers that can carry an adapter, by the checkpoint's names and by those of vLLM's merged layers. The head
+is left out: with LoRA around it, `prompt_logprobs` for two requests at once end the engine on a CPU."""
 ON_CPU: dict[str, Any] = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 2048,
@@ -52,11 +49,8 @@ def first_module(*names: str) -> Any:
 
 
 def prepare_environment() -> None:
-    """Sets what vLLM reads from the environment while it is imported.
-
-    Development and adapter-loading routes stay closed, usage reports stay home, and no file is looked for on the
-    network, whatever the caller's environment says.
-    """
+    """Sets what vLLM reads from the environment while it is imported: development routes stay closed, usage reports
+    stay home, and nothing is looked for on the network."""
     for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY"):
         os.environ.pop(name, None)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -107,14 +101,16 @@ def checkpoint_dtype(model_dir: Path) -> str:
 def served_rank(settings: InferSettings) -> int:
     """Returns the largest LoRA rank, rounded up to one that vLLM knows. Raises `ArgumentError` above the largest."""
     asked = settings.max_lora_rank or DEFAULT_LORA_RANK
-    fitting = [rank for rank in LORA_RANKS if rank >= asked]
-    if not fitting:
+    if asked > LORA_RANKS[-1]:
         raise ArgumentError(f"max_lora_rank is {asked}, vLLM serves at most {LORA_RANKS[-1]}; lower it")
-    return fitting[0]
+    return next(rank for rank in LORA_RANKS if rank >= asked)
 
 
 def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> dict[str, Any]:
     """Returns vLLM's arguments that follow from our own settings; None stands for vLLM's default."""
+    overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.fp32_lm_head else {}
+    if settings.rope_scaling:
+        overrides["rope_scaling"] = settings.rope_scaling
     lora = {
         "enable_lora": True,
         "max_lora_rank": served_rank(settings),
@@ -142,17 +138,11 @@ def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> d
         "worker_extension_cls": f"infer.{'noise.Noisy' if settings.norm_noise else 'worker.'}PolicyWorker",
         "reasoning_parser": settings.reasoning_parser,
         "enable_auto_tool_choice": settings.enable_auto_tool_choice or None,
-        "hf_overrides": _overrides(settings) or None,
+        "hf_overrides": overrides or None,
         "weight_transfer_config": {"backend": "nccl"} if settings.weight_broadcast_type == "nccl" else None,
         "enable_sleep_mode": settings.sleep_mode or None,
         "worker_cls": "infer.sleep_worker.CacheSleepWorker" if settings.sleep_mode and settings.colocate else None,
     } | (lora if settings.enable_lora else {})
-
-
-def _overrides(settings: InferSettings) -> dict[str, Any]:
-    """What vLLM reads in place of the model's config.json; `head_dtype` is its switch for the type of the LM head."""
-    head = {"head_dtype": "float32"} if settings.fp32_lm_head else {}
-    return head | ({"rope_scaling": settings.rope_scaling} if settings.rope_scaling else {})
 
 
 def command_line(values: dict[str, Any]) -> Iterator[str]:

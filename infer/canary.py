@@ -17,8 +17,7 @@ HALF_TOLERANCE = {"bfloat16": 0.05, "float16": 0.01}
 
 
 def tolerance_of(server_dtype: str, trainer_dtype: str, *, device: str, setting: float | None) -> float:
-    """Returns the allowed difference in nats: the setting, or by the types of both computations and the server's
-    device."""
+    """Returns the allowed difference in nats: the setting, or by both types and the server's device."""
     if setting is not None:
         return setting
     coarsest = next((one for one in HALF_TOLERANCE if one in (server_dtype, trainer_dtype)), None)

@@ -1,8 +1,7 @@
 """Checks of a published version's files before vLLM sees them.
 
-vLLM would accept a partial adapter silently, tear a loaded one with wrong shapes, and after a value that is not finite
-fail every later request until it is restarted. Reasons of refusal: `missing`, `outside`, `stale_run`, `corrupt`,
-`foreign_base`, `kind`, `rank`, `shape`, `partial`, `not_finite`, `norm_noise`, `rounding`.
+vLLM would accept a partial adapter silently, and after a value that is not finite fail every later request until it is
+restarted.
 
 Shapes: `r` rank, `I` and `O` a layer's input and output features; A is [r, I], B is [O, r].
 """
@@ -26,8 +25,7 @@ from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FI
 
 PEFT_PREFIX = "base_model.model."
 LARGEST_UPDATE = 1e6
-"""Bound on scaling * |A| * |B| of one layer (Frobenius norms). Far above any trained adapter; beyond it activations
-overflow, and one overflow leaves values in vLLM's cache that spoil later requests."""
+"""Bound on scaling * |A| * |B| of one layer, above which an overflow could spoil vLLM's cache for later requests."""
 _PLAIN_KEYS = frozenset(
     {
         *("r", "lora_alpha", "target_modules", "task_type", "inference_mode", "base_model_name_or_path"),
@@ -40,7 +38,7 @@ _PLAIN_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """What a version must fit: `BaseModel(identity="9f…", shapes={"model.norm.weight": (128,)}, …)`."""
+    """What a version must fit."""
 
     identity: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -54,8 +52,7 @@ class BaseModel:
     dtype: torch.dtype
     """Type that the server casts weights to."""
     noisy_norms: Mapping[str, int] = field(default_factory=dict)
-    """Norm weights that can carry a version's noise, by the checkpoint's names, and their sizes; none where the server
-    was not started for it."""
+    """Norm weights that can carry a version's noise, by the checkpoint's names, and their sizes."""
 
     @property
     def kinds(self) -> list[str]:
@@ -86,9 +83,6 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes
-
-
-# --- the folder ---------------------------------------------------------------------------------------------------
 
 
 def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:
@@ -153,17 +147,11 @@ def _check_spec(manifest: PolicyManifest, base: BaseModel) -> None:
         mend = f"start it with enable_lora: {str(spec.kind == 'adapter').lower()}"
         raise PolicyRefused("kind", f"{what} is of kind {spec.kind}, this server serves {base.kinds}; {mend}")
     if spec.norm_noise and not base.noisy_norms:
-        raise PolicyRefused(
-            "norm_noise",
-            f"{what} belongs to a run with noise on the norm weights (noise_scheduler), which this server was not "
-            "started for; start it with norm_noise: true",
-        )
+        mend = "start this server with norm_noise: true"
+        raise PolicyRefused("norm_noise", f"{what} belongs to a run with noise on the norm weights; {mend}")
     if base.max_rank is not None and spec.rank > base.max_rank:
-        raise PolicyRefused(
-            "rank",
-            f"{what} has rank {spec.rank}, this server was started for at most {base.max_rank}; start it with "
-            f"max_lora_rank: {spec.rank}",
-        )
+        mend = f"start it with max_lora_rank: {spec.rank}"
+        raise PolicyRefused("rank", f"{what} has rank {spec.rank}, this server takes {base.max_rank} at most; {mend}")
 
 
 def _canary(manifest: PolicyManifest, files: Mapping[str, bytes], folder: str, base: BaseModel) -> Canary:
@@ -190,8 +178,7 @@ def _file(manifest: PolicyManifest, files: Mapping[str, bytes], name: str) -> by
 
 def _check_names(found: Collection[str], expected: Collection[str], what: str) -> None:
     if missing := sorted(set(expected) - set(found)):
-        count = f"{len(missing)} of {len(expected)}"
-        raise PolicyRefused("partial", f"{what} lacks {count} tensors, the first is {missing[0]}")
+        raise PolicyRefused("partial", f"{what} lacks {len(missing)} of {len(expected)} tensors, first {missing[0]}")
     if surplus := sorted(set(found) - set(expected)):
         raise PolicyRefused("shape", f"{what} has {len(surplus)} tensors that do not belong there, first {surplus[0]}")
 
@@ -220,9 +207,6 @@ def _tensors(data: bytes, name: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# --- adapters -----------------------------------------------------------------------------------------------------
-
-
 def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: BaseModel, folder: str) -> None:
     spec = manifest.spec
     _check_config(_file(manifest, files, f"{folder}{ADAPTER_CONFIG_FILE}"), spec)
@@ -240,8 +224,8 @@ def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: B
             _check_tensor(name, tensor, shape, base.dtype, "rank" if other_rank else "shape")
         update = spec.alpha / spec.rank * float(a.double().norm() * b.double().norm())
         if not update <= LARGEST_UPDATE:
-            message = f"{names[module][1]} and its A multiply to {update:.3g}, above {LARGEST_UPDATE:g}"
-            raise PolicyRefused("not_finite", f"{message}: it would overflow")
+            what = f"{names[module][1]} and its A multiply to {update:.3g}"
+            raise PolicyRefused("not_finite", f"{what}, above {LARGEST_UPDATE:g}: it would overflow")
 
 
 def _check_config(data: bytes, spec: PolicySpec) -> None:
@@ -272,12 +256,8 @@ def _targets(spec: PolicySpec, base: BaseModel) -> dict[str, tuple[int, ...]]:
     }
 
 
-# --- weights that are no adapter ----------------------------------------------------------------------------------
-
-
 def _check_weights(manifest: PolicyManifest, folder: Path, files: Mapping[str, bytes], base: BaseModel) -> None:
-    """Checks merged or full weights tensor by tensor. Of weights that are going to be broadcast there are names and
-    shapes only; the canary has to tell of their values."""
+    """Checks merged or full weights. Of those that will be broadcast there are names and shapes only."""
     spec, expected = manifest.spec, set(base.shapes)
     if spec.kind == "merged":
         expected = {f"{module}.weight" for module in _targets(spec, base)}
@@ -296,30 +276,23 @@ def _check_weights(manifest: PolicyManifest, folder: Path, files: Mapping[str, b
             return
         shard_of = weight_map(_file(manifest, files, INDEX_FILE), manifest.files)
         _check_names(shard_of, expected, "the version")
-        for shard in sorted(set(shard_of.values())):
-            _check_shard(folder / shard, {name for name, own in shard_of.items() if own == shard}, base)
+        for file in sorted(set(shard_of.values())):
+            with safe_open(folder / file, framework="pt") as shard:
+                if set(shard.keys()) != {name for name, own in shard_of.items() if own == file}:
+                    raise PolicyRefused("corrupt", f"{file} holds other tensors than {INDEX_FILE} says")
+                for name in sorted(shard.keys()):
+                    _check_tensor(name, shard.get_tensor(name), base.shapes[name], base.dtype)
     except (CorruptError, SafetensorError, OSError) as error:
         raise PolicyRefused("corrupt", f"the weights of version {manifest.version}: {error}") from error
 
 
-def _check_shard(path: Path, names: set[str], base: BaseModel) -> None:
-    with safe_open(path, framework="pt") as shard:
-        if set(shard.keys()) != names:
-            raise PolicyRefused("corrupt", f"{path.name} holds other tensors than {INDEX_FILE} says")
-        for name in sorted(names):
-            _check_tensor(name, shard.get_tensor(name), base.shapes[name], base.dtype)
-
-
-# --- noise --------------------------------------------------------------------------------------------------------
-
-
 def _check_noise(manifest: PolicyManifest, files: Mapping[str, bytes], canaries: list[Canary], base: BaseModel) -> None:
-    """Checks that a version has noise with its proof, and finite float32 weights for just the norms that can carry it,
-    or neither."""
-    parts = {NOISE_FILE: NOISE_FILE in manifest.files, CANARY_FILE: canaries[0].noisy_logprobs is not None}
-    if len(set(parts.values())) > 1:
-        raise PolicyRefused("partial", f"version {manifest.version} has noise by {parts}, expected both or neither")
-    if not parts[NOISE_FILE]:
+    """Checks that a version has noise with its proof, and finite weights for just the norms that can carry it, or
+    neither."""
+    has_proof = canaries[0].noisy_logprobs is not None
+    if has_proof != (NOISE_FILE in files):
+        raise PolicyRefused("partial", f"version {manifest.version} has {NOISE_FILE} without its proof, or only that")
+    if not has_proof:
         return
     if not manifest.spec.norm_noise or len(canaries) > 1:
         expected = "a spec with norm_noise: true and one adapter"
@@ -327,6 +300,4 @@ def _check_noise(manifest: PolicyManifest, files: Mapping[str, bytes], canaries:
     tensors = _tensors(files[NOISE_FILE], NOISE_FILE)
     _check_names(tensors, base.noisy_norms, NOISE_FILE)
     for name, size in base.noisy_norms.items():
-        if tensors[name].dtype != torch.float32:
-            raise PolicyRefused("corrupt", f"{name} has type {tensors[name].dtype}, expected torch.float32")
         _check_tensor(name, tensors[name], (size,), torch.float32)

@@ -20,7 +20,9 @@ def main() -> None:
     end_with_starter()
     settings = load_settings(InferSettings)
     hide_environment(key_variables(settings.model_dump()))
-    _set_threads(settings)
+    # Read as torch and numpy are imported; numpy's threads would do nothing, and no process can be forked beside them.
+    num_threads = settings.num_threads or os.environ.get("OMP_NUM_THREADS", 1)
+    os.environ |= {"OMP_NUM_THREADS": str(num_threads), "OPENBLAS_NUM_THREADS": "1"}
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
 
     from infer.server import run
@@ -29,15 +31,6 @@ def main() -> None:
     logging.shutdown()
     # At once: vLLM's libraries report leaks while the interpreter ends, below the line that says what went wrong.
     os._exit(code)
-
-
-def _set_threads(settings: InferSettings) -> None:
-    """How many threads the engine computes with. Torch and numpy read it as they are imported; numpy starts threads at
-    once, which do nothing here, and beside which no process can be forked."""
-    if settings.num_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 
 if __name__ == "__main__":

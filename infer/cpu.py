@@ -1,11 +1,10 @@
 """What vLLM's build for CPUs needs mended, inside its engine process: the LoRA product, seeded requests, ranks, AMX.
 
 vLLM's own LoRA path (`punica_cpu`) gives base rows in a mixed batch the last adapter (slot -1 is used as an index), and
-gathers A and B once per token, which makes decoding three times slower. `GroupedLora` groups rows by slot and leaves
-those of slot -1 alone.
+gathers A and B once per token, which makes decoding three times slower.
 
-Shapes: `R` rows (tokens of the engine's step), `I` input features, `O` output features, of which a merged layer has
-several slices `O_i`, `r` the largest rank, `L` adapter slots.
+Shapes: `R` rows (tokens of the engine's step), `I` input and `O` output features, of which a merged layer has several
+slices `O_i`, `r` the largest rank, `L` adapter slots, `V` vocabulary.
 """
 
 import importlib
@@ -13,9 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-
-RANKS_PART = 2**18
-"""Numbers that are compared at a time: with their results they fit into a processor's cache."""
 
 
 def group_rows(slots: Sequence[int]) -> list[tuple[int, slice | torch.Tensor]]:
@@ -31,10 +27,7 @@ def group_rows(slots: Sequence[int]) -> list[tuple[int, slice | torch.Tensor]]:
 
 
 class GroupedLora:
-    """Stands where vLLM's layers expect their punica wrapper: adds each row's own adapter to its output.
-
-    The same groups serve all layers of a step; vLLM calls `update_metadata` when the batch's mapping changes.
-    """
+    """Stands where vLLM's layers expect their punica wrapper: adds each row's own adapter to its output."""
 
     def __init__(self) -> None:
         self.groups: list[tuple[int, slice | torch.Tensor]] = []
@@ -71,18 +64,9 @@ class GroupedLora:
 
 
 def install_grouped_lora(model: Any) -> None:
-    """Gives every adapted layer of the served model `GroupedLora`.
-
-    Raises TypeError for a layer that is not a linear one: embeddings and the language model's head have paths of their
-    own in vLLM, wrong for mixed batches as well.
-    """
-    manager = model.lora_manager
-    grouped = GroupedLora()
-    if not manager.modules:
-        raise TypeError("no layer of the model can carry an adapter; start this server with enable_lora: false")
-    for name, layer in manager.modules.items():
-        if not isinstance(getattr(layer, "lora_a_stacked", None), tuple) or not hasattr(layer, "output_slices"):
-            raise TypeError(f"{name} ({type(layer).__name__}) is no linear layer; take it out of target_modules")
+    """Gives every adapted layer of the served model `GroupedLora`; by `LORA_MODULES` they are linear ones."""
+    manager, grouped = model.lora_manager, GroupedLora()
+    for layer in manager.modules.values():
         layer.set_mapping(grouped)
     for prefix in manager.punica_wrapper_mapping:
         manager.punica_wrapper_mapping[prefix] = grouped
@@ -95,15 +79,11 @@ def allow_amx() -> None:
         torch.cpu._init_amx()
 
 
-# --- requests with a seed ---------------------------------------------------------------------------------------------
-
-
 class RestoredGenerators(dict[int, torch.Generator]):
     """The random numbers of requests with a seed.
 
     vLLM samples from a prompt of which only a part has been read, throws the token away, and takes the generator back
-    by an offset, which a CPU's does not have: the engine would end. So they are put back here, around the sampler, and
-    when vLLM then asks for them in order to take them back, it finds none.
+    by an offset, which a CPU's does not have. So the sampler's hooks put it back, and vLLM, asking for it, finds none.
     """
 
     def __init__(self, generators: Mapping[int, torch.Generator], discarded: Callable[[], Iterable[int]]) -> None:
@@ -111,15 +91,11 @@ class RestoredGenerators(dict[int, torch.Generator]):
         super().__init__(generators)
         self._discarded = discarded
         self._before: dict[int, torch.Tensor] = {}
-        self._put_back: set[int] = set()
-        """Rows that vLLM has yet to ask for."""
+        """States of rows whose tokens are thrown away; once put back, until vLLM asks for them."""
 
     def get(self, row: int, default: Any = None) -> Any:
         """Returns the generator of a row; nothing the first time after it has been put back."""
-        if row in self._put_back:
-            self._put_back.discard(row)
-            return default
-        return super().get(row, default)
+        return default if self._before.pop(row, None) is not None else super().get(row, default)
 
     def remember(self, *_: object) -> None:
         """Called before the sampler."""
@@ -129,7 +105,6 @@ class RestoredGenerators(dict[int, torch.Generator]):
         """Called after it."""
         for row, state in self._before.items():
             self[row].set_state(state)
-        self._put_back = set(self._before)
 
 
 def install_restored_generators(runner: Any) -> None:
@@ -144,25 +119,15 @@ def install_restored_generators(runner: Any) -> None:
     runner.sampler.register_forward_hook(generators.restore)
 
 
-# --- the ranks of tokens, which vLLM returns with log-probabilities ---------------------------------------------------
-
-
-def num_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """x [R, V], values [R, 1] → [R] i64 how many numbers of a row are as large as its value or larger.
-
-    vLLM has torch compile its function for this, which takes two seconds of a server's first request and a C++
-    compiler. This one needs neither. Counted in float32, which is exact up to 2^24.
-    """
-    rows = max(1, RANKS_PART // x.shape[1])
-    counts = [
-        torch.ge(part, value, out=torch.empty(part.shape, dtype=torch.float32)).sum(-1)
-        for part, value in zip(x.split(rows), values.split(rows), strict=True)
-    ]
-    return torch.cat(counts).long()
-
-
 def install_ranks() -> None:
-    """Lets vLLM count so, where this vLLM counts where it is known to."""
+    """Lets vLLM count the tokens that are at least as likely as a sampled one without torch's compiler, which takes two
+    seconds of a server's first request and a C++ compiler: x [R, V], values [R, 1] → [R] i64. Counted in float32, which
+    is exact up to 2^24 and quick."""
     sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
     if hasattr(sampler, "batched_count_greater_than"):
         sampler.batched_count_greater_than = num_at_least
+
+
+def num_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns [R] i64 how many numbers of a row of x [R, V] are at least its one of values [R, 1]."""
+    return torch.ge(x, values, out=torch.empty(x.shape)).sum(-1).long()

@@ -6,8 +6,8 @@ functions: the import takes seconds, and reads environment variables that `argum
 
 import asyncio
 import contextlib
-import functools
 import importlib
+import itertools
 import logging
 import math
 import multiprocessing.connection
@@ -34,8 +34,7 @@ T = TypeVar("T")
 
 ENGINE_CHECK_S = 1.0
 ABORT_AGAIN_S = 0.05
-"""After which a request that should have ended is told so again: vLLM forgets it where the request is still on its way
-into the engine."""
+"""Between two aborts of a request: vLLM forgets one that comes before the request is in the engine."""
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -64,7 +63,7 @@ class Engine:
     def __init__(self, client: Any, *, device: str, model_dir: Path) -> None:
         self._client, self._model_dir, self.device = client, model_dir, device
         self._models: Any = None
-        self._num_requests = 0
+        self._numbers = itertools.count(1)
         self._in_group = False
         self._fault = ""
         self.ended = asyncio.Event()
@@ -74,14 +73,8 @@ class Engine:
         self.vocab_size = int(client.model_config.get_vocab_size())
         self.noisy_norms: Mapping[str, int] = {}
         """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
-        self.scores_at_temperatures = False
-        """Whether `score` can be asked for another temperature than 1."""
-        self.shared_bytes = 0
-        """Of the base weights that trainers can import."""
         self.torch_dtype = client.model_config.dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
-
-    # --- its end --------------------------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
         """Has the server end, to be started again."""
@@ -113,8 +106,6 @@ class Engine:
             task.cancel()
             ended.cancel()
 
-    # --- sampling and scoring -------------------------------------------------------------------------------------
-
     def load(self) -> ServerLoad:
         """Returns what it has to do now, by vLLM's own metrics, which /metrics has too."""
         from prometheus_client import REGISTRY
@@ -125,17 +116,20 @@ class Engine:
         running, waiting, kv_use = (values[name] for name in _GAUGES)
         return ServerLoad(num_running=int(sum(running)), num_waiting=int(sum(waiting)), kv_use=max(kv_use))
 
-    async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
-        """Samples under the adapter (None: the model). Cancelling the call ends the sampling."""
-        return await self._sample(self._next_name(), wanted, adapter)
-
-    async def _sample(
-        self, name: str, wanted: GenerateRequest, adapter: Adapter | None, may_end: asyncio.Event | None = None
+    async def generate(
+        self,
+        wanted: GenerateRequest,
+        adapter: Adapter | None,
+        *,
+        name: str | None = None,
+        may_end: asyncio.Event | None = None,
     ) -> list[Choice]:
+        """Samples under the adapter (None: the model). Cancelling the call ends the sampling, and so does vLLM's
+        abortion of `name` once `may_end` is set."""
         same = ("n", "max_tokens", "min_tokens", "temperature", "seed", "stop_token_ids")
         params = _params(logprobs=0, **{key: getattr(wanted, key) for key in same})
-        prompt, salt = wanted.prompt_token_ids, wanted.cache_salt
-        result = await self._final(name, prompt, params, adapter, salt=salt, may_end=may_end)
+        options: dict[str, Any] = {"salt": wanted.cache_salt, "name": name, "may_end": may_end}
+        result = await self._final(wanted.prompt_token_ids, params, adapter, **options)
         return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
 
     async def generate_until(
@@ -143,45 +137,45 @@ class Engine:
     ) -> list[Choice]:
         """Returns one answer to each request (n = 1). Those that run when `superseded` is set end there, with what they
         have."""
-        named = {self._next_name(): wanted for wanted in requests}
-        sampling = [asyncio.ensure_future(self._sample(name, one, adapter, superseded)) for name, one in named.items()]
-        all_sampled, must_end = asyncio.gather(*sampling), asyncio.ensure_future(superseded.wait())
-        try:
-            await asyncio.wait((all_sampled, must_end), return_when=asyncio.FIRST_COMPLETED)
-            while not all_sampled.done():
+        named = {f"policy-{next(self._numbers)}": wanted for wanted in requests}
+        sampling = [
+            asyncio.ensure_future(self.generate(one, adapter, name=name, may_end=superseded))
+            for name, one in named.items()
+        ]
+
+        async def end() -> None:
+            await superseded.wait()
+            while True:
                 await self._client.abort(list(named))
-                await asyncio.wait((all_sampled,), timeout=ABORT_AGAIN_S)
-            return [choice for choices in all_sampled.result() for choice in choices]
+                await asyncio.sleep(ABORT_AGAIN_S)
+
+        ending = asyncio.ensure_future(end())
+        try:
+            return [choice for choices in await asyncio.gather(*sampling) for choice in choices]
         finally:
-            for task in (must_end, *sampling):
+            for task in (ending, *sampling):
                 task.cancel()
-            await asyncio.gather(must_end, all_sampled, *sampling, return_exceptions=True)
+            await asyncio.gather(ending, *sampling, return_exceptions=True)
 
     async def score(
         self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
     ) -> list[float]:
-        """Returns the log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it.
-
-        A lower `priority` is scheduled before waiting requests of a higher one; requests have 0.
-        """
+        """Returns the log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it. A lower
+        `priority` is scheduled before waiting requests of a higher one; requests have 0."""
         extra = None if temperature == 1.0 else {score_temperature.KEY: temperature}
         params = _params(max_tokens=1, temperature=0.0, prompt_logprobs=0, extra_args=extra)
-        result = await self._final(self._next_name(), list(token_ids), params, adapter, priority=priority)
+        result = await self._final(list(token_ids), params, adapter, priority=priority)
         return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
-
-    def _next_name(self) -> str:
-        self._num_requests += 1
-        return f"policy-{self._num_requests}"
 
     async def _final(
         self,
-        name: str,
         prompt: list[int],
         params: Any,
         adapter: Adapter | None,
         *,
         salt: str | None = None,
         priority: int = 0,
+        name: str | None = None,
         may_end: asyncio.Event | None = None,
     ) -> Any:
         """vLLM's only output of a request in FINAL_ONLY mode; an incomplete one only once `may_end` is set."""
@@ -191,7 +185,7 @@ class Engine:
         async for output in self._client.generate(
             {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
             params,
-            request_id=name,
+            request_id=name or f"policy-{next(self._numbers)}",
             lora_request=_lora_request(adapter) if adapter else None,
             priority=priority,
         ):
@@ -200,8 +194,6 @@ class Engine:
         if final is None or any(output.finish_reason not in ends for output in final.outputs):
             raise EngineError("the engine ended the request without an answer")
         return final
-
-    # --- adapters -------------------------------------------------------------------------------------------------
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Loads an adapter into the engine. Raises `PolicyRefused` with vLLM's reason."""
@@ -240,11 +232,9 @@ class Engine:
         """Takes back every name of the model but its own, which is the first."""
         del self._models.base_model_paths[1:]
 
-    # --- weights --------------------------------------------------------------------------------------------------
-
     async def load_weights(self, folder: Path | None) -> None:
-        """Replaces the model's weights by those in a version's folder (None: the base model's), once all requests have
-        ended, those of the chat routes too. Raises `EngineError`."""
+        """Replaces the model's weights by those in a version's folder (None: the base's), once all requests have ended,
+        those of the chat routes too. Raises `EngineError`."""
         async with self._paused():
             args = (None if folder is None else str(folder), str(self._model_dir))
             await self._client.collective_rpc("load_policy_weights", args=args)
@@ -255,11 +245,8 @@ class Engine:
         base, where = importlib.import_module("vllm.distributed.weight_transfer.base"), announcement.rendezvous
         joining = {"master_address": where.host, "master_port": where.port, "world_size": where.world_size}
         joining |= {"rank_offset": rank_offset, "packed": True}
-        sent = {
-            "names": list(announcement.names),
-            "dtype_names": list(announcement.dtypes),
-            "shapes": [list(shape) for shape in announcement.shapes],
-        }
+        shapes = [list(shape) for shape in announcement.shapes]
+        sent = {"names": list(announcement.names), "dtype_names": list(announcement.dtypes), "shapes": shapes}
         async with self._paused():
             if not self._in_group:
                 await self._client.init_weight_transfer_engine(base.WeightTransferInitRequest(init_info=joining))
@@ -283,15 +270,12 @@ class Engine:
         `EngineError` where they cannot be shared as the checkpoint has them."""
         args = (str(output_dir), str(self._model_dir), base_model)
         with _failing("colocate: the base weights cannot be shared"):
-            self.shared_bytes = (await self._client.collective_rpc("export_base_weights", args=args))[0]
-        log.info("base weights: %d bytes are shared with the run's trainer", self.shared_bytes)
-
-    # --- sleep mode -----------------------------------------------------------------------------------------------
+            [num_bytes, *_] = await self._client.collective_rpc("export_base_weights", args=args)
+        log.info("base weights: %d bytes are shared with the run's trainer", num_bytes)
 
     async def sleep(self) -> None:
-        """Frees the GPU's memory once all requests are answered: the KV cache is discarded, and weights and adapters
-        move to main memory, unless they are shared (`CacheSleepWorker`). Raises `EngineError`; then it is to be woken.
-        Not yet run on a GPU."""
+        """Frees the GPU's memory once all requests are answered: of the KV cache, and of weights that are not shared.
+        Raises `EngineError`; then it is to be woken. Not yet run on a GPU."""
         self.asleep = True
         with _failing("the engine cannot sleep"):
             await self._client.sleep(level=1, mode="wait")
@@ -303,24 +287,13 @@ class Engine:
                 await self._client.wake_up()
             self.asleep = False
 
-    # --- its start ------------------------------------------------------------------------------------------------
-
     async def install(self, *, lora: bool, noise: bool) -> None:
         """Has every worker do what is ours. Raises `EngineError` where it took no effect."""
         norms = [name for name, shape in tensor_shapes(self._model_dir).items() if len(shape) == 1] if noise else []
-        on_cpu = self.device == "cpu"
+        args = self.device == "cpu", lora, norms
         with _failing(f"this vLLM {vllm_version()} cannot serve versions"):
-            found = await self._client.collective_rpc("install_ours", args=(on_cpu, lora and on_cpu, norms))
-        first = found[0]
-        if any(one != first for one in found):
-            raise EngineError(f"the workers differ: {found}")
-        self.noisy_norms = first["noisy_norms"]
-        ids = [self.vocab_size // 2, 1]  # the first id may be padding, after which all tokens are equally probable
-        at_1 = await self.score(ids, None)  # the first request takes a second or two, all others milliseconds
-        divided = first["score_temperature"] and await self.score(ids, None, temperature=2.0) != at_1
-        self.scores_at_temperatures = divided
-        if not divided:
-            log.warning("vLLM %s: sequences can be scored at temperature 1 only", vllm_version())
+            self.noisy_norms, *_ = await self._client.collective_rpc("install_ours", args=args)
+        await self.score([self.vocab_size // 2, 1], None)  # the first request takes a second, all others milliseconds
 
 
 def _params(**more: Any) -> Any:
@@ -365,9 +338,6 @@ def _sampled(output: Any) -> Choice:
     )
 
 
-# --- building it ------------------------------------------------------------------------------------------------------
-
-
 @contextlib.asynccontextmanager
 async def _forked_engine(args: Namespace, launcher: Any) -> AsyncIterator[Any]:
     """vLLM's client of an engine whose process is forked from this one, where that can be; else it is started anew."""
@@ -388,30 +358,25 @@ async def _forked_engine(args: Namespace, launcher: Any) -> AsyncIterator[Any]:
 
 
 def _wait_for_exit_codes() -> None:
-    """Lets vLLM tell how an engine ended that did so while it started: it asks as soon as the process has closed its
-    files, which is before the kernel has an exit code."""
+    """Lets vLLM tell how an engine has ended while it started: it asks before the kernel has an exit code."""
     manager: Any = importlib.import_module("vllm.v1.engine.utils").CoreEngineProcManager
-    if not hasattr(manager.finished_procs, "__wrapped__"):
+    known = manager.finished_procs
 
-        @functools.wraps(manager.finished_procs)
-        def finished_procs(self: Any, *, known: Any = manager.finished_procs) -> dict[str, int]:
-            ended = multiprocessing.connection.wait(self.sentinels(), timeout=0)
-            for process in self.processes:
-                if process.sentinel in ended:
-                    process.join(5)
-            return dict(known(self))
+    def finished_procs(self: Any) -> dict[str, int]:
+        for process in self.processes:
+            if multiprocessing.connection.wait([process.sentinel], timeout=0):
+                process.join(5)
+        return dict(known(self))
 
-        manager.finished_procs = finished_procs
+    manager.finished_procs = finished_procs
 
 
 @contextlib.asynccontextmanager
 async def embedded(
     settings: InferSettings, *, model_dir: Path, sock: socket.socket
 ) -> AsyncIterator[tuple[Any, Engine]]:
-    """Starts the engine in its own process and builds vLLM's application; the engine ends with the context.
-
-    `sock` is where the server will listen, which its engine must not hold. Raises `ArgumentError` and `EngineError`.
-    """
+    """Starts the engine in its own process and builds vLLM's application; the engine ends with the context. `sock` is
+    where the server will listen, which its engine must not hold. Raises `ArgumentError` and `EngineError`."""
     device = device_of(settings)
     args = make_args(settings, model_dir=model_dir, device=device)
     openai = "vllm.entrypoints.openai.api_server"

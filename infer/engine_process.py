@@ -1,11 +1,7 @@
 """The process of vLLM's engine: how it is started, and that it ends with its server.
 
-vLLM starts it anew (`spawn`), and it imports again all that its server has imported. On a CPU it can be forked from the
-server instead, which has everything in memory: a third of a start's processor time is saved, and a fifth of the memory.
-A process that has used a GPU cannot be forked, and neither can one with threads, whose locks and pools would be missing
-in the copy.
-
-The module imports no vLLM: the engine's process comes by here before it.
+On a CPU it is forked from the server, which has all imports in memory, instead of started anew as vLLM would: a third
+of a start's processor time is saved, and a fifth of the memory. The module imports no vLLM.
 """
 
 import gc
@@ -30,13 +26,12 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class FollowServer:
-    """Travels to every engine process in vLLM's configuration (`additional_config`), and binds it to the process that
-    starts it, the server's or another engine's. It acts as soon as it is unpickled or forked: an engine that waits for
-    its server's handshake would outlive a server that is killed meanwhile."""
+    """Travels to every engine process in vLLM's configuration (`additional_config`), and lets it end with the process
+    that has started it, from the moment at which it is unpickled or forked."""
 
     server_pid: int
     norm_noise: bool = False
-    """Whether the model's norms are those that can carry noise."""
+    """Whether norms can carry noise."""
     plain_weights: bool = False
     """Whether the engine computes with plain weights on a CPU, so that it can share them."""
 
@@ -48,8 +43,7 @@ class FollowServer:
         return "norm_noise" if self.norm_noise else ""
 
     def at_forks(self, sockets: Sequence[socket.socket]) -> None:
-        """Act in whatever process multiprocessing forks from this one, as long as this object lives, and close there
-        what is the server's alone."""
+        """Acts in what multiprocessing forks from this process, and closes there what is the server's alone."""
         parent = os.getpid()
 
         def forked(self: FollowServer) -> None:
@@ -64,7 +58,7 @@ class FollowServer:
         multiprocessing.util.register_after_fork(self, forked)
 
     def act(self, parent: int) -> None:
-        """Prepare this process, which `parent` has started, unless it is the server's."""
+        """Prepares this process, which `parent` has started, unless it is the server's."""
         if self.server_pid != os.getpid():
             end_with(parent)
             gc.freeze()
@@ -79,18 +73,14 @@ def follow(parent: int, server_pid: int, norm_noise: bool, plain_weights: bool) 
 
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    # In a spawned process tqdm makes a semaphore with a name, which stays in /dev/shm when all processes of the server
-    # are killed together. No bar of an engine is shared with another process.
+    # In a spawned process tqdm makes a semaphore with a name, which would stay in /dev/shm where all are killed.
     tqdm.set_lock(threading.RLock())
     return arrived
 
 
 def choose_fork() -> None:
-    """Lets vLLM fork the engine's process from this one, if that is safe and loses nothing: no thread, and no library
-    that is to be loaded before everything else (LD_PRELOAD) and is not in memory.
-
-    To be called when vLLM has made its configuration, which asks for `spawn` on a CPU, and sets those libraries.
-    """
+    """Lets vLLM fork the engine's process from this one, if it has no threads, whose locks would be missing in a copy,
+    and all libraries of LD_PRELOAD. To be called when vLLM's configuration, which sets both, is made."""
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     libraries, mapped = os.environ.get("LD_PRELOAD", ""), Path("/proc/self/maps").read_text(encoding="utf-8")
     missing = [one for one in libraries.replace(":", " ").split() if os.path.realpath(one) not in mapped]

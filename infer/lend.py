@@ -1,9 +1,8 @@
 """Exporting the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
 
-On a CPU the weights move into memory that another process can map, and the server computes with them as they are, where
-vLLM would make packed copies that nobody else can read; on a GPU they stay where they are. vLLM fuses some layers (q, k
-and v into one); their rows are exported as tensors of their own, by the checkpoint's names, without copying. The module
-imports no vLLM at its start.
+On a CPU the weights move into memory that another process can map, and the server computes with them as they are
+instead of with vLLM's packed copies; on a GPU they stay where they are. Rows of layers that vLLM fuses are exported as
+tensors of their own, by the checkpoint's names, without copying. The module imports no vLLM at its start.
 """
 
 import ctypes
@@ -23,9 +22,7 @@ def keep_plain_weights() -> None:
     """Lets vLLM compute with plain weights on a CPU. Called before it builds a model."""
     utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
-        raise SharedBaseError(
-            "this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.33, or turn colocate off"
-        )
+        raise SharedBaseError("this vLLM computes with packed weights; use one of 0.24 to 0.33, or turn colocate off")
 
     def plain(layer: Any, remove_weight: bool) -> None:
         """Takes the place of vLLM's choice of a product for a layer; `remove_weight` is for those that pack it."""
@@ -47,10 +44,8 @@ def export_model(
     model: Any, *, output_dir: str, base_folder: Path, base_model: str, dtype: torch.dtype, device: torch.device
 ) -> Manifest:
     """Offers the model's base weights to the trainers of the run in `output_dir`, from now on. Returns their manifest.
-
     `base_model` is the identity of the checkpoint in `base_folder`, `dtype` the type of the computation. Raises
-    `SharedBaseError`, which names the tensor, where the model does not hold the checkpoint's tensors as they are.
-    """
+    `SharedBaseError` where the model does not hold the checkpoint's tensors as they are."""
     shapes, key = tensor_shapes(base_folder), device_key(device)
     moved = _moved(model) if device.type == "cpu" else None
 
@@ -74,8 +69,7 @@ def export_model(
 
 
 def _moved(model: Any) -> HostMemory:
-    """Moves all parameters, one after the other, into memory that can be shared, and gives the memory back that the C
-    library keeps."""
+    """Moves all parameters, one after the other, into memory that can be shared."""
     parameters = list(model.parameters())
     memory = HostMemory(sum(aligned(parameter.nbytes) for parameter in parameters))
     for parameter in parameters:
@@ -86,8 +80,8 @@ def _moved(model: Any) -> HostMemory:
 
 
 def rows_of_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters by unfused names, without the names of vLLM's LoRA layers around them; fused ones as
-    views of the rows of each part, embeddings and heads without the rows beyond the vocabulary."""
+    """The model's parameters by the names of plain layers; fused ones as views of the rows of each part, embeddings and
+    heads without the rows beyond the vocabulary."""
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():
         owner, _, own = name.rpartition(".")
@@ -110,11 +104,8 @@ def rows_of_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def by_checkpoint(
     model: Any, held: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What the model holds, by the checkpoint's names, and the names that it does not, with the reasons.
-
-    Raises `SharedBaseError` for a tensor of the checkpoint that is missing or has another shape, and for one that the
-    checkpoint does not have.
-    """
+    """What the model holds, by the checkpoint's names, and the names that it does not, with the reasons. Raises
+    `SharedBaseError` for tensors that are missing, surplus or of another shape."""
     views: dict[str, torch.Tensor] = {}
     left: dict[str, str] = {}
     used = set[str]()
@@ -128,9 +119,8 @@ def by_checkpoint(
         else:
             found = list(held[own].shape) if own in held else "nothing"
             if found != list(shape):
-                raise SharedBaseError(
-                    f"the server holds {found} for {name}, {list(shape)} in the checkpoint; turn colocate off"
-                )
+                what = f"the server holds {found} for {name}, {list(shape)} in the checkpoint"
+                raise SharedBaseError(f"{what}; turn colocate off")
             views[name] = held[own]
             used.add(own)
     if surplus := sorted(set(held) - used):

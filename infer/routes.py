@@ -1,13 +1,13 @@
 """Our routes under /policy: HTTP to the records of `transport/http.py` and back.
 
-Errors are `{"error": {"type", "message"}}`: 400 bad input, 404 not live, 409 policy refused (`type` is the reason) or
-stale_run, 503 engine at fault (`engine_ended` where it has ended) or `asleep`, 504 deadline.
+Errors are `{"error": {"type", "message"}}`, with status and type by `ERRORS`, or 409 and the reason of a refused
+policy.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from configs.infer import InferSettings
-from infer.arguments import vllm_version
 from infer.engine import Engine, EngineEnded, EngineError
 from infer.following import follow
 from infer.versions import NotLive, UnknownAdapter, VersionTable
@@ -34,7 +33,7 @@ from transport.http import (
     UnloadRequest,
 )
 from transport.run import current_run_id
-from transport.status import FINISHED, StatusFile, server_file
+from transport.status import FAILED, FINISHED, StatusFile, server_file
 
 CLIENT_CLOSED_REQUEST = 499
 T = TypeVar("T")
@@ -48,6 +47,7 @@ class Asleep(RuntimeError):
     """A request came while the engine sleeps."""
 
 
+TELL_S = 1.0
 ERRORS: dict[type[Exception], tuple[int, str]] = {
     BadRequest: (400, "bad_request"),
     UnknownAdapter: (400, "bad_request"),
@@ -61,16 +61,12 @@ ERRORS: dict[type[Exception], tuple[int, str]] = {
 """Status and type of an error's answer; other errors stay the framework's 500."""
 
 
-TELL_S = 1.0
-"""Between two looks whether the run's folder says where this server is."""
-
-
 class PolicyRoutes:
     """The handlers over one engine and its table of versions."""
 
     def __init__(self, settings: InferSettings, engine: Engine, table: VersionTable) -> None:
         self.settings, self.engine, self.table = settings, engine, table
-        self._status: StatusFile | None = None
+        self._status_path = Path(settings.output_dir) / "status" / server_file(settings.host, settings.port)
         self._changing = asyncio.Lock()
         """Held while the engine falls asleep or wakes."""
 
@@ -124,15 +120,10 @@ class PolicyRoutes:
             max_lora_rank=self.table.base.max_rank or 0,
             kinds=self.table.base.kinds,
             num_workers=self.settings.tp * self.settings.dp,
-            dtype=self.engine.dtype,
-            vllm_version=vllm_version(),
-            device=self.engine.device,
             run_id=self.table.run_id,
             live=self.table.live,
             in_flight=self.table.in_flight,
             load=self.engine.load(),
-            shared_bytes=self.engine.shared_bytes,
-            tolerance=self.table.own_tolerance(),
             asleep=self.engine.asleep if self.settings.sleep_mode else None,
         )
 
@@ -140,10 +131,17 @@ class PolicyRoutes:
         """Makes a version live; see VersionTable.load."""
         require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
         require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
-        with self._telling(body.run_id, body.version):
+        self._tell(f"loading version {body.version}")
+        refused = None
+        try:
             return await self.table.load(
                 run_id=body.run_id, version=body.version, alias=body.alias, rank_offset=body.rank_offset
             )
+        except Exception as error:
+            refused = f"version {body.version}: {error}"
+            raise
+        finally:
+            self._tell("serving", refused)
 
     async def unload(self, body: UnloadRequest) -> Unloaded:
         """Routes no more to a version."""
@@ -167,11 +165,6 @@ class PolicyRoutes:
         length, longest = len(body.token_ids), self.engine.max_model_len  # vLLM samples one more token
         require(length < longest, f"token_ids has {length} ids, expected fewer than max_model_len = {longest}")
         check_ids("token_ids", body.token_ids, self.engine.vocab_size)
-        require(
-            body.temperature == 1.0 or self.engine.scores_at_temperatures,
-            f"temperature is {body.temperature}, expected 1: this server cannot divide by it, because its vLLM "
-            f"({vllm_version()}) is none that is known; use one of 0.24 to 0.33",
-        )
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as (_, adapter):
             logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
         return Scored(version=body.version, logprobs=logprobs)
@@ -191,64 +184,32 @@ class PolicyRoutes:
             started_s = time.monotonic()
             self._tell(state)
             try:
-                async with asyncio.timeout(limit_s):
-                    await change()
+                await asyncio.wait_for(change(), limit_s)
             except TimeoutError:
                 message = f"{state} took longer than canary_timeout_s = {limit_s:g} s; set that higher, or start the "
                 raise DeadlineError(f"{message}server again if its engine hangs") from None
             self._tell(then)
         return {"seconds": time.monotonic() - started_s}
 
-    # --- what the server does, in the folder of the run whose versions it serves ----------------------------------
-
-    @property
-    def _status_path(self) -> Path:
-        settings = self.settings
-        return Path(settings.output_dir) / "status" / server_file(settings.host, settings.port)
-
     async def tell_where(self) -> None:
         """Says in the folder of a run that this server is there, also in that of a later run. Consumes nothing. Waits
         for: the run. Ends when: it is cancelled."""
         while True:
-            with contextlib.suppress(OSError, RunFolderError):
-                if not self._status_path.exists() and current_run_id(self.settings.output_dir) is not None:
-                    self._status = StatusFile(self._status_path)
-                    self._tell("serving")
+            if not self._status_path.exists():
+                self._tell("serving")
             await asyncio.sleep(TELL_S)
-
-    @contextlib.contextmanager
-    def _telling(self, run_id: str, version: int) -> Iterator[None]:
-        """A version is loaded within it; afterwards the server serves, whether or not it could be."""
-        folder = Path(self.settings.output_dir)
-        with contextlib.suppress(RunFolderError):
-            if current_run_id(folder) == run_id:
-                self._status = StatusFile(self._status_path)
-        self._tell(f"loading version {version}")
-        message = None
-        try:
-            yield
-        except Exception as error:
-            message = f"version {version}: {error}"
-            raise
-        finally:
-            self._tell("serving", message)
-
-    def _tell(self, state: str, message: str | None = None) -> None:
-        """Writes the status file; where it cannot be written, the server serves as well."""
-        if self._status is not None:
-            with contextlib.suppress(OSError):
-                self._status.set(state, step=max(self.table.live, default=None), message=message)
 
     def tell_end(self, error: BaseException | None) -> None:
         """Says that the server ends, because it is told to, or of an error."""
-        if error is None or isinstance(error, SystemExit | KeyboardInterrupt):
-            self._tell(FINISHED)
-        elif self._status is not None:
-            with contextlib.suppress(OSError):
-                self._status.failed(error)
+        told = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
+        self._tell(FINISHED if told else FAILED, None if told else f"{type(error).__name__}: {error}")
 
-
-# --- requests and answers ---------------------------------------------------------------------------------------------
+    def _tell(self, state: str, message: str | None = None) -> None:
+        """Writes the status file, where the folder holds a run and it can be written."""
+        with contextlib.suppress(OSError, RunFolderError):
+            if current_run_id(Path(self.settings.output_dir)) is not None:
+                step = max(self.table.live, default=None)
+                StatusFile(self._status_path).set(state, step=step, message=message)
 
 
 def decode(data: bytes, body: type[Any]) -> Any:
@@ -266,13 +227,11 @@ def as_json(content: object, status: int = 200) -> Response:
 
 def answer_to(error: Exception) -> Response:
     """Returns the response that says an error; raises those that are not expected."""
-    if isinstance(error, PolicyRefused):
-        status, kind = 409, error.reason
-    else:
-        known = [own for own in ERRORS if isinstance(error, own)]
-        if not known:
-            raise error
-        status, kind = ERRORS[known[0]]
+    known = [(409, error.reason)] if isinstance(error, PolicyRefused) else []
+    known += [answer for kind, answer in ERRORS.items() if isinstance(error, kind)]
+    if not known:
+        raise error
+    status, kind = known[0]
     return as_json({"error": {"type": kind, "message": str(error)}}, status)
 
 

@@ -1,12 +1,12 @@
 """Log-probabilities of given tokens at a temperature, inside vLLM's engine process.
 
-vLLM takes `prompt_logprobs` of the logits before any processing. Here each request's logits z are divided by its own
-temperature t before: log softmax(z / t), in float32, as for the tokens that vLLM samples. The request carries t in its
-parameters' `extra_args`. vLLM 0.24 to 0.33 has two model runners; the second, which it prefers on GPUs, is not yet run
-here: it needs Triton. The module imports no vLLM.
+vLLM takes `prompt_logprobs` of the unprocessed logits z. Here they are divided by the request's own temperature t,
+which comes in its parameters' `extra_args`: log softmax(z / t) in float32, as for the tokens that vLLM samples. vLLM
+has two model runners; the second, which it prefers on GPUs, is not yet run: it needs Triton. The module imports no
+vLLM.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,25 +17,22 @@ KEY = "grpo_score_temperature"
 
 def temperature_in(params: Any) -> float:
     """Returns at which a request with these parameters (None: a pooling request's) is scored."""
-    extra: Mapping[str, Any] = getattr(params, "extra_args", None) or {}
-    return float(extra.get(KEY, 1.0))
+    return float((getattr(params, "extra_args", None) or {}).get(KEY, 1.0))
 
 
-def install(runner: Any) -> bool:
-    """Lets a model runner of vLLM score each request at its own temperature. Returns False, and does nothing, where it
-    is neither of the two that are known."""
+def install(runner: Any) -> None:
+    """Lets a model runner of vLLM score each request at its own temperature. Raises TypeError where it is neither of
+    the two that are known."""
     if hasattr(runner, "_get_prompt_logprobs_dict") and hasattr(getattr(runner, "sampler", None), "compute_logprobs"):
         _one_by_one(runner)
     elif hasattr(getattr(runner, "prompt_logprobs_worker", None), "compute_prompt_logprobs"):
         _all_together(runner.prompt_logprobs_worker)
     else:
-        return False
-    return True
+        raise TypeError(f"its model runner is an unknown {type(runner).__name__}; use vLLM 0.24 to 0.33")
 
 
 def _one_by_one(runner: Any) -> None:
-    """The first runner goes through the requests of a step and computes each one's logits by itself. It is called once
-    for each temperature, and sees the requests of that one."""
+    """The first runner is called once for each temperature of a step, and sees the requests of that one."""
     compute, sampler = runner._get_prompt_logprobs_dict, runner.sampler
 
     def by_temperature(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -43,8 +40,6 @@ def _one_by_one(runner: Any) -> None:
         groups: dict[float, dict[str, int]] = {}
         for name, num in waiting.items():
             groups.setdefault(temperature_in(runner.requests[name].sampling_params), {})[name] = num
-        if groups.keys() <= {1.0}:
-            return dict(compute(*args, **kwargs))
         computed: dict[str, Any] = {}
         own = sampler.compute_logprobs
         try:
@@ -63,8 +58,7 @@ def _one_by_one(runner: Any) -> None:
 
 
 def _all_together(worker: Any) -> None:
-    """The second runner computes the logits of all tokens of a step in pieces, in their order: each row is divided by
-    its request's temperature."""
+    """The second runner computes the logits of all tokens of a step in pieces, in their order."""
     add, compute = worker.add_request, worker.compute_prompt_logprobs
     temperatures: dict[int, float] = {}
     """Of the runner's places for requests. Each new request sets its place's anew."""

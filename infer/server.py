@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvicorn
 
@@ -17,7 +17,7 @@ from configs.infer import InferSettings
 from infer.access import guarded
 from infer.arguments import ArgumentError, device_of, prepare_environment, served_rank
 from infer.checks import BaseModel, is_stored_quantized, tensor_shapes
-from infer.engine import Engine, EngineEnded, embedded
+from infer.engine import EngineEnded, embedded
 from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
 from transport.errors import START_AGAIN
@@ -49,38 +49,17 @@ def run(settings: InferSettings) -> int:
         with listening_socket(settings.host, settings.port) as sock:
             key = os.environ.get(settings.api_key_var) or None
             if key is None and not is_loopback(settings.host):
-                open_to_all = "serving on %s without an API key: anyone who reaches it can use the model; set %s"
-                log.warning(open_to_all, settings.host, settings.api_key_var)
+                log.warning("anyone who reaches %s can use the model; set %s", settings.host, settings.api_key_var)
             prepare_environment()
             asyncio.run(_serve(settings, model_dir, sock, key))
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
-    except (OSError, ValueError, RuntimeError) as error:
-        log.debug("failed", exc_info=True)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except Exception as error:
+        known = isinstance(error, OSError | ValueError | RuntimeError)
+        log.log(logging.DEBUG if known else logging.ERROR, "failed", exc_info=True)
+        print(f"error: {error if known else repr(error)}", file=sys.stderr, flush=True)
         return START_AGAIN if isinstance(error, EngineEnded) else 2 if isinstance(error, ArgumentError) else 1
-    except Exception as error:
-        log.exception("unexpected failure")
-        print(
-            f"error: {_tokenizers_fault(model_dir) or f'{type(error).__name__}: {error}'}", file=sys.stderr, flush=True
-        )
-        return 1
     return 0
-
-
-def _tokenizers_fault(model_dir: Path) -> str | None:
-    """What is wrong with the model's tokenizer or chat template, of which vLLM may say little; None: nothing."""
-    from transformers import AutoTokenizer
-
-    try:
-        if not any(model_dir.glob("*token*")) and not any(model_dir.glob("vocab*")):
-            raise FileNotFoundError("there is no tokenizer.json, and none of the other files that may hold one")
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        return f"model: the tokenizer or chat template in {model_dir} cannot be used ({said}); mend it in that folder"
-    return None
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:
@@ -88,10 +67,8 @@ def _exit_on_signal(number: int, frame: object) -> NoReturn:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, so that a port in use shows before the model is loaded.
-
-    Raises OSError with the way out.
-    """
+    """Returns a socket bound to the address, so that a port in use shows before the model is loaded. Raises OSError
+    with the way out."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -108,7 +85,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, key: str | None) -> None:
-    """Builds the engine, then serves until a signal or the engine's end."""
+    """Builds the engine, then serves until a signal (uvicorn raises it again) or the engine's end."""
     identity, device = base_identity(model_dir), device_of(settings)
     model_dir = base_folder(settings, model_dir, identity, device)
     shapes = tensor_shapes(model_dir)
@@ -126,33 +103,37 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             noisy_norms=engine.noisy_norms,
         )
         folder, limits = Path(settings.output_dir), (settings.canary_tolerance, settings.canary_timeout_s)
-        fetched = fetched_versions(settings, timeout_s=limits[1])
+        fetched = None
+        if (url := settings.weight_broadcast_url) is not None:
+            shared_key = RunFolder(path=folder, run_id="").key(settings.weight_broadcast_key_var)
+            copies = folder / "fetched" / f"{settings.host}_{settings.port}".replace(":", "_")
+            fetched = FetchedVersions(copies, url=url, key=shared_key, timeout_s=limits[1])
         table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1], fetched=fetched)
         gc.freeze()  # what is there stays: the collector never looks at it
         gc.enable()
         routes = PolicyRoutes(settings, engine, table)
         app.include_router(routes.router(), prefix="/policy")
-        error: BaseException | None = None
-        telling = asyncio.create_task(routes.tell_where())
+        config = uvicorn.Config(
+            guarded(app, key=key, host=settings.host, key_var=settings.api_key_var),
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        app.state.server = server = uvicorn.Server(config)
+        ended, telling = asyncio.create_task(engine.ended.wait()), asyncio.create_task(routes.tell_where())
+        ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
         try:
-            await _serve_app(app, engine, sock, settings, key)
-        except BaseException as caught:
-            error = caught
-            raise
+            log.info("serving on %s:%d", *sock.getsockname()[:2])
+            await server.serve(sockets=[sock])
+            if engine.ended.is_set():
+                raise engine.fault()
         finally:
+            ended.cancel()
             telling.cancel()
             if fetched is not None:
                 fetched.close()
-            routes.tell_end(error)
-
-
-def fetched_versions(settings: InferSettings, *, timeout_s: float) -> FetchedVersions | None:
-    """Returns where versions are fetched to, if they come over HTTP. Raises `RunFolderError` without a key."""
-    if settings.weight_broadcast_url is None:
-        return None
-    key = RunFolder(path=Path(settings.output_dir), run_id="").key(settings.weight_broadcast_key_var)
-    folder = Path(settings.output_dir) / "fetched" / f"{settings.host}_{settings.port}".replace(":", "_")
-    return FetchedVersions(folder, url=settings.weight_broadcast_url, key=key, timeout_s=timeout_s)
+            routes.tell_end(sys.exception())
 
 
 def base_folder(settings: InferSettings, model_dir: Path, identity: str, device: str) -> Path:
@@ -168,25 +149,3 @@ def base_folder(settings: InferSettings, model_dir: Path, identity: str, device:
         quantization=settings.base_quantization,
         timeout_s=DEQUANTIZED_S,
     )
-
-
-async def _serve_app(app: Any, engine: Engine, sock: socket.socket, settings: InferSettings, key: str | None) -> None:
-    """Serves HTTP. Waits for requests; ended by a signal (uvicorn raises it again) or by the engine's end."""
-    config = uvicorn.Config(
-        guarded(app, key=key, host=settings.host, key_var=settings.api_key_var),
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
-    server = uvicorn.Server(config)
-    app.state.server = server
-    ended = asyncio.create_task(engine.ended.wait())
-    ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
-    try:
-        log.info("serving on %s:%d", *sock.getsockname()[:2])
-        await server.serve(sockets=[sock])
-    finally:
-        ended.cancel()
-    if engine.ended.is_set():
-        raise engine.fault()

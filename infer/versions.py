@@ -1,21 +1,18 @@
 """Which policy versions this server serves: loading with proof, routing, and dropping them when they have drained.
 
-Adapters are served several at once. Merged and full weights replace the model's own, one version at a time: new
-requests wait, those that run come to their end, those that follow the newest version are ended where they stand; the
-weights are replaced and the canary is scored; the waiting requests go on, and those that named the earlier version are
-refused. What is wrong with the files is found before. Where loading or proof fails, the earlier weights are loaded
-again and must score as before; where they cannot be, as with NCCL, the server ends, to be started again.
-
-vLLM's own chat routes know no version: they get whatever is live. Knows nothing of HTTP.
+Adapters are served several at once. Merged and full weights replace the model's own, one version at a time, while no
+request runs. Where loading or proof fails, the earlier weights are loaded again and must score as before; where they
+cannot be, as with NCCL, the server ends, to be started again. vLLM's own chat routes get whatever is live.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from infer.canary import check_effect, largest_gap, tolerance_of
 from infer.checks import BaseModel, check_version, read_version, version_folder
@@ -48,14 +45,14 @@ class Served:
     version: int | None = None
     """None: the base model."""
     adapters: Mapping[str, Adapter | None] = field(default_factory=lambda: {"": None})
-    """By name, an only one under an empty one; the first is that of whoever names none. None: the model itself."""
+    """By name, an only one under an empty one, the default first. None: the model itself."""
     noisy: Adapter | None = None
     """An only adapter with the version's noise, if it has any."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """All but metrics: with others, it is another policy of the same version."""
     report: LoadReport | None = None
     folder: Path | None = None
-    """With the weights that can take the model's place once more; None for the base's, and for a broadcast."""
+    """With weights that can be loaded again; None for the base's, and for a broadcast."""
     scores: Sequence[float] = ()
     """Of the canary, where the version has taken the place of the model's weights."""
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,16 +75,6 @@ class Served:
         return self.adapters[name]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Proof:
-    """How far the canaries of a version's adapters are from the trainer's; `since_s`, on the monotonic clock, they were
-    scored."""
-
-    since_s: float
-    figures: list[CanaryFigures]
-    noise: CanaryFigures | None = None
-
-
 class VersionTable:
     """The versions of one run. A change of run retires all of them."""
 
@@ -103,8 +90,7 @@ class VersionTable:
     ) -> None:
         """`tolerance`: the allowed difference at the canary in nats, None: by type and device. `timeout_s`: for one
         load, canary included. `fetched`: copies of the versions, where the run's folder is not here."""
-        self._fetched = fetched
-        self.engine, self.base, self.output_dir = engine, base, output_dir
+        self.engine, self.base, self.output_dir, self._fetched = engine, base, output_dir, fetched
         self.tolerance, self.timeout_s = tolerance, timeout_s
         self.run_id: str | None = None
         self._base = Served()
@@ -137,21 +123,13 @@ class VersionTable:
             counts[served.version] = counts.get(served.version, 0) + served.num_in_flight
         return counts
 
-    def own_tolerance(self) -> float:
-        """Returns the allowed difference at the canary, if the trainer computes in the server's type."""
-        dtype = self.engine.dtype
-        return tolerance_of(dtype, dtype, device=self.engine.device, setting=self.tolerance)
-
     @contextlib.asynccontextmanager
     async def using(
         self, version: int | None, *, noisy: bool = False, adapter: str | None = None, follow: bool = False
     ) -> AsyncIterator[tuple[Served, Adapter | None]]:
-        """What serves one request, which is counted in flight: a live version and its adapter.
-
-        `version` None is the base model; with `follow` it is the newest version that is live, which must be at least
-        `version`. `noisy`: with the version's noise, where it has any. `adapter`: its name, None: the first. Raises
-        `NotLive` and `UnknownAdapter`.
-        """
+        """What serves one request, which is counted in flight: a live version (None: the base model) and its adapter,
+        `noisy` with the version's noise, where it has any. With `follow` it is the newest version that is live, which
+        must be at least `version`. Raises `NotLive` and `UnknownAdapter`."""
         while not self._open.is_set():
             await self._open.wait()
         served = self._find(max([version, *self._live]) if follow and version is not None else version)
@@ -176,12 +154,9 @@ class VersionTable:
 
     async def load(self, *, run_id: str, version: int, alias: str | None = None, rank_offset: int = 1) -> LoadReport:
         """Makes a published version live, after its files and its effect have been checked; at once if it is already.
-
-        `alias` is one more model name for vLLM's own routes that means this version from now on, and `alias-NAME` that
-        of another adapter than the first; `rank_offset` is the first rank of this server where the weights are
-        broadcast. Raises `PolicyRefused` with the reason, the server being left as it was; `DeadlineError` after
-        `timeout_s`.
-        """
+        `alias` means this version from now on for vLLM's own routes (`alias-NAME`: another adapter than the first);
+        `rank_offset` is this server's first rank where weights are broadcast. Raises `PolicyRefused`, the server being
+        left as it was, and `DeadlineError` after `timeout_s`."""
         try:
             async with asyncio.timeout(self.timeout_s), self._lock:
                 served = await self._load(run_id, version, rank_offset)
@@ -206,33 +181,24 @@ class VersionTable:
         if run_id != self.run_id:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)
-        known = self._live.get(version)
-        if known is not None and known.files == _identity(manifest):
+        known, own_files = self._live.get(version), {**manifest.files}
+        own_files.pop(METRICS_FILE, None)
+        if known is not None and known.files == own_files:
             return known
         canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
         await self._score_base(canaries[0])
-        served, started_s = Served(version=version, files=_identity(manifest)), time.monotonic()
+        served = Served(version=version, files=own_files)
         if self.in_place:
             announced = Announcement.from_json(files[ANNOUNCEMENT_FILE]) if ANNOUNCEMENT_FILE in files else None
-            proof = await self._replace(served, folder, canaries[0], announced, rank_offset)
+            report = await self._replace(served, folder, canaries[0], announced, rank_offset)
         else:
-            proof = await self._add(served, canaries, manifest, folder)
-        canary_s, load_s = time.monotonic() - proof.since_s, proof.since_s - started_s
-        served.report = LoadReport(
-            version=version,
-            name=policy_name(version),
-            canary=proof.figures[0],
-            noise=proof.noise,
-            adapters=dict(zip(manifest.spec.adapters[1:], proof.figures[1:], strict=True)),
-            load_s=load_s,
-            canary_s=canary_s,
-        )
-        worst = max(one.max_abs for one in proof.figures)
-        log.info("version %d is live: canary %.2g nats, %.0f ms", version, worst, 1e3 * load_s)
+            report = await self._add(served, canaries, manifest, folder)
+        log.info("version %d is live: canary %.2g nats", version, report.canary.max_abs)
+        served.report = report
         return served
 
     async def _begin_run(self, run_id: str) -> None:
-        """Another run has taken the folder's place: its versions carry the same names, so nothing old may stay."""
+        """Drops what is of another run, whose versions carry the same names."""
         for served in list(self._live.values()):
             if self.in_place:
                 async with self._drained(served):
@@ -261,10 +227,10 @@ class VersionTable:
         dtype, device, tolerance = self.engine.dtype, self.engine.device, self.tolerance
         return check_effect(canary, scores, without, dtype=dtype, device=device, tolerance=tolerance, noise=noise)
 
-    # --- adapters, several at once --------------------------------------------------------------------------------
-
-    async def _add(self, served: Served, canaries: Sequence[Canary], manifest: PolicyManifest, folder: Path) -> _Proof:
-        version, known = manifest.version, self._live.get(manifest.version)
+    async def _add(
+        self, served: Served, canaries: Sequence[Canary], manifest: PolicyManifest, folder: Path
+    ) -> LoadReport:
+        version, known, started_s = manifest.version, self._live.get(manifest.version), time.monotonic()
         names, folders = manifest.spec.adapters or ("",), adapter_folders(manifest.spec.adapters)
         served.adapters = {
             name: self._adapter(policy_name(version, adapter=name if below else ""), folder / below)
@@ -277,24 +243,25 @@ class VersionTable:
         try:
             for adapter in served.all_adapters():
                 await self.engine.add_adapter(adapter)
-            since_s = time.monotonic()
-            adapters, base = served.adapters.values(), self._base_scores
-            scores = [await self._score(c.token_ids, one) for c, one in zip(canaries, adapters, strict=True)]
-            figures = [self._effect(c, found, base) for c, found in zip(canaries, scores, strict=True)]
-            noise = None
-            if served.noisy is not None:
+            loaded_s = time.monotonic()
+            figures, noise, adapters = list[CanaryFigures](), None, served.adapters.values()
+            for canary, proved in zip(canaries, adapters, strict=True):
+                scores = await self._score(canary.token_ids, proved)
+                figures.append(self._effect(canary, scores, self._base_scores))
+            if served.noisy is not None:  # which an only adapter has
                 noisy_scores = await self._score(canaries[0].token_ids, served.noisy)
-                noise = self._effect(canaries[0], noisy_scores, scores[0], noise=True)
+                noise = self._effect(canaries[0], noisy_scores, scores, noise=True)
         except BaseException:
-            await asyncio.shield(self._remove(served.all_adapters()))
+            await asyncio.shield(self._remove(served))
             raise
         earlier = [one for number, one in self._live.items() if number <= version]
         self._live[version] = served
         for one in earlier:
             one.superseded.set()
         if known is not None:
-            await self._let_go(known)
-        return _Proof(since_s=since_s, figures=figures, noise=noise)
+            await self._retire(known)
+        others = dict(zip(manifest.spec.adapters[1:], figures[1:], strict=True))
+        return _report(version, figures[0], started_s, loaded_s, noise=noise, adapters=others)
 
     def _adapter(self, name: str, folder: Path, *, noisy: bool = False) -> Adapter:
         self._last_key += 1
@@ -308,28 +275,23 @@ class VersionTable:
             await self._retire(served)
 
     async def _retire(self, served: Served) -> None:
+        """Drops a version, now or after its last request; new ones cannot name it any more."""
         assert served.version is not None
-        del self._live[served.version]
-        await self._let_go(served)
-
-    async def _let_go(self, served: Served) -> None:
-        """Drops a version that new requests cannot name any more, now or after its last request."""
+        if self._live.get(served.version) is served:
+            del self._live[served.version]
         self._retired.append(served)
         for adapter in served.all_adapters():
             self.engine.withdraw(adapter)
-        if served.num_in_flight == 0:
-            await self._drop_if_drained(served)
+        await self._drop_if_drained(served)
 
     async def _drop_if_drained(self, served: Served) -> None:
-        if served in self._retired:
+        if served in self._retired and served.num_in_flight == 0:
             self._retired.remove(served)
-            await asyncio.shield(self._remove(served.all_adapters()))
+            await asyncio.shield(self._remove(served))
 
-    async def _remove(self, adapters: Iterable[Adapter]) -> None:
-        for adapter in adapters:
+    async def _remove(self, served: Served) -> None:
+        for adapter in served.all_adapters():
             await self.engine.remove_adapter(adapter)
-
-    # --- weights in the place of the model's own, one version at a time -------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _drained(self, served: Served) -> AsyncIterator[None]:
@@ -346,15 +308,16 @@ class VersionTable:
 
     async def _replace(
         self, served: Served, folder: Path, canary: Canary, announced: Announcement | None, rank_offset: int
-    ) -> _Proof:
+    ) -> LoadReport:
         before = next(iter(self._live.values()), self._base)
         async with self._drained(before):
+            started_s = time.monotonic()
             try:
                 if announced is None:
                     await self.engine.load_weights(folder)
                 else:
                     await self.engine.receive_weights(announced, rank_offset=rank_offset)
-                since_s = time.monotonic()
+                loaded_s = time.monotonic()
                 scores = await self._score(canary.token_ids, None)
                 figures = self._effect(canary, scores, self._base_scores)
             except BaseException as error:
@@ -366,7 +329,7 @@ class VersionTable:
             self.engine.forget_names()
             self._live = {canary.version: served}
             served.folder, served.scores = None if announced else folder, scores
-            return _Proof(since_s=since_s, figures=[figures])
+            return _report(canary.version, figures, started_s, loaded_s)
 
     async def _put_back(self, before: Served) -> bool:
         """Returns whether the model has the weights from before again, by their scores."""
@@ -379,8 +342,11 @@ class VersionTable:
         except Exception:
             log.exception("the weights from before cannot be loaded again")
             return False
-        return largest_gap(scores, before.scores or self._base_scores) <= self.own_tolerance()
+        dtype = self.engine.dtype
+        allowed = tolerance_of(dtype, dtype, device=self.engine.device, setting=self.tolerance)
+        return largest_gap(scores, before.scores or self._base_scores) <= allowed
 
 
-def _identity(manifest: PolicyManifest) -> dict[str, FileEntry]:
-    return {name: entry for name, entry in manifest.files.items() if name != METRICS_FILE}
+def _report(version: int, canary: CanaryFigures, started_s: float, loaded_s: float, **others: Any) -> LoadReport:
+    others |= {"load_s": loaded_s - started_s, "canary_s": time.monotonic() - loaded_s}
+    return LoadReport(version=version, name=policy_name(version), canary=canary, **others)

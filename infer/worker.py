@@ -1,8 +1,7 @@
 """Our extension of vLLM's worker, which runs inside its engine process. vLLM finds it by its qualified name."""
 
 import gc
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from infer import cpu, lend, score_temperature
 class PolicyWorker:
     """What the engine asks of a worker by `collective_rpc`."""
 
-    def install_ours(self, on_cpu: bool, lora_on_cpu: bool, norms: Sequence[str]) -> dict[str, Any]:
+    def install_ours(self, on_cpu: bool, lora: bool, norms: Sequence[str]) -> dict[str, int]:
         """Puts our parts in the place of vLLM's, once the model is loaded.
 
-        `norms` are candidates of norm weights that can carry noise, where it is served. Returns `noisy_norms`, the
-        sizes of those that can, and whether `score_temperature` is installed.
+        `norms` are candidates of norm weights that can carry noise, where it is served. Returns the sizes of those that
+        can.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         model: Any = self.get_model()  # type: ignore[attr-defined]
@@ -27,50 +26,32 @@ class PolicyWorker:
             cpu.allow_amx()
             cpu.install_restored_generators(runner)
             cpu.install_ranks()
-        if lora_on_cpu:
-            cpu.install_grouped_lora(model)
-        noisy_norms = self.install_norm_noise(model, norms) if norms else {}
-        installed = score_temperature.install(runner)
+            if lora:
+                cpu.install_grouped_lora(model)
+        noisy_norms: dict[str, int] = {}
+        if norms:
+            noisy_norms = self.install_norm_noise(model, norms)  # type: ignore[attr-defined]
+        score_temperature.install(runner)
         gc.freeze()  # what is there stays: the collector never looks at it
         gc.enable()
-        return {"noisy_norms": noisy_norms, "score_temperature": installed}
-
-    def install_norm_noise(self, model: Any, norms: Sequence[str]) -> dict[str, int]:
-        """Overridden by the worker of a server that was started for noise."""
-        raise TypeError("this worker has no noise")
+        return noisy_norms
 
     def export_base_weights(self, output_dir: str, base_folder: str, base_model: str) -> int:
         """Offers the base weights to the trainers of the run in `output_dir`. Returns their bytes."""
-        manifest = lend.export_model(
+        return lend.export_model(
             self.get_model(),  # type: ignore[attr-defined]
             output_dir=output_dir,
             base_folder=Path(base_folder),
             base_model=base_model,
             dtype=self.model_config.dtype,  # type: ignore[attr-defined]
             device=self.device,  # type: ignore[attr-defined]
-        )
-        return manifest.num_bytes
+        ).num_bytes
 
     def load_policy_weights(self, folder: str | None, base_folder: str) -> None:
-        """Replaces the model's weights in place by the tensors in `folder`, or by the base's where it is None.
-
-        Layers of which `folder` has no tensor keep their weights. vLLM merges some layers (q, k and v into one); of
-        these it needs all parts, so those that `folder` lacks are taken from the base.
-        """
-        base = tensor_files(Path(base_folder))
-        overlay = base if folder is None else tensor_files(Path(folder))
-        packed = getattr(self.get_model(), "packed_modules_mapping", {})  # type: ignore[attr-defined]
-        wanted = {name: (overlay if name in overlay else base)[name] for name in with_siblings(overlay, base, packed)}
-        # For each layer that keeps its weights vLLM would warn.
-        noisy = [logging.getLogger(f"vllm.model_executor.model_loader.reload.{n}") for n in ("layerwise", "inplace")]
-        levels = [logger.level for logger in noisy]
-        try:
-            for logger in noisy:
-                logger.setLevel(logging.ERROR)
-            self.model_runner.reload_weights(weights_iterator=tensors_in(wanted))  # type: ignore[attr-defined]
-        finally:
-            for logger, level in zip(noisy, levels, strict=True):
-                logger.setLevel(level)
+        """Replaces the model's weights in place by the tensors in `folder`, and by the base's where that has none. vLLM
+        merges some layers (q, k and v into one), of which it needs all parts."""
+        files = tensor_files(Path(base_folder)) | (tensor_files(Path(folder)) if folder else {})
+        self.model_runner.reload_weights(weights_iterator=tensors_in(files))  # type: ignore[attr-defined]
         self._refresh_tied_head()
 
     def _refresh_tied_head(self) -> None:
@@ -88,21 +69,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         with safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), path)
     return found
-
-
-def with_siblings(changed: Iterable[str], base: Mapping[str, Path], packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the names, and those of the layers that vLLM merges with theirs, as far as the base has them; layer by
-    layer. `packed` is vLLM's mapping, as `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`."""
-    groups = {part: parts for parts in packed.values() for part in parts}
-    names: dict[str, None] = {}
-    for name in sorted(changed):
-        pieces = name.split(".")
-        for part in groups.get(pieces[-2], ()) if len(pieces) > 1 else ():
-            sibling = ".".join([*pieces[:-2], part, pieces[-1]])
-            if sibling in base:
-                names[sibling] = None
-        names[name] = None
-    return list(names)
 
 
 def tensors_in(files: Mapping[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -177,9 +177,6 @@ class ServerInfo(Record, frozen=True, kw_only=True):
     """Kinds of policy versions that it can serve."""
     num_workers: int = 1
     """GPUs that it computes on."""
-    dtype: str = ""
-    vllm_version: str = ""
-    device: str = ""
     run_id: str | None = None
     """The run whose versions it serves."""
     live: list[int] = msgspec.field(default_factory=list)
@@ -188,9 +185,5 @@ class ServerInfo(Record, frozen=True, kw_only=True):
     """Requests that run now, by version."""
     load: ServerLoad | None = None
     """What it has to do; None where it does not say."""
-    shared_bytes: int | None = None
-    """Base weights that it shares with a trainer; None where it shares none."""
-    tolerance: float | None = None
-    """Allowed difference at the canary in nats."""
     asleep: bool | None = None
     """Whether it sleeps; None where it cannot."""

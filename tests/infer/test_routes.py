@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +19,7 @@ from configs.infer import InferSettings
 from infer.access import guarded
 from infer.engine import Adapter, EngineEnded, EngineError
 from infer.routes import PolicyRoutes
-from infer.server import _tokenizers_fault, listening_socket
+from infer.server import listening_socket
 from tests.infer.versions_fakes import BASE, NOISE_EFFECT, NOISY, NORMS, SEVERAL, FakeEngine, publish, table_of
 from transport.http import Choice, GenerateRequest
 from transport.run import RunFolder, create_run
@@ -151,10 +150,6 @@ async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: Fa
         for temperature in (0.0, -1.0, 0.001, 101.0):
             response = await http.post("/policy/score", json=body | {"temperature": temperature})
             assert (response.status_code, response.json()["error"]["type"]) == (400, "bad_request")
-        engine.scores_at_temperatures = False
-        response = await http.post("/policy/score", json=body | {"temperature": 0.5})
-        assert response.status_code == 400
-        assert (await http.post("/policy/score", json=body)).json()["logprobs"] == [-1.0, -1.0]
 
 
 async def test_a_version_that_is_not_live_is_not_found(app: FastAPI) -> None:
@@ -185,7 +180,7 @@ async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: 
             assert said(await http.post("/policy/score", json=score | change)) == (400, "bad_request")
         info = (await http.get("/policy/info")).json()
         assert (info["model"], info["live"], info["in_flight"]) == ("m", [3, 4], {"3": 0, "4": 0})
-        assert (info["tolerance"], info["load"]) == (1e-4, {"num_running": 3, "num_waiting": 2, "kv_use": 0.5})
+        assert info["load"] == {"num_running": 3, "num_waiting": 2, "kv_use": 0.5}
         assert (await http.post("/policy/unload", json={"version": 3})).json() == {"version": 3, "in_flight": 0}
 
 
@@ -223,7 +218,7 @@ async def test_what_the_server_does_is_told_in_the_runs_folder(engine: SlowEngin
     publish(run, 3)
     async with client(app) as http:
         assert (await http.post("/load", json={"run_id": "of another run", "version": 3})).status_code == 409
-        assert list(run.status.iterdir()) == []
+        assert (told()["state"], "another run" in told()["message"]) == ("serving", True)
         assert (await http.post("/load", json={"run_id": run.run_id, "version": 3})).status_code == 200
         assert (told()["state"], told()["step"], told()["message"]) == ("serving", 3, None)
         assert (await http.post("/load", json={"run_id": run.run_id, "version": 4})).status_code == 409
@@ -285,13 +280,3 @@ def test_a_missing_model_is_named_before_vllm_is_imported() -> None:
     assert result.returncode == 1
     assert "/no/such/model" in result.stderr.splitlines()[-1]
     assert "vllm.config" not in result.stderr
-
-
-def test_a_missing_tokenizer_and_a_broken_template_are_told_and_a_whole_one_is_not(tmp_path: Path) -> None:
-    model = shutil.copytree(MODEL, tmp_path / "model")
-    assert _tokenizers_fault(model) is None
-    (model / "chat_template.jinja").write_text("{{ messages | nofilter }}")
-    assert "nofilter" in str(_tokenizers_fault(model))
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    assert "tokenizer.json" in str(_tokenizers_fault(model))

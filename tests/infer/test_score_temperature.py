@@ -57,7 +57,7 @@ class FirstRunner:
 def test_requests_of_several_temperatures_in_one_step_have_each_its_own() -> None:
     runner = FirstRunner({"a": 0.5, "b": None, "c": 2.0, "d": 0.5, "away": 2.0})
     waiting = runner.num_prompt_logprobs
-    assert install(runner)
+    install(runner)
     hidden = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     found: Any = runner._get_prompt_logprobs_dict(hidden, {"a": True, "b": False, "c": True, "d": False})
     right = {name: logprob(hidden[name], t) for name, t in {"a": 0.5, "b": 1.0, "c": 2.0, "d": 0.5}.items()}
@@ -88,7 +88,7 @@ def together(temperatures: dict[str, float | None]) -> tuple[Any, Any, torch.Ten
     """A runner's worker with requests of 1, 2, 3, … rows in places 5, 4, …, their batch, and its hidden states, of
     which the last are padding."""
     runner: Any = SimpleNamespace(prompt_logprobs_worker=Worker())
-    assert install(runner)
+    install(runner)
     places = [5 - i for i in range(len(temperatures))]
     for place, (name, temperature) in zip(places, temperatures.items(), strict=True):
         runner.prompt_logprobs_worker.add_request(name, place, params(temperature))
@@ -117,7 +117,6 @@ def test_a_request_does_not_inherit_the_temperature_of_the_one_before_in_its_pla
     assert found["c"] + found["d"] == pytest.approx([logprob(h, 1) for h in (1, 2, 3)])
 
 
-def test_a_runner_that_is_not_known_is_left_alone() -> None:
-    stranger = SimpleNamespace(sampler=Sampler(), requests={})
-    assert not install(stranger)
-    assert vars(stranger).keys() == {"sampler", "requests"}
+def test_a_runner_that_is_not_known_is_refused() -> None:
+    with pytest.raises(TypeError, match="SimpleNamespace"):
+        install(SimpleNamespace(sampler=Sampler(), requests={}))

@@ -49,7 +49,7 @@ class FakeEngine:
     `NOISE_EFFECT` more with noise."""
 
     device, dtype, torch_dtype, vocab_size, max_model_len = "cpu", "float32", torch.float32, 10, 8
-    scores_at_temperatures, shared_bytes, asleep = True, 0, False
+    asleep = False
     adapters: dict[int, Adapter] = field(default_factory=dict)
     loads: list[int | None] = field(default_factory=list)
     """Versions whose weights it was told to load; None is the base."""
