@@ -30,7 +30,7 @@ def rows_of(table: str) -> dict[str, str]:
     return dict(names)
 
 
-TEACHER, HINTS, PAIRS = map(rows_of, TABLES)
+EVIDENCE, TEACHER, HINTS, PAIRS = map(rows_of, TABLES)
 
 
 def listed(meaning: str) -> set[str]:
@@ -45,8 +45,8 @@ def reasons_of(module: Any) -> set[str]:
 
 
 def test_the_tables_are_of_the_groups_of_metrics() -> None:
-    groups = [{name.partition("/")[0] for name in rows} for rows in (TEACHER, HINTS, PAIRS)]
-    assert groups == [{"teacher", "rollout"}, {"hints"}, {"pairs"}]
+    groups = [{name.partition("/")[0] for name in rows} for rows in (EVIDENCE, TEACHER, HINTS, PAIRS)]
+    assert groups == [{"evidence"}, {"teacher", "rollout"}, {"hints"}, {"pairs"}]
 
 
 def test_the_reasons_are_those_of_the_code() -> None:
@@ -83,6 +83,7 @@ BLOCKS = [
 TEACHERS = re.findall(r"^    (teacher_model: .*)$", PAGE, flags=re.M)
 [(DISTILLS, UNVERIFIED)] = re.findall(r"^    # train +# orch\n    (loss: \{.*?\}) +(buffer: .*)$", PAGE, flags=re.M)
 [ASKING] = [block for block in BLOCKS if block.startswith("preferences:")]
+EVIDENT = re.findall(r"^    \w+: \{advantage_weight.*$", PAGE, flags=re.M)
 INLINE = re.findall(rf"`((?:{KEYS}): [^`]+)`", PAGE)
 
 
@@ -102,7 +103,7 @@ def settings_of(folder: Path, *texts: str) -> tuple[TrainSettings, OrchSettings]
 
 def test_every_example_of_settings_is_known_to_these_tests() -> None:
     lines = re.findall(rf"^    (?:{KEYS}):", PAGE, flags=re.M)
-    assert len(lines) == len(TEACHERS) + len([DISTILLS]) + len([ASKING])
+    assert len(lines) == len(TEACHERS) + len([DISTILLS]) + len([ASKING]) + len(EVIDENT)
     assert len(TEACHERS) == 3
 
 
