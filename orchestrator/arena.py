@@ -15,21 +15,19 @@ from msgspec.structs import replace
 
 from configs.orch import OrchSettings
 from orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
-from orchestrator.background import BusyClock, in_thread
+from orchestrator.background import in_thread
 from orchestrator.loops.sample import Intake
-from orchestrator.monitoring.timeline import Timeline
 from orchestrator.rollouts.clients import InferenceClient, ModelResponse
 from orchestrator.rollouts.clock import together
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
+from orchestrator.rollouts.engine import Group, PromptTooLong
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.play import ScriptedBackend
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Task
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Task
 from orchestrator.rollouts.roles import Role, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.samples import FinishedGroup, finish_group
-from orchestrator.scheduler import Scheduler, Ticket
-from orchestrator.temperature import make_temperature
+from orchestrator.scheduler import Ticket
 from orchestrator.workers.protocol import Ask, Sample, Sampled
 from transport.importing import NotFound, find
 from transport.records import TrainingSample
@@ -69,20 +67,6 @@ class TrainingBatch:
         return self.group.samples
 
 
-@dataclass(kw_only=True)
-class ArenaRun:
-    """The run in which an arena works."""
-
-    settings: OrchSettings
-    engine: RolloutEngine
-    scheduler: Scheduler
-    intake: Intake
-    timeline: Timeline
-    generating: BusyClock
-    finished: dict[int, FinishedGroup]
-    """Groups that wait for their batch, by number."""
-
-
 class Arena:
     """Override `setup` and `get_batch`; for another order of things, `main`.
 
@@ -119,7 +103,8 @@ class Arena:
         self.stores: dict[str, ArtifactStore] = {}
         """Stores by name, to be filled and drawn from in `get_batch`; episodes have them as `ctx.stores`."""
         self._seeds: dict[str, list[Any]] = {}
-        self._run: ArenaRun | None = None
+        self._run: Intake | None = None
+        """The run that it works in."""
         self._ticket: Ticket | None = None
         self._num_asked = 0
         self._open: dict[str, EpisodeResult] = {}
@@ -194,7 +179,7 @@ class Arena:
             roll_out, ticket = self._roll_out, await self._begin_step(self._run)
         first, self._num_asked = self._num_asked, self._num_asked + len(requests)
         if self._run is not None:
-            ledger, num = self._run.intake.ledger, len(requests)
+            ledger, num = self._run.ledger, len(requests)
             ledger.issued(ticket.group, num=num, env=ARENA, example=0, version=ticket.version, first=first)
             await in_thread(ledger.changes())
 
@@ -206,9 +191,9 @@ class Arena:
         asked = [one(number, request) for number, request in enumerate(requests, first)]
         if self._run is None:
             return await together(asked)
-        with self._run.generating, self._run.timeline.group(ticket.group):
+        with self._run.timeline.group(ticket.group):
             results = await together(asked)
-        usable, shaped = await self._run.intake.take(results)
+        usable, shaped = await self._run.take(results)
         self._open |= {result.id: result for result in usable}
         self._shaped |= {result.id: result for result in shaped}
         return results
@@ -227,7 +212,7 @@ class Arena:
         if run is None:
             made = finish_group(usable, credit, group="0")
         else:
-            made = await run.intake.finish(usable, credit, group=str((await self._begin_step(run)).group))
+            made = await run.finish(usable, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
         told = {
             "policy_version": self.policy_version,
@@ -263,13 +248,12 @@ class Arena:
         taken = {result.id for result in batch.results}
         left = [one for name, one in self._open.items() if name not in taken]
         self._open, self._shaped, self._requests = {}, {}, {}
-        run.intake.ledger.dropped([one.id for one in left], "not_in_batch")
-        run.intake.traces.dropped(left, "not_in_batch")
+        run.ledger.dropped([one.id for one in left], "not_in_batch")
+        run.traces.dropped(left, "not_in_batch")
         if not batch.records:
             run.scheduler.failed(ticket.group)
             return
-        run.finished[ticket.group] = batch.group
-        run.scheduler.completed(ticket.group, oldest=batch.group.oldest_version)
+        run.complete(ticket.group, batch.group)
 
     async def step(self, concurrency: int | None = None) -> TrainingBatch:
         """One training step: `get_batch`, its rollouts, their batch, which is handed over in a run."""
@@ -314,7 +298,7 @@ class Arena:
         )
         return self._pool
 
-    async def work(self, run: ArenaRun) -> None:
+    async def work(self, run: Intake) -> None:
         """Runs `main` in a run. Raises ValueError where it ends before all steps are trained."""
         self._run = run
         if (stores := run.engine.stores) is not None:
@@ -330,7 +314,7 @@ class Arena:
     def _name(self, number: int) -> str:
         return f"{0 if self._ticket is None else self._ticket.group}/{number}"
 
-    async def _begin_step(self, run: ArenaRun) -> Ticket:
+    async def _begin_step(self, run: Intake) -> Ticket:
         while self._ticket is None:
             self._ticket = run.scheduler.start()
             if self._ticket is None:
@@ -340,7 +324,7 @@ class Arena:
     async def _roll_out(self, number: int, request: EpisodeRequest) -> EpisodeResult:
         assert self._run is not None
         assert self._ticket is not None
-        settings, ticket = self._run.settings, self._ticket
+        ticket = self._ticket
         index = self._pool.ask(request.episode_type, request.artifact, request.meta)
         group = Group(
             task=Task(env=ARENA, split="train", index=index, messages=()),
@@ -348,13 +332,8 @@ class Arena:
             num=1,
             first=number,
             version=ticket.version,
-            params=SamplingParams(
-                temperature=make_temperature(settings)(ticket.version),
-                max_tokens=settings.sampling.max_tokens,
-                noisy=True,
-                follow=settings.inflight_weight_updates,
-            ),
-            adapters=RoleAdapters(names=settings.model.lora_adapters, of_roles=self.adapters),
+            params=self._run.params(ticket.version),
+            adapters=RoleAdapters(names=self._run.settings.model.lora_adapters, of_roles=self.adapters),
         )
         try:
             [result] = await self._run.engine.run_group(group)

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -30,30 +29,6 @@ class Bell:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
-
-
-class BusyClock:
-    """Seconds during which at least one of many overlapping things was going on."""
-
-    def __init__(self) -> None:
-        self._num_busy = 0
-        self._since_s = 0.0
-        self._total_s = 0.0
-
-    def __enter__(self) -> None:
-        if self._num_busy == 0:
-            self._since_s = time.monotonic()
-        self._num_busy += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._num_busy -= 1
-        if self._num_busy == 0:
-            self._total_s += time.monotonic() - self._since_s
-
-    @property
-    def total_s(self) -> float:
-        """Until now."""
-        return self._total_s + (time.monotonic() - self._since_s if self._num_busy else 0.0)
 
 
 class NoThread(RuntimeError):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
-from orchestrator.arena import ARENA, ArenaRun, find_arena
+from orchestrator.arena import ARENA, find_arena
 from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
-from orchestrator.background import BusyClock, in_thread, root_cause
+from orchestrator.background import in_thread, root_cause
 from orchestrator.buffer import make_buffer
 from orchestrator.checks import check_server
 from orchestrator.filters import make_filters
@@ -39,7 +39,6 @@ from orchestrator.resuming import resume
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.shaping import BatchAdvantages
 from orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
@@ -190,6 +189,10 @@ async def _train(
         shaping = make_shaping(settings, client, scheduler)
 
         intake = Intake(
+            settings=settings,
+            engine=engine,
+            scheduler=scheduler,
+            timeline=timeline,
             ledger=ledger,
             recorder=recorder,
             traces=traces,
@@ -206,20 +209,13 @@ async def _train(
             send_timeout_s=settings.wait_timeout_s,
             **settings.rollout_transport.model_dump(),
         )
-        finished, shipped_at_s, generating = dict[int, FinishedGroup](), dict[int, float](), BusyClock()
+        shipped_at_s = dict[int, float]()
         sampling = Sampling(
             settings=settings,
             prompts=ready.train_prompts,
             solutions={env.label: environments[env.label].solutions for env in settings.env},
-            scheduler=scheduler,
             buffer=buffer,
-            ledger=ledger,
-            engine=engine,
             intake=intake,
-            timeline=timeline,
-            traces=traces,
-            generating=generating,
-            finished=finished,
         )
         assembling = Assembling(
             settings=settings,
@@ -236,11 +232,10 @@ async def _train(
             recorder=recorder,
             timeline=timeline,
             traces=traces,
-            generating=generating,
             watch=watch,
             sleep=sleep,
             sender=sender,
-            finished=finished,
+            finished=intake.finished,
             story=story,
             shipped_at_s=shipped_at_s,
         )
@@ -290,19 +285,7 @@ async def _train(
         try:
             async with asyncio.TaskGroup() as group:
                 background = group.create_task(reporting.run())
-                if arena is None:
-                    sampled = sampling.run()
-                else:
-                    arena_run = ArenaRun(
-                        settings=settings,
-                        engine=engine,
-                        scheduler=scheduler,
-                        intake=intake,
-                        timeline=timeline,
-                        generating=generating,
-                        finished=finished,
-                    )
-                    sampled = arena.work(arena_run)
+                sampled = sampling.run() if arena is None else arena.work(intake)
                 loops = (sampled, assembling.run(), evaluating.run(), versions.run())
                 await asyncio.gather(*map(group.create_task, loops))
                 background.cancel()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from configs.orch import OrchSettings
 from configs.rollouts import fewest_rollouts
 from orchestrator.auxiliary import AuxiliaryLosses
-from orchestrator.background import BusyClock, in_thread
+from orchestrator.background import in_thread
 from orchestrator.buffer import Buffer
 from orchestrator.filters import Filter
 from orchestrator.inference.sleep import SleepScheduler
@@ -52,7 +52,6 @@ class Assembling:
     recorder: Recorder
     timeline: Timeline
     traces: Traces
-    generating: BusyClock
     watch: ServerWatch
     sleep: SleepScheduler | None
     """In sleep mode."""
@@ -94,7 +93,8 @@ class Assembling:
             pairs=self.auxiliary.pairs_of_step(step),
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
-        metrics = self._metrics(step, groups, of_batch | slept)
+        generate_s = self.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
+        metrics = self._metrics(step, groups, of_batch | slept, generate_s)
         self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         self.traces.shipped(step, groups)
         if self.story is not None:
@@ -107,7 +107,6 @@ class Assembling:
             state=self.buffer.state() | {"artifacts": artifacts} | self.auxiliary.state() | self.advantages.state(),
             metrics=metrics,
         )
-        self.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
         self.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
         await in_thread(commit)
         self.shipped_at_s[step] = time.monotonic()
@@ -127,7 +126,9 @@ class Assembling:
                 step,
             )
 
-    def _metrics(self, step: int, groups: Sequence[FinishedGroup], known: dict[str, float]) -> Mapping[str, float]:
+    def _metrics(
+        self, step: int, groups: Sequence[FinishedGroup], known: dict[str, float], generate_s: float
+    ) -> Mapping[str, float]:
         self.auxiliary.count_hints(groups)
         metrics = (
             known
@@ -139,4 +140,4 @@ class Assembling:
             | {"rollout/restarted": float(self.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)}
         )
-        return self.recorder.shipped(step, metrics, dropped=self.ledger.num_dropped, generate_s=self.generating.total_s)
+        return self.recorder.shipped(step, metrics, dropped=self.ledger.num_dropped, generate_s=generate_s)

@@ -29,8 +29,8 @@ class CallFailed(RuntimeError):
 
 
 Backend = Callable[[protocol.AnyCall], Awaitable[Any]]
-"""Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, `Store` by `Stored`.
-Raises ContextFull and CallFailed."""
+"""Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, the others by `Stored`,
+or any by `Refused`. Raises ContextFull and CallFailed."""
 
 
 class Store:
@@ -39,8 +39,8 @@ class Store:
     Example: ``await ctx.stores["questions"].add({"question": "3 + 4"}, weight=0.5)``
     """
 
-    def __init__(self, name: str, backend: Backend) -> None:
-        self.name, self._backend = name, backend
+    def __init__(self, name: str, call: Backend) -> None:
+        self.name, self._call = name, call
 
     async def add(self, data: Any, *, weight: float = 1.0) -> str:
         """The id of the value, which is that of any equal value. A full store loses its lightest artifact."""
@@ -67,7 +67,7 @@ class Store:
         return int(await self._do("size"))
 
     async def _do(self, operation: str, **arguments: Any) -> Any:
-        return (await self._backend(protocol.Store(store=self.name, operation=operation, arguments=arguments))).value
+        return (await self._call(protocol.Store(store=self.name, operation=operation, arguments=arguments))).value
 
 
 class _Stores(dict[str, Store]):
@@ -97,8 +97,19 @@ class Shared:
     stores: Sequence[str] = ()
     score: bool = True
     """Whether rubrics are asked; otherwise all rewards are 0."""
+    calls: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for calls."""
     conversations: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for new conversations."""
+
+    async def call(self, call: protocol.AnyCall) -> Any:
+        """The reply; the wait is not the rollout's own time. Raises ContextFull and CallFailed."""
+        call.call = next(self.calls)
+        with waiting(anew=True):
+            reply = await self.backend(call)
+        if isinstance(reply, protocol.Refused):
+            raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
+        return reply
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,7 +162,7 @@ class RolloutContext:
         """Of this rollout; None where the run has none."""
         self.rng = random.Random(seed)
         """For all that an episode draws at random."""
-        self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.backend) for name in shared.stores})
+        self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.call) for name in shared.stores})
         """Artifact stores by name."""
         self._shared, self._depth = shared, depth
         self._known: list[_Conversation] = []
@@ -190,7 +201,7 @@ class RolloutContext:
         new = asked[len(conversation.messages) :]
         asked = conversation.messages + new
         # Meanwhile, and where this raises, nobody continues it.
-        answer: protocol.Sampled = await self._shared.backend(
+        answer: protocol.Sampled = await self._shared.call(
             protocol.Sample(
                 role=role,
                 conversation=conversation.number,
@@ -233,7 +244,7 @@ class RolloutContext:
         _check_max_tokens(max_tokens)
         asked = checked_messages(messages)
         call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
-        return str((await self._shared.backend(call)).text)
+        return str((await self._shared.call(call)).text)
 
     @asynccontextmanager
     async def delayed(self, timeout_s: float) -> AsyncIterator[None]:
@@ -246,7 +257,7 @@ class RolloutContext:
                 async with ctx.delayed(timeout_s=3600):
                     return await experiment(completion)
         """
-        await self._shared.backend(protocol.Delay())
+        await self._shared.call(protocol.Delay())
         with waiting():
             async with asyncio.timeout(timeout_s):
                 yield

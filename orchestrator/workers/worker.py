@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import copy
 import hashlib
-import itertools
 import json
 import logging
 import mmap
@@ -31,11 +30,10 @@ from orchestrator.rollouts.clock import (
     num_left_calls,
     own_timeout,
     show_on,
-    waiting,
     went_on,
 )
-from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
-from orchestrator.rollouts.episode import Episode, result_of
+from orchestrator.rollouts.context import ContextFull
+from orchestrator.rollouts.episode import reason_of, result_of, run_episode
 from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
@@ -150,22 +148,18 @@ class Worker:
                     answered.set_result(message)
 
     async def reply_to(self, call: AnyCall) -> Any:
-        """What the orchestrator answers; the wait is not the rollout's own time. Raises ContextFull and CallFailed, and
-        CancelledError in code of a rollout that is over."""
+        """What the orchestrator answers. Raises CancelledError in code of a rollout that is over."""
         if call.job not in self._running:
             raise asyncio.CancelledError("the rollout is over, and something that it started goes on")
         key = call.job, call.call
         answered = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
             self.send(encode_checked(call))
-            with waiting(anew=True):
-                reply = await answered
+            reply = await answered
             went_on()
+            return reply
         finally:
             self._replies.pop(key, None)
-        if isinstance(reply, Refused):
-            raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
-        return reply
 
     # --- the environment ---
 
@@ -233,42 +227,34 @@ class Worker:
         assert self._environment is not None
         current_job.set(run.job)
         went_on()
-        episode: Episode = episode_of(self._environment)
-        numbers = itertools.count()
 
         async def answered(call: AnyCall) -> Any:
-            call.job, call.call = run.job, next(numbers)
+            call.job = run.job
             if isinstance(call, Sample) and run.answer is not None:
                 given, run.answer = run.answer, None
                 return given
             return await self.reply_to(call)
 
-        shared = Shared(
-            backend=answered,
+        return await run_episode(
+            episode_of(self._environment),
+            answered,
+            example=self._example(run),
             split=run.split,
+            seed=run.seed,
             episodes=self._environment.episodes,
-            stores=tuple(self._environment.stores),
+            stores=self._environment.stores,
             score=run.score,
         )
-        state = EpisodeState(example=self._example(run))
-        return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=run.seed))
 
     def _late(self, job: int) -> Failed:
         message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
         return Failed(job=job, reason="env_timeout", message=message)
 
     def _failed(self, job: int, error: BaseException) -> Failed:
-        reason = "env_error"
         if isinstance(error, MemoryError):
-            reason, self._is_out_of_memory = "env_memory", True
+            self._is_out_of_memory = True
             limit_memory(RESERVE_BYTES)  # what user code keeps cannot be given back, and others go on
-        elif isinstance(error, RewardNotFinite):
-            reason = "reward_not_finite"
-        elif isinstance(error, ContextFull):
-            reason = "context_full"
-        elif isinstance(error, TimeoutError):
-            reason = "env_timeout"
-        return Failed(job=job, reason=reason, message=_told(error))
+        return Failed(job=job, reason=reason_of(error), message=_told(error))
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
