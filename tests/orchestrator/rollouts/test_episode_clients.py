@@ -131,7 +131,7 @@ def test_what_cannot_be_a_client_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 async def test_our_own_model_answers_in_the_rollout() -> None:
     backend = OpenBackend()
     assert await OwnClient(context_on(backend), "policy").complete([user("hi")], max_tokens=3) == "asked"
-    assert backend.asked == [Ask(model="policy", messages=[user("hi")], temperature=0.0, max_tokens=3)]
+    assert backend.asked == [Ask(call=0, model="policy", messages=[user("hi")], temperature=0.0, max_tokens=3)]
 
 
 class Judged(SingleTurnEpisode, Environment):
