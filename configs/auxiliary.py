@@ -103,7 +103,7 @@ HintSource = Literal["templates", "environment", "sibling", "model", "solution"]
 
 class HintSettings(Section):
     """Hints for the answers that environments mark as errors: the policy without the hint learns from itself with it
-    (SDPO). Switched on by the trainer's `loss.alpha_sdpo`."""
+    (SDPO). Switched on by the trainer's `loss.alpha_sdpo`, or by `advantage_weight`."""
 
     sources: Listed[HintSource] = Field(default=("templates", "environment"), min_length=1)
     """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
@@ -115,6 +115,9 @@ class HintSettings(Section):
     JSON file, or `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away."""
     max_per_sample: PositiveInt | None = None
     """Only this many errors of a sample have hints, the first ones (null: all)."""
+    advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
+    """What hints say as an advantage: this much times the log-probability of each hinted token with the hint, less that
+    without, is added to its advantage, whether or not `loss.alpha_sdpo` makes a loss of it."""
     model: Annotated[ApiSettings | None, OnlyWith("sources", "model")] = None
     """The model that writes hints."""
 
@@ -130,7 +133,8 @@ Selection = Literal["all", "errors", "low_reward"]
 
 class PreferenceSettings(Section):
     """Preference pairs from teachers, who are asked what they would have done: where they agree with each other and not
-    with the policy, it learns to prefer their action (DPO). Switched on by the trainer's `loss.beta_replay`."""
+    with the policy, it learns to prefer their action (DPO). Switched on by the trainer's `loss.beta_replay`, or by
+    `advantage_weight`."""
 
     teachers: tuple[ApiSettings, ...] = ()
     """Models that are asked."""
@@ -155,6 +159,10 @@ class PreferenceSettings(Section):
     pairs: str | None = None
     """The folder of another run with the same base model: `max_pairs` of its pairs go into every batch, and nobody is
     asked (null: teachers are)."""
+    advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
+    """What teachers say as an advantage: this much times the share of them that would have done the same, less the
+    largest share that would have done one other thing, is added to a turn's advantage, whether or not
+    `loss.beta_replay` makes pairs of it. A group then waits for its teachers."""
 
     def conflicts(self) -> Conflicts:
         changed = self.changed

@@ -111,15 +111,17 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Foun
         message = f"is needed with {train.said('loss.beta_replay')}; give it, or set that to 0"
         yield orch, "preferences.teachers", message
     own = [one.name for one in (*teachers, settings.preferences.judge) if one and one.base_url is None]
-    if loss.beta_replay and settings.sleep_mode and own:
+    asks_teachers = loss.beta_replay or settings.preferences.advantage_weight
+    if asks_teachers and settings.sleep_mode and own:
         why = f"puts the servers to sleep that are asked as {', '.join(own)} by preferences"
         yield orch, "sleep_mode", f"{why}; give each a base_url, or remove sleep_mode"
+    asks_writer = loss.alpha_sdpo or settings.hints.advantage_weight
     if trainer.weight_broadcast.format != "adapter":
         why = f"needs the base model on the servers, which {trainer.weight_broadcast.format} versions replace"
         for key, asks in {
             "teacher_model.policy_every": loss.teacher_tau and teacher and teacher.policy_every is not None,
-            "preferences.teachers": loss.beta_replay and teachers,
-            "hints.model.base_url": loss.alpha_sdpo and writer and writer.base_url is None and writer.model is None,
+            "preferences.teachers": asks_teachers and teachers,
+            "hints.model.base_url": asks_writer and writer and writer.base_url is None and writer.model is None,
         }.items():
             if asks:
                 yield orch, key, f"{why}; use weight_broadcast.format: adapter, or another API"

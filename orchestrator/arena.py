@@ -212,7 +212,8 @@ class Arena:
         if run is None:
             made = finish_group(usable, credit, group="0")
         else:
-            made = await run.finish(usable, credit, group=str((await self._begin_step(run)).group))
+            shaped = [self._shaped.get(one.id, one) for one in usable]
+            made = await run.finish(usable, shaped, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
         told = {
             "policy_version": self.policy_version,
@@ -233,11 +234,7 @@ class Arena:
                 groups.append((key, [result]))
             else:
                 known.append(result)
-        return {
-            step: value
-            for _, members in groups
-            for step, value in credit([self._shaped.get(one.id, one) for one in members]).items()
-        }
+        return {step: value for _, members in groups for step, value in credit(members).items()}
 
     async def train(self, batch: TrainingBatch) -> None:
         """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.auxiliary import ApiSettings, HintSettings
+from configs.loss import DpoSettings, SdpoSettings
 from configs.orch import OrchSettings
 from orchestrator.endpoints import Costs, Endpoint
+from orchestrator.evidence import Evidence
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
 from orchestrator.inference.client import InferenceClient
 from orchestrator.ledger import Ledger
@@ -49,6 +51,12 @@ class AuxiliaryLosses:
     """Where the teacher is the policy itself."""
     hinter: Hinter | None = None
     asked_pairs: AskedPairs | None = None
+    makes_pairs: Callable[[], bool] = lambda: True
+    """Whether what teachers say becomes pairs: not where it is for advantages alone, nor once their weight is 0."""
+    trains_hints: Callable[[], bool] = lambda: True
+    """Whether hints go with the next batch: not where they are for advantages alone, nor once their weight is 0."""
+    evidence: Evidence | None = None
+    """Where hints or teachers are an advantage."""
     pairs_of_step: Callable[[int], list[PreferencePair]] = lambda step: []
     """The pairs that go with a batch, in whose transaction it is written that they do."""
     _hints: Counter[str] = field(default_factory=lambda: Counter({"errors": 0, "given": 0}))
@@ -60,7 +68,7 @@ class AuxiliaryLosses:
     async def hinted(self, results: Sequence[EpisodeResult], *, withheld: Mapping[str, str]) -> HintedGroup:
         """Hints for what went wrong in a group, but in rollouts that are `withheld` from training. Waits for whoever
         writes them, who has a deadline."""
-        if self.hinter is None:
+        if self.hinter is None or not (self.trains_hints() or (self.evidence is not None and self.evidence.hints)):
             return NO_HINTS
         hinted = await self.hinter.of_group(results, withheld=withheld)
         for kind, message in hinted.problems.items():
@@ -80,7 +88,7 @@ class AuxiliaryLosses:
 
     def offer(self, results: Sequence[EpisodeResult]) -> None:
         """Scored rollouts about which teachers may be asked, beside everything else."""
-        if self.asked_pairs is not None:
+        if self.asked_pairs is not None and self.makes_pairs():
             self.asked_pairs.offer(results)
 
     # --- a batch ---
@@ -96,6 +104,8 @@ class AuxiliaryLosses:
     def metrics(self) -> dict[str, float]:
         """Of what is on, since the last call."""
         metrics = {} if self.teaching is None else self.teaching.metrics()
+        if self.evidence is not None:
+            metrics |= self.evidence.metrics()
         if self.hinter is not None:
             metrics |= {f"hints/{name}": float(num) for name, num in self._hints.items()} | self.hinter.metrics()
             self._hints = Counter(dict.fromkeys(self._hints, 0))
@@ -173,7 +183,8 @@ def _policy_teaches(settings: OrchSettings, ready: Ready) -> bool:
 
 def _servers_score(settings: OrchSettings, ready: Ready) -> bool:
     """Whether the run's own servers score samples."""
-    return _policy_teaches(settings, ready) or settings.reward_shaping.reference_kl > 0
+    scored = settings.reward_shaping.reference_kl > 0 or settings.hints.advantage_weight > 0
+    return _policy_teaches(settings, ready) or scored
 
 
 def make_shaping(settings: OrchSettings, client: InferenceClient, scheduler: Scheduler) -> RewardShaping:
@@ -196,10 +207,12 @@ def make_auxiliary(
 ) -> AuxiliaryLosses:
     """`teacher` is the one that was found. Raises ValueError for what cannot be honoured."""
     loss, chosen, preferences = ready.trainer.loss, settings.teacher_model, settings.preferences
+    hints_on = loss.alpha_sdpo or settings.hints.advantage_weight
+    preferences_on = loss.beta_replay or preferences.advantage_weight
     for name, is_set, weight, value in (
         ("teacher_model", chosen is not None, "teacher_tau", loss.teacher_tau),
-        ("hints", settings.hints != HintSettings(), "alpha_sdpo", loss.alpha_sdpo),
-        ("preferences", preferences.gives_pairs, "beta_replay", loss.beta_replay),
+        ("hints", settings.hints != HintSettings(), "alpha_sdpo", hints_on),
+        ("preferences", preferences.gives_pairs, "beta_replay", preferences_on),
     ):
         if is_set and not value:
             log.info("%s is off: the trainer's loss.%s is 0", name, weight)
@@ -218,9 +231,16 @@ def make_auxiliary(
             own_model=settings.model.name,
         )
 
-    if loss.alpha_sdpo:
+    def counts(weight: float, term: SdpoSettings | DpoSettings) -> bool:
+        """Whether the next batch's loss has the term."""
+        falls = term.decay_steps is not None and scheduler.shipped >= term.warmup_steps + term.decay_steps
+        return weight > 0 and not falls
+
+    auxiliary.trains_hints = partial(counts, loss.alpha_sdpo, loss.sdpo)
+    auxiliary.makes_pairs = partial(counts, loss.beta_replay, loss.dpo)
+    if hints_on:
         auxiliary.hinter = open_hinter(settings, engine, opened)
-    if loss.beta_replay and preferences.pairs is not None:
+    if preferences_on and preferences.pairs is not None:
         pairs = pairs_of_run(
             Path(preferences.pairs),
             base_model=ready.model_identity,
@@ -228,7 +248,7 @@ def make_auxiliary(
             num_adapters=max(1, len(adapters)),
         )
         auxiliary.pairs_of_step = partial(kept_pairs, pairs, max_pairs=preferences.max_pairs, seed=settings.seed)
-    elif loss.beta_replay:
+    elif preferences_on:
         auxiliary.asked_pairs = asked = AskedPairs(
             preferences,
             ledger,
@@ -241,4 +261,13 @@ def make_auxiliary(
             state=progress.costs,
         )
         auxiliary.pairs_of_step = asked.take
+    if settings.hints.advantage_weight or preferences.advantage_weight:
+        auxiliary.evidence = Evidence(
+            hints=settings.hints.advantage_weight,
+            teachers=preferences.advantage_weight,
+            score=client.score,
+            answers=None if auxiliary.asked_pairs is None else auxiliary.asked_pairs.answers,
+            select=preferences.select,
+            adapters=adapters,
+        )
     return auxiliary

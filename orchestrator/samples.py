@@ -7,7 +7,7 @@ from orchestrator.advantage import Credit, StepKey
 from orchestrator.filters import Filter
 from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
 from orchestrator.rollouts.records import EpisodeResult
-from transport.records import TrainingSample
+from transport.records import Float32, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,9 @@ class FinishedGroup:
         return list(dict.fromkeys(sample.rollout_id for sample in self.samples))
 
 
+NOTHING_ADDED: Mapping[StepKey, Float32] = {}
+
+
 def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> tuple[list[str], dict[str, str]]:
     """What `filters` say of a group's rollouts, as `found` and `withheld` of a FinishedGroup. An answer that follows
     another begins anew."""
@@ -62,10 +65,13 @@ def finish_group(
     found: Sequence[str] = (),
     withheld: Mapping[str, str] | None = None,
     hinted: HintedGroup = NO_HINTS,
+    added: Mapping[StepKey, Float32] = NOTHING_ADDED,
 ) -> FinishedGroup:
     """Advantages by all of a group's rollouts, samples of those that are not `withheld`. A rollout that is kept out of
-    the loss is not sent at all: without loss tokens it would cost the trainer time and change nothing."""
-    samples, withheld = training_samples(results, credit, group=group, hints=hinted.hints), withheld or {}
+    the loss is not sent at all: without loss tokens it would cost the trainer time and change nothing. `added`: what
+    goes on top of a step's advantage, [L] for its sampled tokens."""
+    samples = training_samples(results, credit, group=group, hints=hinted.hints, added=added)
+    withheld = withheld or {}
     return FinishedGroup(
         results=results,
         samples=[sample for sample in samples if sample.rollout_id not in withheld],
@@ -76,11 +82,17 @@ def finish_group(
 
 
 def training_samples(
-    results: Sequence[EpisodeResult], credit: Credit, *, group: str, hints: Hints = NO_HINTS.hints
+    results: Sequence[EpisodeResult],
+    credit: Credit,
+    *,
+    group: str,
+    hints: Hints = NO_HINTS.hints,
+    added: Mapping[StepKey, Float32] = NOTHING_ADDED,
 ) -> list[TrainingSample]:
     """Of all rows of a group's rollouts and of those that they spawned. A sample bears the id of the rollout that the
     group began with: that is what is trained or dropped as a whole."""
-    advantages = credit(results)
+    advantages: dict[StepKey, float | Float32] = dict(credit(results))
+    advantages |= {key: advantages[key] + extra for key, extra in added.items()}
     return [
         sample
         for root in results
@@ -90,17 +102,17 @@ def training_samples(
 
 
 def _samples(
-    result: EpisodeResult, advantages: Mapping[StepKey, float], hints: Hints, *, group: str, rollout_id: str
+    result: EpisodeResult, advantages: Mapping[StepKey, float | Float32], hints: Hints, *, group: str, rollout_id: str
 ) -> Iterator[TrainingSample]:
     """A sample for each row: each turn's tokens have their step's advantage."""
     for number, row in enumerate(result.rows):
         by_turn = {turn.index: advantages[result.id, step] for turn, step in zip(row.turns, row.steps, strict=True)}
-        single = len(by_turn) == 1  # then one number stands for all tokens
+        single, first = len(by_turn) == 1, next(iter(by_turn.values()))  # then one number stands for all tokens
         yield TrainingSample(
             token_ids=row.token_ids,
             loss_mask=row.sampled,
             inference_logprobs=row.logprobs,
-            advantages=next(iter(by_turn.values())) if single else row.spread(by_turn),
+            advantages=first if single and isinstance(first, float) else row.spread(by_turn),
             temperatures=result.steps[row.steps[0]].temperature if single else row.temperatures,
             policy_versions=row.versions,
             hint=hints.get((result.id, number)),

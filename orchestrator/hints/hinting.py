@@ -186,8 +186,8 @@ def open_hinter(
         )
     if "solution" not in chosen.sources and all(engine.is_single_turn(env.label) for env in settings.env):
         raise ValueError(
-            "loss.alpha_sdpo of the trainer is above 0, and no environment marks errors: all are single questions; set "
-            "it to 0, train on an environment of episodes, or add solution to hints.sources"
+            "loss.alpha_sdpo of the trainer or hints.advantage_weight is above 0, and no environment marks errors: all "
+            "are single questions; set it to 0, train on an environment of episodes, or add solution to hints.sources"
         )
     template = engine.templates.of(None)
     model = None if chosen.model is None else open_api(chosen.model, Costs())

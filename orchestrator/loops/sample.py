@@ -4,15 +4,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from configs.orch import OrchSettings
 from configs.rollouts import fewest_rollouts
-from orchestrator.advantage import Credit, make_credit
+from orchestrator.advantage import Credit, StepKey, make_credit
 from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import in_thread
 from orchestrator.buffer import Buffer
+from orchestrator.evidence import with_evidence
 from orchestrator.filters import Filter
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.recorder import Recorder
@@ -27,6 +28,7 @@ from orchestrator.scheduler import Scheduler, Ticket
 from orchestrator.seeds import group_seed
 from orchestrator.shaping import RewardShaping
 from orchestrator.temperature import temperature_of
+from transport.records import Float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +77,28 @@ class Intake:
             self.ledger.dropped([rollout_id], why)
         return [result for result in usable if result.id not in unshaped], shaped
 
-    async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> FinishedGroup:
+    async def finish(
+        self, usable: Sequence[EpisodeResult], shaped: Sequence[EpisodeResult], credit: Credit, *, group: str
+    ) -> FinishedGroup:
         """The group's samples, with hints and the teacher's part; those that filters and teachers withhold are
-        dropped."""
+        dropped. `credit` sees the `shaped` ones."""
         found, withheld = judge_group(usable, self.filters)
         hinted = await self.auxiliary.hinted(usable, withheld=withheld)
-        made = finish_group(usable, credit, group=group, found=found, withheld=withheld, hinted=hinted)
+        added: Mapping[StepKey, Float32] = {}
+        if (evidence := self.auxiliary.evidence) is not None:
+            known = await evidence.of_group(usable, hinted.hints, withheld=withheld)
+            shaped, added = [with_evidence(one, known) for one in shaped], evidence.added(usable, known)
+        if not self.auxiliary.trains_hints():
+            hinted = replace(hinted, hints={})
+        made = finish_group(
+            usable,
+            lambda _: credit(shaped),
+            group=group,
+            found=found,
+            withheld=withheld,
+            hinted=hinted,
+            added=added,
+        )
         made = await self.auxiliary.taught(made)
         for rollout_id, why in made.withheld.items():
             self.ledger.dropped([rollout_id], why)
@@ -238,7 +256,7 @@ class Sampling:
         if (reason := self.buffer.returned(ticket.group, rewards, of_roles=of_roles)) is not None:
             self._drop(ticket, usable, reason)
             return
-        group = await self.intake.finish(usable, lambda _: self._credit(shaped), group=str(ticket.group))
+        group = await self.intake.finish(usable, shaped, self._credit, group=str(ticket.group))
         if not group.samples:
             self._drop(ticket, [], "all_withheld")
             return

@@ -35,6 +35,7 @@ rollout/num rollout/temperature rollout/num_tokens_mean rollout/num_tokens_max r
 rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows
 rollout/found_FILTER rollout/dropped rollout/dropped_REASON rollout/restarted
 teacher/rows teacher/tokens teacher/tokens_left_out teacher/requests teacher/failed teacher/failed_REASON
+evidence/hinted evidence/asked evidence/hints_failed
 hints/errors hints/given hints/given_SOURCE hints/declined_REASON hints/left_out_REASON
 hints/model_asked hints/model_answered hints/model_REASON hints/model_cost
 pairs/made pairs/too_old pairs/not_taken pairs/turns_seen pairs/turns_asked pairs/turns_queue_full pairs/turns_too_old

@@ -177,7 +177,7 @@ class AskedPairs:
             self._num["turns_too_old"] += 1
             return
         self._num["turns_asked"] += 1
-        answers = await self._answers(turn.messages, turn.tools)
+        answers = await self.answers(turn.messages, turn.tools)
         judge = None if self._judge is None else self._judged
         made: PairRecord | Skipped
         verdict = await preferred(answers, turn.action, num_agreeing=self._settings.num_agreeing, judge=judge)
@@ -212,7 +212,7 @@ class AskedPairs:
 
     # --- whoever is asked ---
 
-    async def _answers(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> dict[str, Action | None]:
+    async def answers(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> dict[str, Action | None]:
         """What each teacher would do after `messages`; None where it did not answer. All are asked at once. A state
         that is known, or is being asked about, is not asked about again."""
         state = state_key(messages, tools)

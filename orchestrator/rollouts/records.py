@@ -69,6 +69,18 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     that was asked for."""
 
 
+class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What hints and teachers say of a step (`hints.advantage_weight`, `preferences.advantage_weight`)."""
+
+    hint_logprobs: Float32 | None = None
+    """[L] of its sampled tokens, had the policy that sampled them read the hint; None without a hint."""
+    teachers: Mapping[str, str] = {}
+    """What each teacher that answered would have done instead, as text, by its name."""
+    consensus: float | None = None
+    """The share of the teachers that would have done the same less the largest share that would have done one other
+    thing; None where none was asked or answered."""
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the policy. An environment's worker tells `role`, `call`, `error` and `observed`."""
 
@@ -93,6 +105,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     error: StepError | None = None
     adapter: int = 0
     """The one that sampled it, by its place among the run's."""
+    evidence: StepEvidence | None = None
+    """For credit, where evidence is an advantage."""
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -138,9 +152,9 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...] = ()
     """For each of the turns, the index of its step in the rollout."""
 
-    def spread(self, by_turn: Sequence[float] | Mapping[int, float]) -> Float32:
-        """[L] a number for each of the conversation's turns (by `Turn.index`) on the tokens of this row's turns; 0
-        where not sampled. Advantages, for example."""
+    def spread(self, by_turn: Sequence[float] | Mapping[int, float | Float32]) -> Float32:
+        """[L] a number for each of the conversation's turns (by `Turn.index`), or one for each of its sampled tokens,
+        on the tokens of this row's turns; 0 where not sampled. Advantages, for example."""
         values = np.zeros(len(self.token_ids), np.float32)
         for turn in self.turns:
             values[turn.begins : turn.ends] = by_turn[turn.index]

@@ -255,6 +255,46 @@ async def test_the_own_solution_of_an_example_is_a_hint_for_every_answer(tmp_pat
         assert f"train {hinted[0]}" in question
 
 
+# --- evidence as an advantage ---
+
+
+async def test_hints_and_teachers_as_advantages_send_the_trainer_nothing_else(
+    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
+) -> None:
+    batches, steps = await run(
+        tmp_path / "run",
+        server,
+        {},
+        env="Wrong",
+        hints={"sources": ["environment"], "advantage_weight": 0.1},
+        preferences=asking(teachers, advantage_weight=0.3),
+    )
+    assert {body["version"] for body in server.scores} <= {0, 1, 2}
+    assert server.scores
+    for batch in (one for step in batches.values() for one in step):
+        assert (batch.hints, batch.pairs) == ((), ())
+        # the reward is 0, and both teachers prefer another action: -0.3; the server sampled at -0.25 and says -0.5 of
+        # what has a hint: 0.1 · -0.25 on top
+        found = {round(float(value), 4) for value in batch.advantages[batch.loss_mask]}
+        assert found <= {-0.3, -0.325}
+        assert -0.3 in found
+    assert total(steps, "evidence/hinted") > 0
+    assert total(steps, "evidence/asked") >= total(steps, "evidence/hinted")
+
+
+async def test_nobody_is_asked_once_a_weight_has_fallen_to_0(
+    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
+) -> None:
+    loss = {"alpha_sdpo": 0.1, "beta_replay": 0.1, "sdpo": {"decay_steps": 1}, "dpo": {"decay_steps": 1}}
+    hints = {"sources": ["environment"]}
+    batches, steps = await run(
+        tmp_path / "run", server, loss, env="Wrong", hints=hints, preferences=asking(teachers), max_steps=4
+    )
+    assert [bool(texts_of({step: batch})) for step, batch in sorted(batches.items())][-1] is False
+    assert steps[0]["hints/errors"] > steps[-1]["hints/errors"] == 0
+    assert steps[-1]["pairs/questions_asked"] == 0
+
+
 # --- what is off, and what cannot be honoured ---
 
 
