@@ -6,6 +6,7 @@ the engine, the ledger, packing, versions, traces, going on after a restart. Wit
 
 import asyncio
 import inspect
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,10 +108,8 @@ class Arena:
         """The run that it works in."""
         self._ticket: Ticket | None = None
         self._num_asked = 0
-        self._open: dict[str, EpisodeResult] = {}
-        """Rollouts of the step that no batch has taken."""
-        self._shaped: dict[str, EpisodeResult] = {}
-        """The same with the rewards that credit sees."""
+        self._open: dict[str, tuple[EpisodeResult, EpisodeResult]] = {}
+        """Rollouts of the step that no batch has taken, with the same with the rewards that credit sees."""
         self._requests: dict[str, EpisodeRequest] = {}
         """By the id of the rollout."""
         self.setup()
@@ -194,8 +193,7 @@ class Arena:
         with self._run.timeline.group(ticket.group):
             results = await together(asked)
         usable, shaped = await self._run.take(results)
-        self._open |= {result.id: result for result in usable}
-        self._shaped |= {result.id: result for result in shaped}
+        self._open |= {one.id: (one, seen) for one, seen in zip(usable, shaped, strict=True)}
         return results
 
     async def build_training_batch(
@@ -203,8 +201,8 @@ class Arena:
     ) -> TrainingBatch:
         """Credit and samples of those of these rollouts that have a reward; a role's rewards in them are compared with
         each other. In a run, with what filters, hints and teachers make of them."""
-        usable = [result for result in results if result.failure is None and (not self._run or result.id in self._open)]
         run = self._run
+        usable = [result for result in results if result.failure is None and (not run or result.id in self._open)]
         credit = group_credit if run is None else make_credit(run.settings)
         if self._credit is not None:
             credit = partial(checked_credit, self._credit, "the arena's credit")
@@ -212,7 +210,7 @@ class Arena:
         if run is None:
             made = finish_group(usable, credit, group="0")
         else:
-            shaped = [self._shaped.get(one.id, one) for one in usable]
+            shaped = [self._open[one.id][1] for one in usable]
             made = await run.finish(usable, shaped, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
         told = {
@@ -226,15 +224,10 @@ class Arena:
         return TrainingBatch(group=made, meta=told | dict(meta or {}))
 
     def _credit_by_group(self, credit: Credit, results: Sequence[EpisodeResult]) -> Mapping[StepKey, float]:
-        groups: list[tuple[Any, list[EpisodeResult]]] = []
+        groups: defaultdict[str, list[EpisodeResult]] = defaultdict(list)
         for result in results:
-            key = self.group_of(self._requests[result.id])
-            known = next((members for other, members in groups if other == key), None)
-            if known is None:
-                groups.append((key, [result]))
-            else:
-                known.append(result)
-        return {step: value for _, members in groups for step, value in credit(members).items()}
+            groups[repr(self.group_of(self._requests[result.id]))].append(result)
+        return {step: value for members in groups.values() for step, value in credit(members).items()}
 
     async def train(self, batch: TrainingBatch) -> None:
         """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample
@@ -243,8 +236,8 @@ class Arena:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
         ticket, self._ticket, self._num_asked = self._ticket, None, 0
         taken = {result.id for result in batch.results}
-        left = [one for name, one in self._open.items() if name not in taken]
-        self._open, self._shaped, self._requests = {}, {}, {}
+        left = [one for name, (one, _) in self._open.items() if name not in taken]
+        self._open, self._requests = {}, {}
         run.ledger.dropped([one.id for one in left], "not_in_batch")
         run.traces.dropped(left, "not_in_batch")
         if not batch.records:

@@ -171,10 +171,6 @@ class MetricsFile:
         self._file.write(_line(metrics))
         self._file.flush()
 
-    def complete(self, step: int, more: Mapping[str, float]) -> None:
-        """Adds what it lacks to the line of a step that was written already."""
-        self._write_anew({**more, **line} if line[STEP] == step and REWARD in line else line for line in self.lines())
-
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

@@ -107,8 +107,6 @@ class Recorder:
             self._write(metrics)
             shown = (REWARD, "reward/accuracy", "perf/generate_tokens_per_s", "policy/lag_max", "time/step_s")
             log.info("step %d: %s", proof.version, ", ".join(f"{key} {metrics[key]:.4g}" for key in shown))
-        elif proof is self._first and proof.version > 0:  # written late, and a run that goes on with it has it serve
-            self._file.complete(proof.version, proved)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A version has been evaluated."""

@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator.rollouts.clock import together, waiting
 from orchestrator.rollouts.messages import Message, checked_messages, plain
 from orchestrator.rollouts.roles import Role, by_id
 from orchestrator.rollouts.state import EpisodeState, Reply
 from orchestrator.workers import protocol
+
+if TYPE_CHECKING:
+    from orchestrator.rollouts.episode import Episode
 
 MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
@@ -75,24 +78,13 @@ class _Stores(dict[str, Store]):
         raise KeyError(f"there is no store {name}; there are {sorted(self)}; name it in the environment's `stores`")
 
 
-class Spawned(Protocol):
-    """What a context needs of an episode that it spawns."""
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """Who acts in it."""
-
-    async def run(self, ctx: "RolloutContext") -> EpisodeState:
-        """One rollout, scored."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What a rollout and all that it spawns have in common."""
 
     backend: Backend
     split: str
-    episodes: "Mapping[str, Spawned]" = field(default_factory=dict)
+    episodes: "Mapping[str, Episode]" = field(default_factory=dict)
     """Those that can be spawned, by name."""
     stores: Sequence[str] = ()
     score: bool = True
@@ -103,10 +95,9 @@ class Shared:
     """Numbers for new conversations."""
 
     async def call(self, call: protocol.AnyCall) -> Any:
-        """The reply; the wait is not the rollout's own time. Raises ContextFull and CallFailed."""
+        """The reply. Raises ContextFull and CallFailed."""
         call.call = next(self.calls)
-        with waiting(anew=True):
-            reply = await self.backend(call)
+        reply = await self.backend(call)
         if isinstance(reply, protocol.Refused):
             raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
         return reply

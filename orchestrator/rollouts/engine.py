@@ -130,7 +130,9 @@ class RolloutEngine:
         attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[Completion]]()
 
         def begin() -> _Attempt:
-            attempts.append(_Attempt(self, group, pool, seed, given, generating, lambda: waits.delayed(number)))
+            attempts.append(
+                _Attempt(self, group, pool, seed, given, generating, lambda: waits.settled(number, over=False))
+            )
             return attempts[-1]
 
         try:
@@ -145,7 +147,7 @@ class RolloutEngine:
         finally:
             for one in generating.values():
                 one.cancel()
-        waits.over(number)
+        waits.settled(number, over=True)
         result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
         if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
             pool.record(result.failure)
@@ -183,21 +185,15 @@ class _Given:
 
 
 class _Waits:
-    """Which rollouts of a group are over, and which wait for rewards that come later."""
+    """Which rollouts of a group go on, and which wait for rewards that come later."""
 
     def __init__(self, num: int, all_wait: Callable[[], None]) -> None:
         self._going_on, self._waiting, self._all_wait = set(range(num)), set[int](), all_wait
 
-    def delayed(self, number: int) -> None:
-        self._waiting.add(number)
-        self._settled(number)
-
-    def over(self, number: int) -> None:
-        self._waiting.discard(number)
-        self._settled(number)
-
-    def _settled(self, number: int) -> None:
+    def settled(self, number: int, *, over: bool) -> None:
+        """A rollout is over, or waits."""
         self._going_on.discard(number)
+        (self._waiting.discard if over else self._waiting.add)(number)
         if self._waiting and not self._going_on:
             self._all_wait()
 

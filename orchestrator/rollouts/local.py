@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from orchestrator.inference.client import ServerError
-from orchestrator.rollouts.clock import no_exit, own_timeout
+from orchestrator.rollouts.clock import OwnTimeout, no_exit, waiting
 from orchestrator.rollouts.episode import Episode, reason_of, result_of, run_episode
 from orchestrator.rollouts.records import EpisodeResult, Failure, Task
 from orchestrator.rollouts.roles import all_roles
@@ -59,14 +59,15 @@ class LocalPool:
 
         async def answered(call: AnyCall) -> Any:
             try:
-                return await backend(call)
+                with waiting(anew=True):
+                    return await backend(call)
             except ServerError as error:  # whatever user code makes of it
                 broken.append(error)
                 raise
 
         about = {"meta": dict(meta)} if meta else {}
         try:
-            async with own_timeout(self._timeout_s):
+            async with OwnTimeout(self._timeout_s):
                 running = run_episode(
                     episode,
                     answered,

@@ -25,11 +25,12 @@ from orchestrator.envs.registry import make_environment
 from orchestrator.rollouts.clock import (
     BOARD_BYTES,
     NUM_THREADS,
+    OwnTimeout,
     current_job,
     no_exit,
     num_left_calls,
-    own_timeout,
     show_on,
+    waiting,
     went_on,
 )
 from orchestrator.rollouts.context import ContextFull
@@ -148,14 +149,16 @@ class Worker:
                     answered.set_result(message)
 
     async def reply_to(self, call: AnyCall) -> Any:
-        """What the orchestrator answers. Raises CancelledError in code of a rollout that is over."""
+        """What the orchestrator answers; the wait is not the rollout's own time. Raises CancelledError in code of a
+        rollout that is over."""
         if call.job not in self._running:
             raise asyncio.CancelledError("the rollout is over, and something that it started goes on")
         key = call.job, call.call
         answered = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
             self.send(encode_checked(call))
-            reply = await answered
+            with waiting(anew=True):
+                reply = await answered
             went_on()
             return reply
         finally:
@@ -209,7 +212,7 @@ class Worker:
         """Whatever user code raises becomes an answer. What it does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
         try:
-            async with own_timeout(self._timeout_s) as timeout:
+            async with OwnTimeout(self._timeout_s) as timeout:
                 episode = asyncio.create_task(no_exit(self._run_episode(run)))
                 state = await asyncio.shield(episode)
             data = encode_checked(Ended(job=run.job, result=result_of(state)))

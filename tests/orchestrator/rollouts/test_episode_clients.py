@@ -20,7 +20,7 @@ from grpo import (
     SingleTurnEpisode,
     client_of,
 )
-from orchestrator.rollouts.clock import own_timeout
+from orchestrator.rollouts.clock import OwnTimeout
 from orchestrator.rollouts.play import play
 from orchestrator.workers.protocol import Ask
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, user
@@ -107,7 +107,7 @@ async def test_a_hostile_answer_is_an_error_of_the_rollout_and_names_no_key(
 async def test_the_answer_is_not_waited_for_on_the_environments_time(server: tuple[FakeServer, str]) -> None:
     fake, address = server
     fake.says = [0.4] * 3
-    async with OpenAIClient(address, "judge", num_parallel=1) as client, own_timeout(0.3):
+    async with OpenAIClient(address, "judge", num_parallel=1) as client, OwnTimeout(0.3):
         assert await asyncio.gather(*(client.complete([user("hi")]) for _ in range(3))) == ["late"] * 3
 
 
