@@ -128,7 +128,7 @@ def test_values_that_are_none_are_errors(orch_file: Path, arguments: list[str], 
     ("cls", "given"),
     [
         *((TrainSettings, one) for one in ("learning_rate=inf", "weight_decay=inf", "seed=-1", f"seed={10**20}")),
-        *((TrainSettings, one) for one in ("loss.kl_tau=1e308", "wait_timeout_s=1e-9", "output_dir=")),
+        *((TrainSettings, one) for one in ("loss.kl_tau=1e308", "wait_timeout_s=1e-9", "output_dir=", "output_dir= ")),
         *((InferSettings, one) for one in ("canary_tolerance=inf", "canary_tolerance=1e30", "canary_timeout_s=1e-9")),
         *((OrchSettings, one) for one in ("sampling.temperature=1e-9", "oversampling_factor=1e308")),
     ],

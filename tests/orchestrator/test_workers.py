@@ -1,7 +1,6 @@
 """User code in workers: whatever it does costs its own rollout, and others run beside it."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -13,9 +12,7 @@ import pytest
 from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.process import ForkServer, WorkerProcess
 from orchestrator.workers.worker import identity_of
-from tests.grpo.run_folder import gone_pid
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
