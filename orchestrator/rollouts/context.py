@@ -185,8 +185,8 @@ class RolloutContext:
         if temperature is not None and not temperature > 0 and self.split == "train":
             raise ValueError(f"temperature is {temperature}, expected more than 0, because the trainer divides by it")
         asked = checked_messages(messages)
-        if not raw:
-            asked = self._with_system_prompt(self.roles[role], asked)
+        if not raw and (told := self.roles[role].system_prompt) and asked[0]["role"] != "system":
+            asked = [{"role": "system", "content": told}, *asked]
         shown = None if tools is None else plain(list(tools), "tools")
         conversation = self._take((role, shown, raw), asked)
         new = asked[len(conversation.messages) :]
@@ -319,12 +319,6 @@ class RolloutContext:
         longest = max(fitting, key=lambda one: len(one.messages))
         self._known.remove(longest)
         return longest
-
-    @staticmethod
-    def _with_system_prompt(role: Role, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if not role.system_prompt or messages[0]["role"] == "system":
-            return messages
-        return [{"role": "system", "content": role.system_prompt}, *messages]
 
 
 current_context: ContextVar[RolloutContext] = ContextVar("current_context")

@@ -5,7 +5,7 @@ User code runs in environment workers; its calls are answered here, and the toke
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -127,7 +127,7 @@ class RolloutEngine:
     async def _run_rollout(self, group: Group, number: int, given: "_Given | None", waits: "_Waits") -> EpisodeResult:
         task, pool = group.task, self._pools[group.task.env]
         seed = None if group.seed is None else mixed_seed(group.seed, number)
-        attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[Completion]]()
+        attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[list[Completion]]]()
 
         def begin() -> _Attempt:
             attempts.append(
@@ -217,7 +217,7 @@ class _Attempt:
         pool: "WorkerPool | LocalPool",
         seed: int | None,
         given: _Given | None,
-        generating: "dict[tuple[object, ...], asyncio.Task[Completion]]",
+        generating: "dict[tuple[object, ...], asyncio.Task[list[Completion]]]",
         delayed: Callable[[], None],
     ) -> None:
         """`generating`: what servers were asked in this rollout, answered or not. An attempt that asks the same again
@@ -358,8 +358,9 @@ class _Attempt:
         if key not in self._generating:
             seed = None if self._seed is None else mixed_seed(self._seed, digest.hex(), num)
             asked = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
-            self._generating[key] = asyncio.create_task(_only(asked))
-        return await asyncio.shield(self._generating[key])
+            self._generating[key] = asyncio.create_task(asked)
+        [completion] = await asyncio.shield(self._generating[key])
+        return completion
 
     def _store(self, call: Store) -> Reply:
         task, stores = self._group.task, self._engine.stores
@@ -434,11 +435,6 @@ class _CallRefused(Exception):
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
-
-
-async def _only(asked: Awaitable[Sequence[Completion]]) -> Completion:
-    [completion] = await asked
-    return completion
 
 
 def _reply(job: int, call: int, text: str, completion: Completion) -> Sampled:

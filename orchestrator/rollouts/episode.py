@@ -41,18 +41,15 @@ class Episode(ABC):
         try:
             await self.rollout(ctx, state)
             state.done = True
-            await self._apply_rubric(ctx, state)
+            if ctx.score:
+                scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
+                state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
+            else:
+                state.rewards = dict.fromkeys(state.roles, 0.0)
             state.extras = self._plain_extras(state)
             return state
         finally:
             current_context.reset(token)
-
-    async def _apply_rubric(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        if not ctx.score:
-            state.rewards = dict.fromkeys(state.roles, 0.0)
-            return
-        scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
-        state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
 
     def _plain_extras(self, state: EpisodeState) -> dict[str, Any]:
         extras = dict(self.extras(state))

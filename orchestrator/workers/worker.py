@@ -217,8 +217,11 @@ class Worker:
                 state = await asyncio.shield(episode)
             data = encode_checked(Ended(job=run.job, result=result_of(state)))
         except BaseException as error:
-            is_late = timeout.expired()
-            data = encode(self._late(run.job) if is_late else self._failed(run.job, error))
+            failed = self._failed(run.job, error)
+            if timeout.expired():
+                message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
+                failed = Failed(job=run.job, reason="env_timeout", message=message)
+            data = encode(failed)
         del self._running[run.job]
         self.send(data)
         if episode is not None and not episode.done():
@@ -248,10 +251,6 @@ class Worker:
             stores=self._environment.stores,
             score=run.score,
         )
-
-    def _late(self, job: int) -> Failed:
-        message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
-        return Failed(job=job, reason="env_timeout", message=message)
 
     def _failed(self, job: int, error: BaseException) -> Failed:
         if isinstance(error, MemoryError):
