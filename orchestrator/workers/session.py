@@ -124,8 +124,8 @@ class Session:
         """When the worker last said something."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
-        self.spent = self.over = self.killed = False
-        """It should be replaced; it has ended and is never used again; a signal ended it."""
+        self.over = self.killed = False
+        """It has ended and is never used again; a signal ended it."""
 
     @property
     def num_at_code(self) -> int:
@@ -265,10 +265,10 @@ class Session:
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Alive | Gone):
-            self.spent = self.spent or getattr(message, "spent", False)
-        elif (job := self._jobs.get(message.job)) is None or job.over.done():
+            return
+        if (job := self._jobs.get(message.job)) is None or job.over.done():
             return  # nobody waits for it any more
-        elif isinstance(message, Failed):
+        if isinstance(message, Failed):
             failure = Failure(reason=message.reason, message=f"environment {self._label}: {message.message}")
             job.over.set_result(failure)
         elif isinstance(message, Loaded | Prompts):

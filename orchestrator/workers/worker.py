@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import resource
+import signal
 import sys
 import threading
 import traceback
@@ -24,7 +25,6 @@ from orchestrator.envs.data.files import BadData
 from orchestrator.envs.registry import make_environment
 from orchestrator.rollouts.clock import (
     BOARD_BYTES,
-    NUM_THREADS,
     OwnTimeout,
     current_job,
     no_exit,
@@ -39,9 +39,9 @@ from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
+    ALIVE,
     ALIVE_INTERVAL_S,
     BOARD,
-    Alive,
     AnyCall,
     Cancel,
     Dataset,
@@ -63,15 +63,13 @@ from orchestrator.workers.protocol import (
     open_socket,
 )
 
-SPENT_EXIT = 70
-"""Exit code of a worker whose threads are all held."""
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
 MAX_LEFT = 8
-"""Rollouts and threads that nobody waits for and that do not end; a worker with so many is spent."""
+"""Rollouts and threads that nobody waits for and that do not end; a worker with so many ends."""
 MAX_MESSAGE_CHARACTERS = 20_000
 RESERVE_BYTES = 64 << 20
-"""What a worker gets beyond its limit, for its other rollouts, each time that one of them has used it up."""
+"""What a worker gets beyond its limit, once it is used up, until it ends."""
 IDENTITY_BYTES = 12
 """Enough that among a thousand million examples no two share one by chance."""
 
@@ -124,9 +122,9 @@ class Worker:
 
     async def _say_alive(self) -> None:
         while True:
-            if (num_left := num_left_calls()) >= NUM_THREADS:  # none of the others would ever get a thread
-                os._exit(SPENT_EXIT)
-            self.send(encode(Alive(spent=self._is_out_of_memory or num_left + len(self._left) >= MAX_LEFT)))
+            if self._is_out_of_memory or num_left_calls() + len(self._left) >= MAX_LEFT:
+                os.kill(os.getpid(), signal.SIGKILL)  # its other rollouts begin once more elsewhere
+            self.send(ALIVE)
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _take(self, message: ToWorker) -> None:
@@ -255,7 +253,7 @@ class Worker:
     def _failed(self, job: int, error: BaseException) -> Failed:
         if isinstance(error, MemoryError):
             self._is_out_of_memory = True
-            limit_memory(RESERVE_BYTES)  # what user code keeps cannot be given back, and others go on
+            limit_memory(RESERVE_BYTES)  # what user code keeps cannot be given back: the worker is about to end
         return Failed(job=job, reason=reason_of(error), message=_told(error))
 
 
