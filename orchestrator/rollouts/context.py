@@ -8,16 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from orchestrator.rollouts.clock import together, waiting
 from orchestrator.rollouts.messages import Message, checked_messages, plain
 from orchestrator.rollouts.roles import Role, by_id
 from orchestrator.rollouts.state import EpisodeState, Reply
 from orchestrator.workers import protocol
-
-if TYPE_CHECKING:
-    from orchestrator.rollouts.episode import Episode
 
 MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
@@ -84,8 +81,8 @@ class Shared:
 
     backend: Backend
     split: str
-    episodes: "Mapping[str, Episode]" = field(default_factory=dict)
-    """Those that can be spawned, by name."""
+    episodes: Mapping[str, Any] = field(default_factory=dict)
+    """The `Episode`s that can be spawned, by name."""
     stores: Sequence[str] = ()
     score: bool = True
     """Whether rubrics are asked; otherwise all rewards are 0."""
@@ -293,7 +290,9 @@ class RolloutContext:
             raise ValueError(f"there is no sub-episode {episode!r}; the environment's `episodes` has {there}")
         if self._depth >= MAX_DEPTH:
             raise ValueError(f"{episode} is spawned {MAX_DEPTH + 1} generations below a rollout, at most {MAX_DEPTH}")
-        children = await together([found.run(self._child(found.roles, example)) for example in examples])
+        children: list[EpisodeState] = await together(
+            [found.run(self._child(found.roles, example)) for example in examples]
+        )
         self.state.children += children
         return children
 
