@@ -44,11 +44,6 @@ def reasons_of(module: Any) -> set[str]:
     return {value for value in own.values() if re.fullmatch("[a-z]+(_[a-z]+)*", value)}
 
 
-def test_the_tables_are_of_the_groups_of_metrics() -> None:
-    groups = [{name.partition("/")[0] for name in rows} for rows in (TEACHER, HINTS, PAIRS)]
-    assert groups == [{"teacher", "rollout"}, {"hints"}, {"pairs"}]
-
-
 def test_the_reasons_are_those_of_the_code() -> None:
     assert listed(TEACHER["teacher/failed_REASON"]) == set(get_args(FailureReason))
     of_pairs = {"too_long", "same_tokens", "reference_failed"}
