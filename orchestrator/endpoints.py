@@ -15,14 +15,15 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx
-import openai
 from aiolimiter import AsyncLimiter
-from openai.types.chat import ChatCompletion
 
 from configs.auxiliary import ApiSettings
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_ECHO = 300
@@ -57,10 +58,6 @@ class EndpointError(Exception):
         """`reason`: a `Reason`, or one of whoever asked."""
         super().__init__(message)
         self.reason = reason
-
-
-class TooLong(openai.OpenAIError):
-    """An answer has too many bytes, which no retry mends: openai passes its own errors on as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +127,8 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
         """For people: where, and what."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises httpx.TransportError and TooLong."""
+        """Raises httpx.TransportError, and OpenAIError for an answer that is too long: openai passes its own errors on
+        as they are, instead of asking again."""
         async with self._turns:
             if self._limiter is not None:
                 await self._limiter.acquire()
@@ -171,12 +169,14 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         """The bytes on the wire, which nothing unpacks."""
+        from openai import OpenAIError
+
         response, data = await super().handle_async_request(request), bytearray()
         try:
             async for chunk in response.aiter_raw():
                 data += chunk
                 if len(data) > self._max_bytes:
-                    raise TooLong(f"its answer is longer than {self._max_bytes} bytes")
+                    raise OpenAIError(f"longer than {self._max_bytes} bytes")
         finally:
             await response.aclose()
         body = bytes(data) if self._key is None else bytes(data).replace(self._key.encode(), b"***")
@@ -188,8 +188,10 @@ class ApiClient:
     """Requests to servers that serve the same, of which every failure is an EndpointError."""
 
     def __init__(self, transport: BoundedTransport, *, retries: int, timeout_s: float) -> None:
+        from openai import AsyncOpenAI  # here, because it takes half a second, and most runs ask nobody
+
         self.transport = transport
-        self._client = openai.AsyncOpenAI(
+        self._client = AsyncOpenAI(
             base_url=_ANY,
             api_key="unused",  # the transport has it
             max_retries=retries,
@@ -212,10 +214,10 @@ class ApiClient:
 
 async def _understood(request: Awaitable[A]) -> A:
     """Raises EndpointError."""
+    import openai
+
     try:
         return await request
-    except TooLong as error:
-        raise EndpointError("nonsense", str(error)) from None
     except openai.APITimeoutError as error:
         raise EndpointError("timeout", _told(error)) from None
     except openai.APIConnectionError as error:
@@ -301,9 +303,11 @@ class Endpoint:
         self.num["answered"] += 1
         return answer
 
-    async def _completion(self, body: dict[str, Any]) -> ChatCompletion:
+    async def _completion(self, body: dict[str, Any]) -> "ChatCompletion":
         """Pays by what the provider tells, or else the most that question and answer can be: a token a byte. Raises
         EndpointError."""
+        from openai.types.chat import ChatCompletion
+
         if self.costs.total >= self.costs.ceiling:
             raise EndpointError("over_budget", "the ceiling of the costs has been reached")
         completion, price = await self._client.post(self._path, body, ChatCompletion), self.settings.price
@@ -343,7 +347,7 @@ def check_address(base_url: str) -> None:
         )
 
 
-def _chat_answer(completion: ChatCompletion) -> ChatAnswer:
+def _chat_answer(completion: "ChatCompletion") -> ChatAnswer:
     """openai reads whatever comes without checking it. Raises EndpointError."""
     try:
         choice = completion.choices[0]

@@ -30,7 +30,7 @@ def rows_of(table: str) -> dict[str, str]:
     return dict(names)
 
 
-TEACHER, HINTS, PAIRS = map(rows_of, TABLES)
+_, TEACHER, HINTS, PAIRS = map(rows_of, TABLES)
 
 
 def listed(meaning: str) -> set[str]:

@@ -26,7 +26,6 @@ from trainer.weights import AdapterWeights
 from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
-from transport.errors import RunFolderError
 from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
 from transport.shared_base import ImportedBase
 from transport.status import FINISHED, PeerWatch, StatusFile
@@ -202,10 +201,6 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
         run = RunFolder(path=path, run_id=run_id)
         yield run, None if step is None else checkpoint_store(run).read(step)
         return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
     with only_one(path, "train"):
         run = open_run(path, resume=settings.resume, overwrite=settings.overwrite_output_dir)
         who: dict[str, Any] = {"role": "train", "settings": recorded, "base_model": base_model}

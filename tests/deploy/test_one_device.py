@@ -6,15 +6,14 @@ import pytest
 
 from configs.errors import SettingsError
 from configs.run import load_run
-from deploy.gpus import VisibleGpus
 from deploy.plan import Plan, resolve
 
 PRESET = "configs/quickstart"
 SLEEP = ("--sleep_mode", "--orch.max_async_level", "0")
-ONE_GPU = VisibleGpus(names=("0",))
+ONE_GPU = ("0",)
 
 
-def plan(*argv: str, visible: VisibleGpus = ONE_GPU) -> Plan:
+def plan(*argv: str, visible: tuple[str, ...] = ONE_GPU) -> Plan:
     return resolve(load_run(PRESET, argv), visible=visible)
 
 
@@ -43,7 +42,7 @@ def test_one_alone_and_what_contradicts_it_is_refused(argv: tuple[str, ...]) -> 
 
 def test_nobody_sleeps_without_a_gpu() -> None:
     with pytest.raises(SettingsError, match="sleep_mode = True: needs a GPU"):
-        plan(*SLEEP, visible=VisibleGpus())
+        plan(*SLEEP, visible=())
 
 
 def test_a_server_that_shares_computes_in_the_trainers_type_and_on_its_device(tmp_path: Path) -> None:

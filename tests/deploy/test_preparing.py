@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.launcher import locked
+from transport.run import only_one
 
 ON_A_GPU = """
 import sys
@@ -45,7 +45,7 @@ def test_a_signal_ends_the_dry_step_and_the_launcher(tmp_path: Path) -> None:
     assert launcher.returncode == 130, errors
     _, alive = psutil.wait_procs([dry_step], timeout=60)  # one that was just being started ends by itself
     assert alive == []
-    with locked(tmp_path / "run"):
+    with only_one(tmp_path / "run", "launcher"):
         assert not (tmp_path / "run" / "run.json").exists()
 
 

@@ -7,7 +7,6 @@ import math
 import sqlite3
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,11 +15,9 @@ from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
 from orchestrator.evaluate import Suite, due, evaluate, figures_of, ks_of, pass_at_k
-from orchestrator.loops.evaluate import Evaluating
 from orchestrator.rollouts.engine import Group, RolloutEngine
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
 from orchestrator.run import orchestrate
-from orchestrator.scheduler import Scheduler
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 # --- figures ---
@@ -79,9 +76,6 @@ def test_figures_are_means_over_examples() -> None:
         "eval/truncated": 0.25,
         "eval/failed": 3,
     }
-
-
-def test_one_answer_to_each_prompt_has_no_pass_at_k_and_one_example_no_standard_error() -> None:
     names = {"accuracy", "reward", "num_tokens_mean", "truncated", "failed"}
     assert figures_of([[answer(1.0, accuracy=1.0)]]).keys() == {f"eval/{name}" for name in names}
 
@@ -142,29 +136,6 @@ def test_a_version_is_evaluated_by_each_environments_interval(
     suites = [suite("a", 2), suite("b", 3)]
     chosen = due(suites, version, **{"base_model": True, "max_steps": None, "passed_over": None} | changes)
     assert [one.held_out.label for one in chosen] == list(expected)
-
-
-@pytest.mark.parametrize(("passed_over", "version", "claims"), [(2, 2, 0), (None, 2, 1), (2, 4, 1), (None, 3, 0)])
-def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wanted(
-    passed_over: int | None, version: int, claims: int
-) -> None:
-    scheduler = Scheduler(
-        groups_per_batch=1, max_async_level=0, max_off_policy_steps=0, max_in_flight=1, max_steps=None, shipped=9
-    )
-    evaluating = Evaluating(
-        settings=settings_for(Path("x"), FakeServer(), max_steps=9, eval={"interval": 2}),
-        prompts={"reverse-text": [()]},
-        passed_over=passed_over,
-        scheduler=scheduler,
-        engine=cast(Any, None),
-        recorder=cast(Any, SimpleNamespace(has_evaluated=lambda version: False)),
-        timeline=cast(Any, None),
-        traces=cast(Any, None),
-        cancel_rollouts=lambda reason: 0,
-    )
-    evaluating.version_live(version)
-    assert scheduler.num_claims == claims
-    assert scheduler.needed_versions() == ({version} if claims else set())
 
 
 # --- in a run ---

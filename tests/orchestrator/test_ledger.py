@@ -175,14 +175,12 @@ def test_a_run_that_goes_back_finds_its_easy_and_hard_examples_as_they_were(
     ledger.close()
 
 
-def test_totals_can_begin_anew(killed: Path) -> None:
-    ledger = Ledger(killed)
-    assert ledger.resume(2, count=False) == 5
-    assert (ledger.num_issued, ledger.num_trained, ledger.num_dropped.total()) == (0, 0, 0)
-    ledger.close()
-
-
-def test_what_could_not_be_written_is_kept_for_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_ledger_is_named_and_what_could_not_be_written_is_kept_for_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.sqlite").write_bytes(b"something else" * 100)
+    with pytest.raises(StorageError, match=r"other\.sqlite"):
+        Ledger(tmp_path / "other.sqlite")
     monkeypatch.setattr("orchestrator.ledger.BUSY_S", 0.1)
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
@@ -195,13 +193,6 @@ def test_what_could_not_be_written_is_kept_for_the_next_time(tmp_path: Path, mon
     ledger.issued(1, num=1, env="e", example=0, version=0)
     ledger.close()
     assert len(rows(path)) == 3
-
-
-def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    path.write_bytes(b"something else" * 100)
-    with pytest.raises(StorageError, match=r"ledger\.sqlite"):
-        Ledger(path)
 
 
 def test_the_newest_state_is_known_before_a_run_goes_back_on_it(killed: Path) -> None:

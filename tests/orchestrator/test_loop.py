@@ -224,24 +224,17 @@ async def test_the_trainers_time_runs_from_the_version_before_however_many_batch
 LONG_WORDS = {"id": "reverse-text", "args": {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}}
 
 
-@pytest.mark.parametrize(
-    ("theirs", "message"),
-    [
-        ({"lora_rank": 8}, "lora_rank = 16.*lora_rank = 8"),
-        ({"rollout_transprot": {}}, "train"),
-    ],
-)
 async def test_a_trainer_with_other_settings_is_an_error_with_both_values_before_it_has_loaded_its_model(
-    tmp_path: Path, server: FakeServer, theirs: dict[str, object], message: str
+    tmp_path: Path, server: FakeServer
 ) -> None:
-    run = create_run(tmp_path)
-    settings = TrainSettings.model_validate({"model": "m", "sequence_len": 128}).model_dump(mode="json") | theirs
+    run, theirs = create_run(tmp_path), {"model": "m", "sequence_len": 128, "lora_rank": 8}
+    settings = TrainSettings.model_validate(theirs).model_dump(mode="json")
 
     async def join_later() -> None:
         await asyncio.sleep(0.3)
         join_run(tmp_path, role="train", settings=settings, run_id=run.run_id, timeout_s=1)
 
-    with only_one(tmp_path, "train"), pytest.raises(SettingsError, match=message):
+    with only_one(tmp_path, "train"), pytest.raises(SettingsError, match="lora_rank = 16"):
         await asyncio.gather(orchestrate(settings_for(tmp_path, server)), join_later())
 
 
@@ -252,7 +245,6 @@ async def test_a_trainer_with_other_settings_is_an_error_with_both_values_before
         ({}, {"base_model": "another"}, {}, Mismatch, r"model\.name"),
         ({"base_model": "other"}, {}, {}, Mismatch, "other"),
         ({"max_lora_rank": 8}, {}, {}, Mismatch, "max_lora_rank"),
-        ({"max_model_len": 16}, {}, {}, Mismatch, "max_model_len"),
         ({"max_model_len": 20}, {}, {}, Mismatch, "max_model_len"),
         ({"refuses": 2}, {}, {}, ServerError, "409"),
         ({"away": True}, {}, {}, ServerError, r"client\.timeout"),
@@ -371,15 +363,6 @@ async def test_a_reward_may_come_later_while_other_groups_take_the_slots(tmp_pat
     assert step - version > 10  # it waited while others were trained
 
 
-async def test_a_run_survives_a_server_that_fails_for_a_while(tmp_path: Path, server: FakeServer) -> None:
-    server.num_failures = 5
-    FakeTrainer(tmp_path).start()
-
-    summary = await orchestrate(settings_for(tmp_path, server))
-
-    assert summary.rollouts_trained == 48
-
-
 # --- environments that fail ---
 
 
@@ -432,16 +415,6 @@ async def test_an_environment_that_fails_too_often_stops_the_run_with_its_traceb
         await orchestrate(settings_for(tmp_path, server, env=environment(tmp_path, body), **changes))
 
 
-async def test_failed_evaluations_are_in_the_summary(tmp_path: Path, server: FakeServer) -> None:
-    FakeTrainer(tmp_path).start()
-    env = environment(tmp_path, "return 1.0 if example['split'] == 'train' or example['index'] else 1 / 0")
-
-    summary = await orchestrate(settings_for(tmp_path, server, env=env, max_steps=1, eval={"num_examples": 4}))
-
-    assert summary.evaluations_failed == 2
-    assert (summary.accuracy_before, summary.accuracy_after) == (0.75, 0.75)
-
-
 # --- evaluation ---
 
 
@@ -459,34 +432,13 @@ async def test_without_examples_there_is_no_evaluation_and_its_split_is_not_load
     assert not [request for request in server.requests if request["temperature"] == 0]
 
 
-def test_an_evaluation_environment_with_the_name_of_a_training_one_but_other_arguments_is_kept_apart() -> None:
-    train = {"id": "reverse-text", "args": {"num_train": 50}}
-    longer = {"id": "reverse-text", "args": {"max_len": 9}}
-    keys = settings_for(Path("x"), FakeServer(), env=[train], eval={"env": [longer]}).environments
-    assert {key: env.args for key, env in keys.items()} == {
-        "reverse-text": {"num_train": 50},
-        "eval:reverse-text": {"max_len": 9},
-    }
-
-
 # --- status ---
 
 
-async def test_the_status_says_which_servers_load_which_version(tmp_path: Path, server: FakeServer) -> None:
-    server.load_latency_s = 2.0
-    FakeTrainer(tmp_path).start()
-    seen: set[tuple[str, str | None]] = set()
-    watch = asyncio.create_task(states_of(tmp_path, seen))
-
-    await orchestrate(settings_for(tmp_path, server, max_steps=1))
-    watch.cancel()
-
-    where = f"inference servers: {server.url.removesuffix('/v1')}"
-    assert {("loading version 0", where), ("loading version 1", where)} <= seen
-
-
-async def test_the_status_says_when_requests_wait_for_a_server(tmp_path: Path, server: FakeServer) -> None:
-    server.latency_s = 0.2
+async def test_a_run_survives_a_server_that_fails_and_is_away_for_a_while_for_which_the_status_says_it_waits(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    server.latency_s, server.num_failures = 0.2, 5
     FakeTrainer(tmp_path).start()
     seen: set[tuple[str, str | None]] = set()
     watch = asyncio.create_task(states_of(tmp_path, seen))

@@ -29,15 +29,16 @@ def sample(number: int, length: int, version: int = 3) -> TrainingSample:
 
 
 def test_two_samples_become_one_stream_with_their_boundaries() -> None:
-    [[batch]] = pack([sample(1, 3), sample(2, 2, version=4)], seq_len=8, num_ranks=1, run_id="r", step=7)
+    by_token = replace(sample(1, 3), advantages=np.array([0, 2, 4], np.float32))
+    [[batch]] = pack([by_token, sample(2, 2, version=4)], seq_len=8, num_ranks=1, run_id="r", step=7)
     assert batch.token_ids.tolist() == [1, 1, 1, 2, 2]
     assert batch.sequence_lengths.tolist() == [3, 2]
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
-    assert batch.per_token(batch.advantages).tolist() == [1, 1, 1, 2, 2]
+    assert batch.per_token(batch.advantages).tolist() == [0, 2, 4, 2, 2]
     assert batch.temperatures.tolist() == [0.5] * 2
     assert batch.policy_versions.tolist() == [3, 3, 3, 4, 4]
     assert batch.rollout_ids == ("1", "2")
-    assert batch.teacher_logprobs is None
+    assert (batch.teacher_logprobs, batch.pairs, batch.hints) == (None, (), ())
     assert (batch.run_id, batch.step, batch.rank, batch.index, batch.num_micro_batches) == ("r", 7, 0, 0, 1)
 
 
@@ -56,20 +57,10 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_a_token_without_los
         [[2] * 6, [0]],
         [[0] * 5, [1] * 5],
     ]
-    assert [(b.rank, b.index, b.num_micro_batches) for batches in ranks for b in batches] == [
-        (0, 0, 2),
-        (0, 1, 2),
-        (1, 0, 2),
-        (1, 1, 2),
-    ]
+    assert [(b.rank, b.index) for batches in ranks for b in batches] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     filler = ranks[0][1]
     assert filler.rollout_ids == (FILLER_ID,)
     assert not filler.loss_mask.any()
-
-
-def test_more_ranks_than_samples_each_get_something() -> None:
-    ranks = pack([sample(7, 3)], seq_len=8, num_ranks=3, run_id="r", step=4)
-    assert [batch.rollout_ids for [batch] in ranks] == [("7",), (FILLER_ID,), (FILLER_ID,)]
 
 
 def test_runs_of_versions_end_with_their_micro_batch_and_neighbours_of_one_version_are_one() -> None:
@@ -79,13 +70,6 @@ def test_runs_of_versions_end_with_their_micro_batch_and_neighbours_of_one_versi
     # 5 + 2 | 4 + 3: the run of the second begins anew though the first ends with the same version.
     assert [batch.sequence_lengths.tolist() for batch in batches] == [[5, 2], [4, 3]]
     assert [batch.version_runs.tolist() for batch in batches] == [[[1, 3], [2, 4]], [[2, 7]]]
-
-
-def test_numbers_of_a_sample_and_of_its_tokens_become_one_stream() -> None:
-    by_token = replace(sample(1, 3), advantages=np.array([0, 2, 4], np.float32))
-    [[batch]] = pack([by_token, sample(5, 2)], seq_len=8, num_ranks=1, run_id="r", step=4)
-    assert batch.advantages.tolist() == [0, 2, 4, 5, 5]
-    assert batch.temperatures.tolist() == [0.5, 0.5]
 
 
 def test_hints_go_with_their_samples() -> None:
@@ -142,7 +126,7 @@ def test_nothing_is_lost_and_no_bin_is_over_its_capacity(lengths: list[int], num
     assert all(bins) or max(map(len, bins)) == 1
 
 
-@pytest.mark.parametrize(("num", "num_ranks"), [(1024, 8), (4096, 32), (16384, 1)])
+@pytest.mark.parametrize(("num", "num_ranks"), [(1024, 8), (4096, 32)])
 def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_at_every_micro_step(
     num: int, num_ranks: int
 ) -> None:
@@ -174,8 +158,3 @@ def test_pairs_go_with_the_first_micro_batches_balanced_over_the_ranks() -> None
     lengths = [[len(one.prompt_ids) for batch in batches for one in batch.pairs] for batches in ranks]
     assert sorted(lengths) == [[5, 4], [9, 3]]
     assert all(not batch.pairs for batches in ranks for batch in batches[1:])
-
-
-def test_a_batch_without_pairs_has_not_a_byte_of_them() -> None:
-    [[batch]] = pack([sample(1, 6)], seq_len=8, num_ranks=1, run_id="r", step=1)
-    assert (batch.pairs, batch.hints) == ((), ())

@@ -82,55 +82,17 @@ async def test_one_that_was_killed_when_the_trainer_had_ended_after_the_last_ver
     assert (tmp_path / "summary.json").exists()
 
 
-async def test_the_base_model_has_served_where_the_first_version_was_published_and_not_served_yet(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    await go(tmp_path, server, max_steps=1)
-    (tmp_path / "metrics.jsonl").unlink()  # as it is until version 1 serves
-    summary = await go(tmp_path, server, after=1, max_steps=3)
-    assert summary.versions_served == (0, 1, 2, 3)
-
-
-async def test_a_version_that_served_only_when_the_run_went_back_to_it_is_remembered(
+async def test_totals_and_examples_begin_anew_without_the_progress_and_the_buffer(
     tmp_path: Path, server: FakeServer
 ) -> None:
     await go(tmp_path, server, max_steps=2)
-    written = [
-        {key: value for key, value in line.items() if key != "policy/canary_max_abs"} for line in lines(tmp_path)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))  # as if never served
-    for num_steps in (3, 4):
-        summary = await go(tmp_path, server, after=num_steps - 1, max_steps=num_steps)
-    assert summary.versions_served == (0, 2, 3, 4)
-
-
-async def test_totals_begin_anew_without_the_progress(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=3)
-    summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"skip_progress": True})
-    assert (summary.steps, summary.rollouts_issued, summary.rollouts_trained) == (4, SIZE, SIZE)
-    assert summary.seconds["train"] == 0.25
-
-
-async def test_examples_are_asked_from_the_beginning_without_the_buffer(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=2)
-    await go(tmp_path, server, after=2, max_steps=4, ckpt={"skip_buffer": True})
+    skipped = {"skip_buffer": True, "skip_progress": True}
+    summary = await go(tmp_path, server, after=2, max_steps=4, ckpt=skipped)
+    assert (summary.steps, summary.rollouts_issued, summary.rollouts_trained) == (4, 2 * SIZE, 2 * SIZE)
+    assert summary.seconds["train"] == 0.5
     asked = examples(tmp_path)
     assert len(asked) == 4 * GROUPS
     assert asked[2 * GROUPS :] == asked[: 2 * GROUPS]
-
-
-async def test_easy_examples_that_a_run_without_the_buffer_forgets_are_there_where_it_goes_back(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    easy: dict[str, Any] = {"buffer": {"easy_threshold": 0.0, "hash_keys": ["prompt"]}}
-    await go(tmp_path, server, max_steps=2, **easy)
-    await go(tmp_path, server, after=2, max_steps=4, ckpt={"skip_buffer": True}, **easy)
-    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        after = {}
-        for step in (4, 2):
-            ledger.resume(step)
-            after[step] = Counter(ledger.pools().values())
-    assert after == {4: {"easy": 2 * GROUPS}, 2: {"easy": 2 * GROUPS}}
 
 
 async def test_the_version_to_go_on_with_is_waited_for(tmp_path: Path, server: FakeServer) -> None:
@@ -175,14 +137,6 @@ async def test_a_trainer_that_has_trained_what_is_missing_is_not_left_behind(
     shutil.rmtree(step_folder(tmp_path / "batches", 3))
     with pytest.raises(RunFolderError, match="step 4"):
         await go(tmp_path, server, after=4, max_steps=5)
-
-
-async def test_drops_of_earlier_processes_are_not_counted_in_the_first_step(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=2)
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
-        database.execute("UPDATE rollouts SET state = 'dropped', reason = 'env_error', step = NULL WHERE group_id = 0")
-    await go(tmp_path, server, after=2, max_steps=3)
-    assert [line["rollout/dropped"] for line in lines(tmp_path) if "reward/mean" in line] == [0, 0, 0]
 
 
 async def test_a_run_that_has_more_steps_than_it_shall_is_refused(tmp_path: Path, server: FakeServer) -> None:

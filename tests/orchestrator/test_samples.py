@@ -58,11 +58,6 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     assert [lag(one, 10) for one in (other, later)] == [4, 2]
 
 
-def test_a_completion_that_contradicts_itself_is_an_error() -> None:
-    with pytest.raises(ValueError, match="log-prob"):
-        single(2, Completion(token_ids=[12], logprobs=[-0.1] * 2, finish_reason="stop"))
-
-
 def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_tokens() -> None:
     one, _ = group_of(2)
     # The second answers with three tokens: (2·1 + 3·3) / 4 = 2.75.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduler import Scheduler, Ticket
+from orchestrator.scheduler import Scheduler, Shipment, Ticket
 
 
 def scheduler(
@@ -27,6 +27,13 @@ def scheduler(
     )
 
 
+def ship(machine: Scheduler) -> Shipment:
+    """The next batch, which must be there."""
+    shipment = machine.ship()
+    assert shipment is not None
+    return shipment
+
+
 def start_all(machine: Scheduler) -> list[Ticket]:
     tickets = []
     while (ticket := machine.start()) is not None:
@@ -43,8 +50,7 @@ def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
         assert machine.ship() is None
         for ticket in tickets:
             machine.completed(ticket.group)
-        shipment = machine.ship()
-        assert shipment is not None
+        shipment = ship(machine)
         assert shipment.step == version + 1
         assert [shipment.lag(ticket) for ticket in shipment.tickets] == [0, 0]
         assert start_all(machine) == []
@@ -57,9 +63,7 @@ def test_level_1_samples_one_batch_ahead() -> None:
     assert len(tickets) == 4
     for ticket in tickets:
         machine.completed(ticket.group)
-    first, second = machine.ship(), machine.ship()
-    assert first is not None
-    assert second is not None
+    _, second = ship(machine), ship(machine)
     assert [second.lag(ticket) for ticket in second.tickets] == [1, 1]
     assert machine.ship() is None
     machine.version_live(1)
@@ -82,7 +86,7 @@ def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
         tickets = start_all(machine)
         for ticket in tickets[:2]:
             machine.completed(ticket.group)
-        assert machine.ship() is not None
+        ship(machine)
         machine.hold()
         assert machine.drained == follows
         machine.pin(0)
@@ -98,54 +102,18 @@ def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
 def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
     machine = scheduler(groups=1, level=1, off_policy=1, oversampling=2.0, follows=True)
     machine.version_live(0)
-    slow, first = machine.start(), machine.start()
-    assert slow is not None
-    assert first is not None
+    slow, first = start_all(machine)[:2]
     machine.completed(first.group, oldest=0)
-    shipment = machine.ship()
-    assert shipment is not None
+    shipment = ship(machine)
     assert [shipment.lag(ticket) for ticket in shipment.tickets] == [0]
     machine.version_live(1)
     [late] = start_all(machine)
     machine.completed(late.group, oldest=1)
     assert machine.ship() is None, "the slow group might have begun under version 0, and could not wait any longer"
     machine.completed(slow.group, oldest=1)
-    second, third = machine.ship(), machine.ship()
-    assert second is not None
-    assert third is not None
+    second, third = ship(machine), ship(machine)
     assert [(ticket.group, second.lag(ticket)) for ticket in second.tickets] == [(slow.group, 0)]
     assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(late.group, 1)]
-
-
-def test_groups_with_older_tokens_ship_first() -> None:
-    machine = scheduler(groups=1, level=1, follows=True)
-    machine.version_live(0)
-    newer, older = start_all(machine)
-    machine.completed(newer.group, oldest=1)
-    machine.completed(older.group, oldest=0)
-    shipment = machine.ship()
-    assert shipment is not None
-    assert [ticket.group for ticket in shipment.tickets] == [older.group]
-
-
-def test_a_failed_group_is_replaced() -> None:
-    machine = scheduler(groups=1)
-    machine.version_live(0)
-    [ticket] = start_all(machine)
-    machine.failed(ticket.group)
-    assert [t.group for t in start_all(machine)] == [1]
-
-
-def test_no_more_groups_start_than_the_last_step_needs() -> None:
-    machine = scheduler(groups=2, level=5, steps=1)
-    machine.version_live(0)
-    tickets = start_all(machine)
-    assert len(tickets) == 2
-    for ticket in tickets:
-        machine.completed(ticket.group)
-    assert not machine.finished
-    assert machine.ship() is not None
-    assert machine.finished
 
 
 def test_a_batch_waits_for_a_slow_group_that_would_age_out() -> None:
@@ -154,18 +122,14 @@ def test_a_batch_waits_for_a_slow_group_that_would_age_out() -> None:
     slow, quick = start_all(machine)
     machine.completed(quick.group)
     # Batch 1 with the quick one leaves batch 2 to the slow one, with lag 2 - 1 - 0 = 1: allowed.
-    first = machine.ship()
-    assert first is not None
-    assert first.tickets == (quick,)
+    assert ship(machine).tickets == (quick,)
     machine.version_live(1)
     [next_one] = start_all(machine)
     machine.completed(next_one.group)
     # Batch 2 with the next one would leave batch 3 to the slow one, with lag 2: it waits.
     assert machine.ship() is None
     machine.completed(slow.group)
-    second = machine.ship()
-    assert second is not None
-    assert second.tickets == (slow,)
+    assert ship(machine).tickets == (slow,)
 
 
 def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_one() -> None:
@@ -176,17 +140,14 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
     assert len(others) == 5
     for ticket in others[:4]:
         machine.completed(ticket.group)
-    first, second = machine.ship(), machine.ship()
-    assert first is not None
-    assert second is not None
+    first, second = ship(machine), ship(machine)
     assert slow.group not in {ticket.group for shipment in (first, second) for ticket in shipment.tickets}
     machine.version_live(1)
     # Batch 3 is within reach: 1.5 · 2 = 3 groups, of which two are on their way.
     assert len(start_all(machine)) == 1
     machine.completed(slow.group)
     machine.completed(others[4].group)
-    third = machine.ship()
-    assert third is not None
+    third = ship(machine)
     assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(slow.group, 2), (others[4].group, 2)]
 
 
@@ -215,9 +176,6 @@ def test_versions_must_come_in_order() -> None:
     machine = scheduler()
     with pytest.raises(ValueError, match="version 1"):
         machine.version_live(1)
-
-
-EVENTS = st.sampled_from(["complete", "fail", "train", "park", "unpark"])
 
 
 @given(

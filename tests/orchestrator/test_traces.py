@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import pandas
 import pyarrow.parquet as pq
 import pytest
 
@@ -126,12 +124,6 @@ def test_a_part_that_comes_late_is_added_with_a_later_step_or_at_the_end(tmp_pat
     assert read(trace_path(tmp_path, 1))["7/0"]["num_masked"] == 1
 
 
-def test_a_part_without_a_trace_goes(tmp_path: Path) -> None:
-    leave_part(tmp_path, step=4)
-    assert merge_trained(tmp_path, 4, 1)
-    assert not trained_path(tmp_path, 4, 0).exists()
-
-
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
@@ -147,14 +139,7 @@ def test_settings_say_what_stays(tmp_path: Path, settings: dict[str, Any], kept:
     assert [step for step in range(1, 5) if trace_path(tmp_path, step).exists()] == kept
 
 
-def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("no folder")
     written(tmp_path)
-    assert len(caplog.records) == 1
-
-
-def test_pandas_and_duckdb_read_a_trace(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    assert pandas.read_parquet(path).groupby("env").reward.mean()["reverse-text"] == 0.5
-    asked = f"select env, avg(reward), max(max_log_ratio) from '{path.parent}/step_*.parquet' group by env"
-    assert duckdb.sql(asked).fetchall() == [("reverse-text", 0.5, None)]
+    assert (tmp_path / "traces").read_text() == "no folder"

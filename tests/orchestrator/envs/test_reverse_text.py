@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.envs import reverse_text as task
 from orchestrator.envs.registry import make_environment
-from orchestrator.envs.reverse_text import ReverseText, in_place
+from orchestrator.envs.reverse_text import ReverseText
 from tests.orchestrator.rollouts.contexts import score_of
 
 
@@ -29,19 +29,12 @@ def test_words_are_a_function_of_the_seed_and_a_longer_list_begins_with_the_shor
     assert {len(word) for word in words} == {3, 4, 5, 6, 7, 8}
 
 
-def test_letters_in_place_are_counted_of_the_longer_text() -> None:
-    # abc backwards is cba: "cbx" has 2 of 3 in place, "cbaxx" 3 of 5.
-    assert in_place("cbx", {"word": "abc"}) == pytest.approx(2 / 3)
-    assert in_place("cbaxx", {"word": "abc"}) == pytest.approx(3 / 5)
-    assert in_place("", {"word": "abc"}) == 0
-
-
 async def test_the_partial_reward_is_the_mean_of_right_and_in_place_and_accuracy_stays_strict() -> None:
     rubric = ReverseText(reward="partial").rubric
-    score = await score_of(rubric, "cbx", {"word": "abc"})
-    # 0.5 · 0 + 0.5 · 2/3
-    assert score.reward == pytest.approx(1 / 3)
-    assert score.accuracy == 0
+    # abc backwards is cba: "cbx" has 2 of 3 letters in place, "cbaxx" 3 of 5; 0.5 · 0 + 0.5 · 2/3, and 0.5 · 3/5.
+    for answer, reward in (("cbx", 1 / 3), ("cbaxx", 0.3), ("", 0)):
+        score = await score_of(rubric, answer, {"word": "abc"})
+        assert (score.reward, score.accuracy) == (pytest.approx(reward), 0)
     assert (await score_of(rubric, " cba ", {"word": "abc"})).accuracy == 1
 
 

@@ -56,13 +56,6 @@ def test_operations_go_from_left_to_right() -> None:
     assert task.answer(question, 3, 50) == first - second - third
 
 
-def test_settings_that_make_no_question_are_errors() -> None:
-    with pytest.raises(ValueError, match="odd"):
-        Zorplex(difficulty="odd")
-    with pytest.raises(ValueError, match="max_value"):
-        Zorplex(max_value=0)
-
-
 # --- what a rollout is worth ---
 
 
@@ -73,12 +66,9 @@ def test_settings_that_make_no_question_are_errors() -> None:
         ([*LOOK_UPS, f"[ANSWER] {SUM}"], 1.2, "success"),
         # the same - 2 · 0.1 for the third and the fourth call
         ([*LOOK_UPS, *LOOK_UPS, f"[ANSWER] {SUM}"], 1.0, "success"),
-        ([" ".join(LOOK_UPS * 2), f"[ANSWER] {SUM}"], 1.0, "success"),
-        ([*LOOK_UPS, f"{SUM}"], 0.0, "wrong_format"),
         # no tag, and 3 · 0.1 for five calls
         ([*LOOK_UPS, *LOOK_UPS, LOOK_UPS[0], f"{SUM}"], -0.3, "wrong_format"),
         ([*LOOK_UPS, f"[ANSWER] {SUM + 1}"], 0.2, "wrong_answer"),
-        (["[ANSWER] none"], 0.2, "wrong_answer"),
         # 0.2 - 2 · 0.1
         ([*LOOK_UPS, *LOOK_UPS, f"[ANSWER] {SUM + 1}"], 0.0, "tool_spam"),
         # six answers are all that are allowed; 4 · 0.1
@@ -114,7 +104,6 @@ async def test_the_policy_sees_the_values_and_they_are_in_no_prompt(environment:
     [
         ("LOOKUP[zzz]", "unknown_word"),
         ("LOOKUP[<|im_end|>]", "unknown_word"),
-        ("LOOKUP[apple", "unclosed_call"),
         ("SEARCH[apple]", "unknown_tool"),
     ],
 )

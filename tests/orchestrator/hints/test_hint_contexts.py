@@ -67,12 +67,8 @@ def test_a_hint_that_makes_the_context_too_long_is_left_out() -> None:
     assert [one.turn for one in fit(both, max_len=17)[0]] == [SECOND, THIRD]
     assert fit(both, max_len=16) == ([both[1]], [(both[0], TOO_LONG)])
     assert fit(both, max_len=12)[0] == []
-
-
-def test_a_shorter_hint_at_a_later_turn_may_fit_where_an_earlier_one_does_not() -> None:
-    kept, left_out = fit([hint(FIRST, *range(12)), hint(THIRD, 1, 2)], max_len=16)
-    assert [one.turn for one in kept] == [THIRD]
-    assert [(one.turn, reason) for one, reason in left_out] == [(FIRST, TOO_LONG)]
+    # A shorter one at a later turn may fit all the same.
+    assert [one.turn for one in fit([hint(FIRST, *range(12)), hint(THIRD, 1, 2)], max_len=16)[0]] == [THIRD]
 
 
 def test_a_turn_without_tokens_or_without_a_boundary_is_left_out() -> None:
@@ -149,18 +145,3 @@ def test_the_teacher_reads_the_row_and_the_hints_and_the_same_tokens_are_compare
             earlier = sum(len(other.token_ids) for other in kept if other.turn.index <= turn.index)
             at = made.student_index.tolist().index(turn.begins)
             assert made.teacher_index[at] - turn.begins == earlier
-
-
-@given(conversations(), TEXTS)
-def test_before_the_first_answer_the_context_is_what_the_template_writes_of_one_more_message(
-    drawn: Drawn, text: str
-) -> None:
-    name, before, _ = drawn
-    writer, first = WRITERS[name], rows_of(drawn)[0]
-    if first.turns[0].begins == first.turns[0].ends:
-        return
-    insertion = Insertion(turn=first.turns[0], token_ids=writer.ids(text))
-    made = make_hint(first, [insertion])
-    harmless = writer.template.renderer.without_control({"role": "user", "content": text.strip()})
-    written = writer.template.renderer.ids_of(writer.template.render([*before, harmless]))
-    assert made.teacher_token_ids[: int(made.teacher_index[0])].tolist() == written

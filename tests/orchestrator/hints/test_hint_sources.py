@@ -62,9 +62,7 @@ async def test_a_sibling_helps_at_a_later_turn_only_where_all_before_it_is_the_s
         assert await refused(from_siblings, first, played("g/1", answers, reward=1.0)) == "no_sibling"
 
 
-@pytest.mark.parametrize(
-    "answer", [Answer(text="AD[1]"), wrong("ADD[1]"), Answer(text="ADD[1]", whole=False), Answer(text=" ")]
-)
+@pytest.mark.parametrize("answer", [Answer(text="AD[1]"), wrong("ADD[1]"), Answer(text="ADD[1]", whole=False)])
 async def test_an_answer_that_shows_nothing_better_is_no_hint(answer: Answer) -> None:
     assert await refused(from_siblings, played("g/0", [wrong("AD[1]")]), played("g/1", [answer], reward=1.0)) == (
         "no_sibling"

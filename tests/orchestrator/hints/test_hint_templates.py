@@ -40,12 +40,9 @@ def test_what_is_given_extends_replaces_and_takes_away(tmp_path: Path, name: str
     "written",
     [
         "words: a\nwords: b\n",
-        "words: {text: a}\n",
-        "a: [",
         "[" * 100_000,
         "tool_eror: null\n",
         "words: 'see {what}'\n",
-        "words: 'see {}'\n",
         "words: ' '\n",
     ],
 )
@@ -53,9 +50,3 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, written: str) -> No
     (tmp_path / "a.yaml").write_text(written)
     with pytest.raises(ValueError, match=r"a\.yaml"):
         load_templates(str(tmp_path / "a.yaml"))
-
-
-def test_a_location_that_leads_to_nothing_says_so() -> None:
-    for location in ("no/hints.yaml", f"{__name__}:OWNED"):
-        with pytest.raises(ValueError, match=location):
-            load_templates(location)

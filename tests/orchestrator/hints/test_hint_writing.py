@@ -2,9 +2,9 @@
 
 import pytest
 
-from orchestrator.hints.contexts import HintNotWritten, HintWriter
+from orchestrator.hints.contexts import HintWriter
 from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
-from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer
+from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, renderer
 
 TURNS = """
 {%- for m in messages -%}
@@ -20,11 +20,6 @@ FIRST_ALONE = """
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
 LOUD = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-UNLIKE = "{% if add_generation_prompt %}open {% endif %}{% for m in messages %}{{ m.content }}\n{% endfor %}"
-OPENS_AS_ASKED = """
-{%- for m in messages -%}{{ m.role + ':' + m.content + '\n' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ 'assistant on ' + messages[-1].content + ':' }}{%- endif -%}
-"""
 
 
 def of(source: str) -> HintWriter:
@@ -36,7 +31,6 @@ def of(source: str) -> HintWriter:
     [
         (CHATML, "<|im_start|>user\nMind x.<|im_end|>\n"),
         (LLAMA3, "<|start_header_id|>user<|end_header_id|>\n\nMind x.<|eot_id|>"),
-        (QWEN3, "<|im_start|>user\nMind x.<|im_end|>\n"),
         (PLAIN, "user: Mind x.\n\n"),
         (TURNS, "<|im_start|>user\nMind x.<|im_end|>"),
     ],
@@ -56,21 +50,10 @@ def test_a_hint_cannot_end_its_own_message() -> None:
     assert ids[-2] == im_end
 
 
-def test_half_a_surrogate_pair_becomes_a_question_mark() -> None:
-    assert of(PLAIN).text("a\ud800b") == "user: a?b\n\n"
-
-
-def test_a_hint_without_text_is_none() -> None:
-    with pytest.raises(HintNotWritten):
-        of(CHATML).ids(" \n ")
-
-
 @pytest.mark.parametrize(
     "source",
     [
-        OPENS_AS_ASKED,  # changes the turn behind it
         LOUD,  # changes it
-        UNLIKE,
         FIRST_ALONE,  # leaves it out
     ],
 )

@@ -4,16 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from msgspec import structs
-from msgspec.structs import replace
-
-from orchestrator.advantage import group_credit
 from orchestrator.hints.contexts import HintWriter
 from orchestrator.hints.hinting import HintedGroup, Hinter
-from orchestrator.hints.sources import Site, Source, from_environment, from_siblings, from_solution, from_templates
-from orchestrator.rollouts.records import EpisodeResult, walk_all
-from orchestrator.samples import training_samples
+from orchestrator.hints.sources import Site, Source, from_environment, from_siblings, from_templates
+from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
 WRITER = HintWriter(TINY)
@@ -32,10 +26,9 @@ async def hinted(
     sources: Mapping[str, Source] = BOTH,
     *,
     seq_len: int = 500,
-    withheld: Sequence[str] = (),
     **options: Any,
 ) -> HintedGroup:
-    made = await Hinter(WRITER, sources, seq_len=seq_len, **options).of_group(group, withheld=withheld)
+    made = await Hinter(WRITER, sources, seq_len=seq_len, **options).of_group(group)
     assert len(made.given) + sum(left_out(made).values()) == made.counts["errors"]
     return made
 
@@ -66,31 +59,6 @@ async def test_every_error_has_a_hint_or_a_reason() -> None:
     assert hint.teacher_token_ids[hint.teacher_index].tolist() == [*b"x", 258, *b"y", 258]
     text = TINY.renderer.raw_text(hint.teacher_token_ids.tolist())
     assert "go on<|im_end|>\n<|im_start|>user\nSpell. no x<|im_end|>\n<|im_start|>assistant\nx<|im_end|>" in text
-
-
-async def test_hints_fit_the_samples_of_their_rows() -> None:
-    made = await hinted(GROUP)
-    samples = training_samples(GROUP, group_credit, group="g")
-    places = [(one.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rows)]
-    for place, sample in zip(places, samples, strict=True):
-        if (hint := made.hints.get(place)) is not None:
-            with_hint = structs.replace(sample, hint=hint)
-            assert with_hint.loss_mask[hint.student_index].all()
-            assert np.all(with_hint.token_ids[hint.student_index] == hint.teacher_token_ids[hint.teacher_index])
-
-
-async def test_nobody_is_asked_about_rollouts_that_are_not_trained() -> None:
-    asked: list[str] = []
-
-    async def source(site: Site) -> str:
-        asked.append(site.rollout.id)
-        return "x"
-
-    made = await hinted(GROUP, {"model": source}, withheld=["g/2"])
-    assert asked == ["g/0", "g/0"]
-    assert left_out(made) == {"withheld": 2}
-    none = await hinted([played("a", [Answer(text="x")])], {"model": source})
-    assert (none.hints, none.counts["errors"], len(asked)) == ({}, 0, 2)
 
 
 async def test_the_first_errors_of_a_row_alone_may_be_hinted() -> None:
@@ -130,16 +98,3 @@ async def test_sources_are_asked_in_their_order() -> None:
         made = await hinted(group, sources)
         assert [one.source for one in made.given] == [next(iter(sources))]
         assert not [name for name in made.counts if name.startswith("declined")]
-
-
-async def test_the_solution_is_a_hint_for_every_answer() -> None:
-    group = [played("g/0", [Answer(text="a"), wrong("x", key="words")]), played("g/1", [Answer(text="b")])]
-    tasks = [replace(one, task=replace(one.task, solution="42")) for one in group]
-    made = await hinted(tasks, {"templates": WORDS, "solution": from_solution})
-    assert [(one.rollout_id, one.step, one.source) for one in made.given] == [
-        ("g/0", 0, "solution"),
-        ("g/0", 1, "templates"),
-        ("g/1", 0, "solution"),
-    ]
-    text = TINY.renderer.raw_text(made.hints["g/1", 0].teacher_token_ids.tolist())
-    assert "<|im_start|>user\nThe solution is:\n42<|im_end|>\n<|im_start|>assistant\nb<|im_end|>" in text

@@ -10,7 +10,7 @@ import pytest
 from configs.client import ElasticSettings
 from orchestrator.inference.client import InferenceClient, ServerError
 from orchestrator.inference.pool import ServerPool
-from orchestrator.inference.watch import ServerWatch, addresses_of
+from orchestrator.inference.watch import ServerWatch
 from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
@@ -137,12 +137,6 @@ async def test_a_name_without_addresses_is_waited_for_and_named_at_the_deadline(
             await sync.wait_for_servers()
         names.addresses = ["127.0.0.9", "::1"]
         await until(lambda: client.pool.servers == ("http://127.0.0.9:8000", "http://[::1]:8000"))
-
-
-async def test_addresses_come_from_the_systems_own_resolver() -> None:
-    assert "127.0.0.1" in await addresses_of("localhost")
-    with pytest.raises(OSError, match="DNS"):
-        await addresses_of("a" * 64 + ".example")
 
 
 async def test_a_run_finds_its_server_by_name(tmp_path: Path) -> None:

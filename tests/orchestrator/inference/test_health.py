@@ -62,16 +62,6 @@ async def test_a_server_that_falls_silent_holds_up_no_version_of_the_others() ->
         assert (silent.live, sound.live) == ({1}, {1})
 
 
-async def test_a_server_that_is_slow_to_say_how_it_is_holds_up_no_other() -> None:
-    silent, sound = Silent(), FakeServer()
-    async with watched(silent, sound) as (client, _, watch):
-        silent.speaks.clear()
-        sound.info["load"] = structs.asdict(ServerLoad(num_running=7, num_waiting=0, kv_use=0.5))
-        await until(lambda: watch.metrics().get("perf/server_running", 0) >= 7)
-        assert not client.pool.out
-        silent.speaks.set()
-
-
 async def test_a_server_that_dies_between_requests_is_out_before_one_comes() -> None:
     dies, sound = FakeServer(), FakeServer()
     async with watched(dies, sound) as (client, _, _):

@@ -13,7 +13,7 @@ from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.ledger import Ledger
 from orchestrator.preferences import asked as asking
 from orchestrator.preferences.asked import AskedPairs
-from tests.orchestrator.chat_server import FakeChatServer, Say, chat_serving, completion, cut, says, slow, status
+from tests.orchestrator.chat_server import FakeChatServer, Say, chat_serving, completion, says, slow
 from tests.orchestrator.fakes import until
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.preferences.test_pairs import record
@@ -97,16 +97,13 @@ async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(fake:
     assert {name: metrics[f"pairs/{name}"] for name in expected} == expected
 
 
-FAULTS: list[tuple[Say, str]] = [
-    (slow, "timeout"),
-    (cut, "unreachable"),
-    (status(500), "error"),
-    (status(401), "refused"),
-    (says(lambda: completion("x", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])), "nonsense"),
-]
-
-
-@pytest.mark.parametrize(("say", "reason"), FAULTS)
+@pytest.mark.parametrize(
+    ("say", "reason"),
+    [
+        (slow, "timeout"),
+        (says(lambda: completion("x", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])), "nonsense"),
+    ],
+)
 async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_next_turn(
     fake: FakeChatServer, build: Build, say: Say, reason: str
 ) -> None:
@@ -138,20 +135,6 @@ async def test_the_costs_have_a_ceiling_over_the_whole_run(
     metrics = await drained(later)
     assert (metrics["pairs/cost"], metrics["pairs/cost_per_rollout"]) == (4.0, 1.0)
     assert len(fake.requests) == 4
-
-
-async def test_what_a_provider_does_not_tell_costs_the_most_that_it_can(fake: FakeChatServer, build: Build) -> None:
-    silent = says(lambda: completion("X", finish_reason="stop"))
-
-    async def untold(request: Any) -> Any:
-        response = await silent(request)
-        response.text = response.text.replace("usage", "unused")
-        return response
-
-    fake.says["a"].append(untold)
-    asked = build(api(fake, "a", price={"completion": 1e6}, max_tokens=7), num_agreeing=1)
-    asked.offer([result("0/0", "q", "Y")])
-    assert (await drained(asked))["pairs/cost"] == 7.0
 
 
 @pytest.mark.parametrize(("answer", "reason"), [("No.", "all_disagree"), ("Yes!", "made"), ("Well", "judge_failed")])

@@ -75,7 +75,7 @@ async def test_pairs_that_cannot_be_trained_are_skipped_for_a_reason() -> None:
     assert await reason("yes", [1, 2], [], 100) == "empty"
 
 
-@pytest.mark.parametrize("value", [ConnectionError("gone"), float("nan"), float("-inf"), None])
+@pytest.mark.parametrize("value", [ConnectionError("gone"), float("nan"), None])
 async def test_a_reference_that_fails_costs_the_pair_and_nothing_else(value: object) -> None:
     async def reference(token_ids: Sequence[int]) -> list[object]:
         if isinstance(value, Exception):
@@ -88,7 +88,7 @@ async def test_a_reference_that_fails_costs_the_pair_and_nothing_else(value: obj
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("answer", ["one", " spaced ", "\nline", "Ünï <b> 1"])
+@pytest.mark.parametrize("answer", ["\nline ", "Ünï <b> 1"])
 def test_had_the_policy_written_what_teachers_did_the_tokens_were_these(template: ChatTemplate, answer: str) -> None:
     [one] = turns_of(rollout_of(template, "x"))
     ids = answer_ids(answer, one, template)
@@ -181,18 +181,6 @@ def test_pairs_that_this_run_cannot_train_are_refused(tmp_path: Path, records: l
     keep(tmp_path, *records)
     with pytest.raises(ValueError, match=told):
         pairs_of_run(tmp_path, base_model="identity-1", seq_len=4)
-
-
-def test_a_folder_without_a_ledger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="run"):
-        pairs_of_run(tmp_path, base_model="identity-1", seq_len=4)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("data", ["{", "[]", "{}"])
-def test_what_is_no_pair_is_corrupt(data: str) -> None:
-    with pytest.raises(ValueError, match="pair"):
-        pair_record(data)
 
 
 def test_kept_pairs_come_in_an_order_by_lot_each_once_in_a_round() -> None:

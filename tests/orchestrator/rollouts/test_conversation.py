@@ -1,7 +1,6 @@
 """Conversations keep the tokens they sampled."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from orchestrator.rollouts.conversation import (
     TrainingRow,
 )
 from orchestrator.rollouts.records import Completion
-from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused, Templates
+from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
@@ -55,15 +54,6 @@ def test_an_answer_that_ended_is_followed_by_the_rest_of_its_ending_and_the_next
     conversation.add({"role": "tool", "content": "42"})
     following = [*b"\n", 257, *b"tool\n42", 258, *b"\n", 257, *b"assistant\n"]
     assert conversation.prompt_ids() == [*first, *b"yo", 258, *following]
-
-
-def test_an_answer_cut_short_is_ended_by_the_template() -> None:
-    conversation = begun("quickstart")
-    first = conversation.prompt_ids()
-    conversation.answer(completion(b"yo", stop=False), version=3, temperature=0.7)
-    conversation.add({"role": "user", "content": "go on"})
-    following = [258, *b"\n", 257, *b"user\ngo on", 258, *b"\n", 257, *b"assistant\n"]
-    assert conversation.prompt_ids() == [*first, *b"yo", *following]
 
 
 def test_letters_that_spell_the_end_of_a_turn_do_not_end_it() -> None:
@@ -188,16 +178,6 @@ def test_a_template_that_does_not_take_a_conversation_says_so() -> None:
     conversation = Conversation(template, [{"role": "tool", "content": "x"}])
     with pytest.raises(TemplateRefused, match="tool"):
         conversation.prompt_ids()
-
-
-def tool(name: str) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}}]
-
-
-def test_a_tools_description_cannot_spell_out_a_control_token() -> None:
-    template = Templates(renderer(QWEN3)).of(tool("<|im_end|>"))
-    assert template.tools is not None
-    assert template.tools[0]["function"]["name"] == "< |im_end|>"
 
 
 # --- properties ---

@@ -22,7 +22,7 @@ from orchestrator.advantage import (
     length_weighted,
     normalised,
 )
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task, levels
+from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
 from transport.importing import NotFound
 
 TASK = Task(env="test", split="train", index=0, messages=())
@@ -54,83 +54,23 @@ def two_levels() -> list[EpisodeResult]:
 # --- by hand ---
 
 
-def test_grpo_takes_each_level_as_a_group() -> None:
-    # Proposers: 0.75 and 0.25, mean 0.5: +0.25 and -0.25. Solvers of a: 1, 0, 0, mean 1/3: 2/3, -1/3, -1/3. Solvers
-    # of b: 1, 1, mean 1: 0, 0. With all five solvers as one group the mean would be 3/5 instead.
-    assert group_credit(two_levels()) == {
-        ("a", 0): pytest.approx(0.25),
-        ("a", 1): pytest.approx(0.25),
-        ("b", 0): pytest.approx(-0.25),
-        ("a/0", 0): pytest.approx(2 / 3),
-        ("a/1", 0): pytest.approx(-1 / 3),
-        ("a/2", 0): pytest.approx(-1 / 3),
-        ("b/0", 0): 0.0,
-        ("b/1", 0): 0.0,
-    }
-
-
-def test_normalised_grpo_divides_by_each_groups_deviation() -> None:
-    # Proposers: deviations ±0.25, std 0.25: ±1. Solvers of a: variance (4/9 + 1/9 + 1/9) / 3 = 2/9, std sqrt(2)/3:
-    # (2/3) / (sqrt(2)/3) = sqrt(2), and -1/sqrt(2) twice. Solvers of b do not differ: 0.
-    assert group_credit(two_levels(), advantage=normalised) == {
-        ("a", 0): pytest.approx(1.0),
-        ("a", 1): pytest.approx(1.0),
-        ("b", 0): pytest.approx(-1.0),
-        ("a/0", 0): pytest.approx(math.sqrt(2)),
-        ("a/1", 0): pytest.approx(-1 / math.sqrt(2)),
-        ("a/2", 0): pytest.approx(-1 / math.sqrt(2)),
-        ("b/0", 0): 0.0,
-        ("b/1", 0): 0.0,
-    }
-
-
-def test_leave_one_out_compares_with_the_others_of_the_group() -> None:
-    # Proposers: 0.75 - 0.25 and 0.25 - 0.75. Solvers of a: 1 - 0, 0 - 1/2, 0 - 1/2. Solvers of b: 1 - 1 twice.
-    assert group_credit(two_levels(), advantage=leave_one_out) == {
-        ("a", 0): pytest.approx(0.5),
-        ("a", 1): pytest.approx(0.5),
-        ("b", 0): pytest.approx(-0.5),
-        ("a/0", 0): pytest.approx(1.0),
-        ("a/1", 0): pytest.approx(-0.5),
-        ("a/2", 0): pytest.approx(-0.5),
-        ("b/0", 0): 0.0,
-        ("b/1", 0): 0.0,
-    }
-
-
-def test_three_levels_are_grouped_by_parent() -> None:
-    leaves = {
-        name: [result(f"{name}/{number}", {"C": reward}) for number, reward in enumerate(rewards)]
-        for name, rewards in {"a/0": [0.0, 1.0], "a/1": [4.0, 8.0], "b/0": [3.0]}.items()
-    }
-    trees = [
-        result(
-            "a", {"A": 1.0}, *(result(name, {"B": 10.0 * at}, *leaves[name]) for at, name in enumerate(["a/0", "a/1"]))
-        ),
-        result("b", {"A": 2.0}, result("b/0", {"B": 7.0}, *leaves["b/0"])),
-    ]
-    assert [[one.id for one in group] for group in levels(trees)] == [
-        ["a", "b"],
-        ["a/0", "a/1"],
-        ["a/0/0", "a/0/1"],
-        ["a/1/0", "a/1/1"],
-        ["b/0"],
-        ["b/0/0"],
-    ]
-    # Roots 1, 2: ∓0.5. Children of a 0, 10: ∓5; of b one alone: 0. Below a/0 0, 1: ∓0.5; below a/1 4, 8: ∓2; below
-    # b/0 one alone: 0.
-    assert {name: value for (name, _), value in group_credit(trees).items()} == {
-        "a": -0.5,
-        "b": 0.5,
-        "a/0": -5.0,
-        "a/1": 5.0,
-        "b/0": 0.0,
-        "a/0/0": -0.5,
-        "a/0/1": 0.5,
-        "a/1/0": -2.0,
-        "a/1/1": 2.0,
-        "b/0/0": 0.0,
-    }
+@pytest.mark.parametrize(
+    ("advantage", "proposers", "solvers"),
+    [
+        # Proposers: 0.75 and 0.25, mean 0.5. Solvers of a: 1, 0, 0, mean 1/3; of b: 1, 1. With all five solvers as one
+        # group the mean would be 3/5 instead.
+        (group_relative, [0.25, -0.25], [2 / 3, -1 / 3, -1 / 3, 0, 0]),
+        # Proposers: deviation 0.25. Solvers of a: variance (4/9 + 1/9 + 1/9) / 3 = 2/9, deviation sqrt(2)/3.
+        (normalised, [1, -1], [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2), 0, 0]),
+        # Proposers: 0.75 - 0.25 and 0.25 - 0.75. Solvers of a: 1 - 0, 0 - 1/2, 0 - 1/2; of b: 1 - 1 twice.
+        (leave_one_out, [0.5, -0.5], [1, -0.5, -0.5, 0, 0]),
+    ],
+)
+def test_each_level_is_a_group(advantage: Any, proposers: list[float], solvers: list[float]) -> None:
+    first, second = proposers
+    names = [("a", 0), ("a", 1), ("b", 0), ("a/0", 0), ("a/1", 0), ("a/2", 0), ("b/0", 0), ("b/1", 0)]
+    expected = dict(zip(names, [first, first, second, *solvers], strict=True))
+    assert group_credit(two_levels(), advantage=advantage) == pytest.approx(expected)
 
 
 def test_roles_of_one_rollout_are_compared_each_with_its_own() -> None:
@@ -179,8 +119,11 @@ def test_groups_of_one_and_groups_that_do_not_differ_have_no_advantage(advantage
 
 
 def test_a_rollout_without_steps_only_carries_its_children() -> None:
-    tree = EpisodeResult(id="0", task=TASK, rewards={}, children=(result("0/0", {"A": 1.0}), result("0/1", {"A": 0.0})))
-    assert group_credit([tree]) == {("0/0", 0): 0.5, ("0/1", 0): -0.5}
+    below = [result(f"0/0/{number}", {"B": float(number)}) for number in range(2)]
+    children = (result("0/0", {"A": 1.0}, *below), result("0/1", {"A": 0.0}))
+    tree = EpisodeResult(id="0", task=TASK, rewards={}, children=children)
+    own = {("0/0", 0): 0.5, ("0/1", 0): -0.5}
+    assert group_credit([tree]) == own | {("0/0/0", 0): -0.5, ("0/0/1", 0): 0.5}
     assert group_credit([]) == {}
 
 
@@ -236,7 +179,6 @@ def test_credit_may_be_a_users(tmp_path: Path) -> None:
         {("0", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): math.nan},
-        {("0", 0): 1.0, ("0", 1): None},
         [1.0, 1.0],
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from configs.orch import OrchSettings
 from grpo import (
     ContextFull,
     EpisodeState,
@@ -59,11 +58,6 @@ async def sleep() -> None:
     await asyncio.sleep(3600)
 
 
-def mangle() -> str:
-    """Half of a pair."""
-    return "\ud83d"
-
-
 def greedy() -> None:
     """Takes all memory."""
     raise MemoryError
@@ -74,7 +68,7 @@ def full() -> None:
     raise ContextFull("no room")
 
 
-TOOLS = [look_up, add, divide, hang, sleep, mangle, greedy, full]
+TOOLS = [look_up, add, divide, hang, sleep, greedy, full]
 
 
 def num_calls(state: EpisodeState) -> float:
@@ -111,20 +105,6 @@ async def test_the_policy_sees_results_until_it_answers_without_a_call() -> None
     assert outcome.data == {"num_tool_calls": 3, "tool_errors": 0}
     assert outcome.last_text == "7"
     assert all(reply.error is None for reply in outcome.trajectory)
-
-
-async def test_the_template_is_shown_the_tools_or_not() -> None:
-    _, shown = await played("7", tools=[add])
-    _, hidden = await played("7", tools=[add], show_tools=False)
-    [schema] = shown.calls[0].tools or []
-    assert schema["function"]["name"] == "add"
-    assert hidden.calls[0].tools is None
-
-
-async def test_calls_are_tagged_unless_another_parser_reads_them() -> None:
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).run(context_on(Scripted((call, "3"))))
-    assert results(outcome) == ['{"sum": 3}']
 
 
 @pytest.mark.parametrize(
@@ -166,11 +146,6 @@ async def test_results_may_be_one_message_of_the_user() -> None:
     assert outcome.messages[2] == {"role": "user", "content": "3\n4"}
 
 
-async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
-    outcome, _ = await played("MANGLE[]", "so")
-    assert results(outcome) == ["?"]
-
-
 @pytest.mark.parametrize(("call", "error"), [("GREEDY[]", MemoryError), ("FULL[]", ContextFull)])
 async def test_what_is_no_failure_of_a_tool_is_not_told_to_the_policy(call: str, error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -187,12 +162,6 @@ def meeting(num: int) -> Callable[[], str]:
         return "done"
 
     return meet
-
-
-async def test_plain_tools_do_not_block_other_rollouts() -> None:
-    tools = [meeting(8)]
-    outcomes = await asyncio.gather(*(played("MEET[]", "so", tools=tools) for _ in range(8)))
-    assert {result for outcome, _ in outcomes for result in results(outcome)} == {"done"}
 
 
 async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
@@ -236,10 +205,6 @@ def test_calls_that_one_event_loop_left_behind_stop_none_of_the_next() -> None:
     held.set()
     assert all(ended.acquire(timeout=30) for _ in range(clock.NUM_THREADS))
     asyncio.run(call())
-
-
-def test_two_calls_that_hang_fit_into_the_runs_reward_timeout() -> None:
-    assert 2 * ToolEpisode([add]).timeout_s < OrchSettings.model_fields["reward_timeout_s"].default
 
 
 async def test_a_tool_may_need_the_rollouts_state() -> None:

@@ -141,9 +141,3 @@ def test_a_server_over_http_is_called_and_only_the_tools_that_are_named(address:
 def test_a_server_that_is_not_there_is_named(server: McpServer, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         asyncio.run(played(Shop(server)))
-
-
-def test_what_is_no_server_is_refused(program: McpServer) -> None:
-    for given in ({}, {"command": "mcp-server"}, {"command": ("x",), "url": "http://x"}):
-        with pytest.raises(ValueError, match="command"):
-            McpServer(**given)  # type: ignore[arg-type]

@@ -119,10 +119,9 @@ async def test_raw_completions_go_on_from_their_own_answers() -> None:
 
 
 async def test_without_tools_what_looks_like_a_call_is_text() -> None:
-    async with desk_of([CALL, CALL]) as desk:
-        for settings in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            message = (await desk.ask(**settings)).choices[0].message
-            assert (message.content, message.tool_calls) == (CALL, None)
+    async with desk_of([CALL]) as desk:
+        message = (await desk.ask(tools=TOOLS, tool_choice="none", top_p=1.0, n=1)).choices[0].message
+    assert (message.content, message.tool_calls) == (CALL, None)
 
 
 async def test_a_malformed_call_is_text_and_marks_the_answer() -> None:
@@ -172,11 +171,8 @@ async def test_a_call_that_comes_to_nothing_is_told_and_kept(error: type[Excepti
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"top_p": 0.3}, "top_p"),
-        ({"temperature": 0}, "temperature"),
         ({"n": 1000}, "n = 1000"),
-        ({"stop": ["\n"]}, "stop"),
         ({"extra_body": {"typical_p": 0.5}}, "typical_p"),
-        ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "text"),
     ],
 )
@@ -185,15 +181,6 @@ async def test_what_cannot_be_served_is_refused(settings: dict[str, Any], told: 
         with pytest.raises(openai.BadRequestError, match=told):
             await desk.ask(**{"messages": HELLO, **settings})
     assert desk.state.trajectory == []
-
-
-async def test_settings_that_change_nothing_are_served() -> None:
-    for_the_server = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "bad_words": []}
-    for_openai: dict[str, Any] = {"response_format": {"type": "text"}, "parallel_tool_calls": True, "logprobs": False}
-    for_nobody = {"seed": 1, "user": "me", "store": False, "metadata": {"a": "b"}}
-    async with desk_of(["hi"]) as desk:
-        made = await desk.ask(top_p=1.0, frequency_penalty=0, extra_body=for_the_server, **for_openai, **for_nobody)
-    assert made.choices[0].message.content == "hi"
 
 
 async def test_only_who_has_the_key_of_a_running_rollout_is_answered() -> None:
@@ -212,11 +199,11 @@ async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
     class Slow(OpenBackend):
         async def __call__(self, call: Call) -> Any:
             with waiting(anew=True):
-                await asyncio.sleep(1.5)
+                await asyncio.sleep(0.8)
             return await super().__call__(call)
 
     body = {"messages": HELLO}
-    async with aiohttp.ClientSession() as client, own_timeout(1.0), endpoint_of(context_on(Slow())) as endpoint:
+    async with aiohttp.ClientSession() as client, own_timeout(0.6), endpoint_of(context_on(Slow())) as endpoint:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         for _ in range(2):
             answer = await client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)

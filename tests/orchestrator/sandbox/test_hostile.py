@@ -37,15 +37,6 @@ time.sleep(100)
 """
 EXCEEDS = {
     "fork_bomb": (FORK_BOMB, "processes cpu"),
-    "spawn_and_exit": (
-        "import os\nwhile True:\n    try:\n        os.fork() and os._exit(0)\n    except OSError:\n        pass",
-        "processes cpu None",
-    ),
-    "threads": (
-        "import threading, time\nthreading.stack_size(1 << 16)\n"
-        "while True:\n    threading.Thread(target=time.sleep, args=(100,)).start()",
-        "processes None",
-    ),
     "zombies": (
         "import os, time\ntry:\n    while True:\n        if os.fork() == 0:\n            os._exit(0)\n"
         "except OSError:\n    time.sleep(1000)",
@@ -59,12 +50,8 @@ EXCEEDS = {
     ),
     "large_file": ("with open('large', 'wb') as file:\n    while True:\n        file.write(bytes(1 << 16))", "None"),
     "full_disk": (FULL_DISK.replace("{FOLDER}", "/tmp"), "None"),
-    "full_shared_memory_disk": (FULL_DISK.replace("{FOLDER}", "/dev/shm"), "None"),
     "many_files": ("number = 0\nwhile True:\n    number += 1\n    open(str(number), 'w').close()", "files"),
-    "open_files": ("held = [open('/dev/null') for _ in range(100)]", "None"),
     "endless_output": ("while True:\n    print('x' * 1000)", "output"),
-    "endless_errors": ("import os\nwhile True:\n    os.write(2, b'x' * 1000)", "output"),
-    "loop": ("while True:\n    pass", "cpu"),
     "loops_in_children": ("import os\nfor _ in range(2):\n    os.fork()\nwhile True:\n    pass", "cpu"),
 }
 NEVER_ENDS = {
@@ -79,7 +66,6 @@ for number in range(1, 65):
 time.sleep(1000)
 """,
     "stops": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
-    "closes_its_outputs": "import os, time\nos.closerange(0, 3)\ntime.sleep(1000)",
 }
 CONTAINED = {
     "output_beyond_the_limit_is_cut": (
@@ -205,7 +191,7 @@ async def test_each_limit_is_kept(name: str) -> None:
     program, limits = EXCEEDS[name]
     result = await LocalSandbox(limits=LIMITS, parallel=1).run(program)
     assert str(result.limit) in limits.split()
-    assert not result.succeeded or name == "spawn_and_exit"
+    assert not result.succeeded
     assert max(len(result.stdout), len(result.stderr)) <= LIMITS.output_bytes
 
 
@@ -320,7 +306,7 @@ def test_sandboxes_end_with_the_process_that_started_them_however_it_ends(progra
     """While they run, and while they start, of which there are many moments."""
     size = (24 << 20) + 4096 * (os.getpid() % 1000)
     source = OWNER.format(size=size, program=program)
-    for pause_s in (0.0, 0.02, 0.05, 0.1):
+    for pause_s in (0.0, 0.05):
         with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as owner:
             assert owner.stdout is not None
             assert owner.stdout.readline() == b"busy\n"

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.sandbox import Limits, LocalSandbox, SandboxError, SandboxMissing, local
+from orchestrator.sandbox import Limits, LocalSandbox, SandboxMissing, local
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 
@@ -37,7 +37,6 @@ exit(3)
     [
         ("def half(n):\n    return 1 / n\nhalf(0)", 1, b"ZeroDivisionError"),
         ("def", 1, b"SyntaxError"),
-        ("raise SystemExit('no')", 1, b"no"),
         ("import os\nos.abort()", 134, b""),
     ],
 )
@@ -49,10 +48,9 @@ async def test_programs_end_as_under_the_interpreter(
     assert stderr in result.stderr
 
 
-@pytest.mark.parametrize("source", ["sys.stdin.buffer", "open('/dev/stdin', 'rb')"])
-async def test_large_inputs_and_outputs_pass_whole(sandbox: LocalSandbox, source: str) -> None:
+async def test_large_inputs_and_outputs_pass_whole(sandbox: LocalSandbox) -> None:
     data = os.urandom(3_000_000)
-    program = f"import sys\nsys.stdout.buffer.write({source}.read())"
+    program = "import sys\nsys.stdout.buffer.write(open('/dev/stdin', 'rb').read())"
     result = await sandbox.run(program, stdin=data, limits=Limits(wall_s=60.0, output_bytes=3_000_000))
     assert result.stdout == data
     assert result.limit is None
@@ -91,13 +89,6 @@ if 0 not in children:
     assert (result.stdout, result.limit) == (b"together\n", None)
 
 
-async def test_a_limit_that_cannot_be_set_is_no_failure_of_the_program(
-    sandbox: LocalSandbox,
-) -> None:
-    with pytest.raises(SandboxError, match="1099511627776"):
-        await sandbox.run("print(1)", limits=Limits(open_files=2**40))
-
-
 async def test_a_run_that_is_cancelled_at_any_moment_leaves_no_process_and_frees_its_place(
     needs_bubblewrap: None,
 ) -> None:
@@ -110,12 +101,6 @@ async def test_a_run_that_is_cancelled_at_any_moment_leaves_no_process_and_frees
             await run
         assert [child.name() for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"] == []
     assert (await sandbox.run("print(1)", limits=LIMITS)).stdout == b"1\n"
-
-
-async def test_the_disks_have_the_size_that_was_asked_for(sandbox: LocalSandbox) -> None:
-    program = "import os\nroom = os.statvfs('/tmp')\nprint(room.f_blocks * room.f_frsize)"
-    result = await sandbox.run(program, limits=Limits(wall_s=60.0, disk_bytes=1 << 20))
-    assert int(result.stdout) == 1 << 20
 
 
 async def test_without_bubblewrap_nothing_is_run_and_the_message_says_what_to_do(
@@ -132,28 +117,15 @@ async def test_without_bubblewrap_nothing_is_run_and_the_message_says_what_to_do
         await LocalSandbox().run("print(1)")
 
 
-@pytest.mark.parametrize("program", ["", "print('\0')"])
-async def test_what_is_no_program_is_refused(program: str) -> None:
-    with pytest.raises(ValueError, match="Python"):
-        await LocalSandbox().run(program)
-
-
 @pytest.mark.parametrize(
     "limits",
     [
         {"memory_bytes": 1024},
         {"wall_s": math.nan},
         {"cpu_s": -1},
-        {"processes": 2.5},
-        {"disk_bytes": "64"},
         {"wall": 3},
     ],
 )
 def test_limits_that_are_none_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)
-
-
-def test_there_is_at_least_one_place() -> None:
-    with pytest.raises(ValueError, match="parallel"):
-        LocalSandbox(parallel=0)

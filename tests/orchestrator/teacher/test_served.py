@@ -16,7 +16,7 @@ from orchestrator.endpoints import EndpointError
 from orchestrator.teacher.served import ServedTeacher, open_teacher
 from orchestrator.teacher.tokens import shared_tokens, spread
 from tests.orchestrator.fakes import MODEL
-from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, endless, hang, hang_up, in_turn
+from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, endless, hang_up, in_turn
 from transport.records import UNTAUGHT, Float32, Int32
 
 
@@ -72,11 +72,14 @@ async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: 
     assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
 
 
-async def test_requests_go_to_the_least_loaded_server(server: FakeTeacher) -> None:
+async def test_requests_go_to_the_least_loaded_server_that_answers(server: FakeTeacher) -> None:
     other = await FakeTeacher().start()
     await scored(teacher(server.url, other.url), *(ids(5, n) for n in range(12)))
-    await other.stop()
     assert len(server.asked) == len(other.asked) == 6
+    other.fault = answering(500)
+    found = await scored(teacher(server.url, other.url, f"http://127.0.0.1:{unused_port()}"), *[ids(5, 6)] * 9)
+    await other.stop()
+    assert len(found) == 9
 
 
 async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeTeacher) -> None:
@@ -87,7 +90,7 @@ async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeT
     assert "secret" not in str(found)
 
 
-@pytest.mark.parametrize("fault", [answering(503), answering(500), cut, hang_up])
+@pytest.mark.parametrize("fault", [answering(503), cut, hang_up])
 async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -> None:
     server.fault, by = in_turn(fault), teacher(server.url)
     [found] = await scored(by, ids(5, 6))
@@ -100,7 +103,6 @@ async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -
         (answering(400), "refused", 1),
         (answering(200, text="<html>"), "nonsense", 1),
         (endless, "nonsense", 1),
-        (answering(307, headers={"Location": "http://127.0.0.1:1/"}), "nonsense", 1),
     ],
 )
 async def test_what_does_not_pass_ends_after_the_tries(
@@ -113,23 +115,10 @@ async def test_what_does_not_pass_ends_after_the_tries(
 
 
 async def test_a_teacher_that_is_down_is_tried_until_the_deadline() -> None:
-    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=3.0)
+    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=1.0)
     found = await failure(by)
     assert found.reason == "timeout"
-    assert "ConnectError" in str(found)
     assert by.num_requests > 1
-
-
-async def test_a_teacher_that_hangs_is_late(server: FakeTeacher) -> None:
-    server.fault = hang
-    assert (await failure(teacher(server.url, timeout=0.2))).reason == "timeout"
-
-
-async def test_another_server_answers_for_one_that_does_not(server: FakeTeacher) -> None:
-    broken = await FakeTeacher(fault=in_turn(*[answering(500)] * 100)).start()
-    found = await scored(teacher(server.url, broken.url, f"http://127.0.0.1:{unused_port()}"), *[ids(5, 6)] * 9)
-    await broken.stop()
-    assert len(found) == 9
 
 
 async def test_vllms_own_routes_score_at_temperature_1_alone(server: FakeTeacher) -> None:
@@ -170,12 +159,9 @@ async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
         await theirs.stop()
 
 
-async def test_a_teacher_that_never_comes_up_is_named() -> None:
+async def test_a_teacher_that_never_comes_up_is_named_and_one_whose_tokenizer_is_not_here_is_asked_for_it() -> None:
     with pytest.raises(ValueError, match="did not come up"):
         await opened(FakeTeacher())
-
-
-async def test_a_teacher_whose_tokenizer_is_not_here_is_asked_for_it() -> None:
     theirs = await FakeTeacher(ours=False, model="served").start()
     with pytest.raises(ValueError, match="teacher_model"):
         await opened(theirs, name="served")

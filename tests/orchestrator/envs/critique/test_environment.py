@@ -15,7 +15,7 @@ from orchestrator.envs.critique import Critique, feedback, operators
 from orchestrator.envs.critique.operators import judgement_of
 from orchestrator.envs.critique.testing import extract_program
 from orchestrator.rollouts.play import play
-from orchestrator.sandbox import LimitName, Limits, Result, SandboxError, SandboxMissing
+from orchestrator.sandbox import LimitName, Limits, Result, SandboxError
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 
 __all__ = ["needs_bubblewrap"]
@@ -68,9 +68,8 @@ def critique(files: Mapping[str, Any], sandbox: FakeSandbox, *revisions: str, **
     ("program", "counting", "reward"),
     [
         (RIGHT, "pass_rate", 1.0),
-        (RIGHT, "all_or_nothing", 1.0),
-        (PROBLEM["program"], "pass_rate", 0.25),  # n + 2 is right for 2 alone, one of four tests
         (PROBLEM["program"], "all_or_nothing", 0.0),
+        (PROBLEM["program"], "pass_rate", 0.25),  # n + 2 is right for 2 alone, one of four tests
     ],
 )
 async def test_the_share_of_tests_that_the_revision_passes_is_the_reward(
@@ -120,7 +119,7 @@ async def test_revisions_that_say_the_same_are_run_once_at_the_same_time_and_aft
     assert (sandbox.num_runs, outcome.rewards) == (4, {"policy": 1.0})  # one for each test
 
 
-@pytest.mark.parametrize(("limit", "num_runs"), [("wall", 8), ("killed", 8), ("memory", 4)])
+@pytest.mark.parametrize(("limit", "num_runs"), [("wall", 8), ("memory", 4)])
 async def test_rewards_that_a_busy_machine_may_have_caused_are_not_kept(
     files: Mapping[str, Any], limit: LimitName, num_runs: int
 ) -> None:
@@ -160,7 +159,6 @@ async def test_a_rollout_that_is_cancelled_leaves_the_run_to_those_that_wait_wit
         ({"eval_problems": "a.jsonl"}, "eval_problems"),
         ({"reviser": "rules"}, "rules"),
         ({"reviser": "rule", "problems": "a.jsonl", "eval_problems": "a.jsonl"}, "rule"),
-        ({"sandbox": "docker"}, "docker"),
         ({"limits": {"wall": 3}}, "wall"),
         ({"prompt": "{question}"}, "program"),
     ],
@@ -178,12 +176,6 @@ def test_the_settings_of_the_page_are_understood(files: Mapping[str, Any], needs
     assert len(Critique(**{**given["args"], **files}).dataset("eval")) == 1
 
 
-def test_without_bubblewrap_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxMissing):
-        Critique()
-
-
 # --- what is read of answers ---
 
 
@@ -194,7 +186,6 @@ def test_without_bubblewrap_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -
         ("**Overall judgement:** **incorrect**.", "incorrect"),
         ("Overall judgment: Correct? No. Overall judgment: Incorrect", "incorrect"),
         ("The program is correct.", None),
-        ("Overall judgment: correctable", None),
     ],
 )
 def test_the_judgement_of_a_critique(text: str, judgement: str | None) -> None:
@@ -205,13 +196,9 @@ def test_the_judgement_of_a_critique(text: str, judgement: str | None) -> None:
     ("answer", "program"),
     [
         ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
-        ("```python\nprint(1)\n```\nBetter:\n```py\nprint(2)\n```", "print(2)\n"),
         ("```python\nprint(1)\n```\nOutput:\n```\n1\n```", "print(1)\n"),
         ("```text\nnothing\n```", None),
-        ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
-        ("```python\nprint(1)\n", None),
         ("```python\n\n```", None),
-        ("Sorry", None),
         ("```python\n" * 20_001, None),
     ],
 )
@@ -272,12 +259,3 @@ async def test_critiques_that_worked_are_kept_with_the_prompt_of_the_policy(file
     rows = [row async for row in feedback.critiques(environment, MockClient(write), 4)]
     assert rows == [{"prompt": example["prompt"], "answer": f"Use * 2. {JUDGED}"}]
     assert all("passes 25% of them" in prompt for prompt in told)
-
-
-@pytest.mark.usefixtures("needs_bubblewrap")
-async def test_of_the_small_problems_every_critique_is_tried() -> None:
-    environment = Critique(reviser="rule", prompt="{question}\n{program}")
-    environment.problems["train"] = environment.problems["train"][:4]
-    rows = [row async for row in feedback.critiques(environment, None, 1)]
-    assert {row["prompt"] for row in rows} == {example["prompt"] for example in environment.dataset("train")}
-    assert all(judgement_of(row["answer"]) for row in rows)

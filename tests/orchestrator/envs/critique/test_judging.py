@@ -39,19 +39,12 @@ FUNCTION = "def double(x):\n    print('noise', end='')\n    return {}\n"
     [
         (ADDITION, "a, b = map(int, input().split())\nprint(a * b if a == 2 else 3)", 0.5),
         (UNIT, FUNCTION.format("2 * x"), 1.0),
-        (UNIT, FUNCTION.format("4"), 0.5),
         (UNIT, FUNCTION.format("exit()"), 0.0),
         (UNIT, "import os\nos._exit(0)", 0.0),
-        (UNIT, "def double(", 0.0),
         (FUNCTIONS, FUNCTION.format("2 * x"), 1.0),
-        (FUNCTIONS, FUNCTION.format("4"), 0.5),
         (HUMANEVAL, FUNCTION.format("2 * x"), 1.0),
-        (HUMANEVAL, FUNCTION.format("4"), 0.0),
-        (CALL, METHOD.format("2 * x"), 1.0),
         (CALL, FUNCTION.format("2 * x"), 1.0),
         (CALL, METHOD.format("4"), 0.5),
-        (CALL, METHOD.format("object()"), 0.0),
-        (CALL, "print('4')", 0.0),
     ],
 )
 async def test_programs_are_judged(sandbox: LocalSandbox, record: dict[str, Any], program: str, passed: float) -> None:
@@ -65,7 +58,6 @@ async def test_programs_are_judged(sandbox: LocalSandbox, record: dict[str, Any]
     [
         ("assert f(2.5) == (True, None, 'ä', b'\\xff', 1j, {1: [2]}, {3}, frozenset({4}))",
          "def f(x):\n return True, None, 'ä', b'\\xff', 1j, {1: [2]}, {3}, frozenset({4})"),
-        ("assert f('aab') == {'a': 2, 'b': 1}", "from collections import Counter\ndef f(x): return Counter(x)"),
         ("assert list(f(3)) == [0, 1, 2] and sorted(g([2, 1])) == [1, 2]",
          "def f(n):\n yield from range(n)\ndef g(x): return map(int, x)"),
         ("a, b = [2, 1], {}\nf(a, b)\nassert (a, b) == ([1, 2], {3: 4})", "def f(a, b):\n a.sort()\n b[3] = 4"),
@@ -74,7 +66,6 @@ async def test_programs_are_judged(sandbox: LocalSandbox, record: dict[str, Any]
          "LEAST = 7\nclass Pair:\n def __init__(self, a, b): self.a, self.b = a, b\n"
          "def total(ps): return sum(p.a + p.b for p in ps)"),
         ("assert math.isclose(f(2), 2 ** 0.5) and f(float('inf')) == math.inf", "import math\nf = math.sqrt"),
-        ("assert f(10 ** 5000) == 10 ** 5000 + 1", "def f(n): return n + 1"),
     ],
 )  # fmt: skip
 async def test_what_tests_and_programs_may_exchange(sandbox: LocalSandbox, test: str, program: str) -> None:
