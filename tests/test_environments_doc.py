@@ -21,7 +21,6 @@ from configs.run import load_run
 from orchestrator.advantage import custom_credit
 from orchestrator.envs.registry import BUILT_IN, make_environment
 from orchestrator.monitoring.metrics import batch_metrics
-from orchestrator.rollouts.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
 from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task, TrainingRow, Turn
 from orchestrator.rollouts.rubric import NAMES
 from orchestrator.rollouts.state import EpisodeState, Reply, StepError
@@ -194,8 +193,7 @@ def test_the_tables_of_metrics_of_a_step() -> None:
                 assert (key in alone) is ("only with episodes" not in about), key
     assert "`reward/measure/NAME/KEY/ENV`" in PAGE
     assert "reward/measure/points/policy/env" in conversations
-    reasons = {named(row[0])[0] for row in table("| metric | a new row, because |")}
-    assert reasons == {key for key in conversations if key.startswith("rollout/new_rows_")}
+    assert conversations["rollout/new_rows"] == 3
 
 
 def example_of(name: str) -> str:
@@ -231,18 +229,17 @@ def result(
 
 
 def episode() -> EpisodeResult:
-    """A rollout of four answers, each of which began a row, for another reason."""
-    reasons = (None, HISTORY_REWRITTEN, ANSWER_REWRITTEN, OTHER_END)
-    rows = tuple(row(began, index) for index, began in enumerate(reasons))
+    """A rollout of four answers, each of which began a row."""
+    rows = tuple(map(row, range(4)))
     return result("a", {"policy": 1.0}, num_steps=4, rows=rows, metrics={"right": 1.0, "points/policy": 1.0})
 
 
-def row(began: str | None, index: int) -> TrainingRow:
+def row(index: int) -> TrainingRow:
     values: Any = {
         "token_ids": np.array([1, 2], np.int32),
         "sampled": np.array([False, True]),
         "logprobs": np.zeros(2, np.float32),
         "temperatures": np.ones(2, np.float32),
     }
-    turn = Turn(index=0, opens=1, begins=1, ends=2, finish_reason="stop")
-    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), steps=(index,), began=began)
+    turn = Turn(index=index, opens=1, begins=1, ends=2, finish_reason="stop")
+    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), steps=(index,))

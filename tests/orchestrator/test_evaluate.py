@@ -7,6 +7,7 @@ import math
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,9 +15,10 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
-from orchestrator.evaluate import Suite, due, evaluate, figures_of, ks_of, pass_at_k
+from configs.orch import OrchSettings
+from orchestrator.evaluate import due, evaluate, figures_of, ks_of, pass_at_k
 from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Step, Task
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
@@ -97,32 +99,33 @@ class Counting:
 
 
 async def test_an_environment_with_many_answers_leaves_the_others_their_concurrency() -> None:
-    engine, suites = Counting(), [suite("a", 1, num=8, prompts=200), suite("b", 1, prompts=200)]
-    await evaluate(cast(RolloutEngine, engine), suites, version=1, complete=True)
+    engine, held_out = Counting(), [one("a", 1, num=8), one("b", 1)]
+    settings = settings_for(Path("x"), FakeServer())
+    prompts = dict.fromkeys("ab", [()] * 200)
+    await evaluate(cast(RolloutEngine, engine), settings, prompts, version=1, held_out=held_out)
     assert engine.most == {"a": 128 // 8, "b": 128}
 
 
 # --- when ---
 
 
-def suite(label: str, interval: int, *, num: int = 1, prompts: int = 1) -> Suite:
-    held_out = HeldOut(
+def one(label: str, interval: int, *, num: int = 1) -> HeldOut:
+    return HeldOut(
         key=label,
         id=label,
         num_examples=-1,
         rollouts_per_example=num,
         interval=interval,
         temperature=0.0,
-        max_tokens=None,
+        max_tokens=8,
     )
-    return Suite(held_out=held_out, prompts=[()] * prompts, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
 @pytest.mark.parametrize(
     ("version", "changes", "expected"),
     [
         (0, {}, "ab"),
-        (0, {"base_model": False}, ""),
+        (0, {"eval_base_model": False}, ""),
         (2, {}, "a"),
         (7, {}, ""),
         (7, {"max_steps": 7}, "ab"),
@@ -133,9 +136,13 @@ def suite(label: str, interval: int, *, num: int = 1, prompts: int = 1) -> Suite
 def test_a_version_is_evaluated_by_each_environments_interval(
     version: int, changes: dict[str, Any], expected: str
 ) -> None:
-    suites = [suite("a", 2), suite("b", 3)]
-    chosen = due(suites, version, **{"base_model": True, "max_steps": None, "passed_over": None} | changes)
-    assert [one.held_out.label for one in chosen] == list(expected)
+    settings = SimpleNamespace(
+        held_out=[one("a", 2), one("b", 3)],
+        eval=SimpleNamespace(eval_base_model=changes.get("eval_base_model", True)),
+        max_steps=changes.get("max_steps"),
+    )
+    chosen = due(cast(OrchSettings, settings), version, passed_over=changes.get("passed_over"))
+    assert [held_out.label for held_out in chosen] == list(expected)
 
 
 # --- in a run ---

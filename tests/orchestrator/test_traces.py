@@ -33,7 +33,6 @@ def result(name: str, reward: float) -> EpisodeResult:
         versions=((1, 3), (2, 1)),
         turns=(turn,),
         steps=(0,),
-        began=None,
     )
     return EpisodeResult(id=name, task=TASK, steps=(step,), rows=(row,), rewards={"policy": reward})
 

@@ -20,7 +20,7 @@ from grpo import (
     SingleTurnEpisode,
     client_of,
 )
-from orchestrator.rollouts.clock import own_timeout
+from orchestrator.rollouts.clock import OwnTimeout
 from orchestrator.rollouts.play import play
 from orchestrator.workers.protocol import Ask
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, user
@@ -107,7 +107,7 @@ async def test_a_hostile_answer_is_an_error_of_the_rollout_and_names_no_key(
 async def test_the_answer_is_not_waited_for_on_the_environments_time(server: tuple[FakeServer, str]) -> None:
     fake, address = server
     fake.says = [0.4] * 3
-    async with OpenAIClient(address, "judge", num_parallel=1) as client, own_timeout(0.3):
+    async with OpenAIClient(address, "judge", num_parallel=1) as client, OwnTimeout(0.3):
         assert await asyncio.gather(*(client.complete([user("hi")]) for _ in range(3))) == ["late"] * 3
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_a_client_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 async def test_our_own_model_answers_in_the_rollout() -> None:
     backend = OpenBackend()
     assert await OwnClient(context_on(backend), "policy").complete([user("hi")], max_tokens=3) == "asked"
-    assert backend.asked == [Ask(model="policy", messages=[user("hi")], temperature=0.0, max_tokens=3)]
+    assert backend.asked == [Ask(call=0, model="policy", messages=[user("hi")], temperature=0.0, max_tokens=3)]
 
 
 class Judged(SingleTurnEpisode, Environment):

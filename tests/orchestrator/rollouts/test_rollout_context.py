@@ -165,7 +165,7 @@ async def test_who_is_asked_beside_the_policy_leaves_no_step() -> None:
     backend = OpenBackend()
     ctx = context_on(backend)
     assert await ctx.ask([user("which?")], model="policy", temperature=1, max_tokens=3) == "asked"
-    assert backend.asked == [Ask(model="policy", messages=[user("which?")], temperature=1.0, max_tokens=3)]
+    assert backend.asked == [Ask(call=0, model="policy", messages=[user("which?")], temperature=1.0, max_tokens=3)]
     assert ctx.state.trajectory == []
 
 
