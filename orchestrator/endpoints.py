@@ -20,7 +20,7 @@ import httpx
 from aiolimiter import AsyncLimiter
 
 from configs.auxiliary import ApiSettings
-from orchestrator.rollouts.clients import ModelResponse
+from orchestrator.rollouts.messages import ModelResponse
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

@@ -4,7 +4,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -12,23 +12,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.rollouts.clock import waiting
 from orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
-from orchestrator.rollouts.messages import Message, checked_messages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelResponse:
-    """An answer with what the server tells of it."""
-
-    text: str
-    tokens: tuple[tuple[str, float], ...] = ()
-    """Each sampled token as text with its log-probability (natural log), where the server gives them."""
-    token_ids: tuple[int, ...] = ()
-    """Ids of the same tokens, where the server gives them, as `grpo-infer` does."""
-    tool_calls: tuple[tuple[str, str], ...] = ()
-    """Name and arguments of calls that came apart from the text; the arguments are, as they were sampled, JSON or not.
-    """
-    version: int | None = None
-    """The policy version that was live when it was asked; None where the server is no `grpo-infer`."""
+from orchestrator.rollouts.messages import Message, ModelResponse, checked_messages
 
 
 class InferenceClient(ABC):

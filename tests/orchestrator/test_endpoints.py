@@ -12,7 +12,7 @@ from aiohttp.test_utils import unused_port
 
 from configs.auxiliary import ApiSettings
 from orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
-from orchestrator.rollouts.clients import ModelResponse
+from orchestrator.rollouts.messages import ModelResponse
 from tests.orchestrator.chat_server import (
     FakeChatServer,
     Say,
