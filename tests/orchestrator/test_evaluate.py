@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
-from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
 from orchestrator.evaluate import Suite, due, evaluate, figures_of, ks_of, pass_at_k
 from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step
 from orchestrator.run import orchestrate
+from tests.orchestrator import made
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 # --- figures ---
@@ -41,27 +41,19 @@ def test_k_doubles_up_to_the_number_of_answers(num: int, ks: list[int]) -> None:
 
 
 def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> EpisodeResult:
-    return replace(rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
+    step = made.step(completion=made.completion([1] * num_tokens, stop=not cut))
+    return made.result("0/0", step, rewards=reward, accuracy=accuracy)
 
 
-def failed(num_tokens: int = 2) -> EpisodeResult:
-    return replace(rollout(num_tokens), rewards={}, failure=Failure(reason="env_error", message="broken"))
-
-
-def rollout(num_tokens: int, *, cut: bool = False) -> EpisodeResult:
-    completion = Completion(
-        token_ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens, finish_reason="length" if cut else "stop"
-    )
-    step = Step(role="policy", temperature=1.0, completion=completion, text="x", version=3)
-    task = Task(env="e", split="eval", index=0, messages=())
-    return EpisodeResult(id="0/0", task=task, steps=(step,), rewards={"policy": 0.0})
+def failed(reason: str, *steps: Step) -> EpisodeResult:
+    return made.result("0/0", *steps, failure=Failure(reason=reason, message="broken"))
 
 
 def test_figures_are_means_over_examples() -> None:
     answers: list[list[EpisodeResult]] = [
         [answer(1.0, accuracy=1.0, num_tokens=4), answer(0.5, accuracy=0.0, num_tokens=8, cut=True)],
-        [answer(0.25, accuracy=0.5), failed()],
-        [replace(failed(0), steps=(), failure=Failure(reason="prompt_too_long", message="too long"))] * 2,
+        [answer(0.25, accuracy=0.5), failed("env_error", made.step(ids=[1, 1]))],
+        [failed("prompt_too_long")] * 2,
     ]
     # Accuracies by example: 1/2, 1/4 and 0. Rewards of what was scored: 3/4 and 1/4.
     # Only an accuracy of 1 is a pass: one answer of the first example's two, and none of the others'.
