@@ -1,11 +1,9 @@
 """What settings of the orchestrator change in what the program does."""
 
 import asyncio
-import json
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,9 @@ from aiohttp import web
 
 from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
-from orchestrator.monitoring.summary import Summary
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.records import MicroBatch
+from tests.orchestrator import running
+from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.running import Run
 
 # --- a run ---
 
@@ -50,32 +47,15 @@ def zeros(rewards, lengths, *, plus=0.0):
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a run has done, as its server, its trainer and its files saw it."""
-
-    folder: Path
-    summary: Summary
-    batches: dict[int, tuple[MicroBatch, ...]]
-    lines: list[dict[str, float]]
-    requests: list[dict[str, Any]]
-    """Of rollouts, not of the evaluation."""
-
-    @property
-    def asked(self) -> list[str]:
-        """The words that were asked, in the order of asking."""
-        return [word_of(request["prompt_token_ids"]) for request in self.requests]
-
-    @property
-    def advantages(self) -> list[float]:
-        """Of all samples of the first batch, in no order."""
-        return sorted(number for batch in self.batches[1] for number in batch.advantages.tolist())
+def asked_of(server: FakeServer) -> list[str]:
+    """The words that were asked, in the order of asking."""
+    texts = [bytes(i for i in request["prompt_token_ids"] if i < 256).decode() for request in server.requests]
+    return [text.split("\n")[1] for text in texts]
 
 
-def word_of(prompt: str | list[int]) -> str:
-    """The user's message."""
-    text = prompt if isinstance(prompt, str) else bytes(i for i in prompt if i < 256).decode()
-    return text.split("\n")[1]
+def sampled(server: FakeServer) -> list[dict[str, Any]]:
+    """The requests but for those of the evaluation."""
+    return [request for request in server.requests if request["temperature"] > 0]
 
 
 def by_turns(*answers: str) -> Callable[[str, int], str]:
@@ -87,6 +67,24 @@ def by_turns(*answers: str) -> Callable[[str, int], str]:
         return answers[(given[prompt] - 1) % len(answers)]
 
     return answer
+
+
+async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
+    """A run of two steps of two groups of two, unless told otherwise; one group at a time, so in a known order."""
+    base = {
+        "env": [{"id": f"{folder / 'own.py'}:Words"}],
+        "batch_size": 4,
+        "rollouts_per_example": 2,
+        "max_steps": 2,
+        "max_concurrent_groups": 1,
+        "eval": {"num_examples": 0},
+    }
+    settings = base | changes
+    server.requests.clear()
+    sequence_len = {"sequence_len": settings.get("seq_len", 128)}
+    adapters = {"lora_adapters": settings.get("model", {}).get("lora_adapters", ())}
+    trainer = {"settings": sequence_len | adapters, **sequence_len}
+    return await running.run(Path(tempfile.mkdtemp(dir=folder)), server, trainer=trainer, **settings)
 
 
 @pytest.fixture
@@ -103,29 +101,6 @@ async def server() -> AsyncIterator[FakeServer]:
     await server.stop()
 
 
-async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
-    """A run of two steps of two groups of two, unless told otherwise; one group at a time, so in a known order."""
-    base = {
-        "env": [{"id": f"{folder / 'own.py'}:Words"}],
-        "batch_size": 4,
-        "rollouts_per_example": 2,
-        "max_steps": 2,
-        "max_concurrent_groups": 1,
-        "eval": {"num_examples": 0},
-    }
-    settings = base | changes
-    output_dir = Path(tempfile.mkdtemp(dir=folder))
-    server.requests.clear()
-    sequence_len = {"sequence_len": settings.get("seq_len", 128)}
-    adapters = {"lora_adapters": settings.get("model", {}).get("lora_adapters", ())}
-    trainer = FakeTrainer(output_dir, settings=sequence_len | adapters, **sequence_len)
-    trainer.start()
-    summary = await orchestrate(settings_for(output_dir, server, **settings))
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    sampled = [request for request in server.requests if request["temperature"] > 0]
-    return Run(folder=output_dir, summary=summary, batches=trainer.batches, lines=lines, requests=sampled)
-
-
 # --- names and sizes ---
 
 
@@ -138,14 +113,15 @@ async def test_names_sizes_and_requests_are_as_they_are_set(tmp_path: Path, env:
     buffer = {"env_ratios": [3, 1], "hash_keys": ["length"]}  # all words of an environment are one example
     made = await run(tmp_path, server, model=model, env=named, sampling=sampling, buffer=buffer, **sizes)
     assert {load["alias"] for load in server.loads} == {"mine"}
-    assert {"reward/mean/words", "reward/mean/a"} <= made.lines[0].keys()
-    assert Counter(made.asked) == {"x": 9, "a": 3}
-    assert made.lines[0]["progress/examples_duplicate"] == 3
-    assert {(request["n"], request["max_tokens"]) for request in made.requests} == {(3, 9)}
-    assert len({request["seed"] for request in made.requests} - {None}) == len(made.requests)
+    assert {"reward/mean/words", "reward/mean/a"} <= made.steps[0].keys()
+    assert Counter(asked_of(server)) == {"x": 9, "a": 3}
+    assert made.steps[0]["progress/examples_duplicate"] == 3
+    assert {(request["n"], request["max_tokens"]) for request in sampled(server)} == {(3, 9)}
+    assert len({request["seed"] for request in sampled(server)} - {None}) == len(sampled(server))
     # Strictly on-policy: versions 0, 1 and 2 are at 1.5, 1.0 and 0.5.
-    assert {(request["version"], request["temperature"]) for request in made.requests} == {(0, 1.5), (1, 1.0), (2, 0.5)}
-    assert [line["rollout/temperature"] for line in made.lines] == [1.5, 1.0, 0.5]
+    at = {request["version"]: request["temperature"] for request in sampled(server)}
+    assert at == {0: 1.5, 1: 1.0, 2: 0.5}
+    assert [line["rollout/temperature"] for line in made.steps] == [1.5, 1.0, 0.5]
     for step, expected in ((1, 1.5), (2, 1.0), (3, 0.5)):
         # Each sample has 24 tokens or so: two of them in 64.
         assert [len(batch.sequence_lengths) for batch in made.batches[step]] == [2] * 6
@@ -160,7 +136,7 @@ async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_
     mine: dict[str, Any] = {"env": [{"id": env, "adapters": {"policy": "two"}}], "max_steps": 1}
     for own, evaluated in (({}, "two"), ({"env": [{"id": env, "adapters": {"policy": "one"}}]}, "one")):
         made = await run(tmp_path, server, model=model, eval={"num_examples": 1} | own, **mine)
-        assert {request["adapter"] for request in made.requests} == {"two"}
+        assert {request["adapter"] for request in sampled(server)} == {"two"}
         assert {request["adapter"] for request in server.requests if request["temperature"] == 0} == {evaluated}
         trained = [batch.adapters for batch in made.batches[1]]
         assert [places for one in trained if one is not None for places in one.tolist()] == [1] * 4
@@ -186,7 +162,7 @@ async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropp
 
 async def test_seeds_change_the_order_of_examples(tmp_path: Path, env: str, server: FakeServer) -> None:
     changes: list[dict[str, Any]] = [{"seed": 1}, {"buffer": {"seed": 1}}, {"buffer": {"seed": 2}}]
-    orders = [(await run(tmp_path, server, **change)).asked for change in changes]
+    orders = [asked_of(server) for change in changes if await run(tmp_path, server, **change)]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -247,10 +223,10 @@ async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_to
         pace = {"max_async_level": 1, "max_concurrent_groups": None, "inflight_weight_updates": updates}
         made = await run(tmp_path, server, **pace)
         await server.stop()
-        assert {request["follow"] for request in made.requests} == {updates}
+        assert {request["follow"] for request in sampled(server)} == {updates}
         assert made.summary.rollouts_trained == made.summary.rollouts_issued == 8
-        assert [line["policy/lag_max"] for line in made.lines] == [0, 1]
-        assert [line["rollout/several_versions"] for line in made.lines] == [0, 1 if updates else 0]
+        assert [line["policy/lag_max"] for line in made.steps] == [0, 1]
+        assert [line["rollout/several_versions"] for line in made.steps] == [0, 1 if updates else 0]
         [batch] = made.batches[2]
         versions[updates] = [part.tolist() for part in np.split(batch.policy_versions, batch.starts[1:])]
     assert all(set(of_sample) == {0} for of_sample in versions[False])
@@ -267,7 +243,7 @@ async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
     server.answer = lambda prompt, version: "no number, which the rubric cannot read"
     own = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:zeros", "kwargs": {"plus": 1.0}}
     made = await run(tmp_path, server, buffer={"skip_verification": True}, advantage=own)
-    assert [line["reward/mean"] for line in made.lines] == [0, 0]
+    assert [line["reward/mean"] for line in made.steps] == [0, 0]
     assert made.summary.rollouts_trained == 8
     assert made.summary.rollouts_dropped == {}
 
@@ -282,8 +258,9 @@ async def test_a_filter_that_is_enforced_withholds_what_it_finds_which_still_cou
     server.answer = by_turns("1", "000")
     repetition = {"type": "repetition", "window": 3, "prob_threshold": 0.6, "enforce": True}
     made = await run(tmp_path, server, filters=[repetition])
-    assert made.advantages == [0.5, 0.5]  # of the short answers alone: the rewards 1 and 0 have the mean 0.5
-    assert [line["rollout/found_repetition"] for line in made.lines] == [0.5, 0.5]
+    # Of the short answers alone: the rewards 1 and 0 have the mean 0.5.
+    assert [one for batch in made.batches[1] for one in batch.advantages] == [0.5, 0.5]
+    assert [line["rollout/found_repetition"] for line in made.steps] == [0.5, 0.5]
     assert (made.summary.rollouts_dropped, made.summary.rollouts_trained) == ({"repetition": 4}, 4)
 
 

@@ -20,7 +20,8 @@ from orchestrator.monitoring.trackers import (
     known,
 )
 from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.running import run as run_small
 from tests.orchestrator.wandb_files import logged
 from transport.run import create_run
 
@@ -42,18 +43,13 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     server = await FakeServer(lambda prompt, version: "abc").start()
-    trainer, output_dir = FakeTrainer(tmp_path / "my-run"), tmp_path / "my-run"
-    trainer.start()
-    report_to = {"offline": True, "to": ["wandb", "tensorboard"]}
-
-    summary = await orchestrate(settings_for(output_dir, server, max_steps=4, report_to=report_to))
+    report_to, output_dir = {"offline": True, "to": ["wandb", "tensorboard"]}, tmp_path / "my-run"
+    made = await run_small(output_dir, server, max_steps=4, report_to=report_to)
     await server.stop()
-
-    run = logged(output_dir)
+    run, summary = logged(output_dir), made.summary
     assert (run.project, run.name, run.run_id, run.exit_code) == ("grpo", "my-run", summary.run_id, 0)
     assert run.step_metrics["*"] == "progress/step"
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [{key: line[key] for key in lines[n]} for n, line in enumerate(run.history)] == lines
+    assert [{key: line[key] for key in made.lines[n]} for n, line in enumerate(run.history)] == made.lines
     assert run.config["orch"]["report_to"]["offline"] is True
     assert run.config["train"]["sequence_len"] == 128
     assert run.summary["accuracy_after"] == summary.accuracy_after

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from orchestrator.inference.client import Refused, ServerError
 from orchestrator.inference.weight_sync import check_proof
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
+from tests.orchestrator.running import run
 from transport.http import LoadReport, ServerInfo
 from transport.weights.store import InUse, read_in_use
 
@@ -203,16 +203,14 @@ async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> 
 async def test_a_run_goes_on_while_one_of_two_servers_dies_and_returns(tmp_path: Path) -> None:
     one, other = await FakeServer().start(), await FakeServer().start()
     one.latency_s = other.latency_s = 0.05
-    trainer = FakeTrainer(tmp_path, step_s=0.1)
-    trainer.start()
-    running = asyncio.create_task(orchestrate(settings_for(tmp_path, one, other, max_steps=12)))
+    running = asyncio.create_task(run(tmp_path, one, other, trainer={"step_s": 0.1}, max_steps=12))
     await until(lambda: 2 in other.live)
     await other.stop()
     await until(lambda: 4 in one.live)
     await other.start()
-    summary = await running
-    assert summary.rollouts_trained == 12 * 16
-    assert sorted(trainer.batches) == list(range(1, 13))
+    made = await running
+    assert made.summary.rollouts_trained == 12 * 16
+    assert sorted(made.batches) == list(range(1, 13))
     assert 12 in other.live
     assert sum(other.num_by_version[version] for version in range(5, 12)) > 0
     await one.stop()
@@ -222,13 +220,9 @@ async def test_a_run_goes_on_while_one_of_two_servers_dies_and_returns(tmp_path:
 async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path) -> None:
     server = await FakeServer().start()
     server.in_flight = {1: 1}
-    trainer = FakeTrainer(tmp_path)
-    trainer.start()
-    await orchestrate(settings_for(tmp_path, server))
-    run = trainer.run_folder
-    assert read_in_use(run.broadcasts, run_id=run.run_id) == InUse(
-        run_id=run.run_id, versions=frozenset({1, 3}), newest=3
-    )
+    folder = (await run(tmp_path, server)).trainer.run_folder
+    in_use = InUse(run_id=folder.run_id, versions=frozenset({1, 3}), newest=3)
+    assert read_in_use(folder.broadcasts, run_id=folder.run_id) == in_use
     await server.stop()
 
 
@@ -263,12 +257,11 @@ class OneVersion(FakeServer):
 async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_path: Path) -> None:
     server = OneVersion()
     await server.start()
-    FakeTrainer(tmp_path, kind="merged", step_s=0.05, settings={"weight_broadcast": {"format": "merged"}}).start()
-    settings = settings_for(
-        tmp_path, server, max_async_level=2, max_steps=5, weight_broadcast={"format": "merged"}, eval={"interval": 2}
-    )
-    summary = await orchestrate(settings)
-    assert summary.rollouts_trained == 80
+    merged = {"weight_broadcast": {"format": "merged"}}
+    trainer = {"kind": "merged", "step_s": 0.05, "settings": merged}
+    pace = {"max_async_level": 2, "max_steps": 5, "eval": {"interval": 2}}
+    made = await run(tmp_path, server, trainer=trainer, **merged, **pace)
+    assert made.summary.rollouts_trained == 80
     assert server.at_switch == [0] * 6
     await server.stop()
 
