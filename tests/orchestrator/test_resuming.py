@@ -16,14 +16,13 @@ from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
 from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
-from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import lines_of, run
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.folders import step_folder
-from transport.run import RunFolder, create_run, current_run_id, only_one
+from transport.run import RunFolder, current_run_id, only_one
 
 GROUPS, SIZE = 4, 16
 
@@ -162,22 +161,6 @@ async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_
     assert all("loss/policy" in line for line in steps)
     assert Counter(summary.rollouts_dropped) == Counter()
     assert summary.rollouts_trained == 4 * SIZE
-
-
-async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    folder, ledger = create_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
-    ledger.issued(0, num=1, env="e", example=0, version=0)
-    ledger.changes()()
-    before = ArtifactStores({"e": {"topics": 9}}, ledger)
-    before.of("e", "train", "topics").add("of a rollout that is in no batch")
-    before.save(1)
-    ledger.changes()()
-    progress = resume(settings_for(tmp_path, server), folder, ledger)
-    stores = ArtifactStores({"e": {"topics": 9}}, ledger, state=progress.artifacts)
-    assert (progress.step, stores.of("e", "train", "topics").all()) == (0, [])
-    ledger.close()
 
 
 async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server: FakeServer) -> None:

@@ -11,9 +11,7 @@ import pytest
 from grpo import (
     ContextFull,
     EpisodeState,
-    RolloutContext,
     Rubric,
-    ToolCall,
     ToolEpisode,
     ToolFailed,
     parse_bracketed,
@@ -193,17 +191,3 @@ def test_calls_that_one_event_loop_left_behind_stop_none_of_the_next() -> None:
     held.set()
     assert all(ended.acquire(timeout=30) for _ in range(clock.NUM_THREADS))
     asyncio.run(call())
-
-
-async def test_a_tool_may_need_the_rollouts_state() -> None:
-    class Counter(ToolEpisode):
-        rubric = Rubric([num_calls])
-
-        async def call_tool(self, call: ToolCall, state: EpisodeState, ctx: RolloutContext) -> Any:
-            state.data["seen"] = [*state.data.get("seen", []), call.arguments["word"]]
-            return len(state.data["seen"])
-
-    episode = Counter([look_up], parser=parse_bracketed)
-    outcome = await episode.run(context_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
-    assert outcome.data["seen"] == ["a", "b"]
-    assert results(outcome) == ["1", "2"]

@@ -84,18 +84,6 @@ async def test_a_conversation_whose_call_failed_goes_on_no_more() -> None:
     assert [reply.text for reply in ctx.state.trajectory] == ["a0", "a2"]
 
 
-async def test_each_role_has_conversations_of_its_own_and_its_system_prompt() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend, Role(id="Aff", system_prompt="For."), Role(id="Neg"))
-    await ctx.sample("Aff", [user("q0")])
-    await ctx.sample("Neg", [user("q0")])
-    await ctx.sample("Aff", [user("q0"), assistant("a0"), user("q1")])
-    await ctx.sample("Aff", [{"role": "system", "content": "Against."}, user("q0")])
-    system = {"role": "system", "content": "For."}
-    own = {"role": "system", "content": "Against."}
-    assert told(backend) == [(0, [system, user("q0")]), (1, [user("q0")]), (0, [user("q1")]), (2, [own, user("q0")])]
-
-
 async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_one() -> None:
     backend = OpenBackend()
     ctx = context_on(backend)
@@ -209,17 +197,3 @@ async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:
     assert depth == 3
     with pytest.raises(ValueError, match="generations"):
         await ctx.spawn("below", [{"depth": 9}])
-
-
-async def test_an_error_is_marked_on_the_answer_that_it_is_about() -> None:
-    ctx = context_on(OpenBackend())
-    state = ctx.state
-    with pytest.raises(ValueError, match="odd"):
-        state.mark_error("odd", "hint")
-    for question in "qr":
-        await ctx.sample("policy", [user(question)])
-    state.mark_error("odd", "hint", "why", index=0)
-    first, second = (reply.error for reply in state.trajectory)
-    assert first is not None
-    assert (first.error_kind, first.hint_template_key, first.message) == ("odd", "hint", "why")
-    assert second is None
