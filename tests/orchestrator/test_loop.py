@@ -337,23 +337,20 @@ async def test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_t
     assert ("scoring", f"environment {env[0]['id']}") in seen
 
 
-ALWAYS = "return 1.0 if example['split'] == 'train' or example['index'] in {} else 1 / 0"
-
-
 @pytest.mark.parametrize(
-    ("body", "step_s", "changes", "message"),
+    ("right", "step_s", "changes"),
     [
-        ("raise RuntimeError('the moon is full')", 0, {}, r"broken\.py"),
-        (ALWAYS.format("()"), 0, {"eval": {"num_examples": 5}}, "ZeroDivisionError"),
+        ("()", 0, {"eval": {"num_examples": 5}}),
         # Before version 1, 18 of 20 evaluations fail and 16 rollouts do not: 5 of some 16 in a row do.
-        (ALWAYS.format("(1, 2)"), 2, {"max_env_failure_rate": 0.25}, "ZeroDivisionError"),
+        ("(1, 2)", 2, {"max_env_failure_rate": 0.25}),
     ],
-    ids=["always", "a whole evaluation", "as they come"],
+    ids=["a whole evaluation", "as they come"],
 )
 async def test_an_environment_that_fails_too_often_stops_the_run_with_its_traceback(
-    tmp_path: Path, server: FakeServer, body: str, step_s: float, changes: dict[str, Any], message: str
+    tmp_path: Path, server: FakeServer, right: str, step_s: float, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(EnvironmentFailed, match=message):
+    body = f"return 1.0 if example['split'] == 'train' or example['index'] in {right} else 1 / 0"
+    with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
         await run(tmp_path, server, trainer={"step_s": step_s}, env=environment(tmp_path, body), **changes)
 
 

@@ -1,16 +1,13 @@
 """What settings of the orchestrator change in what the program does."""
 
-import asyncio
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
-from aiohttp import web
 
 from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
@@ -164,74 +161,6 @@ async def test_seeds_change_the_order_of_examples(tmp_path: Path, env: str, serv
     changes: list[dict[str, Any]] = [{"seed": 1}, {"buffer": {"seed": 1}}, {"buffer": {"seed": 2}}]
     orders = [asked_of(server) for change in changes if await run(tmp_path, server, **change)]
     assert orders[0] == orders[1] != orders[2]
-
-
-class Counting(FakeServer):
-    """Knows how many requests it had at once."""
-
-    def __init__(self) -> None:
-        super().__init__(by_turns("0", "1"))
-        self.now = self.most = 0
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            return await super()._generate(request)
-        finally:
-            self.now -= 1
-
-
-async def test_oversampled_groups_are_on_their_way_besides_those_that_the_next_batches_lack(
-    tmp_path: Path, env: str
-) -> None:
-    server = Counting()
-    await server.start()
-    server.latency_s = 0.4
-    pace = {"max_async_level": 1, "max_concurrent_groups": None, "oversampling_factor": 1.5}
-    made = await run(tmp_path, server, **pace)
-    await server.stop()
-    assert server.most == 3  # a batch has two groups; one and a half times as many are three
-    assert made.summary.rollouts_trained == made.summary.rollouts_issued == 8
-
-
-class Patient(FakeServer):
-    """Has answered the second batch's requests only once version 1 is live."""
-
-    def __init__(self) -> None:
-        super().__init__(by_turns("0", "1"))
-        self.updated = asyncio.Event()
-
-    async def _load(self, request: web.Request) -> web.StreamResponse:
-        response = await super()._load(request)
-        if 1 in self.live:
-            self.updated.set()
-        return response
-
-    async def sampling(self, body: dict[str, Any]) -> None:
-        if len(self.requests) > 2:
-            await self.updated.wait()
-
-
-async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_token_has_its_own(
-    tmp_path: Path, env: str
-) -> None:
-    versions = {}
-    for updates in (False, True):
-        server = Patient()
-        await server.start()
-        pace = {"max_async_level": 1, "max_concurrent_groups": None, "inflight_weight_updates": updates}
-        made = await run(tmp_path, server, **pace)
-        await server.stop()
-        assert {request["follow"] for request in sampled(server)} == {updates}
-        assert made.summary.rollouts_trained == made.summary.rollouts_issued == 8
-        assert [line["policy/lag_max"] for line in made.steps] == [0, 1]
-        assert [line["rollout/several_versions"] for line in made.steps] == [0, 1 if updates else 0]
-        [batch] = made.batches[2]
-        versions[updates] = [part.tolist() for part in np.split(batch.policy_versions, batch.starts[1:])]
-    assert all(set(of_sample) == {0} for of_sample in versions[False])
-    # prompt and first token under version 0, the end of the turn under version 1
-    assert all(of_sample[-1] == 1 and set(of_sample[:-1]) == {0} for of_sample in versions[True])
 
 
 # --- examples ---

@@ -152,23 +152,6 @@ async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> 
         assert (one.unloads, other.unloads) == ([0, 1], [0, 1])
 
 
-async def test_a_run_goes_on_while_one_of_two_servers_dies_and_returns(tmp_path: Path) -> None:
-    one, other = await FakeServer().start(), await FakeServer().start()
-    one.latency_s = other.latency_s = 0.05
-    running = asyncio.create_task(run(tmp_path, one, other, trainer={"step_s": 0.1}, max_steps=12))
-    await until(lambda: 2 in other.live)
-    await other.stop()
-    await until(lambda: 4 in one.live)
-    await other.start()
-    made = await running
-    assert made.summary.rollouts_trained == 12 * 16
-    assert sorted(made.batches) == list(range(1, 13))
-    assert 12 in other.live
-    assert sum(other.num_by_version[version] for version in range(5, 12)) > 0
-    await one.stop()
-    await other.stop()
-
-
 async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path) -> None:
     server = await FakeServer().start()
     server.in_flight = {1: 1}

@@ -344,60 +344,35 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
     assert len(world.outcomes) == 4
 
 
-def pool_that_says(outcome: EpisodeResult, num_calls: int) -> Any:
-    """Stands for workers whose code cannot be trusted."""
+class Forging:
+    """Stands for workers whose code cannot be trusted: it tells one call of a rollout twice."""
 
-    class Pool:
-        loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
+    loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
 
-        async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
-            answer = begin()
-            for call in range(num_calls):
-                message = {"role": "user", "content": "hi"}
-                await answer(Sample(call=call, role="policy", conversation=0, messages=[message]))
-            return outcome
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+        await begin()(Sample(call=0, role="policy", conversation=0, messages=[{"role": "user", "content": "hi"}]))
+        return EpisodeResult(steps=(Step(role="policy", call=0),) * 2, rewards={"policy": 1.0})
 
-        def record(self, failure: Failure | None) -> None: ...
-
-    return Pool()
+    def record(self, failure: Failure | None) -> None: ...
 
 
-def outcome_of(steps: list[int], *children: EpisodeResult) -> EpisodeResult:
-    told = tuple(Step(role="policy", call=call) for call in steps)
-    return EpisodeResult(steps=told, rewards={"policy": 1.0}, children=children)
+def asking(content: str) -> Group:
+    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": content},))
+    return Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
-async def result_of(outcome: EpisodeResult, num_calls: int) -> EpisodeResult:
-    pools = {"e": pool_that_says(outcome, num_calls)}
-    engine = RolloutEngine(
-        pools, cast(Any, Parrot(lambda prompt: "x")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
-    )
-    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
-    group = Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
-    [result] = await engine.run_group(group)
-    return result
+async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout() -> None:
+    policy, pools = cast(Any, Parrot(lambda prompt: "x")), {"e": cast(Any, Forging())}
+    engine = RolloutEngine(pools, policy, ChatRenderer.of_model(MODEL), context_len=512, seed=0)
+    assert failures(await engine.run_group(asking("hi"))) == ["env_error"]
 
 
 async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
     engine = RolloutEngine(
         {}, cast(Any, None), ChatRenderer.of_model(MODEL), context_len=512, seed=0, max_prompt_length=20
     )
-    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi " * 20},))
-    group = Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
     with pytest.raises(PromptTooLong, match="max_prompt_length = 20"):
-        await engine.run_group(group)
-
-
-@pytest.mark.parametrize(
-    ("steps", "children"),
-    [([-1], []), ([0, 0], []), ([1], [[0]])],
-    ids=["one of its own", "one twice", "one of a conversation that is another's"],
-)
-async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(
-    steps: list[int], children: list[list[int]]
-) -> None:
-    failed = await result_of(outcome_of(steps, *(outcome_of(calls) for calls in children)), len(children) + 1)
-    assert failures([failed]) == ["env_error"]
+        await engine.run_group(asking("hi " * 20))
 
 
 @pytest.mark.parametrize("told", [{"rewards": {"policy": float("nan")}}, {"metrics": {"m": float("-inf")}}])
