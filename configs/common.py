@@ -122,7 +122,7 @@ class Shared(Section):
 
     model: Any = None
     """The model."""
-    output_dir: str = Field(default="outputs", min_length=1)
+    output_dir: str = Field(default="outputs", pattern=r"^[^\x00]*\S[^\x00]*$")
     """The run's folder, relative to where the command is given; the same for all programs."""
     seed: Seed = 42
     """Seed of everything that is random."""

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from configs.common import HttpBroadcast, ProcessSettings, all_conflicts
 from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
@@ -34,15 +34,6 @@ PROGRAMS: Mapping[str, type[ProcessSettings]] = {
 }
 """The sections of a run's file that hold settings of one program."""
 
-_GPU = r"([0-9]+|(GPU|MIG)-[^\s,]+)"
-
-
-def _joined(given: Any) -> Any:
-    return ",".join(map(str, given)) if isinstance(given, list) else str(given) if isinstance(given, int) else given
-
-
-Gpus: TypeAlias = Annotated[Annotated[str, Field(pattern=rf"^{_GPU}(,{_GPU})*$")] | None, BeforeValidator(_joined)]
-
 
 class RunSettings(SharedSettings):
     """A run: what its programs share, then each program's own settings."""
@@ -57,12 +48,6 @@ class RunSettings(SharedSettings):
     """How often `grpo` starts each program again that has ended by itself."""
     infer_replicas: PositiveInt = 1
     """Number of servers that `grpo` starts on this machine; with `grpo launch`, `topology` says it."""
-    infer_gpus: Gpus = None
-    """GPUs of the servers: indices or UUIDs with commas, as 0,1 (null: `grpo` chooses)."""
-    train_gpus: Gpus = None
-    """GPUs of the trainer (null: `grpo` chooses)."""
-    teacher_gpus: Gpus = None
-    """GPUs of the teacher's server (null: `grpo` chooses)."""
     topology: Topology = Topology()
     """What runs where on a cluster, for `grpo launch`."""
     train: TrainSettings
@@ -73,12 +58,6 @@ class RunSettings(SharedSettings):
     """The orchestrator's own settings."""
     teacher: TeacherServerSettings = TeacherServerSettings()
     """Settings of the teacher's server, which `grpo` starts where one is needed."""
-
-    @property
-    def gpus(self) -> dict[str, tuple[str, ...]]:
-        """The GPUs of each program that was given some."""
-        given = {"infer": self.infer_gpus, "train": self.train_gpus, "teacher": self.teacher_gpus}
-        return {role: tuple(names.split(",")) for role, names in given.items() if names is not None}
 
 
 SHARED: Mapping[str, tuple[str, ...]] = {

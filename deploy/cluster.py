@@ -10,7 +10,7 @@ from typing import Any
 from configs.errors import Problem, SettingsError
 from configs.keys import get
 from configs.loading import COMMAND_LINE, Loaded
-from configs.run import Run
+from configs.run import PRESETS, Run, run_file
 from deploy.teacher import why_not_started
 
 _BESIDE_FILES = (COMMAND_LINE, "environment variable")
@@ -21,23 +21,18 @@ ALL_INTERFACES = "0.0.0.0"
 class Places:
     """Where the parts of a run find each other. Names are those of machines, services or pods."""
 
-    target: str
+    target: str = ""
     """The run's file as the programs see it, or the name of a preset."""
-    output_dir: str
-    trainer: str
+    output_dir: str = ""
+    trainer: str = ""
     """The machine of the trainer at which the others meet."""
-    orchestrator: str
+    orchestrator: str = ""
     servers: str | None = None
     """A name whose every address in the DNS is a server."""
     urls: tuple[str, ...] = ()
     """Addresses of the servers. Without these and `servers`, they are found by the run's folder."""
     environments: tuple[str, ...] = ("",)
     """The machine of each environment, or as many in turn as there are."""
-
-    @classmethod
-    def nowhere(cls) -> "Places":
-        """For who asks only which parts there are."""
-        return cls(target="", output_dir="", trainer="", orchestrator="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +49,17 @@ class Part:
     port: int | None = None
     """At which others reach it."""
 
+    @property
+    def name(self) -> str:
+        """`infer`, `train`, `orch`, `env-0` …"""
+        return self.role.replace(".", "-")
+
 
 def check(run: Run) -> None:
     """Raises `SettingsError` where a run cannot be divided over a cluster."""
     train, topology = run.train, run.settings.topology
-    problems = [one.problem("run_id", "is the launcher's; remove it") for one in (run.train, run.orch) if _run_id(one)]
+    programs: tuple[Loaded[Any], ...] = (run.train, run.orch)
+    problems = [one.problem("run_id", "is the launcher's; remove it") for one in programs if one.settings.run_id]
     if train.settings.colocate or train.settings.sleep_mode:
         problems.append(
             train.problem("colocate", "shares one device, and launch gives each program its own; remove it")
@@ -72,10 +73,6 @@ def check(run: Run) -> None:
         problems.append(run.problem("topology.train.min_nodes", "needs an optimizer without 8-bit state; use adamw"))
     if problems:
         raise SettingsError(problems)
-
-
-def _run_id(loaded: Loaded[Any]) -> bool:
-    return loaded.settings.run_id is not None
 
 
 def parts(run: Run, places: Places) -> list[Part]:
@@ -197,6 +194,12 @@ def _command(loaded: Loaded[Any], places: Places, **settings: Any) -> tuple[str,
 
 def _text(value: Any) -> str:
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def preset_of(target: str) -> str | None:
+    """The name of the preset that a run's target leads to, which every installation has; None for a file."""
+    source = run_file(target)
+    return source.parent.name if source.is_relative_to(PRESETS) else None
 
 
 def name_of(run: Run) -> str:

@@ -1,12 +1,11 @@
 """One run: opens its folder, starts the programs, watches over them, and says how it ended."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from configs.errors import SettingsError, exit_with_problems
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
 from deploy.cores import thread_variables
+from deploy.gpus import VARIABLE as VISIBLE_GPUS
 from deploy.gpus import visible_gpus
 from deploy.memory import DryStepError, NoRoom, with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
@@ -27,11 +27,10 @@ from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, StorageError
 from transport.folders import write_atomic
 from transport.hidden import hide_environment, key_variables
-from transport.run import Role, RunFolder, changes_of, current_run_id, is_at_work, join_run, open_run
+from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
 from transport.status import server_file
 from transport.weights.identity import base_identity, resolve_model
 
-_LOCK = ".grpo.lock"
 RESTARTS_FILE = "restarts.json"
 """In the run's `status` folder: how often each program was started again, by role."""
 SUMMARY_FILE = "summary.json"
@@ -69,16 +68,15 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
 
 def run_plan(plan: Plan, show: Show) -> int:
     """A run with these settings, from its founding, or from where it stands, to its summary; the exit code."""
-    for line in (plan.gpus.line, plan.unused_teacher):
-        if line is not None:
-            print(line, flush=True)
+    for line in plan.notes:
+        print(line, flush=True)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         try:
             model = resolve_model(plan.train.model)
             if plan.teacher is not None:
                 plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
-            stack.enter_context(locked(plan.output_dir))
+            stack.enter_context(only_one(plan.output_dir, "launcher"))
             _check_folder(plan, model)
             if _is_finished(plan):
                 print(
@@ -96,7 +94,7 @@ def run_plan(plan: Plan, show: Show) -> int:
 def _divided(plan: Plan, model: Path) -> Plan:
     """Of a co-located run on a GPU: with the server's share of it, where the user left that open. Raises `NoRoom` and
     `DryStepError`."""
-    on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ).names))
+    on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ)))
     if not (plan.train.colocate and on_gpu) or "gpu_memory_utilization" in plan.infer.model_fields_set:
         return plan
     plan, line = with_split(plan, model)
@@ -104,38 +102,14 @@ def _divided(plan: Plan, model: Path) -> Plan:
     return plan
 
 
-@contextlib.contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
-    """Holds the run folder, so that no second launcher can take or remove it. Raises `RunFolderError` where another
-    holds it."""
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        file = (output_dir / _LOCK).open("a+")
-    except (OSError, ValueError) as error:
-        message = f"{output_dir} cannot be a run's folder: {error}; give another --output_dir"
-        raise RunFolderError(message) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            message = f"output_dir {output_dir} is in use by {holder}; end that run, or give another --output_dir"
-            raise RunFolderError(message) from None
-        file.truncate(0)
-        file.write(f"grpo with process id {os.getpid()}")
-        file.flush()
-        yield
-
-
 def _check_folder(plan: Plan, model: Path) -> None:
     """Raises `RunFolderError` where the folder holds a run that cannot be gone on with by these settings."""
     path, step, base = plan.output_dir, plan.resume_step, base_identity(model)
     if step is not None and current_run_id(path) is None:
         raise RunFolderError(f"resume_step is {step}, and {path} holds no run; give another --output_dir")
-    roles: tuple[Role, ...] = ("train", "orch")
-    if (role := next((one for one in roles if is_at_work(path, one)), None)) is not None:
-        raise RunFolderError(f"a grpo-{role} is at work in {path}; end it first, or give another --output_dir")
+    for role in ("train", "orch"):
+        with only_one(path, role):
+            pass
     if plan.train.resume == "auto" and not plan.train.overwrite_output_dir:
         orch, infer = (settings.model_dump(mode="json") for settings in (plan.orch, plan.infer))
         changes_of(path, role="train", settings=plan.train.recorded(), base_model=base, may_change=TRAINER_MAY_CHANGE)
@@ -211,6 +185,7 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
             name = f"{role}.{number}" if len(ports) > 1 else role
+            gpus = plan.gpus.get(role, ())[number :: len(ports)]
             programs.append(
                 Program(
                     role=name,
@@ -218,7 +193,7 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
                     command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *_port(port)),
                     log=run.logs / f"{name}.log",
                     status=run.status / (f"{role}.json" if port is None else server_file(plan.infer.host, port)),
-                    environment=environment | plan.gpus.variables(role, number=number, of=len(ports)),
+                    environment=environment | ({VISIBLE_GPUS: ",".join(gpus)} if gpus else {}),
                 )
             )
     return programs

@@ -6,10 +6,9 @@ explains the division. Not yet run on a GPU.
 
 import json
 import math
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +45,7 @@ def with_split(plan: "Plan", folder: Path, *, dry_step: Callable[..., Measuremen
 
     Raises `NoRoom` and `DryStepError`.
     """
-    environment = os.environ | plan.gpus.variables("train")
-    found = (dry_step or measure)(plan.train, folder, environment=environment)
+    found = (dry_step or measure)(plan.train, folder)
     share = utilization(found, max_model_len=plan.infer.max_model_len, sleep_mode=plan.train.sleep_mode)
     line = (
         f"memory: the trainer takes {_gib(found.needed)} in a step beside the base of {_gib(found.base)}; "
@@ -75,13 +73,13 @@ def utilization(found: Measurement, *, max_model_len: int | None, sleep_mode: bo
     return math.floor(1000 * left / found.total) / 1000
 
 
-def measure(settings: TrainSettings, folder: Path, *, environment: Mapping[str, str] | None = None) -> Measurement:
+def measure(settings: TrainSettings, folder: Path) -> Measurement:
     """A dry step of the model in `folder` by one rank, in a process of its own. Raises `NoRoom` where the device's
     memory does not suffice for the trainer alone, and `DryStepError`."""
     alone = json.dumps(settings.model_dump(mode="json") | {"gpus": 1, "zero_level": 1, "colocate": False})
     command = [sys.executable, "-P", "-m", "trainer.dry_step", str(folder)]
     try:
-        done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=DRY_STEP_S, env=environment)
+        done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=DRY_STEP_S)
     except subprocess.TimeoutExpired as error:
         raise DryStepError(f"the dry step took longer than {DRY_STEP_S:g} s; lower sequence_len") from error
     last = done.stderr.strip().rpartition("\n")[2]

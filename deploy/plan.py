@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +19,12 @@ from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.run import Run
 from configs.train import TrainSettings
-from deploy.cores import Threads, available_cores, divide
-from deploy.gpus import Gpus, VisibleGpus, gpus_of, on_named_gpus, threads_without_effect, visible_gpus
+from deploy.cores import available_cores, threads_each
+from deploy.gpus import divided, visible_gpus
 from deploy.teacher import server_settings, teacher_problems, why_not_started
 
 C = TypeVar("C", bound=BaseModel)
-_LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
+P = TypeVar("P", TrainSettings, InferSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Plan:
     """Of the server that is started for a teacher, if any."""
     restarts: int = 3
     """How often each of the three programs may be started again."""
-    gpus: Gpus = field(default_factory=Gpus)
-    """Which ones each program takes."""
+    gpus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those that each program sees; empty where all see the same."""
     ports: tuple[int, ...] = ()
     """Of the servers; known once the run is."""
     replicas: int = 1
@@ -63,11 +63,13 @@ class Plan:
         return settings if self.teacher is None else settings | {"teacher": self.teacher}
 
     @property
-    def unused_teacher(self) -> str | None:
-        """A line that says why the teacher that is configured teaches nobody; None where it teaches, or none is."""
-        if self.orch.teacher_model is None or self.train.loss.teacher_tau:
-            return None
-        return f"no teacher is asked or started: {why_not_started(self.train, self.orch)}"
+    def notes(self) -> list[str]:
+        """Lines for people: who takes which GPUs, and why the teacher that is configured teaches nobody."""
+        told = ", ".join(f"grpo-{role} takes {' and '.join(names)}" for role, names in self.gpus.items())
+        notes = [f"GPUs: {told}"] if told else []
+        if self.orch.teacher_model is not None and not self.train.loss.teacher_tau:
+            notes.append(f"no teacher is asked or started: {why_not_started(self.train, self.orch)}")
+        return notes
 
     def effective(self) -> str:
         """All settings of all programs as one YAML document, defaults included."""
@@ -78,68 +80,70 @@ class Plan:
             notes.append("grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly")
         if self.train.colocate and "gpu_memory_utilization" not in self.infer.model_fields_set:
             notes.append("on a GPU, grpo sets infer's gpu_memory_utilization to what the trainer leaves")
-        notes += [line for line in (self.gpus.line, self.unused_teacher) if line is not None]
+        notes += self.notes
         values = {role: settings.model_dump(mode="json") for role, settings in self.settings().items()}
         return "".join(f"# {note}\n" for note in notes) + _yaml(values)
 
 
-def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
+def resolve(run: Run, *, visible: Sequence[str] | None = None) -> Plan:
     """What a launcher that sees these GPUs makes of a run's settings; None: those that this process sees. Raises
     `SettingsError` with every problem found."""
     visible = visible_gpus(os.environ) if visible is None else visible
-    train, infer, orch, teacher, asked = run.train, run.infer, run.orch, run.teacher, run.settings.gpus
-    problems = [*_no_run_id(train), *_no_run_id(orch), *_address(run), *_restarts_without_effect(run)]
-    problems += _on_one_machine(run)
-    if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
-        why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
-        problems.append(train.problem("sleep_mode", why))
-    if train.settings.recipe in ("fp8_hybrid", "nvfp4") and not visible.names:
-        why = f"{train.settings.recipe} needs a GPU that computes in so few bits, and none is visible"
-        problems.append(train.problem("recipe", f"{why}; use bf16 or fp32"))
-    why_not = why_not_started(train.settings, orch.settings)
-    addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
-    gpus = gpus_of(
-        asked,
-        train,
-        infer,
-        teacher if why_not is None else None,
-        visible,
-        problems,
-        replicas=run.settings.infer_replicas,
+    train, infer, orch, replicas = (
+        run.train.settings,
+        run.infer.settings,
+        run.orch.settings,
+        run.settings.infer_replicas,
     )
-    if why_not is None:
-        shared = gpus.shared("infer", "teacher")
-        problems += teacher_problems(teacher, infer=infer, orch=orch, shared_gpu=shared)
-    else:
+    problems = [*_no_run_id(run.train), *_no_run_id(run.orch), *_address(run), *_restarts_without_effect(run)]
+    problems += _on_one_machine(run)
+    if train.sleep_mode and train.device != "cuda" and not visible:
+        why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
+        problems.append(run.train.problem("sleep_mode", why))
+    if train.low_precision is not None and not visible:
+        why = f"{train.recipe} needs a GPU that computes in so few bits, and none is visible"
+        problems.append(run.train.problem("recipe", f"{why}; use bf16 or fp32"))
+    teacher = None
+    if (why_not := why_not_started(train, orch)) is not None:
         problems += _for_no_teacher(run, why_not)
-    problems += [problem for one in (train, infer, teacher) for problem in threads_without_effect(one, gpus)]
+    elif not (found := [*teacher_problems(run.teacher, infer=infer, orch=orch)]):
+        teacher = server_settings(run.teacher.settings, train=train, infer=infer, orch=orch)
+    else:
+        problems += found
     if problems:
         raise SettingsError(problems)
-    train, infer, teacher = on_named_gpus(train, gpus), on_named_gpus(infer, gpus), on_named_gpus(teacher, gpus)
-    programs: dict[str, Any] = {"train": train.settings, "infer": infer.settings, "orch": orch.settings}
-    served = None if why_not is not None else server_settings(teacher.settings, **programs)
-    plan = Plan(**programs, teacher=served, free_port=not addressed, restarts=_restarts(run), gpus=gpus)
-    plan = replace(plan, replicas=run.settings.infer_replicas)
-    return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=bool(visible.names))
+    on_gpus: dict[str, tuple[TrainSettings | InferSettings, int]]
+    on_gpus = {"infer": (infer, infer.tp * infer.dp * replicas), "train": (train, train.gpus)}
+    on_gpus |= {} if teacher is None else {"teacher": (teacher, teacher.tp * teacher.dp)}
+    needs = {role: number for role, (settings, number) in on_gpus.items() if settings.device != "cpu"}
+    together = train.colocate or train.sleep_mode
+    plan = Plan(
+        train=train,
+        infer=infer,
+        orch=orch,
+        teacher=teacher,
+        free_port=not ({"port"} & infer.model_fields_set or {"base_url"} & orch.client.model_fields_set),
+        restarts=_restarts(run),
+        gpus={} if together else divided(visible, needs),
+        replicas=replicas,
+    )
+    return with_threads(plan, threads_each(available_cores(), len(on_gpus)), gpu=bool(visible))
 
 
-def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
-    """Gives `num_threads` to servers and trainer (each of its ranks), where they compute on a CPU and the user left it
-    open."""
+def with_threads(plan: Plan, num_threads: int, *, gpu: bool) -> Plan:
+    """Gives `num_threads` to trainer, servers and teacher, divided among ranks and replicas, where they compute on a
+    CPU and the user left it open."""
 
-    def computes_on_cpu(settings: TrainSettings | InferSettings) -> bool:
-        open_ = "num_threads" not in settings.model_fields_set
-        return open_ and (settings.device == "cpu" or (settings.device == "auto" and not gpu))
+    def given(settings: P, among: int = 1) -> P:
+        on_gpu = settings.device == "cuda" or (settings.device == "auto" and gpu)
+        if on_gpu or "num_threads" in settings.model_fields_set:
+            return settings
+        return settings.model_copy(update={"num_threads": max(1, num_threads // among)})
 
-    if computes_on_cpu(plan.train):
-        num_threads = max(1, threads.train // plan.train.gpus)
-        plan = replace(plan, train=plan.train.model_copy(update={"num_threads": num_threads}))
-    if computes_on_cpu(plan.infer):
-        num_threads = max(1, threads.infer // plan.replicas)
-        plan = replace(plan, infer=plan.infer.model_copy(update={"num_threads": num_threads}))
-    if plan.teacher is not None and computes_on_cpu(plan.teacher):
-        plan = replace(plan, teacher=plan.teacher.model_copy(update={"num_threads": threads.teacher}))
-    return plan
+    teacher = None if plan.teacher is None else given(plan.teacher)
+    return replace(
+        plan, train=given(plan.train, plan.train.gpus), infer=given(plan.infer, plan.replicas), teacher=teacher
+    )
 
 
 def with_run(plan: Plan, run_id: str) -> Plan:
@@ -213,8 +217,6 @@ def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:
 def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:
     """Settings of a teacher's server that is not started, but for those in a run's file."""
     message = f"has no effect: no server of a teacher is started, because {why_not}; remove it"
-    if "teacher" in run.settings.gpus:
-        yield run.problem("teacher_gpus", message)
     for key, (origin, _) in run.teacher.given.items():
         if not run.teacher.prefix or origin != run.teacher.file:
             yield run.teacher.problem(key, message)
@@ -240,13 +242,12 @@ def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
 def _on_one_machine(run: Run) -> Iterator[Problem]:
     if run.train.settings.nodes > 1:
         yield run.train.problem("nodes", "grpo starts the trainer on this machine alone; use grpo launch, or nodes: 1")
-    if run.settings.infer_replicas > 1:
-        kind, train = run.train.settings.weight_broadcast.type, run.train.settings
-        if kind == "nccl" or train.colocate or train.sleep_mode:
-            why = (
-                "needs weight_broadcast.type: filesystem, and neither colocate nor sleep_mode, which are of one server"
-            )
-            yield run.problem("infer_replicas", why)
+    train = run.train.settings
+    if run.settings.infer_replicas > 1 and (
+        train.weight_broadcast.type == "nccl" or train.colocate or train.sleep_mode
+    ):
+        why = "needs weight_broadcast.type: filesystem, and neither colocate nor sleep_mode, which are of one server"
+        yield run.problem("infer_replicas", why)
 
 
 def _address(run: Run) -> list[Problem]:
@@ -258,16 +259,14 @@ def _address(run: Run) -> list[Problem]:
         return [orch.problem("client.elastic", "grpo starts servers itself; remove it, or start the programs apart")]
     if "base_url" not in orch.settings.client.model_fields_set:
         return []
-    if len(urls) == num and all(_leads_to(url, server, number) for number, url in enumerate(urls)):
+    if [_place(url) for url in urls] == [_place(url) for url in started]:
         return []
     message = f"grpo starts the server at {', '.join(started)}; remove base_url, or start the programs apart"
     return [orch.problem("client.base_url", message)]
 
 
-def _leads_to(url: str, server: InferSettings, number: int) -> bool:
-    parts = urlsplit(url)
-    same_host = parts.hostname == server.host or (parts.hostname in _LOOPBACK and server.host in _LOOPBACK)
-    return same_host and parts.port == server.port + number
+def _place(url: str) -> str:
+    return urlsplit(url).netloc.replace("localhost", "127.0.0.1")
 
 
 def _url(host: str, port: int) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from configs.run import PRESETS, Run, run_file
-from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
+from configs.run import Run, run_file
+from deploy.cluster import Part, Places, name_of, parts, preset_of, said_by, secrets
 from transport.errors import START_AGAIN
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
@@ -20,7 +20,7 @@ VOLUME, SETTINGS = "/outputs", "/etc/grpo"
 def group(run: Run, target: str) -> str:
     """The file of the job group: a head, then a task for each part."""
     name, source, topology = name_of(run), run_file(target), run.settings.topology
-    preset = source.parent.name if source.is_relative_to(PRESETS) else None
+    preset = preset_of(target)
     places = Places(
         target=preset or f"{SETTINGS}/{source.name}",
         output_dir=f"{VOLUME}/{name}",
@@ -40,16 +40,13 @@ def group(run: Run, target: str) -> str:
 
 
 def _task(run: Run, part: Part, name: str, mounts: dict[str, str], names: tuple[str, ...]) -> dict[str, Any]:
-    resources: dict[str, Any] = {
-        key: value for key, value in run.settings.topology.sky.items() if key != "accelerators"
-    }
-    resources |= {"image_id": f"docker:{run.settings.topology.image}"}
+    resources: dict[str, Any] = {**run.settings.topology.sky, "image_id": f"docker:{run.settings.topology.image}"}
     resources |= {} if part.cpus is None else {"cpus": f"{part.cpus}+"}
     resources |= {} if part.memory_gb is None else {"memory": f"{part.memory_gb:g}+"}
-    if part.gpus:
-        resources["accelerators"] = f"{run.settings.topology.sky.get('accelerators', 'H100')}:{part.gpus}"
+    kind = resources.pop("accelerators", "H100")
+    resources |= {"accelerators": f"{kind}:{part.gpus}"} if part.gpus else {}
     resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [START_AGAIN]}
-    task = {"name": part.role.replace(".", "-"), "num_nodes": part.replicas, "resources": resources}
+    task = {"name": part.name, "num_nodes": part.replicas, "resources": resources}
     task |= {"file_mounts": mounts} if mounts else {}
     return task | {"volumes": {VOLUME: name}, "secrets": dict.fromkeys(names, ""), "run": shlex.join(part.argv)}
 
@@ -62,7 +59,7 @@ def submit(run: Run, target: str) -> str:
     file = Path(f"{run.train.settings.output_dir}-sky.yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(group(run, target), encoding="utf-8")
-    words = [word for name in secrets(parts(run, Places.nowhere()), run) for word in ("--secret", name)]
+    words = [word for name in secrets(parts(run, Places()), run) for word in ("--secret", name)]
     return said_by("sky", "jobs", "launch", "--yes", "--detach-run", *words, str(file))
 
 

@@ -31,7 +31,7 @@ _GROUPS = ("orch", "infer", "train", "env")
 def script(run: Run, target: str, arguments: Sequence[str]) -> str:
     """The file for sbatch. `target` and `arguments` are the user's words."""
     folder, topology = Path(run.train.settings.output_dir).absolute(), run.settings.topology
-    found = {part.role.partition(".")[0]: part for part in parts(run, Places.nowhere())}
+    found = {part.role.partition(".")[0]: part for part in parts(run, Places())}
     common = [f"--{key}={value}" for key, value in topology.slurm.items()]
     head = [
         *(f"--job-name={name_of(run)}", f"--chdir={Path.cwd()}", "--requeue", "--open-mode=append"),
@@ -69,7 +69,7 @@ def _quoted(word: str) -> str:
 def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     """Queues the run, and says so. Raises `SettingsError`, `RunFolderError`, and OSError where Slurm refuses."""
     train = run.train.settings
-    for name in secrets(parts(run, Places.nowhere()), run):
+    for name in secrets(parts(run, Places()), run):
         if not os.environ.get(name):
             raise missing_secret(name)
     folder = open_run(train.output_dir, resume=train.resume, overwrite=train.overwrite_output_dir)

@@ -10,8 +10,6 @@ from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 
-_LEFT = "colocate would give the policy's server all that the trainer leaves"
-
 
 def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:
     """Why there is no server of a teacher to be started; None where there is."""
@@ -28,41 +26,13 @@ def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:
 
 
 def teacher_problems(
-    teacher: Loaded[TeacherServerSettings],
-    *,
-    infer: Loaded[InferSettings],
-    orch: Loaded[OrchSettings],
-    shared_gpu: str | None,
+    teacher: Loaded[TeacherServerSettings], *, infer: InferSettings, orch: OrchSettings
 ) -> Iterator[Problem]:
-    """Where the teacher's own settings contradict those of the run, which starts a server of one. `shared_gpu` is one
-    that both servers take."""
-    assert orch.settings.teacher_model is not None
-    chosen = teacher.settings
-    needed = _longest(infer.settings, orch.settings) + 1
-    if chosen.max_model_len is not None and chosen.max_model_len < needed:
-        message = (
-            f"must be at least {needed}, one more than the longest sample, which the teacher is to read; remove it"
-        )
-        yield teacher.problem("max_model_len", message)
-    if shared_gpu is not None:
-        yield from _on_one_gpu(teacher, infer, shared_gpu)
-
-
-def _on_one_gpu(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings], gpu: str) -> Iterator[Problem]:
-    """Both servers are on a GPU, of which each takes its share when it starts. Not yet run: needs a GPU."""
-    key, mine, other = "gpu_memory_utilization", teacher.settings, infer.settings
-    mend = f"give each its share, as in --infer.{key} 0.5 --teacher.{key} 0.3, or a GPU of its own by --teacher_gpus"
-    if other.colocate and key not in other.model_fields_set:
-        taken = f"the teacher's {key} = {mine.gpu_memory_utilization:g} ({teacher.origin(key)})"
-        yield infer.problem(key, f"must be set beside {taken} of the same GPU, where {_LEFT}; {mend}")
-    elif (total := mine.gpu_memory_utilization + other.gpu_memory_utilization) > 1 + 1e-9:
-        taken = f"infer's {key} = {other.gpu_memory_utilization:g} ({infer.origin(key)})"
-        yield teacher.problem(key, f"is {total:g} of GPU {gpu} together with {taken}; {mend}")
-
-
-def device_of(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings]) -> str:
-    """Where the teacher's server computes: what was chosen for it, else as the policy's server."""
-    return (teacher if "device" in teacher.settings.model_fields_set else infer).settings.device
+    """Where the teacher's own settings contradict those of the run, which starts a server of one."""
+    longest, needed = teacher.settings.max_model_len, _longest(infer, orch) + 1
+    if longest is not None and longest < needed:
+        why = f"must be at least {needed}, one more than the longest sample, which the teacher is to read; remove it"
+        yield teacher.problem("max_model_len", why)
 
 
 def server_settings(

@@ -24,7 +24,7 @@ import yaml
 from configs.errors import SettingsError, exit_with_problems
 from configs.loading import load, value_at
 from configs.train import TrainSettings
-from deploy.launcher import explain, locked
+from deploy.launcher import explain
 from deploy.programs import Program, Signals, run_programs
 from orchestrator.envs.data.files import BadData, check_refused, parse_rows
 from orchestrator.packing import pack
@@ -38,7 +38,7 @@ from transport.errors import RunFolderError, StorageError
 from transport.folders import step_folder, steps_in
 from transport.hidden import key_variables
 from transport.records import TrainingSample
-from transport.run import RunFolder, open_run
+from transport.run import RunFolder, only_one, open_run
 from transport.traces import FOLDER, VOCABULARY_FILE
 from transport.weights.identity import resolve_model
 from transport.weights.store import METRICS_FILE
@@ -109,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         try:
-            stack.enter_context(locked(Path(settings.output_dir)))
+            stack.enter_context(only_one(settings.output_dir, "launcher"))
             run = open_run(settings.output_dir, resume=settings.resume, overwrite=settings.overwrite_output_dir)
             StepStore(run.batches, run_id=run.run_id).remove_finished()
         except (RunFolderError, StorageError) as error:

@@ -2,8 +2,8 @@
 
 `openai.AsyncOpenAI` speaks to them, with its retries, its back-off and its reading of Retry-After. What it leaves open
 is settled by the transport below it: no redirect is followed, no answer is longer than it may be or unpacked, nothing
-but what the question needs goes out, the rate of the requests is limited, and where several servers serve the same, one
-that has just failed is passed over.
+but what the question needs goes out, the rate of the requests is limited, and servers that serve the same take turns,
+but for those that have just failed.
 """
 
 import asyncio
@@ -15,14 +15,15 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx
-import openai
 from aiolimiter import AsyncLimiter
-from openai.types.chat import ChatCompletion
 
 from configs.auxiliary import ApiSettings
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_ECHO = 300
@@ -57,10 +58,6 @@ class EndpointError(Exception):
         """`reason`: a `Reason`, or one of whoever asked."""
         super().__init__(message)
         self.reason = reason
-
-
-class TooLong(openai.OpenAIError):
-    """An answer has too many bytes, which no retry mends: openai passes its own errors on as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,6 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
         self._addresses, self._key, self._timeout_s, self._max_bytes = addresses, api_key, timeout_s, max_bytes
         self._turns, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
         self._limiter = None if math.isinf(burst) else AsyncLimiter(burst, burst / requests_per_s)
-        self._num_in_flight: Counter[str] = Counter()
         self._failed_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         """When each address has failed last."""
         self.num_requests = 0
@@ -130,13 +126,14 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
         """For people: where, and what."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises httpx.TransportError and TooLong."""
+        """Raises httpx.TransportError, and OpenAIError for an answer that is too long: openai passes its own errors on
+        as they are, instead of asking again."""
         async with self._turns:
             if self._limiter is not None:
                 await self._limiter.acquire()
             address = f"{request.url.scheme}://{request.url.netloc.decode('ascii')}"
             if address == _ANY:
-                address = self._chosen()
+                address = self._next()
                 request.url = httpx.URL(address + request.url.raw_path.decode("ascii"))
             headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
             headers |= {"host": request.url.netloc.decode("ascii"), "accept-encoding": "identity"}
@@ -144,7 +141,6 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
                 headers["authorization"] = f"Bearer {self._key}"
             request.headers = httpx.Headers(headers)
             self.num_requests += 1
-            self._num_in_flight[address] += 1
             try:
                 async with asyncio.timeout(self._timeout_s):
                     response = await self._answer(request)
@@ -153,30 +149,31 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
                 failure = httpx.ReadTimeout(f"no answer within {self._timeout_s:g} s") if late else error
                 self._failed(address, f"{type(failure).__name__}: {failure}")
                 raise failure from None
-            finally:
-                self._num_in_flight[address] -= 1
             if response.status_code >= 500:
                 self._failed(address, f"status {response.status_code}: {response.text[:MAX_ECHO]}")
             return response
 
-    def _chosen(self) -> str:
-        """The least loaded address of those that have not just failed, or else of all."""
+    def _next(self) -> str:
+        """The address whose turn it is, of those that have not just failed, or else of all."""
         if not (addresses := [one.rstrip("/") for one in self._addresses()]):
             raise httpx.ConnectError("none of the servers is in service")
-        now_s, num, failed_s = time.monotonic(), self._num_in_flight, self._failed_s
-        return min(addresses, key=lambda one: (now_s - failed_s[one] < PASSED_OVER_S, num[one], failed_s[one]))
+        since_s = time.monotonic() - PASSED_OVER_S
+        whole = [one for one in addresses if self._failed_s[one] < since_s] or addresses
+        return whole[self.num_requests % len(whole)]
 
     def _failed(self, address: str, what: str) -> None:
         self._failed_s[address], self.newest_failure = time.monotonic(), f"{address}: {what}"
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         """The bytes on the wire, which nothing unpacks."""
+        from openai import OpenAIError
+
         response, data = await super().handle_async_request(request), bytearray()
         try:
             async for chunk in response.aiter_raw():
                 data += chunk
                 if len(data) > self._max_bytes:
-                    raise TooLong(f"its answer is longer than {self._max_bytes} bytes")
+                    raise OpenAIError(f"longer than {self._max_bytes} bytes")
         finally:
             await response.aclose()
         body = bytes(data) if self._key is None else bytes(data).replace(self._key.encode(), b"***")
@@ -187,9 +184,12 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
 class ApiClient:
     """Requests to servers that serve the same, of which every failure is an EndpointError."""
 
-    def __init__(self, transport: BoundedTransport, *, retries: int, timeout_s: float) -> None:
-        self.transport = transport
-        self._client = openai.AsyncOpenAI(
+    def __init__(self, addresses: Addresses, *, retries: int, timeout_s: float, **options: Any) -> None:
+        """`options`: the others of BoundedTransport."""
+        from openai import AsyncOpenAI  # here, because it takes half a second, and most runs ask nobody
+
+        self.transport = transport = BoundedTransport(addresses, timeout_s=timeout_s, **options)
+        self._client = AsyncOpenAI(
             base_url=_ANY,
             api_key="unused",  # the transport has it
             max_retries=retries,
@@ -198,8 +198,9 @@ class ApiClient:
         )
 
     async def get(self, url: str) -> bytes:
-        """What is at `url`, a whole address. Raises EndpointError."""
-        return (await _understood(self._client.get(url, cast_to=httpx.Response))).content
+        """What is at `url`, a whole address, at the first try. Raises EndpointError."""
+        once = self._client.with_options(max_retries=0)
+        return (await _understood(once.get(url, cast_to=httpx.Response))).content
 
     async def post(self, path: str, body: Mapping[str, Any], cast_to: type[A]) -> A:
         """The answer of whichever server it is. Raises EndpointError."""
@@ -212,10 +213,10 @@ class ApiClient:
 
 async def _understood(request: Awaitable[A]) -> A:
     """Raises EndpointError."""
+    import openai
+
     try:
         return await request
-    except TooLong as error:
-        raise EndpointError("nonsense", str(error)) from None
     except openai.APITimeoutError as error:
         raise EndpointError("timeout", _told(error)) from None
     except openai.APIConnectionError as error:
@@ -265,15 +266,15 @@ class Endpoint:
         given = settings.base_url
         addresses: Addresses = own_servers if given is None else lambda: [given]
         self._path = "/v1/chat/completions" if given is None else "/chat/completions"
-        transport = BoundedTransport(
+        self._client = ApiClient(
             addresses,
             api_key=os.environ[key_var] if key_var else None,
+            retries=settings.retries,
             timeout_s=settings.timeout_s,
             max_bytes=MAX_ANSWER_BYTES,
             num_parallel=num_parallel,
             requests_per_s=settings.requests_per_s,
         )
-        self._client = ApiClient(transport, retries=settings.retries, timeout_s=settings.timeout_s)
 
     @property
     def num_requests(self) -> int:
@@ -301,9 +302,11 @@ class Endpoint:
         self.num["answered"] += 1
         return answer
 
-    async def _completion(self, body: dict[str, Any]) -> ChatCompletion:
+    async def _completion(self, body: dict[str, Any]) -> "ChatCompletion":
         """Pays by what the provider tells, or else the most that question and answer can be: a token a byte. Raises
         EndpointError."""
+        from openai.types.chat import ChatCompletion
+
         if self.costs.total >= self.costs.ceiling:
             raise EndpointError("over_budget", "the ceiling of the costs has been reached")
         completion, price = await self._client.post(self._path, body, ChatCompletion), self.settings.price
@@ -343,7 +346,7 @@ def check_address(base_url: str) -> None:
         )
 
 
-def _chat_answer(completion: ChatCompletion) -> ChatAnswer:
+def _chat_answer(completion: "ChatCompletion") -> ChatAnswer:
     """openai reads whatever comes without checking it. Raises EndpointError."""
     try:
         choice = completion.choices[0]

@@ -102,7 +102,7 @@ class RunFile(msgspec.Struct, kw_only=True):
 
 def current_run_id(output_dir: str | Path) -> str | None:
     """Returns the id of the run in `output_dir`, or None where there is none."""
-    run = _read(_checked(output_dir))
+    run = _read(Path(output_dir))
     return None if run is None else run.run_id
 
 
@@ -116,7 +116,7 @@ def open_run(output_dir: str | Path, *, resume: Literal["auto", "never"], overwr
 
 def create_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
     """Makes a new run in `output_dir`. A folder that holds a run is refused, unless `overwrite` removes that first."""
-    path = _checked(output_dir)
+    path = Path(output_dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path):
@@ -161,13 +161,6 @@ def _holds_anything(path: Path) -> bool:
     return path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None)
 
 
-def _checked(output_dir: str | Path) -> Path:
-    """The folder, which an unset variable of a shell would make the current one. Raises `RunFolderError`."""
-    if not str(output_dir).strip() or "\0" in str(output_dir):
-        raise RunFolderError(f"output_dir is {str(output_dir)!r}, expected the path of a folder")
-    return Path(output_dir)
-
-
 def join_run(
     output_dir: str | Path,
     *,
@@ -186,7 +179,7 @@ def join_run(
     `RunFolderError` where the base model or settings differ from those of the earlier one, but for the dotted keys, or
     what is below them, in `may_change`.
     """
-    path = _checked(output_dir)
+    path = Path(output_dir)
     makes = f"a trainer to make a run in {path}: there is none; start grpo-train with the same output_dir"
     _wait_for(lambda: (path / RUN_FILE).exists() or None, makes, timeout_s)
     with _locked(path):
@@ -260,12 +253,15 @@ def _covers(keys: frozenset[str], key: str) -> bool:
 
 
 @contextmanager
-def only_one(output_dir: str | Path, role: Role) -> Iterator[None]:
-    """Within it, this process is the only one of its role that works in the folder, as far as the folder's file system
-    can tell; the end of the process, however it comes, ends it too. Raises `RunFolderError` where there is another."""
+def only_one(output_dir: str | Path, role: Role | Literal["launcher"]) -> Iterator[None]:
+    """Within it, this process is the only one of its role that works in the folder, which it makes where there is none,
+    as far as the folder's file system can tell; the end of the process, however it comes, ends it too. Raises
+    `RunFolderError` where there is another, or where there can be no folder."""
     path, otherwise = Path(output_dir), f"another grpo-{role} is at work in {output_dir}; end it first"
-    if not path.is_dir():
-        raise RunFolderError(f"{path} cannot be worked in: it is no folder; give another output_dir")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
     with _lock(path / f".{role}.lock", _LOOK_S, otherwise):
         yield
 

@@ -15,7 +15,7 @@ from orchestrator.rollouts.context import CallFailed, RolloutContext, current_co
 from orchestrator.rollouts.messages import Message, checked_messages
 
 if TYPE_CHECKING:
-    from orchestrator.endpoints import ChatAnswer, Endpoint
+    from orchestrator.endpoints import ChatAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +135,8 @@ class OpenAIClient(InferenceClient):
             retries=retries,
             requests_per_s=1e6,
         )
-        self._endpoint = partial(Endpoint, settings, num_parallel=num_parallel)
-        self._opened: Endpoint | None = self._endpoint()
+        self._open = partial(Endpoint, settings, num_parallel=num_parallel)
+        self._endpoint: Endpoint = self._open()
         self._is_ours = True
         """As far as is known."""
 
@@ -173,14 +173,9 @@ class OpenAIClient(InferenceClient):
         """The newest policy version that a `grpo-infer` serves; None for other servers."""
         if not self._is_ours:
             return None
-        live = (await self._open().policy_info()).get("live")
+        live = (await self._endpoint.policy_info()).get("live")
         self._is_ours = isinstance(live, list)
         return max(live, default=0) if isinstance(live, list) else None
-
-    def _open(self) -> "Endpoint":
-        if self._opened is None:
-            self._opened = self._endpoint()
-        return self._opened
 
     async def _ask(self, messages: Sequence[Message], **options: Any) -> "ChatAnswer":
         from orchestrator.endpoints import EndpointError
@@ -188,14 +183,13 @@ class OpenAIClient(InferenceClient):
         asked = checked_messages(messages)
         try:
             with waiting():
-                return await self._open().ask(asked, **options)
+                return await self._endpoint.ask(asked, **options)
         except EndpointError as error:
             raise CallFailed(str(error)) from None
 
     async def close(self) -> None:
-        opened, self._opened = self._opened, None  # another loop may come
-        if opened is not None:
-            await opened.close()
+        closed, self._endpoint = self._endpoint, self._open()  # for another event loop
+        await closed.close()
 
 
 def client_of(args: Mapping[str, Any] | str) -> InferenceClient:

@@ -15,7 +15,14 @@ def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[di
     prompt, which = example.get("prompt"), "an example" if index is None else f"example {index}"
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, Sequence) and prompt and all(_is_prompt_message(message) for message in prompt):
+    elif (
+        isinstance(prompt, Sequence)
+        and prompt
+        and all(
+            isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in prompt
+        )
+    ):
         messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
     else:
         raise ValueError(
@@ -71,7 +78,3 @@ def is_text(content: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_prompt_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -185,9 +185,6 @@ class Cancel(Job, kw_only=True):
 class Alive(msgspec.Struct, tag=True):
     """The heartbeat: the event loop of who sends it turns."""
 
-    spent: bool = False
-    """Code that cannot be ended holds so much of the worker that it should be replaced."""
-
 
 class Gone(msgspec.Struct, tag=True):
     """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from deploy import programs
-from deploy.launcher import explain, locked, start_all
+from deploy.launcher import explain, start_all
 from deploy.programs import Program, Signals
 from transport.errors import RunFolderError
-from transport.run import open_run
+from transport.run import only_one, open_run
 
 FAKE = Path(__file__).with_name("fake_program.py")
 
@@ -21,7 +21,7 @@ def main() -> None:
     programs.FIRST_PAUSE_S, programs.STRAYS_S = 0.1, 0.5
     path = Path(sys.argv[1])
     try:
-        with locked(path), Signals() as signals:
+        with only_one(path, "launcher"), Signals() as signals:
             run = open_run(path, resume="auto")
             started = [
                 Program(

@@ -1,38 +1,24 @@
-"""Which GPUs each program takes: as asked, divided, shared, refused. No GPU is needed: the machine's are made up."""
+"""Which GPUs each program takes. No GPU is needed: the machine's are made up."""
 
-import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from configs.errors import SettingsError
 from configs.run import load_run
-from deploy.gpus import VARIABLE, VisibleGpus, visible_gpus
+from deploy.gpus import VARIABLE, visible_gpus
 from deploy.launcher import make_programs
 from deploy.plan import Plan, resolve, with_run, write_settings
 from transport.run import RunFolder
 
-PRESET = "configs/quickstart"
 TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
-TURNS = ("--sleep_mode", "--orch.max_async_level", "0")
-ALL_OF = {num: VisibleGpus(names=tuple(map(str, range(num)))) for num in range(9)}
-LISTED = VisibleGpus(names=("4", "6"))
-BY_UUID = VisibleGpus(names=("GPU-8f", "GPU-11"))
 
 
-def plan(visible: VisibleGpus, *argv: str) -> Plan:
-    return resolve(load_run(PRESET, argv), visible=visible)
+def plan(visible: tuple[str, ...], *argv: str) -> Plan:
+    return resolve(load_run("configs/quickstart", argv), visible=visible)
 
 
-def seen(visible: VisibleGpus, *argv: str) -> Mapping[str, tuple[str, ...]]:
-    return plan(visible, *argv).gpus.sees
-
-
-def problems(visible: VisibleGpus, *argv: str) -> list[str]:
-    with pytest.raises(SettingsError) as caught:
-        plan(visible, *argv)
-    return str(caught.value).splitlines()
+def all_of(num: int) -> tuple[str, ...]:
+    return tuple(map(str, range(num)))
 
 
 # --- what is there ---
@@ -60,107 +46,39 @@ def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
     for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
         (tmp_path / name).touch()
     environment = {} if listed is None else {VARIABLE: listed}
-    assert visible_gpus(environment, tmp_path) == VisibleGpus(names=names)
-    assert visible_gpus(environment, tmp_path / "absent").names == ()
+    assert visible_gpus(environment, tmp_path) == names
+    assert visible_gpus(environment, tmp_path / "absent") == ()
 
 
 def test_where_only_the_driver_shows_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").touch()
-    assert visible_gpus({}, tmp_path).names == ("0",)
-    assert visible_gpus({VARIABLE: "0,7"}, tmp_path).names == ("0", "7")  # nothing shows how many there are
+    assert visible_gpus({}, tmp_path) == ("0",)
+    assert visible_gpus({VARIABLE: "0,7"}, tmp_path) == ("0", "7")  # nothing shows how many there are
 
 
 # --- who gets what ---
 
 
-def test_each_program_is_started_with_the_gpus_that_were_asked_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, "0,1,2,3")
-    asked = ("--infer_gpus", "0", "--train_gpus", "2,1", "--train.gpus", "2", "--teacher_gpus", "3")
-    ready = with_run(plan(ALL_OF[4], *TAUGHT, *asked), "abc")
-    programs = make_programs(
-        ready, write_settings(ready, tmp_path / "settings"), RunFolder(path=tmp_path, run_id="abc")
-    )
-    visible = {program.role: program.environment[VARIABLE] for program in programs}
-    assert visible == {"infer": "0", "train": "2,1", "teacher": "3", "orch": "0,1,2,3"}
+def test_each_program_is_started_with_its_gpus_and_each_of_several_servers_with_its_part(tmp_path: Path) -> None:
+    words = ("--infer_replicas", "2", "--train.gpus", "2")
+    ready = with_run(plan(all_of(5), *TAUGHT, *words), "abc")
+    files = write_settings(ready, tmp_path / "settings")
+    programs = make_programs(ready, files, RunFolder(path=tmp_path, run_id="abc"))
+    visible = {program.role: program.environment.get(VARIABLE) for program in programs if program.role != "orch"}
+    assert visible == {"infer.0": "0", "infer.1": "1", "train": "2,3", "teacher": "4"}
 
 
-def test_the_pages_command_puts_server_and_trainer_apart() -> None:
-    lines = Path("docs/colocation.md").read_text().splitlines()
-    [command] = [shlex.split(line) for line in lines if line.startswith("grpo ") and "_gpus" in line]
-    ready = resolve(load_run(command[1], command[2:]), visible=ALL_OF[2])
-    assert ready.gpus.sees == {"infer": ("0",), "train": ("1",)}
-    assert ready.infer.gpu_memory_utilization == 0.9
-
-
-def test_an_index_counts_in_what_the_launcher_sees() -> None:
-    assert seen(LISTED, "--infer_gpus", "1", "--train_gpus", "0") == {"infer": ("6",), "train": ("4",)}
-    assert seen(BY_UUID, "--infer_gpus", "1", "--train_gpus", "GPU-8f") == {"infer": ("GPU-11",), "train": ("GPU-8f",)}
-    apart = seen(ALL_OF[2], "--infer_gpus", "GPU-1", "--train_gpus", "GPU-0")
-    assert apart == {"infer": ("GPU-1",), "train": ("GPU-0",)}
-
-
-def test_programs_for_which_none_is_named_take_the_next_ones() -> None:
-    assert seen(ALL_OF[2]) == {"infer": ("0",), "train": ("1",)}
-    assert seen(LISTED) == {"infer": ("4",), "train": ("6",)}
-    assert seen(ALL_OF[2], "--train_gpus", "0") == {"infer": ("1",), "train": ("0",)}
-    assert seen(ALL_OF[4], *TAUGHT, "--teacher_gpus", "1")["train"] == ("2",)
+def test_programs_take_the_next_gpus_and_the_launcher_says_which() -> None:
+    assert plan(("4", "6")).gpus == {"infer": ("4",), "train": ("6",)}
     larger = ("--infer.tp", "2", "--infer.dp", "2", "--train.gpus", "3", *TAUGHT)
     divided = {"infer": ("0", "1", "2", "3"), "train": ("4", "5", "6"), "teacher": ("7",)}
-    assert seen(ALL_OF[8], *larger) == divided
-    assert seen(ALL_OF[2], "--infer.device", "cpu") == {"train": ("0",)}
+    assert plan(all_of(8), *larger).gpus == divided
+    assert plan(all_of(2), "--infer.device", "cpu").gpus == {"train": ("0",)}
+    assert plan(all_of(2)).notes == ["GPUs: grpo-infer takes 0, grpo-train takes 1"]
 
 
-def test_where_the_gpus_are_too_few_for_all_nothing_is_divided() -> None:
-    assert seen(ALL_OF[0]) == seen(ALL_OF[1]) == {}
-    assert seen(ALL_OF[2], "--train.gpus", "2") == {}
-    assert seen(ALL_OF[1], "--infer_gpus", "0") == {"infer": ("0",)}
-
-
-@pytest.mark.parametrize("together", [("--colocate",), TURNS, ("--colocate", *TURNS)])
-def test_programs_that_are_to_share_their_device_do(together: tuple[str, ...]) -> None:
-    assert seen(ALL_OF[2], *together) == {}
-    assert plan(ALL_OF[2], *together).gpus.takes == {"infer": ("0",), "train": ("0",)}
-    for named in (["--infer_gpus", "1"], ["--train_gpus", "1"], ["--infer_gpus", "1", "--train_gpus", "1"]):
-        assert seen(ALL_OF[2], *together, *named) == {"infer": ("1",), "train": ("1",)}
-    two = ("--infer.dp", "2", "--infer_gpus", "2,3")
-    assert seen(ALL_OF[4], *together, *two) == {"infer": ("2", "3"), "train": ("2", "3")}
-    [problem] = problems(ALL_OF[2], *together, "--infer_gpus", "0", "--train_gpus", "1")
-    assert "train_gpus" in problem
-
-
-def test_a_program_for_which_a_gpu_is_named_does_not_fall_back_to_the_cpu() -> None:
-    named = plan(ALL_OF[2], "--train_gpus", "1")
-    assert (named.train.device, named.infer.device) == ("cuda", "auto")
-    assert plan(ALL_OF[2]).train.device == "auto"
-    assert (
-        "num_threads = 3: has no effect on a GPU" in problems(ALL_OF[2], "--train_gpus=1", "--train.num_threads=3")[0]
-    )
-
-
-def test_who_takes_which_is_told_where_there_is_a_choice() -> None:
-    assert "grpo-infer takes 0, grpo-train takes 1;" in str(plan(ALL_OF[2]).gpus.line)
-    assert "grpo-infer takes 0, grpo-train takes 0;" in str(plan(ALL_OF[2], "--colocate").gpus.line)
-    assert [plan(ALL_OF[number]).gpus.line for number in (0, 1)] == [None, None]
-
-
-# --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("visible", "argv"),
-    [
-        (0, ["--infer_gpus=0"]),
-        (2, ["--infer_gpus=2"]),
-        (2, ["--train_gpus=0", "--train.device=cpu"]),
-        (2, ["--infer_gpus=0", "--infer.tp=2"]),
-        (4, ["--train_gpus=1,2"]),
-        (4, ["--teacher_gpus=0,1", *TAUGHT]),
-        (4, ["--teacher_gpus=0"]),
-        (2, ["--teacher_gpus=1", "--infer.device=cpu", *TAUGHT]),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_its_option(visible: int, argv: list[str]) -> None:
-    [problem] = problems(ALL_OF[visible], *argv)
-    assert f"{argv[0][2:].partition('=')[0]} = " in problem
+def test_where_the_gpus_are_too_few_or_shared_nothing_is_divided() -> None:
+    assert plan(()).gpus == plan(("0",)).gpus == {}
+    assert plan(all_of(2), "--train.gpus", "2").gpus == {}
+    assert plan(all_of(2), "--colocate").gpus == {}
+    assert plan(all_of(2), "--sleep_mode", "--orch.max_async_level", "0").gpus == {}

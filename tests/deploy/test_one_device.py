@@ -1,22 +1,19 @@
 """Server and trainer on one device: `grpo --colocate` and `grpo --sleep_mode`."""
 
-import shlex
 from pathlib import Path
 
 import pytest
 
 from configs.errors import SettingsError
 from configs.run import load_run
-from deploy.gpus import VisibleGpus
 from deploy.plan import Plan, resolve
 
-PAGE = Path(__file__).parents[2] / "docs/colocation.md"
 PRESET = "configs/quickstart"
 SLEEP = ("--sleep_mode", "--orch.max_async_level", "0")
-ONE_GPU = VisibleGpus(names=("0",))
+ONE_GPU = ("0",)
 
 
-def plan(*argv: str, visible: VisibleGpus = ONE_GPU) -> Plan:
+def plan(*argv: str, visible: tuple[str, ...] = ONE_GPU) -> Plan:
     return resolve(load_run(PRESET, argv), visible=visible)
 
 
@@ -45,7 +42,7 @@ def test_one_alone_and_what_contradicts_it_is_refused(argv: tuple[str, ...]) -> 
 
 def test_nobody_sleeps_without_a_gpu() -> None:
     with pytest.raises(SettingsError, match="sleep_mode = True: needs a GPU"):
-        plan(*SLEEP, visible=VisibleGpus())
+        plan(*SLEEP, visible=())
 
 
 def test_a_server_that_shares_computes_in_the_trainers_type_and_on_its_device(tmp_path: Path) -> None:
@@ -62,10 +59,3 @@ def test_the_dry_run_says_who_sets_the_servers_share_of_a_gpu() -> None:
     note = "gpu_memory_utilization to what the trainer leaves"
     assert note in plan("--colocate").effective()
     assert note not in plan("--colocate", "--infer.gpu_memory_utilization", "0.5").effective()
-
-
-def test_the_pages_command_resolves() -> None:
-    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("grpo reverse_text --colocate")]
-    found = resolve(load_run(shlex.split(line)[1], shlex.split(line)[2:]), visible=ONE_GPU)
-    assert found.orch.sleep_mode
-    assert found.train.colocate

@@ -13,13 +13,11 @@ from configs.loading import load
 from configs.orch import OrchSettings
 from configs.run import load_run
 from configs.train import TrainSettings
-from deploy.cores import Threads
-from deploy.gpus import Gpus
-from deploy.launcher import locked, make_programs, run
+from deploy.launcher import make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from grpo.status import shown
 from transport.errors import RunFolderError
-from transport.run import Role, RunFolder, create_run, join_run
+from transport.run import Role, RunFolder, create_run, join_run, only_one
 
 PRESET = "configs/quickstart"
 
@@ -46,17 +44,12 @@ def test_servers_that_are_found_by_name_and_machines_are_refused_because_grpo_st
     assert "grpo launch" in problems(*words)
 
 
-def test_several_servers_have_ports_threads_and_gpus_of_their_own() -> None:
+def test_several_servers_have_ports_of_their_own() -> None:
     ready = with_run(plan("--infer_replicas", "2"), "abc")
     assert ready.orch.client.base_url == tuple(f"http://127.0.0.1:{port}/v1" for port in ready.ports)
     assert len(set(ready.ports)) == 2
     apart = with_run(plan("--infer_replicas", "2", "--infer.port", "4321"), "abc")
     assert apart.ports == (4321, 4322)
-    gpus = Gpus(sees={"infer": ("2", "3")})
-    assert [gpus.variables("infer", number=one, of=2) for one in (0, 1)] == [
-        {"CUDA_VISIBLE_DEVICES": "2"},
-        {"CUDA_VISIBLE_DEVICES": "3"},
-    ]
 
 
 def test_the_launcher_chooses_a_free_port_and_leads_the_orchestrator_to_it() -> None:
@@ -88,20 +81,19 @@ def test_a_server_on_all_addresses_is_reached_over_the_loopback() -> None:
 
 
 def test_threads_are_given_only_on_a_cpu_and_where_the_user_left_them_open() -> None:
-    threads = Threads(infer=3, train=4)
     # Without _threads of its own machine: what `resolve` filled in does not count as the user's choice again.
     bare = load_run(PRESET, ["--train.device", "cpu"])
     train = bare.train.settings
     start = Plan(train=train, infer=bare.infer.settings, orch=bare.orch.settings, free_port=True)
-    on_cpu = with_threads(start, threads, gpu=False)
-    assert (on_cpu.train.num_threads, on_cpu.infer.num_threads) == (4, 3)
-    with_gpu = with_threads(start, threads, gpu=True)
+    on_cpu = with_threads(start, 4, gpu=False)
+    assert (on_cpu.train.num_threads, on_cpu.infer.num_threads) == (4, 4)
+    with_gpu = with_threads(start, 4, gpu=True)
     assert (with_gpu.train.num_threads, with_gpu.infer.num_threads) == (4, None)
     for gpus, num_threads in ((2, 2), (3, 1), (8, 1)):  # 4 threads for all ranks together, at least one each
         ranks = replace(start, train=train.model_copy(update={"gpus": gpus}))
-        assert with_threads(ranks, threads, gpu=False).train.num_threads == num_threads
+        assert with_threads(ranks, 4, gpu=False).train.num_threads == num_threads
     chosen = plan("--train.num_threads", "2")
-    assert with_threads(chosen, threads, gpu=False).train.num_threads == 2
+    assert with_threads(chosen, 4, gpu=False).train.num_threads == 2
 
 
 def test_the_files_that_are_written_start_each_program_with_the_same_settings(tmp_path: Path) -> None:
@@ -188,10 +180,10 @@ def test_what_goes_back_is_the_launcher_and_not_a_program_that_it_starts_again()
 def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with locked(tmp_path):
+    with only_one(tmp_path, "launcher"):
         assert run(load_run(PRESET, ["--overwrite_output_dir", "--output_dir", str(tmp_path)]), shown) == 2
-        assert "is in use by grpo with process id" in capsys.readouterr().err
-        with pytest.raises(RunFolderError), locked(tmp_path):
+        assert "another grpo-launcher is at work" in capsys.readouterr().err
+        with pytest.raises(RunFolderError), only_one(tmp_path, "launcher"):
             pass
-    with locked(tmp_path):
+    with only_one(tmp_path, "launcher"):
         pass

@@ -12,7 +12,6 @@ from configs.infer import InferSettings
 from configs.loading import load
 from configs.orch import OrchSettings
 from configs.run import load_run
-from deploy.gpus import VisibleGpus
 from deploy.launcher import make_programs, run, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.teacher import within_model
@@ -25,9 +24,8 @@ NAMED = ("--orch.teacher_model.model.name", MODEL)
 TAUGHT = ("--train.loss.teacher_tau", "0.5", *NAMED)
 
 
-def plan(*argv: str, num_gpus: int | None = None) -> Plan:
-    visible = None if num_gpus is None else VisibleGpus(names=tuple(map(str, range(num_gpus))))
-    return resolve(load_run(PRESET, argv), visible=visible)
+def plan(*argv: str) -> Plan:
+    return resolve(load_run(PRESET, argv))
 
 
 def server(*argv: str) -> InferSettings:
@@ -36,9 +34,9 @@ def server(*argv: str) -> InferSettings:
     return teacher
 
 
-def problems(*argv: str, num_gpus: int | None = None) -> str:
+def problems(*argv: str) -> str:
     with pytest.raises(SettingsError) as caught:
-        plan(*argv, num_gpus=num_gpus)
+        plan(*argv)
     return str(caught.value)
 
 
@@ -52,9 +50,8 @@ def test_a_teachers_server_is_started_only_with_a_weight_and_a_model_that_nobody
 
 def test_a_teacher_with_weight_0_is_said_to_teach_nobody(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = "no teacher is asked or started: the trainer's loss.teacher_tau is 0"
-    assert plan(*NAMED).unused_teacher == line
-    assert plan().unused_teacher is None
-    assert plan(*TAUGHT).unused_teacher is None
+    assert plan(*NAMED).notes == [line]
+    assert plan().notes == plan(*TAUGHT).notes == []
     assert run(load_run(PRESET, NAMED), shown, dry_run=True) == 0
     assert f"# {line}\n" in capsys.readouterr().out
     assert run_plan(plan(*NAMED, "--model", "./no/model", "--output_dir", str(tmp_path)), shown) == 2
@@ -134,37 +131,6 @@ def test_so_are_those_in_the_environment_but_not_those_of_the_runs_file(
 )
 def test_what_contradicts_the_run_or_is_for_policy_versions_is_refused(argv: tuple[str, ...], message: str) -> None:
     assert message in problems(*TAUGHT, *argv)
-
-
-SHARES = ("--infer.gpu_memory_utilization", "0.6", "--teacher.gpu_memory_utilization")
-
-
-def test_two_servers_that_would_take_more_than_one_gpu_are_refused_with_both_keys() -> None:
-    text = problems(*TAUGHT, num_gpus=1)
-    assert "gpu_memory_utilization = 0.9: is 1.8 of GPU 0 together with infer's gpu_memory_utilization = 0.9 (" in (
-        text
-    )
-    assert "--infer.gpu_memory_utilization 0.5 --teacher.gpu_memory_utilization 0.3" in text
-    assert "is 1.1 of GPU 0" in problems(*TAUGHT, *SHARES, "0.5", num_gpus=1)
-    assert plan(*TAUGHT, *SHARES, "0.4", num_gpus=1).teacher is not None
-
-
-@pytest.mark.parametrize(("device", "num_gpus"), [("auto", 3), ("auto", 0), ("cpu", 1)])
-def test_they_may_have_the_defaults_with_a_gpu_for_each_program_and_without_any(device: str, num_gpus: int) -> None:
-    assert plan(*TAUGHT, "--infer.device", device, num_gpus=num_gpus).teacher is not None
-
-
-def test_with_too_few_gpus_for_all_programs_both_take_the_first_unless_others_are_named() -> None:
-    assert "is 1.8 of GPU 0 together" in problems(*TAUGHT, num_gpus=2)
-    apart = plan(*TAUGHT, "--infer_gpus", "0", "--train_gpus", "0", "--teacher_gpus", "1", num_gpus=2)
-    assert apart.gpus.takes == {"infer": ("0",), "train": ("0",), "teacher": ("1",)}
-
-
-def test_beside_a_teacher_on_one_gpu_the_share_of_a_colocated_server_must_be_set() -> None:
-    text = problems(*TAUGHT, "--colocate", "--teacher.gpu_memory_utilization", "0.3", num_gpus=1)
-    assert "gpu_memory_utilization = 0.9: must be set beside the teacher's gpu_memory_utilization = 0.3 (" in text
-    assert plan(*TAUGHT, "--colocate", *SHARES, "0.3", num_gpus=1).teacher is not None
-    assert plan(*TAUGHT, "--colocate", "--teacher_gpus", "1", num_gpus=2).teacher is not None
 
 
 def test_the_orchestrator_is_led_to_the_port_that_is_chosen_for_it(tmp_path: Path) -> None:

@@ -7,17 +7,19 @@ import math
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
 from configs.evaluation import HeldOut
-from orchestrator.evaluate import Suite, due, evaluate, figures_of, ks_of, pass_at_k
+from configs.orch import OrchSettings
+from orchestrator.evaluate import due, evaluate, figures_of, ks_of, pass_at_k
 from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step
+from orchestrator.rollouts.records import EpisodeResult, Failure, Step
 from tests.orchestrator import made
-from tests.orchestrator.fakes import FakeServer
+from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import run
 
 # --- figures ---
@@ -89,32 +91,33 @@ class Counting:
 
 
 async def test_an_environment_with_many_answers_leaves_the_others_their_concurrency() -> None:
-    engine, suites = Counting(), [suite("a", 1, num=8, prompts=200), suite("b", 1, prompts=200)]
-    await evaluate(cast(RolloutEngine, engine), suites, version=1, complete=True)
+    engine, held_out = Counting(), [one("a", 1, num=8), one("b", 1)]
+    settings = settings_for(Path("x"), FakeServer())
+    prompts = dict.fromkeys("ab", [()] * 200)
+    await evaluate(cast(RolloutEngine, engine), settings, prompts, version=1, held_out=held_out)
     assert engine.most == {"a": 128 // 8, "b": 128}
 
 
 # --- when ---
 
 
-def suite(label: str, interval: int, *, num: int = 1, prompts: int = 1) -> Suite:
-    held_out = HeldOut(
+def one(label: str, interval: int, *, num: int = 1) -> HeldOut:
+    return HeldOut(
         key=label,
         id=label,
         num_examples=-1,
         rollouts_per_example=num,
         interval=interval,
         temperature=0.0,
-        max_tokens=None,
+        max_tokens=8,
     )
-    return Suite(held_out=held_out, prompts=[()] * prompts, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
 @pytest.mark.parametrize(
     ("version", "changes", "expected"),
     [
         (0, {}, "ab"),
-        (0, {"base_model": False}, ""),
+        (0, {"eval_base_model": False}, ""),
         (2, {}, "a"),
         (7, {}, ""),
         (7, {"max_steps": 7}, "ab"),
@@ -125,9 +128,13 @@ def suite(label: str, interval: int, *, num: int = 1, prompts: int = 1) -> Suite
 def test_a_version_is_evaluated_by_each_environments_interval(
     version: int, changes: dict[str, Any], expected: str
 ) -> None:
-    suites = [suite("a", 2), suite("b", 3)]
-    chosen = due(suites, version, **{"base_model": True, "max_steps": None, "passed_over": None} | changes)
-    assert [one.held_out.label for one in chosen] == list(expected)
+    settings = SimpleNamespace(
+        held_out=[one("a", 2), one("b", 3)],
+        eval=SimpleNamespace(eval_base_model=changes.get("eval_base_model", True)),
+        max_steps=changes.get("max_steps"),
+    )
+    chosen = due(cast(OrchSettings, settings), version, passed_over=changes.get("passed_over"))
+    assert [held_out.label for held_out in chosen] == list(expected)
 
 
 # --- in a run ---

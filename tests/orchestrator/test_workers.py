@@ -1,7 +1,6 @@
 """User code in workers: whatever it does costs its own rollout, and others run beside it."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -13,9 +12,7 @@ import pytest
 from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.process import ForkServer, WorkerProcess
 from orchestrator.workers.worker import identity_of
-from tests.grpo.run_folder import gone_pid
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
@@ -333,18 +330,3 @@ def test_too_many_failures_stop_the_run_with_the_last_message() -> None:
         failures_alone.record("env", failure)
     with pytest.raises(EnvironmentFailed, match="boom"):
         failures_alone.record("env", failure)
-
-
-async def test_folders_of_programs_that_were_killed_while_workers_started_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    gone = gone_pid()
-    for pid, age_s in ((gone, 100), (gone, 0), (1, 100)):
-        (folder := tmp_path / f"grpo-worker-{pid}-{age_s}").mkdir()
-        os.utime(folder, (time.time() - age_s,) * 2)
-    forks = ForkServer("arithmetic")
-    await WorkerProcess(forks).end()
-    forks.close()
-    there = [(tmp_path / f"grpo-worker-{name}").exists() for name in ("1-100", f"{gone}-0", f"{gone}-100")]
-    assert there == [True, True, False]

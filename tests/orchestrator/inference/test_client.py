@@ -217,14 +217,6 @@ async def test_an_answer_that_follows_tells_which_version_sampled_which_tokens()
     await server.stop()
 
 
-@pytest.mark.parametrize("runs", ["null", "[[1, 3]]", "[[2, 1], [1, 1]]"])
-async def test_runs_of_versions_that_cannot_be_are_refused(runs: str) -> None:
-    choice = f'{{"token_ids": [65, 66], "logprobs": [-1.0, -2.0], "finish_reason": "stop", "versions": {runs}}}'
-    async with faulty(says("200 OK", f'{{"version": 1, "choices": [{choice}]}}')) as url, asking(url) as client:
-        with pytest.raises(ServerError, match="versions"):
-            await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
-
-
 async def test_a_restarted_server_is_ejected_by_a_request_that_follows_past_its_first_version(
     sound: FakeServer,
 ) -> None:

@@ -418,9 +418,8 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     shipped = ledger.state_after(3)
     assert shipped is not None
     stores = shipped["artifacts"]
-    assert sorted(name.rpartition("_")[2] for name in stores) == ["turns", "turns"]
-    [trained_store] = [name for name in stores if name.startswith("chat-")]
-    assert len(ledger.artifacts(trained_store)) >= 2
+    assert sorted(stores) == ["chat/eval/turns", "chat/train/turns"]
+    assert len(ledger.artifacts("chat/train/turns")) >= 2
     ledger.close()
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])

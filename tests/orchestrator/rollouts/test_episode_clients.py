@@ -18,7 +18,7 @@ from grpo import (
     SingleTurnEpisode,
     client_of,
 )
-from orchestrator.rollouts.clock import own_timeout
+from orchestrator.rollouts.clock import OwnTimeout
 from orchestrator.rollouts.play import play
 from tests.orchestrator.chat_server import FakeChatServer, chat_serving, completion, status
 from tests.orchestrator.rollouts.contexts import user
@@ -62,7 +62,7 @@ async def test_the_answer_is_not_waited_for_on_the_environments_time(server: Fak
         return completion("late")
 
     server.says["judge"] = [late] * 3
-    async with OpenAIClient(server.base_url, "judge", num_parallel=1) as client, own_timeout(0.3):
+    async with OpenAIClient(server.base_url, "judge", num_parallel=1) as client, OwnTimeout(0.3):
         assert await asyncio.gather(*(client.complete([user("hi")]) for _ in range(3))) == ["late"] * 3
 
 

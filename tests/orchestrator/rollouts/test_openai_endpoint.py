@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, play
-from orchestrator.rollouts.clock import own_timeout, waiting
+from orchestrator.rollouts.clock import OwnTimeout, waiting
 from orchestrator.rollouts.context import Shared
-from orchestrator.rollouts.openai_endpoint import SPEAKER_HEADER, Endpoint, Speaker, endpoint_of
+from orchestrator.rollouts.openai_endpoint import SPEAKER_HEADER, Endpoint, endpoint_of
 from orchestrator.rollouts.play import ScriptedBackend
 from orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
@@ -128,7 +128,7 @@ async def test_answers_of_others_in_the_prompt_are_written_as_the_policy_writes_
 
 async def test_a_speaker_who_is_not_trained_leaves_no_answer() -> None:
     async with desk_of(["fine"]) as desk:
-        desk.endpoint.speakers["other"] = Speaker(role="other", trained=False)
+        desk.endpoint.speakers["other"] = None
         async with desk.client_of(desk.endpoint.api_key, **{SPEAKER_HEADER: "other"}) as other:
             made = await other.chat.completions.create(model="x", messages=HELLO)
             with pytest.raises(openai.BadRequestError, match="tools"):
@@ -188,7 +188,7 @@ async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
             return await super().__call__(call)
 
     body = {"messages": HELLO}
-    async with aiohttp.ClientSession() as client, own_timeout(0.6), endpoint_of(context_on(Slow())) as endpoint:
+    async with aiohttp.ClientSession() as client, OwnTimeout(0.6), endpoint_of(context_on(Slow())) as endpoint:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         for _ in range(2):
             answer = await client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)

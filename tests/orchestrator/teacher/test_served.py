@@ -73,7 +73,7 @@ async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: 
     assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
 
 
-async def test_requests_go_to_the_least_loaded_server_that_answers(server: FakeTeacher) -> None:
+async def test_servers_that_answer_take_turns(server: FakeTeacher) -> None:
     other = await FakeTeacher().start()
     await scored(teacher(server.url, other.url), *(ids(5, n) for n in range(12)))
     assert len(server.asked) == len(other.asked) == 6

@@ -1,4 +1,4 @@
-"""The versions of the image's libraries, locked: `python -m deploy.lock cpu|cuda` writes deploy/requirements-cpu.txt.
+"""The versions of the image's libraries, locked: `python -m tools.lock cpu|cuda` writes deploy/requirements-cpu.txt.
 
 pip resolves this project's dependencies as a fresh installation would, without installing anything. The image then
 installs what the file names and nothing else, so that it is the same each time until the file is made anew.
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extra", choices=sorted(LEFT_OUT))
     extra = parser.parse_args().extra
-    head = f"# Made by python -m deploy.lock {extra}; not to be edited."
+    head = f"# Made by python -m tools.lock {extra}; not to be edited."
     (ROOT / "deploy" / f"requirements-{extra}.txt").write_text("\n".join([head, *locked(extra)]) + "\n")
 
 
