@@ -2,7 +2,8 @@
 
 `openai.AsyncOpenAI` speaks to them, with its retries, its back-off and its reading of Retry-After. What it leaves open
 is settled by the transport below it: no redirect is followed, no answer is longer than it may be or unpacked, nothing
-but what the question needs goes out, the rate of the requests is limited, and servers that serve the same take turns.
+but what the question needs goes out, the rate of the requests is limited, and servers that serve the same take turns,
+but for those that have just failed.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -21,6 +22,7 @@ import httpx
 from aiolimiter import AsyncLimiter
 
 from configs.auxiliary import ApiSettings
+from orchestrator.rollouts.messages import ModelResponse
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -60,19 +62,6 @@ class EndpointError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer:
-    """One answer. Example: ``ChatAnswer(text="LOOKUP[cat]")``"""
-
-    text: str
-    tool_calls: tuple[tuple[str, str], ...] = ()
-    """Name and arguments of calls apart from the text; the arguments, as sampled, are seldom, but at times, no JSON."""
-    tokens: tuple[tuple[str, float], ...] = ()
-    """Each sampled token as text with its log-probability, where `logprobs` were asked for and given."""
-    token_ids: tuple[int, ...] = ()
-    """Where `return_token_ids` was asked for and given, as servers of vLLM do."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Costs:
     """What was spent, in the currency of the prices. Nothing is asked once the ceiling is reached; what is under way
@@ -110,8 +99,7 @@ class ApiClient(httpx.AsyncHTTPTransport):
         self._addresses, self._key, self._timeout_s, self._max_bytes = addresses, api_key, timeout_s, max_bytes
         self._slots, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
         self._limiter = None if math.isinf(burst) else AsyncLimiter(burst, burst / requests_per_s)
-        self._turn = itertools.count()
-        self._failed_s: dict[str, float] = {}
+        self._failed_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         """When an address has failed last."""
         self.num_requests = 0
         """Requests that were sent, tries after failures included."""
@@ -150,9 +138,9 @@ class ApiClient(httpx.AsyncHTTPTransport):
             if request.url.host == httpx.URL(_ANY).host:
                 if not (addresses := self._addresses()):
                     raise httpx.ConnectError("none of the servers is in service")
-                passed_over = {one for one, at_s in self._failed_s.items() if time.monotonic() - at_s < PASSED_OVER_S}
-                chosen = [one for one in addresses if one not in passed_over] or addresses
-                address = chosen[next(self._turn) % len(chosen)]
+                since_s = time.monotonic() - PASSED_OVER_S
+                whole = [one for one in addresses if self._failed_s[one] < since_s] or addresses
+                address = whole[self.num_requests % len(whole)]
                 request.url = httpx.URL(address.rstrip("/") + request.url.raw_path.decode("ascii"))
             headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
             headers |= {"host": request.url.netloc.decode("ascii"), "accept-encoding": "identity"}
@@ -266,7 +254,7 @@ class Endpoint:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> ChatAnswer:
+    ) -> ModelResponse:
         """The answer to `messages`. `options` replace fields of the request, such as `temperature` and `max_tokens`,
         that the settings give; those that are None are left out. Raises EndpointError."""
         self.num["asked"] += 1
@@ -324,7 +312,7 @@ def _check_address(base_url: str) -> None:
         )
 
 
-def _chat_answer(completion: "ChatCompletion") -> ChatAnswer:
+def _chat_answer(completion: "ChatCompletion") -> ModelResponse:
     """openai reads whatever comes without checking it. Raises EndpointError."""
     try:
         choice = completion.choices[0]
@@ -338,4 +326,4 @@ def _chat_answer(completion: "ChatCompletion") -> ChatAnswer:
         raise EndpointError("nonsense", f"no chat completion: {str(completion)[:MAX_ECHO]}") from None
     if ended not in ("stop", "tool_calls", "function_call", None) or refusal:
         raise EndpointError("withheld", f"it withheld its answer: {str(refusal or ended)[:MAX_ECHO]}")
-    return ChatAnswer(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)
+    return ModelResponse(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)
