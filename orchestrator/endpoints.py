@@ -14,13 +14,13 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx
 from aiolimiter import AsyncLimiter
 
 from configs.auxiliary import ApiSettings
+from orchestrator.rollouts.messages import ModelResponse
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -58,27 +58,6 @@ class EndpointError(Exception):
         """`reason`: a `Reason`, or one of whoever asked."""
         super().__init__(message)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A tool call apart from the text. Example: ``ToolCall(name="look_up", arguments='{"word": "cat"}')``"""
-
-    name: str
-    arguments: str
-    """As it was sampled; seldom, but at times, no JSON."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer:
-    """One answer. Example: ``ChatAnswer(text="LOOKUP[cat]")``"""
-
-    text: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    tokens: tuple[tuple[str, float], ...] = ()
-    """Each sampled token as text with its log-probability, where `logprobs` were asked for and given."""
-    token_ids: tuple[int, ...] = ()
-    """Where `return_token_ids` was asked for and given, as servers of vLLM do."""
 
 
 class Costs:
@@ -286,7 +265,7 @@ class Endpoint:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> ChatAnswer:
+    ) -> ModelResponse:
         """The answer to `messages`. `options` replace fields of the request, such as `temperature` and `max_tokens`,
         that the settings give; those that are None are left out. Raises EndpointError."""
         self.num["asked"] += 1
@@ -346,18 +325,18 @@ def check_address(base_url: str) -> None:
         )
 
 
-def _chat_answer(completion: "ChatCompletion") -> ChatAnswer:
+def _chat_answer(completion: "ChatCompletion") -> ModelResponse:
     """openai reads whatever comes without checking it. Raises EndpointError."""
     try:
         choice = completion.choices[0]
         text, refusal, ended = choice.message.content or "", choice.message.refusal, choice.finish_reason
         called: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
-        calls = tuple(ToolCall(name=one.name, arguments=one.arguments or "{}") for one in called)
-        "".join([text, *(word for one in calls for word in (one.name, one.arguments))]).encode()
+        calls = tuple((one.name, one.arguments or "{}") for one in called)
+        "".join([text, *(word for call in calls for word in call)]).encode()
         tokens = tuple((str(one.token), float(one.logprob)) for one in getattr(choice.logprobs, "content", None) or ())
         token_ids = tuple(int(one) for one in getattr(choice, "token_ids", None) or ())
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # half of a surrogate pair is no text
         raise EndpointError("nonsense", f"no chat completion: {str(completion)[:MAX_ECHO]}") from None
     if ended not in ("stop", "tool_calls", "function_call", None) or refusal:
         raise EndpointError("withheld", f"it withheld its answer: {str(refusal or ended)[:MAX_ECHO]}")
-    return ChatAnswer(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)
+    return ModelResponse(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)

@@ -195,15 +195,6 @@ async def test_requests_go_to_the_least_loaded_server(sound: FakeServer) -> None
     await other.stop()
 
 
-async def test_a_server_is_told_of_the_adapter_that_is_asked_for(sound: FakeServer) -> None:
-    async with asking(sound.url) as client:
-        for adapter in (None, "proposer"):
-            await ask(client, adapter=adapter)
-            await client.score([65, 66], 0, adapter=adapter)
-    for bodies in (sound.requests, sound.scores):
-        assert [body["adapter"] for body in bodies] == [None, "proposer"]
-
-
 # --- answers that follow ---
 
 FOLLOWING = SamplingParams(temperature=1.0, max_tokens=8, follow=True)

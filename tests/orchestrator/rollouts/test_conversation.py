@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import (
@@ -15,6 +16,7 @@ from orchestrator.rollouts.conversation import (
 )
 from orchestrator.rollouts.records import Completion
 from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
+from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
@@ -23,12 +25,8 @@ IM_END = 258
 
 
 def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Completion:
-    return Completion(
-        token_ids=list(ids),
-        logprobs=[-0.5 * (place + 1) for place in range(len(ids))],
-        finish_reason="stop" if stop else "length",
-        versions=versions,
-    )
+    logprobs = [-0.5 * (place + 1) for place in range(len(ids))]
+    return replace(made.completion(ids, stop=stop, versions=versions), logprobs=logprobs)
 
 
 def begun(name: str, *contents: str) -> Conversation:
@@ -123,18 +121,6 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
     assert len(other.rows()) == 2
     opening = ids_of("<|im_start|>assistant\n<think>\n")
     assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
-
-
-def test_an_answer_that_the_template_trims_begins_a_new_row() -> None:
-    end = TEMPLATES["llama3"].end_id
-    assert end is not None
-    conversation = begun("llama3")
-    conversation.answer(completion([*b" padded ", end]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "x"})
-    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "x"})
-    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
-    assert [len(row.turns) for row in conversation.rows()] == [1, 2]
 
 
 def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> None:

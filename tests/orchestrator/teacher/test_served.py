@@ -15,8 +15,9 @@ from configs.auxiliary import TeacherSettings
 from orchestrator.endpoints import EndpointError
 from orchestrator.teacher.served import ServedTeacher, open_teacher
 from orchestrator.teacher.tokens import shared_tokens, spread
+from tests.orchestrator.chat_server import cut, endless
 from tests.orchestrator.fakes import MODEL
-from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, endless, hang_up, in_turn
+from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
 from transport.records import UNTAUGHT, Float32, Int32
 
 
