@@ -155,7 +155,6 @@ def _check_spec(manifest: PolicyManifest, base: BaseModel) -> None:
 
 
 def _canary(manifest: PolicyManifest, files: Mapping[str, bytes], folder: str, base: BaseModel) -> Canary:
-    """The canary of the adapter whose files' names begin with `folder`."""
     data = _file(manifest, files, f"{folder}{CANARY_FILE}")
     try:
         canary = Canary.from_json(data)
@@ -295,8 +294,7 @@ def _check_noise(manifest: PolicyManifest, files: Mapping[str, bytes], canaries:
     if not has_proof:
         return
     if not manifest.spec.norm_noise or len(canaries) > 1:
-        expected = "a spec with norm_noise: true and one adapter"
-        raise PolicyRefused("corrupt", f"version {manifest.version} has {NOISE_FILE}, expected {expected} beside it")
+        raise PolicyRefused("corrupt", f"{NOISE_FILE} is for a spec with norm_noise: true and one adapter")
     tensors = _tensors(files[NOISE_FILE], NOISE_FILE)
     _check_names(tensors, base.noisy_norms, NOISE_FILE)
     for name, size in base.noisy_norms.items():
