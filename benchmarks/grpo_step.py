@@ -108,7 +108,7 @@ class Ours:
         from trainer.objective import Objective
 
         keep_freed_memory()
-        self._policy = load_policy_of(folder, dtype, sequence_len=PACK_TOKENS, checkpointing="full")
+        self._policy = load_policy_of(folder, dtype, sequence_len=PACK_TOKENS, gradient_checkpointing=True)
         self.named_parameters = self._policy.named_parameters
         set_adapter(self.named_parameters)
         self._objective = Objective(self._policy, LossSettings(), ONE, sequence_len=PACK_TOKENS)
@@ -138,19 +138,12 @@ def load_policy_of(folder: Path, dtype: str, **options: Any) -> Any:
     """The model with its adapter, on the CPU."""
     import torch
 
+    from configs.train import TrainSettings
     from trainer.model import load_policy
 
-    return load_policy(
-        folder,
-        name="random",
-        device=torch.device("cpu"),
-        dtype=getattr(torch, dtype),
-        seed=0,
-        rank=RANK,
-        alpha=2 * RANK,
-        target_modules=TARGETS,
-        **options,
-    )
+    fields = {"recipe": "fp32" if dtype == "float32" else "bf16", "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK}
+    settings = TrainSettings.model_validate({"model": str(folder)} | fields | options)
+    return load_policy(settings, folder, torch.device("cpu"))
 
 
 def packed(chosen: Sequence[Sample]) -> Sequence[Any]:

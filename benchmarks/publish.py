@@ -57,17 +57,7 @@ def make_trainer(model_dir: Path, run: RunFolder) -> Publishing:
     torch.set_num_threads(1)
     options = {"recipe": "fp32", "sequence_len": 256, "lora_rank": RANK, "lora_alpha": 2 * RANK}
     settings = TrainSettings.model_validate({"model": str(model_dir)} | options)
-    policy = load_policy(
-        model_dir,
-        name=settings.model,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        rank=RANK,
-        alpha=2 * RANK,
-        target_modules=settings.lora_target_modules,
-        sequence_len=256,
-    )
+    policy = load_policy(settings, model_dir, torch.device("cpu"))
     spec = policy_spec(settings, policy, base_identity(model_dir))
     publisher = publisher_of(settings.weight_broadcast, run)
     return Publishing(settings, policy, publisher, spec=spec, ranks=ONE, imported=None)

@@ -23,7 +23,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +30,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import parser, report
 from configs.loss import LossSettings
+from configs.train import TrainSettings
 from trainer.distributed import ONE
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
 from trainer.quantization import QUANTIZE
+from trainer.quantization import SETTINGS as TRAINED_BY
 from transport.records import MicroBatch, Quantization
 
-TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
@@ -112,35 +112,19 @@ def batch_of(*, num_tokens: int, sample_len: int, vocab_size: int) -> MicroBatch
     )
 
 
-def policy_of(case: Case, folder: Path, device: torch.device, **options: Any) -> Policy:
-    """As the trainer loads it."""
-    return load_policy(
-        folder,
-        name="random",
-        device=device,
-        dtype=torch.bfloat16,
-        seed=0,
-        rank=RANK,
-        alpha=2 * RANK,
-        target_modules=TARGET_MODULES,
-        quantization=case.quantization,
-        checkpointing="full" if case.checkpointing else "none",
-        **options,
-    )
+def settings_of(case: Case, folder: Path, options: argparse.Namespace) -> TrainSettings:
+    """Those of a trainer with the case's base."""
+    own = {TRAINED_BY[case.quantization]: True} if case.quantization else {}
+    own |= {"model": str(folder), "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK, "compile": options.compile}
+    own |= {"gradient_checkpointing": case.checkpointing, "sequence_len": options.tokens}
+    return TrainSettings.model_validate(own)
 
 
-def measured(policy: Policy, batch: MicroBatch, *, num_tokens: int) -> Result:
+def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> Result:
     """Steps of the trainer, without publishing."""
+    num_tokens = settings.sequence_len
     objective = Objective(policy, LossSettings(), ONE, sequence_len=num_tokens)
-    optimizer = Optimizer(
-        policy.named_parameters,
-        kind="adamw_8bit",
-        betas=(0.9, 0.999),
-        epsilon=1e-8,
-        weight_decay=0.01,
-        muon_momentum=0.95,
-        max_grad_norm=1.0,
-    )
+    optimizer = Optimizer(settings, policy.named_parameters)
     on_gpu, times_s = policy.device.type == "cuda", []
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -169,15 +153,9 @@ def measure(options: argparse.Namespace) -> dict[str, Result]:
             folder = save_model(shape, Path(name), device)
             for checkpointing, quantization in cases:
                 case = Case(shape=shape, checkpointing=checkpointing, quantization=quantization)
-                policy = policy_of(
-                    case,
-                    folder,
-                    device,
-                    sequence_len=options.tokens,
-                    compile_layers=options.compile,
-                    attention_kernel=options.attention,
-                )
-                results[case.name] = result = measured(policy, batch, num_tokens=options.tokens)
+                settings = settings_of(case, folder, options)
+                policy = load_policy(settings, folder, device, attention_kernel=options.attention)
+                results[case.name] = result = measured(settings, policy, batch)
                 print(f"{case.name:32} {result.tokens_per_s:12,.0f} tokens/s {result.peak_bytes / 2**30:8.2f} GiB")
                 del policy
                 gc.collect()

@@ -38,8 +38,7 @@ def check_effect(
 
     `served` are those with what is to be proved, `without` those without it: a version's adapter or weights or, with
     `noise`, its noise. Raises `PolicyRefused`: `not_applied` (`noise_not_applied`) where it changes the trainer's
-    numbers and not the server's, `canary_mismatch` (`noise_mismatch`) beyond the tolerance.
-    """
+    numbers and not the server's, `canary_mismatch` (`noise_mismatch`) beyond the tolerance."""
     expected, unchanged = (canary.logprobs, canary.base_logprobs)
     if noise:
         expected, unchanged = canary.noisy_logprobs or (), canary.logprobs

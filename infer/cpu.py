@@ -83,8 +83,7 @@ class RestoredGenerators(dict[int, torch.Generator]):
     """The random numbers of requests with a seed.
 
     vLLM samples from a prompt of which only a part has been read, throws the token away, and takes the generator back
-    by an offset, which a CPU's does not have. So the sampler's hooks put it back, and vLLM, asking for it, finds none.
-    """
+    by an offset, which a CPU's does not have. The sampler's hooks put it back, and vLLM, asking for it, finds none."""
 
     def __init__(self, generators: Mapping[int, torch.Generator], discarded: Callable[[], Iterable[int]]) -> None:
         """`discarded` gives the rows of the coming step whose tokens will be thrown away."""

@@ -40,6 +40,8 @@ def _one_by_one(runner: Any) -> None:
         groups: dict[float, dict[str, int]] = {}
         for name, num in waiting.items():
             groups.setdefault(temperature_in(runner.requests[name].sampling_params), {})[name] = num
+        if groups.keys() <= {1.0}:
+            return dict(compute(*args, **kwargs))
         computed: dict[str, Any] = {}
         own = sampler.compute_logprobs
         try:

@@ -88,15 +88,16 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
 
     from trainer.distributed import ONE
     from trainer.memory import release_memory
+    from trainer.model import load_policy
     from trainer.objective import Objective
-    from trainer.optim import optimizer_of
-    from trainer.startup import device_for, policy_for, set_threads
+    from trainer.optim import Optimizer
+    from trainer.startup import device_for, set_threads
 
     device = device_for(settings.device)
     set_threads(settings.num_threads)
-    policy = policy_for(settings, folder, device, ONE)
+    policy = load_policy(settings, folder, device)
     objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
-    optimizer = optimizer_of(settings, policy.named_parameters, ONE)
+    optimizer = Optimizer(settings, policy.named_parameters)
     first = min(64, settings.sequence_len)  # what libraries take once is not the step's
     for num_tokens in (first, settings.sequence_len):
         release_memory(device)

@@ -18,7 +18,7 @@ from trainer.memory import released
 from trainer.metrics import State, numbers_of, reduced
 from trainer.model import Policy
 from trainer.objective import Objective, mean_over_steps
-from trainer.optim import learning_rate, optimizer_of, signal_factor
+from trainer.optim import Optimizer, learning_rate, signal_factor
 from trainer.publishing import Publishing
 from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
@@ -53,7 +53,7 @@ class Trainer:
         self._settings, self._policy, self._ranks, self._run_folder = settings, policy, ranks, run_folder
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
         self._imported = imported
-        self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
+        self._optimizer = Optimizer(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
         self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
@@ -134,7 +134,7 @@ class Trainer:
         """
         self._status.set("training", step=step)
         signal = self._signal(batches)
-        rate = self._learning_rate(step) * signal_factor(signal, self._settings.little_signal)
+        rate = learning_rate(step, self._settings) * signal_factor(signal, self._settings.little_signal)
         with self._timed("time/train_s"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
@@ -231,17 +231,6 @@ class Trainer:
         own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
         num_signal, num_tokens = self._ranks.all_reduce_sum(own)
         return num_signal / num_tokens if num_tokens else 1.0
-
-    def _learning_rate(self, step: int) -> float:
-        settings = self._settings
-        return learning_rate(
-            step,
-            peak=settings.learning_rate,
-            schedule=settings.lr_scheduler_type,
-            warmup_steps=settings.warmup_steps,
-            max_steps=settings.max_steps,
-            decay_steps=settings.decay_steps,
-        )
 
     @contextmanager
     def _timed(self, key: str) -> Iterator[None]:

@@ -18,28 +18,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
-from configs.train import LowPrecision
+from configs.train import LowPrecision, TrainSettings
 from trainer.low_precision import backward_product, forward_product
 from trainer.matmul import linear, product, product_in_float32
 from trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
 
 
-def with_adapters(
-    base: Any,
-    names: Sequence[str],
-    *,
-    seed: int,
-    rank: int,
-    alpha: int,
-    target_modules: tuple[str, ...],
-    low_precision: LowPrecision | None = None,
-) -> PeftModel:
+def with_adapters(base: Any, names: Sequence[str], settings: TrainSettings) -> PeftModel:
     """Puts the adapters' layers into the base, which it thereby freezes: A random, B zero. The first adapter is the
-    same however many follow. `low_precision` is how their base's products are computed in passes with a gradient."""
+    same however many follow."""
     config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=list(target_modules),
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        target_modules=list(settings.lora_target_modules),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -47,7 +38,7 @@ def with_adapters(
     config._register_custom_module({torch.nn.Linear: FusedLoraLinear, QuantizedLinear: FusedLoraLinear})
     # On the CPU whatever the device, so that a seed means the same adapters everywhere.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(settings.seed)
         model: PeftModel = get_peft_model(base, config, adapter_name=names[0])
         for name in names[1:]:
             model.add_adapter(name, replace(config))
@@ -55,7 +46,7 @@ def with_adapters(
         model.base_model.set_adapter(list(names))
     for module in model.modules():
         if isinstance(module, FusedLoraLinear):
-            module.low_precision = low_precision
+            module.low_precision = settings.low_precision
     return model
 
 

@@ -98,6 +98,13 @@ def prepare_layers(
         layer.forward = forward if in_graph else _checkpointed(forward, checkpointing)
 
 
+def compiles(settings: TrainSettings, device: torch.device) -> bool:
+    """Returns whether layers are compiled: as the settings say, or on a GPU where torch can."""
+    if settings.compile is not None:
+        return settings.compile
+    return device.type == "cuda" and missing_for_compile(device) is None
+
+
 def missing_for_compile(device: torch.device) -> str | None:
     """Returns why torch can compile nothing for this device on this machine; None where it can."""
     if device.type == "cpu":
@@ -165,6 +172,7 @@ def checkpointing_for(settings: TrainSettings, folder: Path, device: torch.devic
     adapter = 2 * settings.lora_rank * widest * len(settings.lora_target_modules) * config.num_hidden_layers
     num_trained = adapter if settings.lora else stored // 2
     left = 0.9 * torch.cuda.mem_get_info(device)[0] - base
-    kinds: tuple[Checkpointing, ...] = ("none", "selective")
+    # Attention of float32 is no operator whose output could be kept.
+    kinds: tuple[Checkpointing, ...] = ("none",) if settings.recipe == "fp32" else ("none", "selective")
     fitting = (k for k in kinds if estimate(settings, config, num_trained=num_trained, checkpointing=k) < left)
     return next(fitting, "full")

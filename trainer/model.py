@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from configs.train import LowPrecision
+from configs.train import TrainSettings
 from trainer import attention, memory
-from trainer.colocate import model_on
+from trainer.colocate import model_on, while_exported
 from trainer.distributed import ONE, Ranks, Shards, shard
 from trainer.errors import ModelError
 from trainer.lm_head import logprobs_and_entropy
@@ -193,37 +193,21 @@ class Policy:
 
 
 def load_policy(
+    settings: TrainSettings,
     folder: Path,
-    *,
-    name: str,
     device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    rank: int,
-    alpha: int,
-    target_modules: tuple[str, ...],
-    sequence_len: int,
-    adapters: tuple[str, ...] = (),
-    lora: bool = True,
-    quantization: Quantization | None = None,
-    low_precision: LowPrecision | None = None,
-    imported: ImportedBase | None = None,
-    checkpointing: memory.Checkpointing = "none",
-    compile_layers: bool = False,
-    attention_kernel: str | None = None,
-    fp32_head: bool = False,
     ranks: Ranks = ONE,
-    zero_level: int = 1,
-    offload: bool = False,
+    *,
+    imported: ImportedBase | None = None,
+    checkpointing: memory.Checkpointing | None = None,
+    attention_kernel: str | None = None,
 ) -> Policy:
-    """Returns the base model in `folder` with a new adapter: A random from `seed`, B zero, both float32. With `lora`
-    false the model itself, to be trained whole; `name`, `seed`, `rank`, `alpha` and `target_modules` say nothing then.
-    With names of `adapters`, so many of them, in this order.
+    """Returns the base model in `folder`, as the settings say it shall be trained: with a new adapter or several, A
+    random from the seed, B zero, both float32; or, with `lora: false`, the model itself, to be trained whole.
 
-    `name` is what adapter_config.json calls the base, `dtype` the type of computation, `quantization` how an adapter's
-    base is held (None: in `dtype`), `low_precision` how it is multiplied in training, `imported` the weights that a
-    server shares, `attention_kernel` a kernel of `trainer.attention` (None: the best). Raises `ModelError` where the
-    model cannot be trained so.
+    `imported` are the weights that a server shares, `checkpointing` what layers keep for the backward pass (None: by
+    settings and free memory), `attention_kernel` a kernel of `trainer.attention` (None: the best). Raises `ModelError`
+    where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile. Collective.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
     AdamW's in float32). In float32 on one rank: 4 P for the weights, 4 P for their gradients. In bfloat16 on one rank:
@@ -233,42 +217,57 @@ def load_policy(
     """
     attention.register()
     disable_progress_bar()
-    sharded = ranks.size > 1 or offload or (not lora and dtype != torch.float32)
-    level = zero_level if ranks.size > 1 else 2
+    with while_exported(imported):
+        return _loaded(settings, folder, device, ranks, imported, checkpointing, attention_kernel)
+
+
+def _loaded(
+    settings: TrainSettings,
+    folder: Path,
+    device: torch.device,
+    ranks: Ranks,
+    imported: ImportedBase | None,
+    checkpointing: memory.Checkpointing | None,
+    attention_kernel: str | None,
+) -> Policy:
+    lora, dtype, adapters = settings.lora, getattr(torch, settings.dtype), settings.lora_adapters
+    sharded = ranks.size > 1 or settings.offload or (not lora and dtype != torch.float32)
+    level = settings.zero_level if ranks.size > 1 else 2
     # FSDP2 moves what it shards to the device, layer by layer: a model that only shards can hold need never be whole.
     first = torch.device("cpu") if sharded and (level == 3 or not lora) else device
+    if checkpointing is None:
+        checkpointing = memory.checkpointing_for(settings, folder, device, imports=imported is not None)
     with _loading(folder):
-        packed = is_packed(AutoConfig.from_pretrained(folder, local_files_only=True), sequence_len)
+        packed = is_packed(AutoConfig.from_pretrained(folder, local_files_only=True), settings.sequence_len)
         implementation = attention.implementation_for(device, dtype, forced=attention_kernel) if packed else "sdpa"
+        quantization = settings.quantization if imported is None else None
         base = _load_base(folder, dtype if lora else torch.float32, implementation, quantization, imported, first)
-    _check_base(base, target_modules if lora else ())
+    _check_base(base, settings.lora_target_modules if lora else ())
     published = {} if lora else published_names(folder, base)
     names = peft_names(max(1, len(adapters)))
-    peft = None
-    if lora:
-        options: dict[str, Any] = {"seed": seed, "rank": rank, "alpha": alpha, "target_modules": target_modules}
-        peft = with_adapters(base, names, low_precision=low_precision, **options)
-    model = PackedModel(base, num_adapters=len(names), packed=packed, fp32_head=fp32_head).eval()
+    peft = with_adapters(base, names, settings) if lora else None
+    model = PackedModel(base, num_adapters=len(names), packed=packed, fp32_head=settings.fp32_lm_head).eval()
     layers = decoder_layers(base)
     memory.prepare_layers(
         layers,
         checkpointing,
-        compile_layers=compile_layers,
+        compile_layers=memory.compiles(settings, device),
         in_graph=implementation == attention.VARLEN,
         device=device,
         wrap=takes_adapter_mask if len(names) > 1 else None,
     )
     shards = None
     if sharded:
-        shards = shard(model, layers, level=level, device=device, computation=None if lora else dtype, offload=offload)
+        kept = None if lora else dtype
+        shards = shard(model, layers, level=level, device=device, computation=kept, offload=settings.offload)
     # After sharding, which makes new parameters.
-    trained = {n: p for n, p in (base if peft is None else peft).named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in (peft or base).named_parameters() if p.requires_grad}
     weights: AdapterWeights | FullWeights
     if peft is None:
         weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
     else:
         folders = dict(zip(adapter_folders(adapters), names, strict=True))
-        weights = AdapterWeights(peft, folders=folders, name=name, ranks=ranks)
+        weights = AdapterWeights(peft, folders=folders, name=settings.model, ranks=ranks)
     policy = Policy(
         model, weights, named_parameters=trained, device=device, dtype=dtype, shards=shards, adapters=adapters
     )

@@ -3,7 +3,7 @@ schedule of the learning rate."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -12,25 +12,10 @@ from configs.train import TrainSettings
 from trainer.distributed import ONE, Ranks, full_tensor, host_copies, local_tensor, shard_like
 from trainer.errors import ModelError, NonFiniteError
 
-Kind = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "muon"]
 Named = Mapping[str, torch.nn.Parameter]
 _VOCABULARY = ("embed", "wte", "lm_head")
 _EIGHT_BIT = "adamw_8bit"
 _EIGHT_BIT_STATE = ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2")
-
-
-def optimizer_of(settings: TrainSettings, parameters: Named, ranks: Ranks) -> "Optimizer":
-    """Returns the optimizer that the settings name. Raises `ModelError`."""
-    return Optimizer(
-        parameters,
-        kind=settings.optimizer,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        epsilon=settings.adam_epsilon,
-        weight_decay=settings.weight_decay,
-        muon_momentum=settings.muon_momentum,
-        max_grad_norm=settings.max_grad_norm,
-        ranks=ranks,
-    )
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -48,24 +33,14 @@ class Optimizer:
     with `adamw` for what is no matrix.
     """
 
-    def __init__(
-        self,
-        parameters: Named,
-        *,
-        kind: Kind,
-        betas: tuple[float, float],
-        epsilon: float,
-        weight_decay: float,
-        muon_momentum: float,
-        max_grad_norm: float,
-        ranks: Ranks = ONE,
-    ) -> None:
+    def __init__(self, settings: TrainSettings, parameters: Named, ranks: Ranks = ONE) -> None:
         """`parameters` by names that stay the same from start to start. Raises `ModelError` for a kind that the
         parameters' device cannot have."""
-        self._parameters, self._ranks, self._max_grad_norm = dict(parameters), ranks, max_grad_norm
+        self._parameters, self._ranks, self._max_grad_norm = dict(parameters), ranks, settings.max_grad_norm
         self._optimizers: dict[str, tuple[Any, dict[str, torch.nn.Parameter]]] = {}
         """By kind: the optimizer, and the parameters that it steps by name."""
-        adam: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": epsilon, "weight_decay": weight_decay}
+        kind, decay, betas = settings.optimizer, settings.weight_decay, (settings.adam_beta1, settings.adam_beta2)
+        adam: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": settings.adam_epsilon, "weight_decay": decay}
         if kind in ("adamw_8bit", "adamw_8bit_paged"):
             # Its kernels take plain tensors: views on the shards' memory. A rank may have nothing of a small parameter.
             shards = {name: local_tensor(p) for name, p in parameters.items()}
@@ -74,7 +49,7 @@ class Optimizer:
             return
         matrices = {name: p for name, p in parameters.items() if kind == "muon" and is_matrix(name, p)}
         if matrices:
-            options: Any = {"lr": 0.0, "momentum": muon_momentum, "weight_decay": weight_decay}
+            options: Any = {"lr": 0.0, "momentum": settings.muon_momentum, "weight_decay": decay}
             muon = torch.optim.Muon(list(matrices.values()), adjust_lr_fn="match_rms_adamw", **options)
             self._optimizers["muon"] = muon, matrices
         if rest := {name: p for name, p in parameters.items() if name not in matrices}:
@@ -168,15 +143,7 @@ def _load_eight_bit(optimizer: Any, parameter: torch.Tensor, position: int, save
             state[key].copy_(saved[key])
 
 
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    schedule: Literal["constant", "linear", "cosine", "wsd"],
-    warmup_steps: int,
-    max_steps: int,
-    decay_steps: int | None = None,
-) -> float:
+def learning_rate(step: int, settings: TrainSettings) -> float:
     """Returns the learning rate of `step` (1…).
 
     Rises as step / warmup_steps to the peak at step = warmup_steps. What falls after that, falls over the last
@@ -185,15 +152,16 @@ def learning_rate(
     the warm-up; wsd (warm-up, stable, decay; arXiv:2404.06395) stays at the peak and falls linearly over the last
     `decay_steps`, by default a tenth of `max_steps` and at least one.
     """
+    peak, warmup_steps, max_steps = settings.learning_rate, settings.warmup_steps, settings.max_steps
     if step <= warmup_steps:
         return peak * step / warmup_steps
-    if schedule == "constant":
+    if settings.lr_scheduler_type == "constant":
         return peak
     steps = max_steps - warmup_steps
-    if schedule == "wsd":
-        steps = min(steps, max(1, max_steps // 10) if decay_steps is None else decay_steps)
+    if settings.lr_scheduler_type == "wsd":
+        steps = min(steps, settings.decay_steps or max(1, max_steps // 10))
     progress = min(1.0, max(0.0, (step - 1 - (max_steps - steps)) / steps))
-    factor = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    factor = (1 + math.cos(math.pi * progress)) / 2 if settings.lr_scheduler_type == "cosine" else 1 - progress
     return peak * factor
 
 

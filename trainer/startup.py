@@ -14,21 +14,20 @@ import torch
 from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
 from trainer.checkpoint import Resumed, checkpoint_store, checkpoint_to_resume
-from trainer.colocate import imported_for, while_exported
+from trainer.colocate import imported_for
 from trainer.dequantized import publish_dequantized
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
 from trainer.errors import ExporterGone, ModelError, RankFailed
 from trainer.loop import Trainer
 from trainer.low_precision import check_device
-from trainer.memory import checkpointing_for, keep_freed_memory, missing_for_compile
-from trainer.model import Policy, load_policy
+from trainer.memory import keep_freed_memory
+from trainer.model import load_policy
 from trainer.publishing import policy_spec, publisher_of
 from trainer.weights import AdapterWeights
 from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
-from transport.shared_base import ImportedBase
 from transport.status import FINISHED, PeerWatch, StatusFile
 from transport.weights.dequantized import FOLDER as DEQUANTIZED
 from transport.weights.identity import base_identity
@@ -103,7 +102,7 @@ def _train(
         status.set("waiting for the server to share its base weights")
     imported = imported_for(settings, device)
     status.set("loading the model")
-    policy = policy_for(settings, model_folder, device, ranks, imported=imported)
+    policy = load_policy(settings, model_folder, device, ranks, imported=imported)
     if settings.init_adapter is not None and checkpoint is None:
         assert isinstance(policy.weights, AdapterWeights)
         policy.weights.load(Path(settings.init_adapter))
@@ -210,44 +209,3 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
                 StepStore(run.batches, run_id=run.run_id).remove_finished()
         ranks.broadcast([run.run_id, None if checkpoint is None else checkpoint[0].step])
         yield run, checkpoint
-
-
-def policy_for(
-    settings: TrainSettings,
-    model_folder: Path,
-    device: torch.device,
-    ranks: Ranks,
-    *,
-    imported: ImportedBase | None = None,
-) -> Policy:
-    """Returns the model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and
-    `ExporterGone` where the server whose base was `imported` has ended meanwhile. Collective."""
-    checkpointing = checkpointing_for(settings, model_folder, device, imports=imported is not None)
-    if checkpointing == "selective" and settings.recipe == "fp32":
-        checkpointing = "full"  # attention of float32 is no operator whose output could be kept
-    compile_layers = settings.compile
-    if compile_layers is None:
-        compile_layers = device.type == "cuda" and missing_for_compile(device) is None
-    with while_exported(imported):
-        return load_policy(
-            model_folder,
-            name=settings.model,
-            device=device,
-            dtype=getattr(torch, settings.dtype),
-            seed=settings.seed,
-            rank=settings.lora_rank,
-            alpha=settings.lora_alpha,
-            target_modules=settings.lora_target_modules,
-            sequence_len=settings.sequence_len,
-            adapters=settings.lora_adapters,
-            lora=settings.lora,
-            quantization=None if imported is not None else settings.quantization,
-            low_precision=settings.low_precision,
-            imported=imported,
-            checkpointing=checkpointing,
-            compile_layers=compile_layers,
-            fp32_head=settings.fp32_lm_head,
-            ranks=ranks,
-            zero_level=settings.zero_level,
-            offload=settings.offload,
-        )

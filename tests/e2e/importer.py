@@ -15,9 +15,8 @@ import torch
 from configs.train import TrainSettings
 from trainer.colocate import imported_for
 from trainer.distributed import ONE
-from trainer.model import Policy
+from trainer.model import Policy, load_policy
 from trainer.packing import pack
-from trainer.startup import policy_for
 from transport.shared_base import ImportedBase
 
 CPU = torch.device("cpu")
@@ -76,7 +75,7 @@ def main() -> None:
     before = anonymous_bytes()
     imported = imported_for(settings, CPU)
     assert imported
-    policy = policy_for(settings, Path(model), CPU, ONE, imported=imported)
+    policy = load_policy(settings, Path(model), CPU, ONE, imported=imported)
     print(json.dumps(anonymous_bytes() - before), flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line), policy, imported)), flush=True)

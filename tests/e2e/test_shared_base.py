@@ -21,7 +21,7 @@ from tests.e2e.importer import CPU, anonymous_bytes, logprobs
 from tests.infer.server_process import Server, running, wait_until_gone
 from tools.random_models import make_hundred
 from trainer.distributed import ONE
-from trainer.startup import policy_for
+from trainer.model import load_policy
 from transport.errors import START_AGAIN
 from transport.run import create_run
 
@@ -149,7 +149,7 @@ def test_there_is_one_copy_and_both_compute_on_it(exporting: Exporting, alone: A
         # And neither has another copy in memory of its own.
         assert anonymous_bytes(engine) < alone.anonymous - 0.95 * base_bytes
         assert trainer.grown < 0.1 * base_bytes
-    own = policy_for(
+    own = load_policy(
         TrainSettings(model=str(exporting.model), recipe="fp32", lora_rank=8, lora_alpha=16), exporting.model, CPU, ONE
     )
     with torch.no_grad():

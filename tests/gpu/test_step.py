@@ -12,14 +12,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.loss import LossSettings
 from configs.train import LowPrecision
-from tests.trainer.models import CPU, TARGETS, VOCAB, save_tiny_model, tiny_batch
+from tests.trainer.models import CPU, VOCAB, save_tiny_model, tiny_batch, tiny_policy, tiny_settings
 from trainer.distributed import ONE
 from trainer.errors import ModelError
 from trainer.low_precision import check_device
 from trainer.memory import missing_for_compile
-from trainer.model import Policy, load_policy
+from trainer.model import Policy
 from trainer.objective import Objective
-from trainer.optim import Kind, Optimizer
+from trainer.optim import Optimizer
 from trainer.packing import packed_tokens
 from trainer.quantization import QUANTIZE
 from transport.records import MicroBatch, Quantization
@@ -38,17 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def policy_on(device: torch.device, folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Policy:
     """The same random policy on any device, whose adapter is not zero."""
-    policy = load_policy(
-        folder,
-        name="tiny",
-        device=device,
-        dtype=dtype,
-        seed=0,
-        rank=4,
-        alpha=8,
-        target_modules=TARGETS,
-        **({"sequence_len": 128} | options),
-    )
+    recipe = options.pop("recipe", "fp32" if dtype == torch.float32 else "bf16")
+    policy = tiny_policy(folder, device=device, moved=False, recipe=recipe, **options)
     random = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in policy.parameters:
@@ -100,7 +91,7 @@ def test_a_product_in_few_bits_is_what_it_is_on_the_cpu(gpu: torch.device, model
         check_device(recipe, gpu)
     except ModelError as refused:
         pytest.skip(str(refused))
-    policies = [policy_on(one, model, dtype=torch.bfloat16, low_precision=recipe) for one in (gpu, CPU)]
+    policies = [policy_on(one, model, dtype=torch.bfloat16, recipe=recipe) for one in (gpu, CPU)]
     assert_near(*policies, nats=0.04, cosine=0.99)
 
 
@@ -112,7 +103,7 @@ def test_checkpointed_layers_give_the_same(gpu: torch.device, model: Path) -> No
 def test_compiled_layers_give_the_same(gpu: torch.device, model: Path) -> None:
     if missing := missing_for_compile(gpu):
         pytest.skip(missing)
-    assert_near(policy_on(gpu, model, compile_layers=True), policy_on(gpu, model), nats=1e-4, cosine=0.9999)
+    assert_near(policy_on(gpu, model, compile=True), policy_on(gpu, model), nats=1e-4, cosine=0.9999)
 
 
 def peak_bytes(policy: Policy, batch: MicroBatch) -> int:
@@ -171,22 +162,14 @@ def test_a_quantized_base_is_never_held_twice(gpu: torch.device, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adamw_8bit_paged", "muon"])
-def test_an_optimizer_steps_as_on_the_cpu(gpu: torch.device, model: Path, kind: Kind) -> None:
+def test_an_optimizer_steps_as_on_the_cpu(gpu: torch.device, model: Path, kind: str) -> None:
     # paging exists on GPUs only; its numbers are those of adamw_8bit
-    cpu_kind: Kind = "adamw_8bit" if kind == "adamw_8bit_paged" else kind
+    cpu_kind: str = "adamw_8bit" if kind == "adamw_8bit_paged" else kind
     moved = []
     for device, rule in ((gpu, kind), (CPU, cpu_kind)):
         policy = policy_on(device, model)
         objective = Objective(policy, UNMASKED, ONE, sequence_len=128)
-        optimizer = Optimizer(
-            policy.named_parameters,
-            kind=rule,
-            betas=(0.9, 0.999),
-            epsilon=1e-8,
-            weight_decay=0.01,
-            muon_momentum=0.95,
-            max_grad_norm=1.0,
-        )
+        optimizer = Optimizer(tiny_settings(model, optimizer=rule), policy.named_parameters)
         start = torch.cat([parameter.detach().flatten().cpu() for parameter in policy.parameters])
         for _ in range(3):
             objective.accumulate([BATCHES[0]], step=1)

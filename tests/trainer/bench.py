@@ -55,7 +55,7 @@ class Bench:
     ) -> None:
         self.settings = settings_for(folder, **changes)
         self.channel, self.policies = MemoryBatches(), policies or MemoryPolicies(run_id="run")
-        self.policy = tiny_policy(folder, moved=False, adapters=self.settings.lora_adapters, imported=imported)
+        self.policy = tiny_policy(folder, moved=False, lora_adapters=self.settings.lora_adapters, imported=imported)
         self.status_path = tmp_path / "train.json"
         self.trainer = Trainer(
             self.settings,

@@ -8,12 +8,16 @@ import torch
 from msgspec.structs import replace
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from configs.train import TrainSettings
 from tests.transport.samples import micro_batch
+from trainer.distributed import ONE, Ranks
+from trainer.memory import Checkpointing
 from trainer.metrics import Metric, numbers_of, reduced, states_of
 from trainer.model import Policy, load_policy
 from trainer.publishing import CanaryMaker
 from trainer.weights import AdapterWeights
 from transport.records import Canary, Hint, MicroBatch, PreferencePair
+from transport.shared_base import ImportedBase
 
 VOCAB = 64
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,34 +45,39 @@ def save_tiny_model(folder: Path, **changes: object) -> Path:
     return folder
 
 
+QUANTIZED_BY = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
+
+
+def tiny_settings(
+    folder: Path, *, target_modules: tuple[str, ...] = TARGETS, quantization: str | None = None, **changes: Any
+) -> TrainSettings:
+    """Of a trainer in float32 with an adapter of rank 4, without the rules that hold between keys."""
+    fields = {"recipe": "fp32", "seed": 0, "lora_rank": 4, "lora_alpha": 8, "sequence_len": 128, "optimizer": "adamw"}
+    fields |= {QUANTIZED_BY[quantization]: True} if quantization else {}
+    return TrainSettings(model="tiny", **(fields | changes)).model_copy(
+        update={"lora_target_modules": target_modules}  # also names that the settings do not have
+    )
+
+
 def tiny_policy(
     folder: Path,
     *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
     moved: bool = True,
-    adapters: tuple[str, ...] = (),
-    target_modules: tuple[str, ...] = TARGETS,
-    **options: Any,
+    device: torch.device = CPU,
+    ranks: Ranks = ONE,
+    imported: ImportedBase | None = None,
+    checkpointing: Checkpointing | None = None,
+    attention_kernel: str | None = None,
+    **settings: Any,
 ) -> Policy:
     """A policy whose B is random too where `moved`, as after some training."""
-    policy = load_policy(
-        folder,
-        name="tiny",
-        device=CPU,
-        dtype=dtype,
-        seed=seed,
-        rank=4,
-        alpha=8,
-        target_modules=target_modules,
-        sequence_len=128,
-        adapters=adapters,
-        **options,
-    )
+    options: Any = {"imported": imported, "checkpointing": checkpointing, "attention_kernel": attention_kernel}
+    policy = load_policy(tiny_settings(folder, **settings), folder, device, ranks, **options)
     if moved:
         with torch.no_grad():
             for parameter in policy.parameters:
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.1)
+                change = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.1
+                parameter.add_(change.to(device))
     return policy
 
 

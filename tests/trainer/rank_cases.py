@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from configs.loss import LossSettings
-from configs.train import NoiseSettings
-from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch
+from configs.train import NoiseSettings, TrainSettings
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_settings
 from trainer.batch import check_step
 from trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
 from trainer.ema import MovingAverage
@@ -81,22 +81,7 @@ def of_adapters(batches: list[MicroBatch], step: int) -> list[MicroBatch]:
 
 def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients of the first step and weights after the second, whole, and the metrics of both."""
-    policy = load_policy(
-        folder,
-        name="tiny",
-        device=CPU,
-        dtype=getattr(torch, case.recipe),
-        seed=0,
-        rank=4,
-        alpha=8,
-        target_modules=TARGETS,
-        sequence_len=SEQUENCE_LEN,
-        lora=case.lora,
-        ranks=ranks,
-        zero_level=case.zero_level,
-        checkpointing="full" if case.checkpointing else "none",
-        adapters=case.adapters,
-    )
+    policy = load_policy(_settings(case, folder), folder, CPU, ranks)
     if case.lora:
         _move(policy)
     tensors, metrics = _train(policy, case, ranks)
@@ -111,6 +96,21 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Te
     return tensors, metrics
 
 
+def _settings(case: Case, folder: Path) -> TrainSettings:
+    return tiny_settings(
+        folder,
+        recipe="fp32" if case.recipe == "float32" else "bf16",
+        lora=case.lora,
+        zero_level=case.zero_level,
+        gradient_checkpointing=case.checkpointing,
+        lora_adapters=case.adapters,
+        optimizer=case.optimizer,
+        adam_beta2=0.99,
+        adam_epsilon=1e-2,  # a small one turns the rounding of a gradient near zero into a whole step
+        muon_momentum=0.9,
+    )
+
+
 @torch.no_grad()
 def _move(policy: Policy) -> None:
     """As after some training: while B is zero, A has no gradient."""
@@ -123,16 +123,7 @@ def _move(policy: Policy) -> None:
 
 def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     objective = Objective(policy, LOSS, ranks, sequence_len=SEQUENCE_LEN)
-    optimizer = Optimizer(
-        policy.named_parameters,
-        kind=case.optimizer,  # type: ignore[arg-type]
-        betas=(0.9, 0.99),
-        epsilon=1e-2,  # a small one turns the rounding of a gradient near zero into a whole step
-        weight_decay=0.01,
-        muon_momentum=0.9,
-        max_grad_norm=1.0,
-        ranks=ranks,
-    )
+    optimizer = Optimizer(_settings(case, Path("tiny")), policy.named_parameters, ranks)
     tensors: dict[str, torch.Tensor] = {}
     metrics: dict[str, float] = {}
     for step in (1, 2):

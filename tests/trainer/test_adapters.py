@@ -15,7 +15,18 @@ from safetensors.torch import load
 
 from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
-from tests.trainer.models import CPU, TARGETS, canary_of, files_of, hint_for, is_zero, pair_of, tiny_batch, tiny_policy
+from tests.trainer.models import (
+    CPU,
+    TARGETS,
+    canary_of,
+    files_of,
+    hint_for,
+    is_zero,
+    pair_of,
+    tiny_batch,
+    tiny_policy,
+    tiny_settings,
+)
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
 from trainer.batch import counts_of
 from trainer.checkpoint import restore, state_parts
@@ -36,7 +47,7 @@ ALL_ON = {"alpha_sdpo": 0.7, "beta_replay": 0.4}
 
 def joint_and_single(folder: Path, *, compile_layers: bool = False, **options: Any) -> tuple[Policy, list[Policy]]:
     """A policy with two adapters, both moved, and for each of them one that has it alone, which is never compiled."""
-    joint = tiny_policy(folder, adapters=NAMES, moved=False, compile_layers=compile_layers, **options)
+    joint = tiny_policy(folder, lora_adapters=NAMES, moved=False, compile=compile_layers, **options)
     singles = [tiny_policy(folder, moved=False, **options) for _ in NAMES]
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -151,8 +162,7 @@ def test_a_step_without_tokens_of_an_adapter_leaves_it_and_what_the_optimizer_re
 ) -> None:
     """Neither weight decay nor the momentum of earlier steps moves it."""
     joint, _ = joint_and_single(tiny_model)
-    options: dict[str, Any] = {"betas": (0.9, 0.99), "epsilon": 1e-8, "muon_momentum": 0.9, "max_grad_norm": 1.0}
-    optimizer = Optimizer(joint.named_parameters, kind=kind, weight_decay=0.1, **options)
+    optimizer = Optimizer(tiny_settings(tiny_model, optimizer=kind, weight_decay=0.1), joint.named_parameters)
     metrics = accumulated(joint, mixed_batch(), **UNMASKED)
     # 3 + 3 of the proposer's, whose first sample has a prompt of 3, 8 + 3 - 2 of the solver's: 15 in all
     assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (9, 9)
@@ -178,9 +188,9 @@ def test_a_checkpoint_before_an_adapters_first_step_continues_both_bit_for_bit(
     tiny_model: Path, kind: Literal["adamw", "adamw_8bit", "muon"]
 ) -> None:
     def begun() -> tuple[Policy, Optimizer]:
-        policy = tiny_policy(tiny_model, adapters=NAMES)
-        options: dict[str, Any] = {"betas": (0.9, 0.99), "epsilon": 1e-8, "muon_momentum": 0.9, "max_grad_norm": 1.0}
-        return policy, Optimizer(policy.named_parameters, kind=kind, weight_decay=0.1, **options)
+        policy = tiny_policy(tiny_model, lora_adapters=NAMES)
+        settings = tiny_settings(tiny_model, optimizer=kind, weight_decay=0.1)
+        return policy, Optimizer(settings, policy.named_parameters)
 
     def step(policy: Policy, optimizer: Optimizer, batch: MicroBatch) -> None:
         accumulated(policy, batch, **UNMASKED)
@@ -199,7 +209,7 @@ def test_a_checkpoint_before_an_adapters_first_step_continues_both_bit_for_bit(
 
 
 def test_the_first_adapter_begins_as_an_only_one_does_and_the_others_otherwise(tiny_model: Path) -> None:
-    joint, single = tiny_policy(tiny_model, moved=False, adapters=NAMES), tiny_policy(tiny_model, moved=False)
+    joint, single = tiny_policy(tiny_model, moved=False, lora_adapters=NAMES), tiny_policy(tiny_model, moved=False)
     pairs = list(zip(joint.weights.parameters(0), single.weights.parameters(0), strict=True))
     assert all(torch.equal(ours, alone) for ours, alone in pairs)
     first, second = (joint.weights.parameters(adapter)[0] for adapter in (0, 1))

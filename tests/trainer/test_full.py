@@ -21,7 +21,7 @@ from trainer.distributed import ONE, full_tensor
 from trainer.errors import ModelError
 from trainer.model import Policy
 from trainer.objective import Objective
-from trainer.optim import optimizer_of
+from trainer.optim import Optimizer
 from trainer.packing import packed_tokens
 from trainer.startup import run
 from transport.batches.filesystem import BatchSender
@@ -34,7 +34,7 @@ IDS = (3, 9, 27, 17, 51, 25, 11, 33)
 
 
 def full_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
-    return tiny_policy(folder, dtype=dtype, moved=False, lora=False)
+    return tiny_policy(folder, recipe="fp32" if dtype == torch.float32 else "bf16", moved=False, lora=False)
 
 
 def values(weights: list[Weight]) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def test_bfloat16_is_computed_as_the_server_does_and_trained_in_float32(tiny_mod
     """As by an adapter's base, which is held in bfloat16."""
     tokens, policy = packed_tokens(tiny_batch((6, 9)), CPU), full_policy(tiny_model, torch.bfloat16)
     with torch.no_grad():
-        expected = tiny_policy(tiny_model, dtype=torch.bfloat16, moved=False).logprobs(tokens)
+        expected = tiny_policy(tiny_model, recipe="bf16", moved=False).logprobs(tokens)
         torch.testing.assert_close(policy.logprobs(tokens), expected, atol=0, rtol=0)
     assert {p.dtype for p in policy.parameters} == {torch.float32}
     policy.sync_gradients(last=True)
@@ -180,18 +180,18 @@ def test_what_is_kept_in_main_memory_is_trained_to_the_same_weights(tiny_model: 
     """On a CPU both are main memory: what differs is FSDP's way."""
     results = []
     for offload in (False, True):
-        policy = tiny_policy(tiny_model, dtype=torch.bfloat16, moved=False, lora=False, offload=offload)
+        policy = tiny_policy(tiny_model, recipe="bf16", moved=False, lora=False, offload=offload)
         objective = Objective(policy, LossSettings(name="reinforce"), ONE, sequence_len=128)
         settings = settings_for(tiny_model, lora=False, weight_broadcast={"format": "full"}, optimizer=optimizer)
-        stepper = optimizer_of(settings, policy.named_parameters, ONE)
+        stepper = Optimizer(settings, policy.named_parameters)
         norms = []
         for step in (1, 2):
             objective.accumulate([tiny_batch((6, 9), seed=step)], step=step)
             norms.append(stepper.step(learning_rate=1e-3))
         assert min(norms) > 0
         saved = state_parts(policy, stepper, None, ONE)
-        again = tiny_policy(tiny_model, dtype=torch.bfloat16, moved=False, lora=False, offload=offload)
-        restore(saved, again, its := optimizer_of(settings, again.named_parameters, ONE), None)
+        again = tiny_policy(tiny_model, recipe="bf16", moved=False, lora=False, offload=offload)
+        restore(saved, again, its := Optimizer(settings, again.named_parameters), None)
         assert all(torch.equal(one, its.state_tensors()[name]) for name, one in saved["optimizer"].items())
         results.append(published(again))
     assert all(torch.equal(one, results[1][name]) for name, one in results[0].items())

@@ -95,7 +95,7 @@ def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     plain = tiny_policy(tiny_model)
-    compiled = tiny_policy(tiny_model, compile_layers=True, checkpointing="full")
+    compiled = tiny_policy(tiny_model, compile=True, checkpointing="full")
     graphs = []
     for batch in BATCHES:
         for expected, ours in zip(results(plain, batch), results(compiled, batch), strict=True):
@@ -110,7 +110,7 @@ def test_a_compiled_quantized_base_is_not_kept_dequantized(tiny_model: Path, mon
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=WITHOUT_CODE))
     plain = tiny_policy(tiny_model, quantization="nvfp4")
-    compiled = tiny_policy(tiny_model, quantization="nvfp4", compile_layers=True)
+    compiled = tiny_policy(tiny_model, quantization="nvfp4", compile=True)
     kept = kept_for_backward(compiled, BATCHES[0])
     weights = {(32, 32), (16, 32), (48, 32), (32, 48)}
     assert not [tuple(t.shape) for t in kept if tuple(t.shape) in weights or tuple(t.T.shape) in weights]
@@ -140,7 +140,7 @@ def test_a_layer_with_variable_length_attention_is_one_graph(tiny_model: Path, m
     torch._dynamo.reset()
     monkeypatch.setattr("trainer.attention.varlen_attn", lambda q, k, v, ends, *_, **__: attend(q, k, v, ends))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
-    policy = tiny_policy(tiny_model, attention_kernel="grpo_varlen", compile_layers=True)
+    policy = tiny_policy(tiny_model, attention_kernel="grpo_varlen", compile=True)
     with torch.no_grad():
         for batch in BATCHES:  # an attention that breaks the graph would raise
             assert torch.isfinite(policy.logprobs(packed_tokens(batch, CPU))).all()

@@ -1,11 +1,21 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.models import CPU, TARGETS, files_of, is_zero, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.models import (
+    CPU,
+    TARGETS,
+    files_of,
+    is_zero,
+    save_tiny_model,
+    tiny_batch,
+    tiny_policy,
+    tiny_settings,
+)
 from tests.trainer.test_attention import one_by_one
 from trainer.errors import ModelError
 from trainer.lora import FusedLoraLinear
@@ -43,7 +53,7 @@ def test_a_new_adapter_changes_nothing_and_its_a_comes_from_the_seed(tiny_model:
 
 
 def test_the_adapter_is_float32_on_a_bfloat16_base_and_gets_gradients(tiny_model: Path) -> None:
-    policy = tiny_policy(tiny_model, dtype=torch.bfloat16)
+    policy = tiny_policy(tiny_model, recipe="bf16")
     assert policy.dtype_name == "bfloat16"
     assert {p.dtype for p in policy.parameters} == {torch.float32}
     policy.logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
@@ -67,9 +77,8 @@ def test_the_fused_layer_equals_pefts_own_forward_and_gradients(tiny_model: Path
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def load_tiny(folder: Path, **changes: object) -> None:
-    options = {"rank": 4, "alpha": 8, "target_modules": TARGETS, "sequence_len": 128, "seed": 0} | changes
-    load_policy(folder, name="tiny", device=CPU, dtype=torch.float32, **options)
+def load_tiny(folder: Path, **changes: Any) -> None:
+    load_policy(tiny_settings(folder, **changes), folder, CPU)
 
 
 def test_a_target_that_is_no_linear_layer_is_refused_by_name(tiny_model: Path) -> None:
@@ -108,7 +117,7 @@ def test_a_snapshot_stays_what_it_was_when_training_goes_on(tiny_model: Path) ->
 
 def test_an_fp32_head_is_computed_in_float32_on_bfloat16_hidden_states(tiny_model: Path) -> None:
     tokens = packed_tokens(tiny_batch((9, 12)), CPU)
-    rounded, wide = (tiny_policy(tiny_model, dtype=torch.bfloat16, fp32_head=on) for on in (False, True))
+    rounded, wide = (tiny_policy(tiny_model, recipe="bf16", fp32_lm_head=on) for on in (False, True))
     with torch.no_grad():
         hidden = rounded.hidden(tokens).float()
         logits = hidden @ rounded.head.float().T / tokens.temperatures[:, None]

@@ -1,21 +1,22 @@
 """Optimizer steps by hand, refusal, and exact continuation from saved state."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from tests.trainer.models import tiny_settings
 from trainer.errors import ModelError, NonFiniteError
-from trainer.optim import Kind, Named, Optimizer
+from trainer.optim import Named, Optimizer
 
-KINDS: tuple[Kind, ...] = ("adamw", "adamw_8bit", "muon")
+KINDS = ("adamw", "adamw_8bit", "muon")
 
 
 def optimizer_of(parameters: Named, **changes: Any) -> Optimizer:
-    options: dict[str, Any] = {"kind": "adamw", "betas": (0.9, 0.999), "epsilon": 1e-8, "weight_decay": 0.0}
-    return Optimizer(parameters, **(options | {"muon_momentum": 0.95, "max_grad_norm": 1.0} | changes))
+    return Optimizer(tiny_settings(Path("m"), **({"weight_decay": 0.0} | changes)), parameters)
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
@@ -23,11 +24,11 @@ def parameter(*values: float) -> torch.nn.Parameter:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_step_of_a_vector_is_the_learning_rate_in_the_gradients_direction_after_decay(kind: Kind) -> None:
+def test_the_first_step_of_a_vector_is_the_learning_rate_in_the_gradients_direction_after_decay(kind: str) -> None:
     # first step: m̂ / (sqrt(v̂) + ε) = sign(g) = 1; decay 1 - 0.1·0.5 = 0.95: 2·0.95 - 0.1 = 1.8
     one = parameter(2.0)
     one.grad = torch.tensor([0.5])
-    norm = optimizer_of({"norm.weight": one}, kind=kind, weight_decay=0.5).step(learning_rate=0.1)
+    norm = optimizer_of({"norm.weight": one}, optimizer=kind, weight_decay=0.5).step(learning_rate=0.1)
     assert norm == 0.5
     assert one.item() == pytest.approx(1.8)
     assert one.grad is None
@@ -36,7 +37,7 @@ def test_the_first_step_of_a_vector_is_the_learning_rate_in_the_gradients_direct
 def test_adamw_with_8_bit_state_stays_near_adamw_with_float32_state() -> None:
     # 4,096 values and more have 8-bit state; the coarsest of its codes are 2% apart
     exact, coarse = (torch.nn.Parameter(torch.zeros(64, 80)) for _ in range(2))
-    optimizers = optimizer_of({"w": exact}), optimizer_of({"w": coarse}, kind="adamw_8bit")
+    optimizers = optimizer_of({"w": exact}), optimizer_of({"w": coarse}, optimizer="adamw_8bit")
     for step in range(20):
         gradient = torch.randn(64, 80, generator=torch.Generator().manual_seed(step))
         for one, optimizer in zip((exact, coarse), optimizers, strict=True):
@@ -80,21 +81,21 @@ def train(parameters: Named, optimizer: Optimizer, steps: range) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_continues_from_its_saved_state_bit_for_bit(kind: Kind) -> None:
+def test_an_optimizer_continues_from_its_saved_state_bit_for_bit(kind: str) -> None:
     straight = model()
-    train(straight, optimizer_of(straight, kind=kind, weight_decay=0.1), range(1, 7))
+    train(straight, optimizer_of(straight, optimizer=kind, weight_decay=0.1), range(1, 7))
 
     stopped = model()
-    first = optimizer_of(stopped, kind=kind, weight_decay=0.1)
+    first = optimizer_of(stopped, optimizer=kind, weight_decay=0.1)
     train(stopped, first, range(1, 4))
     data = save(first.state_tensors())
     resumed = {name: torch.nn.Parameter(one.detach().clone()) for name, one in stopped.items()}
-    second = optimizer_of(resumed, kind=kind, weight_decay=0.1)
+    second = optimizer_of(resumed, optimizer=kind, weight_decay=0.1)
     second.load_state_tensors(load(data))
     train(resumed, second, range(4, 7))
 
     fresh = {name: torch.nn.Parameter(one.detach().clone()) for name, one in stopped.items()}
-    train(fresh, optimizer_of(fresh, kind=kind, weight_decay=0.1), range(4, 7))
+    train(fresh, optimizer_of(fresh, optimizer=kind, weight_decay=0.1), range(4, 7))
     for name, expected in straight.items():
         assert torch.equal(resumed[name], expected), name
         assert name == "unused.weight" or not torch.equal(fresh[name], expected), f"{name} does not need its state"
@@ -102,9 +103,9 @@ def test_an_optimizer_continues_from_its_saved_state_bit_for_bit(kind: Kind) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(kind: Kind) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(kind: str) -> None:
     parameters = model()
-    optimizer = optimizer_of(parameters, kind=kind)
+    optimizer = optimizer_of(parameters, optimizer=kind)
     train(parameters, optimizer, range(1, 2))
     weights = {name: one.detach().clone() for name, one in parameters.items()}
     state = optimizer.state_tensors()
@@ -130,4 +131,4 @@ def test_a_gradient_whose_norm_overflows_is_refused() -> None:
 
 def test_paged_state_is_refused_on_a_cpu_by_the_settings_name() -> None:
     with pytest.raises(ModelError, match="adamw_8bit_paged"):
-        optimizer_of({"w": parameter(1.0)}, kind="adamw_8bit_paged")
+        optimizer_of({"w": parameter(1.0)}, optimizer="adamw_8bit_paged")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from configs.train import TrainSettings
 from trainer.optim import learning_rate
 
 
@@ -11,7 +12,8 @@ def rates(
     schedule: Any, *, warmup_steps: int, max_steps: int, steps: int, decay_steps: int | None = None
 ) -> list[float]:
     options = {"warmup_steps": warmup_steps, "max_steps": max_steps, "decay_steps": decay_steps}
-    return [learning_rate(n, peak=1.0, schedule=schedule, **options) for n in range(1, steps + 1)]  # type: ignore[arg-type]
+    settings = TrainSettings(model="m", learning_rate=1.0, lr_scheduler_type=schedule, **options)
+    return [learning_rate(n, settings) for n in range(1, steps + 1)]
 
 
 def test_warm_up_rises_in_equal_steps_to_the_peak_and_constant_stays_there() -> None:

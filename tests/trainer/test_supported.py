@@ -9,11 +9,11 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.trainer.models import CPU, tiny_batch
+from tests.trainer.models import CPU, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
 from tools.models_table import table
 from trainer.errors import ModelError
-from trainer.model import Policy, load_policy
+from trainer.model import Policy
 from trainer.packing import packed_tokens
 from trainer.supported import PACKED, UNPACKED, is_packed
 from transport.records import MicroBatch
@@ -76,12 +76,7 @@ def saved(folder: Path, kind: str, **changes: Any) -> Path:
 
 def policy_of(folder: Path, targets: tuple[str, ...] = ("q_proj",), **options: Any) -> Policy:
     """With an adapter whose B is random, as after some training."""
-    known: dict[str, Any] = {"rank": 4, "alpha": 8, "target_modules": targets, "sequence_len": 128, "seed": 0}
-    policy = load_policy(folder, name="tiny", device=CPU, dtype=torch.float32, **(known | options))
-    with torch.no_grad():
-        for parameter in policy.parameters:
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.1)
-    return policy
+    return tiny_policy(folder, target_modules=targets, **options)
 
 
 def batch_with_a_shared_prompt() -> MicroBatch:
@@ -116,7 +111,7 @@ def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_
 ) -> None:
     sizes = dict(KINDS[kind])
     folder, targets = saved(tmp_path, kind, **sizes), sizes.pop("targets")
-    policy = policy_of(folder, targets, adapters=("left", "right"))
+    policy = policy_of(folder, targets, lora_adapters=("left", "right"))
     batch = replace(batch_with_a_shared_prompt(), adapters=np.array([0, 1, 0, 1, 1, 0], np.int32))
     only_left = replace(batch, adapters=np.zeros(6, np.int32))
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.forked import END_S, forks, rank_variables
-from tests.trainer.models import CPU, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, tiny_batch, tiny_policy, tiny_settings
 from trainer.checkpoint import restore, state_parts
 from trainer.distributed import ONE, Ranks, join_group, leave_group
 from trainer.model import Policy
@@ -17,8 +17,7 @@ from trainer.packing import packed_tokens
 
 
 def optimizer_of(policy: Policy, ranks: Ranks) -> Optimizer:
-    options = {"betas": (0.9, 0.99), "epsilon": 1e-8, "weight_decay": 0.0, "muon_momentum": 0.9, "max_grad_norm": 1.0}
-    return Optimizer(policy.named_parameters, kind="adamw", ranks=ranks, **options)  # type: ignore[arg-type]
+    return Optimizer(tiny_settings(Path("tiny"), weight_decay=0.0), policy.named_parameters, ranks)
 
 
 def worker(model: Path, saved: Path, out: Path, variables: dict[str, str]) -> None:

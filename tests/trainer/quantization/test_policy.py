@@ -29,7 +29,8 @@ def policy_on(
     moved: bool = False,
     target_modules: tuple[str, ...] = TARGETS,
 ) -> Policy:
-    return tiny_policy(folder, dtype=dtype, moved=moved, quantization=format, target_modules=target_modules)
+    recipe = "fp32" if dtype == torch.float32 else "bf16"
+    return tiny_policy(folder, recipe=recipe, moved=moved, quantization=format, target_modules=target_modules)
 
 
 def quantized_layers(policy: Policy) -> list[QuantizedLinear]:
