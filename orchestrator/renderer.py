@@ -12,8 +12,6 @@ from orchestrator.rollouts.records import Completion, Messages
 CACHE_SIZE, CACHE_TOKENS = 4096, 1 << 20
 """Prompts whose ids are kept, and the tokens that these have together: a token takes some 45 bytes, its text
 included."""
-MAX_SPECIAL = 256
-"""Characters of a control token's text, at most."""
 
 
 class ChatRenderer:
@@ -106,8 +104,8 @@ class ChatRenderer:
 
     def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message, or a tool, whose texts cannot end their own turn or open another one: a space is put into what
-        would be read as a control token, wherever in it that stands, also where templates write the parts of a list one
-        after the other. Whoever writes into a conversation of others may have spelled one out."""
+        would be read as a control token, wherever in it that stands. Whoever writes into a conversation of others may
+        have spelled one out."""
         return {self._harmless_text(key): self._harmless(value) for key, value in message.items()}
 
     def _harmless(self, value: Any) -> Any:
@@ -117,23 +115,8 @@ class ChatRenderer:
         if isinstance(value, Mapping):
             return self.without_control(value)
         if isinstance(value, list | tuple):
-            return self._harmless_parts([self._harmless(part) for part in value])
+            return [self._harmless(part) for part in value]
         return value
-
-    def _harmless_parts(self, parts: list[Any]) -> list[Any]:
-        """Parts of a list, none of which goes on with a control token that those before it began."""
-        before = ""
-        for index, part in enumerate(parts):
-            text = part.get("text") if isinstance(part, dict) else part
-            if not isinstance(text, str):
-                continue
-            if self._special_texts is not None and (found := self._special_texts.search(before + text)):
-                # Within the token, where templates that trim parts leave it; there is no within of its last character.
-                place = 1 if found.end() - len(before) > 1 else 0
-                text = f"{text[:place]} {text[place:]}"
-                parts[index] = {**part, "text": text} if isinstance(part, dict) else text
-            before = (before + text)[-MAX_SPECIAL:]
-        return parts
 
     def _harmless_text(self, text: str) -> str:
         if self._special_texts is None:
