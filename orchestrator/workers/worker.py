@@ -203,7 +203,9 @@ class Worker:
                 f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had {run.prompt!r} "
                 "before; it must be the same at every call: seed what it draws at random"
             )
-        return _copied(examples[run.index])
+        example = examples[run.index]
+        is_flat = type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values())
+        return dict(example) if is_flat else copy.deepcopy(example)
 
     # --- one rollout ---
 
@@ -259,13 +261,6 @@ class Worker:
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
-
-
-def _copied(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a rollout does to its example is nobody else's."""
-    if type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values()):
-        return example.copy()
-    return copy.deepcopy(example)
 
 
 SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, BadData)
