@@ -2,16 +2,11 @@
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.rollouts.records import Completion, Messages
-
-CACHE_SIZE, CACHE_TOKENS = 4096, 1 << 20
-"""Prompts whose ids are kept, and the tokens that these have together: a token takes some 45 bytes, its text
-included."""
 
 
 class ChatRenderer:
@@ -25,9 +20,6 @@ class ChatRenderer:
         )
         specials = sorted((str(tokenizer.added_tokens_decoder[number]) for number in self._special_ids), key=len)
         self._special_texts = re.compile("|".join(map(re.escape, reversed(specials)))) if specials else None
-        self._cache: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
-        self._num_cached = 0
-        """Tokens of these prompts."""
 
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
@@ -40,20 +32,7 @@ class ChatRenderer:
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Ids of the conversation, in which nobody can spell out a control token, and of the opening of the policy's
         turn."""
-        key = tuple((message["role"], message["content"]) for message in messages)
-        if (ids := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return ids
-        text = self._tokenizer.apply_chat_template(
-            [self.without_control(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        ids = self.ids_of(text)
-        self._cache[key] = ids
-        self._num_cached += len(ids)
-        while len(self._cache) > CACHE_SIZE or self._num_cached > CACHE_TOKENS:
-            _, oldest = self._cache.popitem(last=False)
-            self._num_cached -= len(oldest)
-        return ids
+        return self.ids_of(self.render([self.without_control(message) for message in messages], opened=True))
 
     def vocabulary(self) -> list[str]:
         """The text of each token id alone; of one that is no whole character, the signs that stand for its bytes."""

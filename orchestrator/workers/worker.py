@@ -96,12 +96,10 @@ class Worker:
         """Code of rollouts that are over, which has been told to end."""
         self._is_out_of_memory = False
         self._outgoing: list[bytes] = []
-        self._has_outgoing = asyncio.Event()
 
     async def serve(self) -> None:
         """Ends only with the process, or where the orchestrator says something that nobody understands."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send_all())
             tasks.create_task(self._say_alive())
             while True:
                 for message in decode_to_worker(await self._socket.recv()):
@@ -110,16 +108,14 @@ class Worker:
     # --- messages ---
 
     def send(self, data: bytes) -> None:
-        """Queues a message."""
+        """Sends a message, with all that is said at the same time."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(data)
-        self._has_outgoing.set()
 
-    async def _send_all(self) -> None:
-        while True:
-            await self._has_outgoing.wait()
-            self._has_outgoing.clear()
-            messages, self._outgoing = self._outgoing, []
-            await self._socket.send(frame_of(*messages))
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        self._socket.send(frame_of(*messages))
 
     async def _say_alive(self) -> None:
         while True:
