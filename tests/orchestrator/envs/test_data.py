@@ -156,7 +156,8 @@ async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Pa
     }  # fmt: skip
     files = {"full/train-0.parquet": [row], "full/test-0.parquet": [{**row, "text": "Write double."}]}
     download(hub, "google-research-datasets/mbpp", "", files)
-    environment = Dataset(path="google-research-datasets/mbpp")
+    patient = {"unit_tests": {"limits": {"wall_s": 60.0, "cpu_s": 60.0}}}
+    environment = Dataset(path="google-research-datasets/mbpp", reward=patient)
     [example] = environment.dataset("eval")
     assert "assert double(2) == 4\nassert double(3) == 6" in example["prompt"]
     program = "```python\ndef double(n):\n    return {}\n```"
