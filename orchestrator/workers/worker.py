@@ -39,9 +39,9 @@ from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
-    ALIVE,
     ALIVE_INTERVAL_S,
     BOARD,
+    Alive,
     AnyCall,
     Cancel,
     Dataset,
@@ -60,6 +60,7 @@ from orchestrator.workers.protocol import (
     decode_to_worker,
     encode,
     encode_checked,
+    frame_of,
     open_socket,
 )
 
@@ -103,13 +104,13 @@ class Worker:
             tasks.create_task(self._send_all())
             tasks.create_task(self._say_alive())
             while True:
-                for part in await self._socket.recv_multipart():
-                    self._take(decode_to_worker(part))
+                for message in decode_to_worker(await self._socket.recv()):
+                    self._take(message)
 
     # --- messages ---
 
     def send(self, data: bytes) -> None:
-        """Queues a part."""
+        """Queues a message."""
         self._outgoing.append(data)
         self._has_outgoing.set()
 
@@ -117,14 +118,14 @@ class Worker:
         while True:
             await self._has_outgoing.wait()
             self._has_outgoing.clear()
-            parts, self._outgoing = self._outgoing, []
-            await self._socket.send_multipart(parts)
+            messages, self._outgoing = self._outgoing, []
+            await self._socket.send(frame_of(*messages))
 
     async def _say_alive(self) -> None:
         while True:
             if self._is_out_of_memory or num_left_calls() + len(self._left) >= MAX_LEFT:
                 os.kill(os.getpid(), signal.SIGKILL)  # its other rollouts begin once more elsewhere
-            self.send(ALIVE)
+            self.send(encode(Alive()))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _take(self, message: ToWorker) -> None:

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
+from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, settings_for
@@ -168,3 +169,15 @@ async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server:
         await go(tmp_path, server, after=1, max_steps=2, resume="never")
     with pytest.raises(RunFolderError, match="batch_size"):
         await go(tmp_path, server, after=1, max_steps=2, batch_size=32)
+
+
+async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=2)
+    spent = {"spent": 7.0, "num_rollouts": 3}
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issued(1000, num=1, env="e", example=0, version=0)
+    ledger.scored("1000/0", reward=1.0, num_tokens=1)
+    ledger.shipping(["1000/0"], 3, state={COSTS: spent}, metrics={})()
+    progress = resume(settings_for(tmp_path, server), run_of(tmp_path), ledger)
+    ledger.close()
+    assert (progress.step, progress.costs) == (2, {COSTS: spent})

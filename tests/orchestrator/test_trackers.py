@@ -53,7 +53,6 @@ async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_pa
     assert run.config["orch"]["report_to"]["offline"] is True
     assert run.config["train"]["sequence_len"] == 128
     assert run.summary["accuracy_after"] == summary.accuracy_after
-    assert summary.reports_lost == 0
     [events] = (output_dir / "tensorboard").iterdir()
     assert b"reward/mean" in events.read_bytes()
 

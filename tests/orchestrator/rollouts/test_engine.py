@@ -369,7 +369,7 @@ async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
 
 @pytest.mark.parametrize("told", [{"rewards": {"policy": float("nan")}}, {"metrics": {"m": float("-inf")}}])
 def test_numbers_that_a_worker_forges_are_no_message_of_a_worker(told: dict[str, Any]) -> None:
-    forged = msgspec.msgpack.encode({"type": "Ended", "job": 0, "result": told})
+    forged = msgspec.msgpack.encode([{"type": "Ended", "job": 0, "result": told}])
     with pytest.raises(msgspec.ValidationError):
         decode_from_worker(forged)
 
