@@ -18,11 +18,12 @@ from configs.orch import OrchSettings
 from orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
 from orchestrator.background import in_thread
 from orchestrator.loops.sample import Intake
-from orchestrator.rollouts.clients import InferenceClient, ModelResponse
+from orchestrator.rollouts.clients import InferenceClient
 from orchestrator.rollouts.clock import together
 from orchestrator.rollouts.engine import Group, PromptTooLong
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.local import LocalPool
+from orchestrator.rollouts.messages import ModelResponse
 from orchestrator.rollouts.play import ScriptedBackend
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Task
 from orchestrator.rollouts.roles import Role, RoleAdapters

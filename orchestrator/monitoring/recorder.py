@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from orchestrator.evaluate import Evaluation
@@ -137,9 +137,6 @@ class Recorder:
         )
         summary.write(self._folder / "summary.json")
         self._reporter.end(asdict(summary))
-        if num_lost := self._reporter.num_lost:
-            summary = replace(summary, reports_lost=num_lost)
-            summary.write(self._folder / "summary.json")
         return summary
 
     def close(self) -> None:

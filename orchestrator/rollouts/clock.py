@@ -119,28 +119,34 @@ class _Slots:
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
 
 
+def _slots_here() -> _Slots:
+    loop = asyncio.get_running_loop()
+    if (slots := _slots.get(loop)) is None:
+        slots = _slots[loop] = _Slots()
+    return slots
+
+
 def show_on(board: memoryview) -> None:
     """Writes from now on to `board` [NUM_THREADS + 1], of int32, whose code runs: the numbers of the rollouts whose
     blocking calls run, and last the one that `went_on`; 0 for none. Who shares the memory can tell who was at work when
     this process ended."""
-    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board = board
+    _slots_here().board = board
 
 
 def went_on() -> None:
     """The event loop goes on with the code of the current rollout."""
-    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board[NUM_THREADS] = current_job.get()
+    _slots_here().board[NUM_THREADS] = current_job.get()
 
 
 def num_left_calls() -> int:
     """Blocking calls of this event loop that were cancelled and have not ended."""
-    slots = _slots.get(asyncio.get_running_loop())
-    return 0 if slots is None else len(slots.left)
+    return len(_slots_here().left)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of blocking code, of which `NUM_THREADS` calls run at a time; the wait for a turn is not the rollout's
     own time. A call that is cancelled goes on in its thread, and nobody waits for it."""
-    slots = _slots.setdefault(asyncio.get_running_loop(), _Slots())
+    slots = _slots_here()
     if slots.free.locked():
         with waiting():
             await slots.free.acquire()

@@ -1,6 +1,7 @@
 """The rollout context: how an episode reaches the policy, models beside it, sub-episodes and artifact stores."""
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import random
@@ -148,13 +149,16 @@ class RolloutContext:
         """Whether rubrics are asked; otherwise all rewards are 0."""
         self.seed = seed
         """Of this rollout; None where the run has none."""
-        self.rng = random.Random(seed)
-        """For all that an episode draws at random."""
         self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.call) for name in shared.stores})
         """Artifact stores by name."""
         self._shared, self._depth = shared, depth
         self._known: list[_Conversation] = []
         self._num_spawned = 0
+
+    @functools.cached_property
+    def rng(self) -> random.Random:
+        """For all that an episode draws at random."""
+        return random.Random(self.seed)
 
     async def sample(
         self,

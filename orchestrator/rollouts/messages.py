@@ -1,13 +1,31 @@
-"""Chat messages as user code passes them: what they must be, and copies that nobody changes later."""
+"""Chat messages as user code passes them: what they must be, and copies that nobody changes later; and what models
+answer."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 Message = Mapping[str, Any]
 """`{"role": "user", "content": "hi"}`, with what else the model's chat template reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelResponse:
+    """An answer with what the server tells of it."""
+
+    text: str
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Each sampled token as text with its log-probability (natural log), where the server gives them."""
+    token_ids: tuple[int, ...] = ()
+    """Ids of the same tokens, where the server gives them, as `grpo-infer` does."""
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    """Name and arguments of calls that came apart from the text; the arguments are, as they were sampled, JSON or not.
+    """
+    version: int | None = None
+    """The policy version that was live when it was asked; None where the server is no `grpo-infer`."""
 
 
 def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[dict[str, str]]:
@@ -68,7 +86,19 @@ def _checked(message: Message, index: int) -> dict[str, Any]:
     if len(message) == 2 and isinstance(content, str) and is_text(content):
         return {"role": role, "content": content}
     copy: dict[str, Any] = plain(dict(message), f"message {index}, of {role},")
-    return copy
+    return copy | ({"content": text_of(content)} if isinstance(content, list) else {})
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, which may come in parts: as one, because a control token could be spelled over
+    several. Raises ValueError for what is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        return "".join(str(part["text"]) for part in content)
+    raise ValueError(
+        f"a message's content is {str(content)[:200]}, expected text; images and sound cannot be trained on"
+    )
 
 
 def is_text(content: str) -> bool:

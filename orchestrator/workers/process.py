@@ -154,7 +154,8 @@ class WorkerProcess:
             if told:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(told, signal.SIGKILL)
-        self._close()
+        finally:
+            self._close()
 
     def _close(self) -> None:
         self.socket.close(linger=0)

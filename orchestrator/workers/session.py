@@ -36,6 +36,7 @@ from orchestrator.workers.protocol import (
     ToWorker,
     decode_from_worker,
     encode,
+    frame_of,
     open_socket,
 )
 from transport.hidden import ENV_KEY_VAR
@@ -242,18 +243,18 @@ class Session:
         self._outgoing.append(encode(message))
 
     def _flush(self) -> None:
-        parts, self._outgoing = self._outgoing, []
+        messages, self._outgoing = self._outgoing, []
         if self._worker is not None:
             with contextlib.suppress(zmq.ZMQError):
-                self._worker.socket.send_multipart(parts)
+                self._worker.socket.send(frame_of(*messages))
 
     async def _read(self) -> None:
         """Consumes what the worker says. Ends with the session."""
         try:
             while self._worker is not None:
-                for part in await self._worker.socket.recv_multipart():
-                    self._heard_s = time.monotonic()
-                    message = decode_from_worker(part)
+                frame = await self._worker.socket.recv()
+                self._heard_s = time.monotonic()
+                for message in decode_from_worker(frame):
                     if isinstance(message, Gone):
                         await self._gone(message.how, CRASHED, at_work=message.at_work)
                         return

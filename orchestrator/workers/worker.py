@@ -39,9 +39,9 @@ from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
-    ALIVE,
     ALIVE_INTERVAL_S,
     BOARD,
+    Alive,
     AnyCall,
     Cancel,
     Dataset,
@@ -60,6 +60,7 @@ from orchestrator.workers.protocol import (
     decode_to_worker,
     encode,
     encode_checked,
+    frame_of,
     open_socket,
 )
 
@@ -95,36 +96,32 @@ class Worker:
         """Code of rollouts that are over, which has been told to end."""
         self._is_out_of_memory = False
         self._outgoing: list[bytes] = []
-        self._has_outgoing = asyncio.Event()
 
     async def serve(self) -> None:
         """Ends only with the process, or where the orchestrator says something that nobody understands."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send_all())
             tasks.create_task(self._say_alive())
             while True:
-                for part in await self._socket.recv_multipart():
-                    self._take(decode_to_worker(part))
+                for message in decode_to_worker(await self._socket.recv()):
+                    self._take(message)
 
     # --- messages ---
 
     def send(self, data: bytes) -> None:
-        """Queues a part."""
+        """Sends a message, with all that is said at the same time."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(data)
-        self._has_outgoing.set()
 
-    async def _send_all(self) -> None:
-        while True:
-            await self._has_outgoing.wait()
-            self._has_outgoing.clear()
-            parts, self._outgoing = self._outgoing, []
-            await self._socket.send_multipart(parts)
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        self._socket.send(frame_of(*messages))
 
     async def _say_alive(self) -> None:
         while True:
             if self._is_out_of_memory or num_left_calls() + len(self._left) >= MAX_LEFT:
                 os.kill(os.getpid(), signal.SIGKILL)  # its other rollouts begin once more elsewhere
-            self.send(ALIVE)
+            self.send(encode(Alive()))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _take(self, message: ToWorker) -> None:
@@ -202,7 +199,9 @@ class Worker:
                 f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had {run.prompt!r} "
                 "before; it must be the same at every call: seed what it draws at random"
             )
-        return _copied(examples[run.index])
+        example = examples[run.index]
+        is_flat = type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values())
+        return dict(example) if is_flat else copy.deepcopy(example)
 
     # --- one rollout ---
 
@@ -258,13 +257,6 @@ class Worker:
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
-
-
-def _copied(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a rollout does to its example is nobody else's."""
-    if type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values()):
-        return example.copy()
-    return copy.deepcopy(example)
 
 
 SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, BadData)

@@ -1,6 +1,5 @@
 """Whole runs that learn from more than rewards: what is asked, what goes with a batch, what a weight of 0 costs."""
 
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -16,9 +15,9 @@ import pytest_asyncio
 
 from orchestrator.preferences.pairs import PairRecord, pair_record
 from orchestrator.renderer import ChatRenderer
-from orchestrator.run import orchestrate
+from tests.orchestrator import running
 from tests.orchestrator.chat_server import FakeChatServer, chat_serving
-from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import MODEL, FakeServer
 from tests.orchestrator.teacher.serving import FakeTeacher, answering, in_turn
 from transport.records import MicroBatch
 from transport.traces import trace_path
@@ -60,24 +59,16 @@ async def teachers() -> AsyncIterator[FakeChatServer]:
 
 
 async def run(
-    folder: Path,
-    server: FakeServer,
-    loss: dict[str, Any],
-    *,
-    step_s: float = 0.0,
-    goes_on_after: int | None = None,
-    env: str | None = None,
-    **changes: Any,
+    folder: Path, server: FakeServer, loss: dict[str, Any], *, env: str | None = None, **changes: Any
 ) -> tuple[dict[int, tuple[MicroBatch, ...]], list[dict[str, float]]]:
     """The batches by step, and the steps' metrics. `env`: one of ENVS."""
     if env is not None:
         (folder.parent / "envs.py").write_text(ENVS)
         changes |= {"env": [{"id": f"{folder.parent / 'envs.py'}:{env}"}], "batch_size": 8}
-    trainer = FakeTrainer(folder, settings={"loss": loss}, step_s=step_s, goes_on_after=goes_on_after)
-    trainer.start()
-    await orchestrate(settings_for(folder, server, eval={"num_examples": 0}, **changes))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return trainer.batches, [line for line in lines if "loss/policy" in line]
+    trainer = {name: changes.pop(name) for name in ("step_s", "goes_on_after") if name in changes}
+    trainer["settings"] = {"loss": loss}
+    made = await running.run(folder, server, trainer=trainer, eval={"num_examples": 0}, **changes)
+    return made.batches, [line for line in made.lines if "loss/policy" in line]
 
 
 def total(steps: list[dict[str, float]], metric: str) -> float:
@@ -104,15 +95,6 @@ async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_tempe
         assert batch.sequence_lengths.max() == 63  # vLLM samples one more than it scores
     assert [line["teacher/rows"] for line in steps] == [16, 16, 16]
     assert total(steps, "teacher/failed") == 0
-
-
-async def test_an_earlier_version_teaches_until_the_next_one_does_and_stays_so_long(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    await run(tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 3}, max_steps=7)
-    taught_by = [body["version"] for body in server.scores]
-    assert list(dict.fromkeys(taught_by)) == [None, 3, 6]
-    assert server.unloads.index(4) < server.unloads.index(3)
 
 
 async def test_what_a_teacher_does_instead_of_answering_costs_these_rollouts_and_is_counted_by_its_reason(

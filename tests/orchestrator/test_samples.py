@@ -9,10 +9,9 @@ from orchestrator.advantage import group_credit, length_weighted
 from orchestrator.filters import Filter, is_gibberish, is_repetition
 from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.records import Completion, EpisodeResult
 from orchestrator.samples import finish_group, judge_group, training_samples
-
-TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
+from tests.orchestrator import made
 
 
 def last_of_three(*, enforce: bool) -> Filter:
@@ -23,9 +22,9 @@ def last_of_three(*, enforce: bool) -> Filter:
 
 def single(number: int, completion: Completion, *, version: int = 5) -> EpisodeResult:
     """The group's rollout `number`, a single answer whose reward is that number."""
-    step = Step(role="policy", temperature=0.7, completion=completion, text="", version=version)
+    step = made.step(temperature=0.7, completion=completion, version=version)
     row = single_row([1, 2], completion, opening=(2,), version=version, temperature=0.7)
-    return EpisodeResult(id=f"9/{number}", task=TASK, steps=(step,), rows=(row,), rewards={"policy": float(number)})
+    return made.result(f"9/{number}", step, rows=(row,), rewards=float(number))
 
 
 def group_of(num: int) -> list[EpisodeResult]:

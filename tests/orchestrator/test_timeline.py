@@ -1,14 +1,13 @@
 """The timeline of a run: what is written, what is read again, and that it stays cheap and small."""
 
-import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
 from orchestrator.monitoring.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import FakeServer
+from tests.orchestrator.running import run
 
 
 @pytest.fixture
@@ -93,22 +92,6 @@ def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
     ]
 
 
-def test_a_server_that_loads_has_a_lane_of_its_own(tmp_path: Path, clock: list[float]) -> None:
-    timeline = Timeline(tmp_path)
-    with contextlib.suppress(OSError), timeline.loading("http://a:1", 7):
-        clock[0] = 101.0
-        raise OSError("refused")
-    clock[0] = 102.0
-    with timeline.busy("http://a:1"):
-        clock[0] = 103.0
-    timeline.generated(1, [])
-    timeline.close()
-    assert read_timeline(tmp_path) == [
-        span("grpo-infer http://a:1", "load", 100.0, 101.0, step=7),
-        span("grpo-infer http://a:1", "busy", 102.0, 103.0),
-    ]
-
-
 def test_covered_time_counts_overlaps_once() -> None:
     spans = [span("a", "b", 0.0, 2.0), span("a", "b", 5.0, 6.0), span("a", "b", 1.0, 3.0), span("a", "b", 1.5, 1.6)]
     assert covered_s(spans) == 4.0  # 0 to 3, and 5 to 6
@@ -116,11 +99,8 @@ def test_covered_time_counts_overlaps_once() -> None:
 
 async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:
     server = await FakeServer(lambda prompt, version: "x").start()
-    trainer = FakeTrainer(tmp_path)
-    trainer.start()
-    await orchestrate(settings_for(tmp_path, server))
+    await run(tmp_path, server)
     await server.stop()
-    trainer.join(10)
     spans = read_timeline(tmp_path)
     steps = {what: [one.step for one in spans if one.what == what] for what in ("load", "generate", "pack", "ship")}
     assert steps == {"load": [0, 1, 2, 3], "generate": [1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3]}

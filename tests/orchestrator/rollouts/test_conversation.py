@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import (
@@ -14,7 +15,8 @@ from orchestrator.rollouts.conversation import (
     TrainingRow,
 )
 from orchestrator.rollouts.records import Completion
-from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
+from orchestrator.rollouts.templates import ChatTemplate
+from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
@@ -23,12 +25,8 @@ IM_END = 258
 
 
 def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Completion:
-    return Completion(
-        token_ids=list(ids),
-        logprobs=[-0.5 * (place + 1) for place in range(len(ids))],
-        finish_reason="stop" if stop else "length",
-        versions=versions,
-    )
+    logprobs = [-0.5 * (place + 1) for place in range(len(ids))]
+    return replace(made.completion(ids, stop=stop, versions=versions), logprobs=logprobs)
 
 
 def begun(name: str, *contents: str) -> Conversation:
@@ -36,16 +34,6 @@ def begun(name: str, *contents: str) -> Conversation:
 
 
 # --- by hand ---
-
-
-def test_an_answer_that_ended_is_followed_by_the_rest_of_its_ending_and_the_next_turn() -> None:
-    conversation = begun("quickstart")
-    first = conversation.prompt_ids()
-    assert first == [257, *b"user\nhi", 258, *b"\n", 257, *b"assistant\n"]
-    assert conversation.answer(completion([*b"yo", 258]), version=3, temperature=0.7) == "yo"
-    conversation.add({"role": "tool", "content": "42"})
-    following = [*b"\n", 257, *b"tool\n42", 258, *b"\n", 257, *b"assistant\n"]
-    assert conversation.prompt_ids() == [*first, *b"yo", 258, *following]
 
 
 def test_letters_that_spell_the_end_of_a_turn_do_not_end_it() -> None:
@@ -125,18 +113,6 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
     assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
 
 
-def test_an_answer_that_the_template_trims_begins_a_new_row() -> None:
-    end = TEMPLATES["llama3"].end_id
-    assert end is not None
-    conversation = begun("llama3")
-    conversation.answer(completion([*b" padded ", end]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "x"})
-    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "x"})
-    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
-    assert [len(row.turns) for row in conversation.rows()] == [1, 2]
-
-
 def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> None:
     conversation = begun("quickstart")
     conversation.answer(completion([*b"x", 256]), version=1, temperature=1.0)
@@ -157,14 +133,6 @@ def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
     assert conversation.rows() == []
     with pytest.raises(ValueError, match="message"):
         Conversation(TEMPLATES["quickstart"], [])
-
-
-def test_a_template_that_does_not_take_a_conversation_says_so() -> None:
-    source = "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    template = ChatTemplate.of(renderer(source + "{{ message.content }}{% endfor %}"))
-    conversation = Conversation(template, [{"role": "tool", "content": "x"}])
-    with pytest.raises(TemplateRefused, match="tool"):
-        conversation.prompt_ids()
 
 
 # --- properties ---

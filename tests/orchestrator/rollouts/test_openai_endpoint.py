@@ -94,15 +94,6 @@ async def test_a_stream_has_the_same_answer() -> None:
     assert made.usage.completion_tokens == len(made.choices[0].logprobs.content) == len(f"So: {CALL}")
 
 
-async def test_several_answers_to_one_request_are_all_trained() -> None:
-    async with desk_of(["a", "b", "c"]) as desk:
-        made = await desk.ask(n=3, logprobs=True)
-    assert [choice.message.content for choice in made.choices] == ["a", "b", "c"]
-    assert [choice.index for choice in made.choices] == [0, 1, 2]
-    assert made.choices[0].logprobs.content[0].token == "a"
-    assert [reply.text for reply in desk.state.trajectory] == ["a", "b", "c"]
-
-
 async def test_raw_completions_go_on_from_their_own_answers() -> None:
     async with desk_of([" world", "!", "?"]) as desk:
         first = await desk.client.completions.create(model="policy", prompt="<s>hello", logprobs=1)
@@ -118,18 +109,12 @@ async def test_raw_completions_go_on_from_their_own_answers() -> None:
     assert [message["content"] for message in desk.backend.calls[1].messages] == ["\nmore"]
 
 
-async def test_without_tools_what_looks_like_a_call_is_text() -> None:
-    async with desk_of([CALL]) as desk:
-        message = (await desk.ask(tools=TOOLS, tool_choice="none", top_p=1.0, n=1)).choices[0].message
-    assert (message.content, message.tool_calls) == (CALL, None)
-
-
-async def test_a_malformed_call_is_text_and_marks_the_answer() -> None:
-    async with desk_of(["<tool_call>{"]) as desk:
-        message = (await desk.ask(tools=TOOLS)).choices[0].message
-    assert (message.content, message.tool_calls) == ("<tool_call>{", None)
-    assert desk.state.trajectory[0].error is not None
-    assert desk.state.trajectory[0].error.error_kind == "unclosed_call"
+async def test_without_tools_what_looks_like_a_call_is_text_and_a_malformed_one_marks_its_answer() -> None:
+    async with desk_of([CALL, "<tool_call>{"]) as desk:
+        for settings, text in (({"tool_choice": "none", "top_p": 1.0}, CALL), ({"n": 1}, "<tool_call>{")):
+            message = (await desk.ask(tools=TOOLS, **settings)).choices[0].message
+            assert (message.content, message.tool_calls) == (text, None)
+    assert [reply.error and reply.error.error_kind for reply in desk.state.trajectory] == [None, "unclosed_call"]
 
 
 async def test_answers_of_others_in_the_prompt_are_written_as_the_policy_writes_them() -> None:
@@ -170,8 +155,6 @@ async def test_a_call_that_comes_to_nothing_is_told_and_kept(error: type[Excepti
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"top_p": 0.3}, "top_p"),
-        ({"n": 1000}, "n = 1000"),
         ({"extra_body": {"typical_p": 0.5}}, "typical_p"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "text"),
     ],
