@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.run_files import NoRun
-from grpo.serve import ALIAS, Served, served
+from grpo.serve import ALIAS, Served, served, settings_alone
 from grpo.version import CannotExport, open_version, settings_of
 from transport.errors import TransportError
 
@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         version = open_version(options.run, options.step)
         print(f"starting the server of version {version.manifest.version} …", flush=True)
-        with served(version) as server:
+        with served(settings_alone(version), version.run / "logs" / "chat.log", version=version) as server:
             sampling = settings_of(version.run, "orch").get("sampling", {})
             options.max_tokens = options.max_tokens or sampling.get("max_tokens")
             talk(server, options)
