@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +25,11 @@ from orchestrator.monitoring.summary import Summary
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, StorageError
-from transport.folders import write_atomic
 from transport.hidden import hide_environment, key_variables
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
 from transport.status import server_file
 from transport.weights.identity import base_identity, resolve_model
 
-RESTARTS_FILE = "restarts.json"
-"""In the run's `status` folder: how often each program was started again, by role."""
 SUMMARY_FILE = "summary.json"
 MODULES = {
     **{"infer": "infer.cli", "teacher": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"},
@@ -152,20 +149,10 @@ def clear_for_start(run: RunFolder) -> None:
 
 def _run_in(run: RunFolder, plan: Plan, signals: Signals, show: Show) -> int:
     programs = make_programs(plan, write_settings(plan, run.path / "settings"), run)
-    outcome = start_all(programs, run, plan.restarts, signals, show)
+    with show(run.path) as tick:
+        outcome = run_programs(programs, restarts=plan.restarts, signals=signals, tick=tick)
     explain(outcome)
     return outcome.exit_code or print_summary(run.path)
-
-
-def start_all(programs: Sequence[Program], run: RunFolder, restarts: int, signals: Signals, show: Show) -> Outcome:
-    """The programs of a run, from start to end, while it is shown."""
-
-    def restarted(number: Mapping[str, int]) -> None:
-        with contextlib.suppress(OSError):  # it is for people
-            write_atomic(run.status / RESTARTS_FILE, json.dumps(dict(number)).encode(), durable=False)
-
-    with show(run.path) as tick:
-        return run_programs(programs, restarts=restarts, signals=signals, tick=tick, restarted=restarted)
 
 
 def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:

@@ -147,58 +147,42 @@ def with_threads(plan: Plan, num_threads: int, *, gpu: bool) -> Plan:
 
 
 def with_run(plan: Plan, run_id: str) -> Plan:
-    """Joins trainer and orchestrator to the run that the launcher made, and servers and orchestrator by ports."""
+    """Joins trainer and orchestrator to the run that the launcher made, and all programs by ports, free ones where the
+    user left them open."""
     ports = _free_ports(plan.infer.host, plan.replicas)
     if not plan.free_port:
         ports = tuple(range(plan.infer.port, plan.infer.port + plan.replicas))
-    plan = _with_teacher_address(_with_own_ports(plan))
-    client = plan.orch.client
-    if "base_url" not in client.model_fields_set:
-        client = client.model_copy(update={"base_url": tuple(_url(plan.infer.host, port) for port in ports)})
     goes_on: dict[str, Any] = {"run_id": run_id, "resume": "auto"}
-    train = goes_on | {"overwrite_output_dir": False, "ckpt": _newest(plan.train.ckpt)}
+    # Without the step to go back to: the launcher has done it, and a program that is started again must not.
+    train = goes_on | {"overwrite_output_dir": False, "ckpt": _with(plan.train.ckpt, resume_step=None)}
+    orch = goes_on | {"ckpt": _with(plan.orch.ckpt, resume_step=None)}
+    infer: dict[str, Any] = {"port": ports[0]}
+    if "base_url" not in plan.orch.client.model_fields_set:
+        urls = tuple(_url(plan.infer.host, port) for port in ports)
+        orch["client"] = _with(plan.orch.client, base_url=urls)
+    if (server := plan.teacher) is not None and plan.orch.teacher_model is not None:
+        server = server if "port" in server.model_fields_set else _with(server, port=_free_ports(server.host)[0])
+        client = _with(plan.orch.teacher_model.client, base_url=(_url(server.host, server.port),))
+        orch["teacher_model"] = _with(plan.orch.teacher_model, client=client)
+    for name, kind in (("rollout_transport", "zmq"), ("weight_broadcast", "http")):
+        section = getattr(plan.orch, name)
+        if section.type == kind and "port" not in section.model_fields_set:
+            port = _free_ports("127.0.0.1")[0]
+            train[name], orch[name] = (_with(getattr(one, name), port=port) for one in (plan.train, plan.orch))
+            if kind == "http":
+                infer["weight_broadcast_url"] = _url(section.host, port).removesuffix("/v1")
     return replace(
         plan,
-        train=plan.train.model_copy(update=train),
-        infer=plan.infer.model_copy(update={"port": ports[0]}),
+        train=_with(plan.train, **train),
+        infer=_with(plan.infer, **infer),
+        orch=_with(plan.orch, **orch),
+        teacher=server,
         ports=ports,
-        orch=plan.orch.model_copy(update=goes_on | {"client": client, "ckpt": _newest(plan.orch.ckpt)}),
     )
 
 
-def _newest(ckpt: C) -> C:
-    """Without the step to go back to: the launcher has done it, and a program that is started again must not."""
-    return ckpt.model_copy(update={"resume_step": None})
-
-
-def _with_teacher_address(plan: Plan) -> Plan:
-    """A free port for the teacher's server, where the user left it open, and the orchestrator led to it."""
-    server, teacher = plan.teacher, plan.orch.teacher_model
-    if server is None or teacher is None:
-        return plan
-    port = server.port if "port" in server.model_fields_set else _free_ports(server.host)[0]
-    client = teacher.client.model_copy(update={"base_url": (_url(server.host, port),)})
-    led = {"teacher_model": teacher.model_copy(update={"client": client})}
-    return replace(plan, teacher=server.model_copy(update={"port": port}), orch=plan.orch.model_copy(update=led))
-
-
-def _with_own_ports(plan: Plan) -> Plan:
-    """Free ports for batches over ZeroMQ and versions over HTTP, where the user left them open; trainer and
-    orchestrator agree on all else already."""
-    for name, kind in (("rollout_transport", "zmq"), ("weight_broadcast", "http")):
-        section = getattr(plan.orch, name)
-        if section.type != kind or "port" in section.model_fields_set:
-            continue
-        port = _free_ports("127.0.0.1")[0]
-        train, orch = ({name: getattr(one, name).model_copy(update={"port": port})} for one in (plan.train, plan.orch))
-        infer = {"weight_broadcast_url": _url(section.host, port).removesuffix("/v1")} if kind == "http" else {}
-        plan = replace(
-            plan,
-            train=plan.train.model_copy(update=train),
-            infer=plan.infer.model_copy(update=infer),
-            orch=plan.orch.model_copy(update=orch),
-        )
-    return plan
+def _with(settings: C, **changed: Any) -> C:
+    return settings.model_copy(update=changed)
 
 
 def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:

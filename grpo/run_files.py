@@ -120,12 +120,3 @@ def metrics(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, fl
             continue
         found.append(record)
     return found
-
-
-def steps_in(folder: Path) -> list[int]:
-    """The steps that a folder of the run has folders of, as in `step_000012`."""
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except OSError:
-        return []
-    return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal())

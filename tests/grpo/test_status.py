@@ -113,7 +113,7 @@ def test_a_damaged_file_counts_as_missing(run: Path, text: str) -> None:
     write_ledger(run)
     says(run, "orch", "sampling")
     (run / "metrics.jsonl").write_text(f'{text}\n{{"progress/step": 1e999, "reward/mean": 1.0}}\n')
-    for name in ("status/train.json", "broadcasts/in_use.json", "status/restarts.json"):
+    for name in ("status/train.json", "broadcasts/in_use.json"):
         (run / name).write_text(text)
     status = run_status(run)
     assert states(status) == {"grpo-infer": "not started", "grpo-orch": "sampling", "grpo-train": "joined"}
