@@ -95,8 +95,11 @@ def resolve(run: Run, *, visible: Sequence[str] | None = None) -> Plan:
         run.orch.settings,
         run.settings.infer_replicas,
     )
-    problems = [*_no_run_id(run.train), *_no_run_id(run.orch), *_address(run), *_restarts_without_effect(run)]
-    problems += _on_one_machine(run)
+    problems = [*run_id_problems(run), *_address(run), *_on_one_machine(run)]
+    restarts = 0 if train.weight_broadcast.type == "nccl" else run.settings.restarts  # no program can be missing
+    if restarts < run.settings.restarts and "restarts" in run.settings.model_fields_set:
+        message = "has no effect: with weight_broadcast.type nccl no program is started again; remove it"
+        problems.append(run.problem("restarts", message))
     if train.sleep_mode and train.device != "cuda" and not visible:
         why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
         problems.append(run.train.problem("sleep_mode", why))
@@ -123,7 +126,7 @@ def resolve(run: Run, *, visible: Sequence[str] | None = None) -> Plan:
         orch=orch,
         teacher=teacher,
         free_port=not ({"port"} & infer.model_fields_set or {"base_url"} & orch.client.model_fields_set),
-        restarts=_restarts(run),
+        restarts=restarts,
         gpus={} if together else divided(visible, needs),
         replicas=replicas,
     )
@@ -206,21 +209,11 @@ def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:
             yield run.teacher.problem(key, message)
 
 
-def _restarts(run: Run) -> int:
-    """How often each program may be started again. Where weights are broadcast, no program can be missing."""
-    return 0 if run.train.settings.weight_broadcast.type == "nccl" else run.settings.restarts
-
-
-def _restarts_without_effect(run: Run) -> Iterator[Problem]:
-    if run.settings.restarts and not _restarts(run) and "restarts" in run.settings.model_fields_set:
-        message = "has no effect: with weight_broadcast.type nccl no program is started again; remove it"
-        yield run.problem("restarts", message)
-
-
-def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
-    if loaded.settings.run_id is None:
-        return []
-    return [loaded.problem("run_id", "grpo makes a run of its own; remove it, or start the programs apart")]
+def run_id_problems(run: Run) -> list[Problem]:
+    """A run_id, which only programs that are started apart can be given."""
+    programs: tuple[Loaded[Any], ...] = (run.train, run.orch)
+    why = "grpo makes a run of its own; remove it, or start the programs apart"
+    return [one.problem("run_id", why) for one in programs if one.settings.run_id is not None]
 
 
 def _on_one_machine(run: Run) -> Iterator[Problem]:

@@ -68,15 +68,14 @@ class Program:
         """Whether it serves until it is told to end."""
         return self.role.partition(".")[0] in ("infer", "teacher", "env")
 
-    def log_tail(self, num_lines: int) -> str:
-        """The last lines that it printed."""
+    def last_lines(self) -> list[str]:
+        """What it printed last."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
+                return file.read().decode(errors="replace").splitlines()
         except FileNotFoundError:
-            return "the log is not there any more"
-        return "\n".join(lines[-num_lines:])
+            return ["the log is not there any more"]
 
 
 class Child:
@@ -152,18 +151,19 @@ class Child:
             return status not in (0, *OWN_FAILURES)
         return status < 0 or status == START_AGAIN
 
+    def has_ended(self) -> bool:
+        """Whether it has no process."""
+        return self._process is None or self._process.poll() is not None
+
     def send(self, number: int) -> None:
         """Passes a signal to its process, if there is one."""
         if self._process is not None:
             self._process.send_signal(number)
 
-    def has_ended(self) -> bool:
-        """Whether it has no process."""
-        return self._process is None or self._process.poll() is not None
-
-    def wait(self) -> None:
-        """Until its process, which was sent a signal, has ended."""
+    def kill(self) -> None:
+        """Ends its process, if there is one."""
         if self._process is not None:
+            self._process.kill()
             self._process.wait()
         if self.program.role == "teacher" and self.failure is None:
             self._say(FINISHED, pid=os.getpid())
@@ -282,17 +282,14 @@ def _end_all(children: Sequence[Child], signals: Signals, tick: Callable[[], Non
         _signal(trainer, signal.SIGUSR1, CHECKPOINT_S, signals, tick)
     _signal(children, number, GRACE_S, signals, tick)
     for child in children:
-        if not child.has_ended():
-            child.send(signal.SIGKILL)
-        child.wait()
+        child.kill()
 
 
 def _signal(children: Sequence[Child], number: int, limit_s: float, signals: Signals, tick: Callable[[], None]) -> None:
     """Sends a signal, and returns when all have ended, the limit is over, or another signal has come."""
     num_received = len(signals.received)
     for child in children:
-        if not child.has_ended():
-            child.send(number)
+        child.send(number)
     give_up_s = time.monotonic() + limit_s
     while not all(child.has_ended() for child in children):
         if time.monotonic() > give_up_s or len(signals.received) > num_received:

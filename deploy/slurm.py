@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.errors import Problem, SettingsError
 from configs.run import Run, run_file
-from deploy.cluster import Part, Places, missing_secret, name_of, parts, said_by, secrets
+from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
 from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary
 from deploy.programs import Program, Signals, run_programs
 from transport.errors import START_AGAIN
@@ -66,9 +67,10 @@ def _resources(part: Part) -> list[str]:
 def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     """Queues the run, and says so. Raises `SettingsError`, `RunFolderError`, and OSError where Slurm refuses."""
     train = run.train.settings
-    for name in secrets(parts(run, Places()), run):
-        if not os.environ.get(name):
-            raise missing_secret(name)
+    why = "is not set, and the programs reach each other over a network; set it: export X=$(openssl rand -hex 32)"
+    missing = [name for name in secrets(parts(run, Places()), run) if not os.environ.get(name)]
+    if missing:
+        raise SettingsError([Problem(origin="environment", key=name, value=None, message=why) for name in missing])
     folder = open_run(train.output_dir, resume=train.resume, overwrite=train.overwrite_output_dir)
     (folder.path / "settings").mkdir(exist_ok=True)
     folder.logs.mkdir(exist_ok=True)

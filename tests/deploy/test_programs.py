@@ -200,9 +200,9 @@ def test_children_that_the_launcher_had_before_are_left_alone(folder: Path) -> N
 
 
 def test_the_last_error_says_what_was_raised_in_the_persons_own_code() -> None:
-    assert last_error("a\nerror: first\nerror: second\nleaked") == ": second"
-    assert last_error("killed") == ""
-    raised = "error: x raised:\nTraceback (most recent call last):\n  File\nKeyError: 'y'\n"
+    assert last_error(["a", "error: first", "error: second", "leaked"]) == ": second"
+    assert last_error(["killed"]) == ""
+    raised = "error: x raised:\nTraceback (most recent call last):\n  File\nKeyError: 'y'\n".splitlines()
     assert last_error(raised) == ": x raised: KeyError: 'y'"
 
 
