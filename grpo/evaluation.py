@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,13 @@ from grpo.training import Env
 from grpo.version import Version, open_version
 from orchestrator.envs.base import Environment
 from orchestrator.envs.registry import check_id
-from orchestrator.evaluate import Evaluation, suites_of
-from orchestrator.evaluate import evaluate as evaluate_suites
+from orchestrator.evaluate import Evaluation
+from orchestrator.evaluate import evaluate as evaluate_version
 from orchestrator.inference.client import InferenceClient, ServerError
 from orchestrator.inference.pool import ServerPool
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.records import Completion
-from orchestrator.seeds import group_seed
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.errors import TransportError
@@ -256,13 +254,7 @@ async def _evaluated(target: Target, orch: OrchSettings, server: Served) -> Eval
             seed=orch.seed,
             max_prompt_length=orch.buffer.max_prompt_length,
         )
-        return await evaluate_suites(
-            engine,
-            suites_of(orch, prompts),
-            version=target.number or 0,
-            complete=True,
-            seed_of=partial(group_seed, orch.sampling.seed),
-        )
+        return await evaluate_version(engine, orch, prompts, version=target.number or 0)
 
 
 async def _ended(server: Served) -> None:

@@ -49,7 +49,7 @@ class ChatRenderer:
         text = self._tokenizer.apply_chat_template(
             [self.without_control(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
-        ids = self._ids_of(text)
+        ids = self.ids_of(text)
         self._cache[key] = ids
         self._num_cached += len(ids)
         while len(self._cache) > CACHE_SIZE or self._num_cached > CACHE_TOKENS:
@@ -92,7 +92,9 @@ class ChatRenderer:
 
     def ids_of(self, text: str) -> list[int]:
         """Ids of text as it stands; special tokens in it are read as such, none is added."""
-        return self._ids_of(text)
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def raw_text(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -142,11 +144,6 @@ class ChatRenderer:
         """Whether it is a control token, which is no part of any text."""
         return token_id in self._special_ids
 
-    def _ids_of(self, text: str) -> list[int]:
-        if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
-
 
 def _backend_of(tokenizer: Any) -> Any:
     """What a plain fast tokenizer hands all work to; its own wrapping takes several times as long as the work. None
@@ -166,11 +163,12 @@ _IMPORTING = threading.Lock()
 """The library imports its parts lazily, which two threads cannot do at once."""
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """What AutoTokenizer gives; where tokenizer.json says all, without its import of torch (2 s and 350 MB)."""
+def load_tokenizer(name: Path | str) -> Any:
+    """What AutoTokenizer gives of a folder, or of a name in the local cache; where tokenizer.json says all, without its
+    import of torch (2 s and 350 MB)."""
     with _IMPORTING:
-        if (folder / "tokenizer.json").is_file():
+        if (Path(name) / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer.from_pretrained(folder)
+    return Tokenizer.from_pretrained(name, local_files_only=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from configs.entry import load_settings
 from configs.train import TrainSettings
@@ -63,9 +64,21 @@ def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
         status = Path(settings.output_dir) / "status" / "train.json"
         raise SystemExit(launch(settings, sys.argv[1:], status=status))
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
+    _import_peft()
     from trainer.startup import run
 
     run(settings, model_folder)
+
+
+def _import_peft() -> None:
+    """Without bitsandbytes, which PEFT imports for layers of its own that the trainer does not use: on a CPU that takes
+    as long as torch itself, whose compiler it imports."""
+    hidden: Any = sys.modules
+    hidden["bitsandbytes"] = None
+    from peft.import_utils import is_bnb_available
+
+    is_bnb_available()  # it remembers that there is none
+    del hidden["bitsandbytes"]
 
 
 def _end(number: int, _: FrameType | None) -> None:

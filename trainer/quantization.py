@@ -4,6 +4,8 @@ The arithmetic stays that of `recipe`: a weight is dequantized when it is used, 
 pass, and never kept. NF4 (QLoRA, arXiv:2305.14314) is bitsandbytes'. For FP8 (DeepSeek-V3, arXiv:2412.19437) and NVFP4
 (arXiv:2509.25149) on a CPU there is no library: transformers' quantizers want a GPU for both, and torchao's need its
 compiled kernels. docs/quantization.md has the bounds of the errors, which tests hold for every weight.
+
+bitsandbytes is imported where it is used: that takes as long as torch.
 """
 
 import functools
@@ -14,14 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import (
-    QuantState,
-    create_dynamic_map,
-    dequantize_4bit,
-    dequantize_blockwise,
-    get_4bit_type,
-    quantize_4bit,
-)
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
@@ -44,6 +38,8 @@ _TINY = torch.finfo(torch.float32).tiny
 def quantize_nf4(weight: torch.Tensor) -> Tensors:
     """Returns `codes` [n / 2] bytes, the first of two weights in the high bits, `absmax` [n / 64] bytes,
     `nested_absmax` [n / 64 / 256] and `offset` [] float32."""
+    from bitsandbytes.functional import quantize_4bit
+
     codes, state = quantize_4bit(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True)
     nested = {"nested_absmax": state.state2.absmax, "offset": state.offset}
     return {"codes": codes.flatten(), "absmax": state.absmax, **nested}
@@ -51,6 +47,8 @@ def quantize_nf4(weight: torch.Tensor) -> Tensors:
 
 def dequantize_nf4(tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Returns level · absmax, multiplied in float32 and rounded once. Without `nested_absmax`, `absmax` is float32."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+
     codes, absmax = tensors["codes"], tensors["absmax"]
     if "nested_absmax" in tensors:
         code, nested = _nested_levels(absmax.device), tensors["nested_absmax"]
@@ -124,6 +122,8 @@ def _nvfp4_pairs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _nested_levels(device: torch.device) -> torch.Tensor:
+    from bitsandbytes.functional import create_dynamic_map
+
     levels: torch.Tensor = create_dynamic_map().to(device)  # type: ignore[no-untyped-call]
     return levels
 
@@ -314,6 +314,8 @@ def _stored(method: str, config: Mapping[str, Any]) -> Stored | None:
 
 def _stored_nf4(tensors: Tensors) -> Tensors:
     """bitsandbytes' own tensors, whose state says the rest."""
+    from bitsandbytes.functional import get_4bit_type
+
     state = json.loads(bytes(tensors.pop("state").numpy()))
     own: dict[str, torch.Tensor] = {
         "map": get_4bit_type("nf4", device="cpu"),  # type: ignore[no-untyped-call]

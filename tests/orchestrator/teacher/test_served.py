@@ -14,9 +14,10 @@ from aiohttp.test_utils import unused_port
 from configs.auxiliary import TeacherSettings
 from orchestrator.endpoints import EndpointError
 from orchestrator.teacher.served import ServedTeacher, open_teacher
-from orchestrator.teacher.tokens import shared_tokens, spread
+from orchestrator.teacher.tokens import shared_tokens
+from tests.orchestrator.chat_server import cut, endless
 from tests.orchestrator.fakes import MODEL
-from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, endless, hang_up, in_turn
+from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
 from transport.records import UNTAUGHT, Float32, Int32
 
 
@@ -72,7 +73,7 @@ async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: 
     assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
 
 
-async def test_requests_go_to_the_least_loaded_server_that_answers(server: FakeTeacher) -> None:
+async def test_servers_that_answer_take_turns(server: FakeTeacher) -> None:
     other = await FakeTeacher().start()
     await scored(teacher(server.url, other.url), *(ids(5, n) for n in range(12)))
     assert len(server.asked) == len(other.asked) == 6
@@ -150,7 +151,6 @@ async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
         assert (found.ours, found.longest, ours.asked[0]["temperature"]) == (True, 15, 1.5)
         found = await opened(theirs, name="served", tokenizer=str(MODEL))
         assert (found.ours, found.longest, theirs.asked[0]["prompt"][:2]) == (False, 15, [0, 1])
-        assert (await failure(found, ids(*range(16)))).reason == "too_long"
         for refused in (opened(ours, theirs), opened(theirs, name=str(MODEL)), opened(theirs, temperature=2.0)):
             with pytest.raises(ValueError, match=r"grpo-infer|does not serve|temperature"):
                 await refused
@@ -185,11 +185,9 @@ def test_tokens_that_mean_the_same_are_known_by_the_teachers_ids_and_others_are_
 
     ids = [one["id"] for one in json.loads((MODEL / "tokenizer.json").read_bytes())["added_tokens"]]
     tokens = shared_tokens(MODEL, made_tokenizer(tmp_path, change))
-    assert tokens.num_unknown == 1
-    theirs, known = tokens.translated(np.array([65, ids[0], ids[2], 66], np.int32))
-    assert (theirs.tolist(), known.tolist()) == ([65, ids[1], 66], [True, True, False, True])
-    scores = np.array([0, -1, -2], np.float32)
-    assert spread(scores, known).tolist() == [0, -1, UNTAUGHT, -2]
+    row = np.array([65, ids[0], ids[2], 66], np.int32)
+    assert tokens.translated(row).tolist() == [65, ids[1], 66]
+    assert tokens.spread(np.array([0, -1, -2], np.float32), row).tolist() == [0, -1, UNTAUGHT, -2]
 
 
 def test_a_teacher_that_knows_too_few_tokens_is_refused(tmp_path: Path) -> None:
