@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 from pathlib import Path
 
 _SAMPLE_BYTES = 1 << 20
@@ -28,8 +29,10 @@ def resolve_model(name: str) -> Path:
     try:
         with contextlib.suppress(LocalEntryNotFoundError):
             return Path(snapshot_download(name, local_files_only=True))
+        if os.environ.get("HF_HUB_OFFLINE") == "1":  # which the library reads only when it is imported
+            raise OSError("HF_HUB_OFFLINE=1 forbids it")
         return Path(snapshot_download(name))
-    except (OSError, HfHubHTTPError, ValueError) as error:  # with HF_HUB_OFFLINE=1, too
+    except (OSError, HfHubHTTPError, ValueError) as error:
         raise FileNotFoundError(
             f"model {name!r}: neither a folder here nor in the local Hugging Face cache, and it could not be fetched "
             f"from the hub: {error}"
