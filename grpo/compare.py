@@ -16,6 +16,7 @@ from pathlib import Path
 from configs.errors import SettingsError
 from configs.run import load_run
 from deploy.plan import resolve
+from grpo.errors import CommandError
 from grpo.handle import GRPO
 from grpo.run_files import SUMMARY_FILE, read
 from transport.folders import write_atomic
@@ -44,8 +45,10 @@ interrupted.
 exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 
 
-class CannotCompare(ValueError):
+class CannotCompare(CommandError):
     """Arms or runs from which no comparison can be made."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,22 +92,18 @@ def main(options: argparse.Namespace) -> int:
     """`grpo compare`; the exit code."""
     from grpo.figures import report
 
-    try:
-        arms = arms_of(options.arms, options.arm)
-        others = [word for word in options.others if word != "--dry-run"]
-        runs = planned(arms, others, folder=options.output_dir, steps=options.steps, seeds=options.seeds)
-        _check_settings(runs)
-        if len(others) < len(options.others):
-            print("\n".join(shlex.join(("grpo", *run.words)) for run in runs))
-            return 0
-        _check_folders(runs, options.output_dir)
-        for number, run in enumerate(runs, 1):
-            print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
-            _train(run)
-        report({name: [(run.seed, run.folder) for run in runs if run.arm == name] for name in arms}, options.output_dir)
-    except CannotCompare as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arms = arms_of(options.arms, options.arm)
+    others = [word for word in options.others if word != "--dry-run"]
+    runs = planned(arms, others, folder=options.output_dir, steps=options.steps, seeds=options.seeds)
+    _check_settings(runs)
+    if len(others) < len(options.others):
+        print("\n".join(shlex.join(("grpo", *run.words)) for run in runs))
+        return 0
+    _check_folders(runs, options.output_dir)
+    for number, run in enumerate(runs, 1):
+        print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
+        _train(run)
+    report({name: [(run.seed, run.folder) for run in runs if run.arm == name] for name in arms}, options.output_dir)
     return 0
 
 

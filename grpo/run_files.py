@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from grpo.errors import NoRun
 from transport.run import RUN_FILE
 from transport.status import process_start
 
@@ -18,10 +19,6 @@ STEP, REWARD = "progress/step", "reward/mean"
 """Keys in `metrics.jsonl`: of every line, and of those lines that are of a training step and not of an evaluation."""
 STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
 """Of a rollout in the ledger."""
-
-
-class NoRun(ValueError):
-    """A folder that holds no run."""
 
 
 class OrchSettings(msgspec.Struct):

@@ -16,9 +16,7 @@ from typing import Any
 import httpx
 import yaml
 
-from grpo.run_files import NoRun
 from grpo.version import CannotExport, Version, open_version, settings_of
-from transport.errors import TransportError
 from transport.parent import PARENT_VAR
 
 ALIAS = "policy"
@@ -37,7 +35,8 @@ numbers. `model: {ALIAS}` is the version, the run's model name its base. Without
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{ALIAS}", "messages": [{{"role": "user", "content": "reverse"}}]}}'
 
-exit codes: 0 done, 1 the version cannot be served, 2 a wrong command line, 130 Ctrl-C, 143 SIGTERM"""
+exit codes: 0 done, 1 the version cannot be served, 2 there is no run, or the command line is wrong, 130 Ctrl-C,
+143 SIGTERM"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code, once the server has ended."""
-    try:
-        version = open_version(options.run, options.step)
-        settings = settings_alone(version, host=options.host, port=options.port)
-        with served(settings, version.run / "logs" / "serve.log", version=version) as server:
-            print(f"{server.url}/v1  model: {ALIAS} (version {version.manifest.version}) or {server.base}", flush=True)
-            return server.process.wait()
-    except KeyboardInterrupt:
-        return 130
-    except (NoRun, CannotExport, TransportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    version = open_version(options.run, options.step)
+    settings = settings_alone(version, host=options.host, port=options.port)
+    with served(settings, version.run / "logs" / "serve.log", version=version) as server:
+        print(f"{server.url}/v1  model: {ALIAS} (version {version.manifest.version}) or {server.base}", flush=True)
+        return server.process.wait()
 
 
 def settings_alone(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import json
 import sqlite3
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from grpo.errors import NoRun
 from grpo.ledger import LedgerError, open_ledger
-from grpo.run_files import REWARD, STEP, NoRun, Program, Said, metrics, read, read_run
+from grpo.run_files import REWARD, STEP, Program, Said, metrics, read, read_run
 from transport.checkpoints import TRAINER
 from transport.folders import steps_in
 from transport.status import FAILED, FINISHED
@@ -234,11 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """`grpo status`; the exit code."""
-    try:
-        status = run_status(options.run)
-    except NoRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    status = run_status(options.run)
     print(json.dumps(asdict(status), indent=1) if options.json else text(status))
     return int(status.state == FAILED)
 

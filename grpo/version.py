@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.errors import CommandError
 from grpo.run_files import read_run
 from transport.folders import STABLE, step_folder, steps_in
 from transport.records import Canary, PolicyManifest, adapter_folders
@@ -13,7 +14,7 @@ from transport.weights.identity import base_identity, resolve_model
 from transport.weights.store import CANARY_FILE, verify_policy
 
 
-class CannotExport(ValueError):
+class CannotExport(CommandError):
     """There is no such version, or what was made of it does not compute as it did."""
 
 
