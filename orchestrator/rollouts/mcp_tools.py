@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,20 +50,23 @@ class McpServer:
 
 
 class McpTools:
-    """Connections to servers. One that has broken off, or is of another event loop, is made again."""
+    """Connections to servers, one each for an event loop. One that has broken off is made again."""
 
     def __init__(self, servers: Sequence[McpServer]) -> None:
-        self._servers, self._connections = servers, dict[int, _Connection]()
+        self._servers = servers
+        self._connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, _Connection]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     async def tools(self) -> dict[str, Tool]:
         """All tools by name. Raises ValueError for a server that does not come up, or has not the tools that are named,
         and where two tools have one name."""
-        loop, tools = asyncio.get_running_loop(), dict[str, Tool]()
+        known = self._connections.setdefault(asyncio.get_running_loop(), {})
+        tools: dict[str, Tool] = {}
         for place, server in enumerate(self._servers):
-            known = self._connections.get(place)
-            if known is None or known.task.done() or known.task.cancelling() or known.task.get_loop() is not loop:
-                known = self._connections[place] = _Connection(server)
-            for name, tool in (await known.tools()).items():
+            if place not in known or known[place].task.done() or known[place].task.cancelling():
+                known[place] = _Connection(server)
+            for name, tool in (await known[place].tools()).items():
                 if name in tools:
                     raise ValueError(f"two MCP servers have a tool {name}; leave one out by McpServer.tools")
                 tools[name] = tool
