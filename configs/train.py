@@ -30,6 +30,7 @@ from configs.loss import LossSettings
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LowPrecision = Literal["fp8_hybrid", "nvfp4"]
 QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
 _MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
@@ -120,7 +121,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
     """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
-    `nvfp4` multiply matrices in 8 or 4 bits, on GPUs that can; base weights are in bfloat16 then."""
+    `nvfp4` are bf16 but for the frozen weights of layers with an adapter, whose products in training are in 8 or 4
+    bits, on GPUs that can (docs/quantization.md)."""
     gradient_checkpointing: bool | None = None
     """Activations are computed again in the backward pass: less memory, a third more work (null: on a GPU none, all but
     attention's, or all, as its free memory asks for; on a CPU none)."""
@@ -215,6 +217,16 @@ class TrainSettings(ProcessSettings, SharedSettings):
         """The format in which the base is held; None for the type of `recipe`."""
         return next((kind for key, kind in QUANTIZED.items() if getattr(self, key)), None)
 
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """Name of the type of the base weights and of the computation."""
+        return "float32" if self.recipe == "fp32" else "bfloat16"
+
+    @property
+    def low_precision(self) -> LowPrecision | None:
+        """In how few bits an adapter's base is multiplied; None where it is in the type of the computation."""
+        return self.recipe if self.recipe in ("fp8_hybrid", "nvfp4") else None
+
     def conflicts(self) -> Conflicts:
         yield from self._schedule_conflicts()
         yield from self._format_conflicts()
@@ -247,6 +259,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
         kind, rounds = self.weight_broadcast.format, self.weight_broadcast.allow_rounding
         if len(formats := [one for one in QUANTIZED if getattr(self, one)]) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"
+        if self.low_precision is not None and not self.lora:
+            yield "recipe", f"{self.recipe} is for an adapter's frozen base; with lora: false use bf16 or fp32"
         if (kind == "full") == self.lora:
             yield "weight_broadcast.format", "full belongs to lora: false, adapter and merged to lora: true"
         elif kind == "merged" and formats:
@@ -271,7 +285,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if self.sleep_mode and (on_cpu or nccl):
             yield "sleep_mode", "needs one GPU, where vLLM can sleep: no CPU, and weight_broadcast.type: filesystem"
         if on_cpu:
-            if self.recipe in ("fp8_hybrid", "nvfp4"):
+            if self.low_precision is not None:
                 yield "recipe", f"{self.recipe} needs a GPU that can; with device: cpu use bf16 or fp32"
             if self.optimizer == "adamw_8bit_paged":
                 yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"

@@ -100,7 +100,7 @@ def resolve(run: Run, *, visible: Sequence[str] | None = None) -> Plan:
     if train.sleep_mode and train.device != "cuda" and not visible:
         why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
         problems.append(run.train.problem("sleep_mode", why))
-    if train.recipe in ("fp8_hybrid", "nvfp4") and not visible:
+    if train.low_precision is not None and not visible:
         why = f"{train.recipe} needs a GPU that computes in so few bits, and none is visible"
         problems.append(run.train.problem("recipe", f"{why}; use bf16 or fp32"))
     teacher = None

@@ -4,7 +4,6 @@ from orchestrator.envs.base import Environment
 from orchestrator.rollouts.clients import (
     InferenceClient,
     MockClient,
-    ModelResponse,
     OpenAIClient,
     OwnClient,
     client_of,
@@ -19,7 +18,7 @@ from orchestrator.rollouts.episode import (
     SingleTurnEpisode,
 )
 from orchestrator.rollouts.mcp_tools import McpServer
-from orchestrator.rollouts.messages import Message
+from orchestrator.rollouts.messages import Message, ModelResponse
 from orchestrator.rollouts.openai_endpoint import endpoint_of
 from orchestrator.rollouts.play import play
 from orchestrator.rollouts.roles import Role

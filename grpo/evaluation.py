@@ -32,8 +32,8 @@ from orchestrator.background import in_thread
 from orchestrator.checks import check_server
 from orchestrator.envs.base import Environment
 from orchestrator.envs.registry import check_id
-from orchestrator.evaluate import Evaluation, suites_of
-from orchestrator.evaluate import evaluate as evaluate_suites
+from orchestrator.evaluate import Evaluation
+from orchestrator.evaluate import evaluate as evaluate_version
 from orchestrator.inference.client import InferenceClient, ServerError
 from orchestrator.inference.pool import ServerPool
 from orchestrator.inference.watch import ServerWatch
@@ -41,7 +41,6 @@ from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.records import Completion
-from orchestrator.seeds import group_seed
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.errors import TransportError
@@ -274,13 +273,7 @@ async def _evaluated(target: Target, orch: OrchSettings, infer: InferSettings) -
             seed=orch.seed,
             max_prompt_length=orch.buffer.max_prompt_length,
         )
-        return await evaluate_suites(
-            engine,
-            suites_of(orch, prompts),
-            version=target.version or 0,
-            complete=True,
-            seed_of=partial(group_seed, orch.sampling.seed),
-        )
+        return await evaluate_version(engine, orch, prompts, version=target.version or 0)
 
 
 def _watch(sync: WeightSync, orch: OrchSettings) -> ServerWatch:

@@ -14,7 +14,7 @@ from transport.folders import write_atomic
 
 NUM_PICTURED = 10
 """So many steps of the first arm fill the picture of who did what when."""
-_HELD_OUT = ("eval/accuracy/", "eval/measure/")
+_HELD_OUT = ("eval/accuracy/", "eval/reward/", "eval/measure/")
 _MEANS = {
     "reward, last quarter": REWARD,
     "errors a rollout, last quarter": "rollout/step_errors",
@@ -98,7 +98,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 def _held_out(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Accuracies and measures of each environment, by the first and by the last version that was evaluated."""
+    """Accuracies, rewards and measures of each environment, by the first and by the last version that was evaluated."""
     if len(evaluations) < 2:
         return {}
     first, *_, final = evaluations.values()

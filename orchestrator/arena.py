@@ -6,6 +6,7 @@ the engine, the ledger, packing, versions, traces, going on after a restart. Wit
 
 import asyncio
 import inspect
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,21 +16,20 @@ from msgspec.structs import replace
 
 from configs.orch import OrchSettings
 from orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
-from orchestrator.background import BusyClock, in_thread
+from orchestrator.background import in_thread
 from orchestrator.loops.sample import Intake
-from orchestrator.monitoring.timeline import Timeline
-from orchestrator.rollouts.clients import InferenceClient, ModelResponse
+from orchestrator.rollouts.clients import InferenceClient
 from orchestrator.rollouts.clock import together
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
+from orchestrator.rollouts.engine import Group, PromptTooLong
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.local import LocalPool
+from orchestrator.rollouts.messages import ModelResponse
 from orchestrator.rollouts.play import ScriptedBackend
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Task
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Task
 from orchestrator.rollouts.roles import Role, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.samples import FinishedGroup, finish_group
-from orchestrator.scheduler import Scheduler, Ticket
-from orchestrator.temperature import make_temperature
+from orchestrator.scheduler import Ticket
 from orchestrator.workers.protocol import Ask, Sample, Sampled
 from transport.importing import NotFound, find
 from transport.records import TrainingSample
@@ -69,20 +69,6 @@ class TrainingBatch:
         return self.group.samples
 
 
-@dataclass(kw_only=True)
-class ArenaRun:
-    """The run in which an arena works."""
-
-    settings: OrchSettings
-    engine: RolloutEngine
-    scheduler: Scheduler
-    intake: Intake
-    timeline: Timeline
-    generating: BusyClock
-    finished: dict[int, FinishedGroup]
-    """Groups that wait for their batch, by number."""
-
-
 class Arena:
     """Override `setup` and `get_batch`; for another order of things, `main`.
 
@@ -119,13 +105,12 @@ class Arena:
         self.stores: dict[str, ArtifactStore] = {}
         """Stores by name, to be filled and drawn from in `get_batch`; episodes have them as `ctx.stores`."""
         self._seeds: dict[str, list[Any]] = {}
-        self._run: ArenaRun | None = None
+        self._run: Intake | None = None
+        """The run that it works in."""
         self._ticket: Ticket | None = None
         self._num_asked = 0
-        self._open: dict[str, EpisodeResult] = {}
-        """Rollouts of the step that no batch has taken."""
-        self._shaped: dict[str, EpisodeResult] = {}
-        """The same with the rewards that credit sees."""
+        self._open: dict[str, tuple[EpisodeResult, EpisodeResult]] = {}
+        """Rollouts of the step that no batch has taken, with the same with the rewards that credit sees."""
         self._requests: dict[str, EpisodeRequest] = {}
         """By the id of the rollout."""
         self.setup()
@@ -194,7 +179,7 @@ class Arena:
             roll_out, ticket = self._roll_out, await self._begin_step(self._run)
         first, self._num_asked = self._num_asked, self._num_asked + len(requests)
         if self._run is not None:
-            ledger, num = self._run.intake.ledger, len(requests)
+            ledger, num = self._run.ledger, len(requests)
             ledger.issued(ticket.group, num=num, env=ARENA, example=0, version=ticket.version, first=first)
             await in_thread(ledger.changes())
 
@@ -206,11 +191,10 @@ class Arena:
         asked = [one(number, request) for number, request in enumerate(requests, first)]
         if self._run is None:
             return await together(asked)
-        with self._run.generating, self._run.timeline.group(ticket.group):
+        with self._run.timeline.group(ticket.group):
             results = await together(asked)
-        usable, shaped = await self._run.intake.take(results)
-        self._open |= {result.id: result for result in usable}
-        self._shaped |= {result.id: result for result in shaped}
+        usable, shaped = await self._run.take(results)
+        self._open |= {one.id: (one, seen) for one, seen in zip(usable, shaped, strict=True)}
         return results
 
     async def build_training_batch(
@@ -218,8 +202,8 @@ class Arena:
     ) -> TrainingBatch:
         """Credit and samples of those of these rollouts that have a reward; a role's rewards in them are compared with
         each other. In a run, with what filters, hints and teachers make of them."""
-        usable = [result for result in results if result.failure is None and (not self._run or result.id in self._open)]
         run = self._run
+        usable = [result for result in results if result.failure is None and (not run or result.id in self._open)]
         credit = group_credit if run is None else make_credit(run.settings)
         if self._credit is not None:
             credit = partial(checked_credit, self._credit, "the arena's credit")
@@ -227,8 +211,8 @@ class Arena:
         if run is None:
             made = finish_group(usable, credit, group="0")
         else:
-            shaped = [self._shaped.get(one.id, one) for one in usable]
-            made = await run.intake.finish(usable, shaped, credit, group=str((await self._begin_step(run)).group))
+            shaped = [self._open[one.id][1] for one in usable]
+            made = await run.finish(usable, shaped, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
         told = {
             "policy_version": self.policy_version,
@@ -241,15 +225,10 @@ class Arena:
         return TrainingBatch(group=made, meta=told | dict(meta or {}))
 
     def _credit_by_group(self, credit: Credit, results: Sequence[EpisodeResult]) -> Mapping[StepKey, float]:
-        groups: list[tuple[Any, list[EpisodeResult]]] = []
+        groups: defaultdict[str, list[EpisodeResult]] = defaultdict(list)
         for result in results:
-            key = self.group_of(self._requests[result.id])
-            known = next((members for other, members in groups if other == key), None)
-            if known is None:
-                groups.append((key, [result]))
-            else:
-                known.append(result)
-        return {step: value for _, members in groups for step, value in credit(members).items()}
+            groups[repr(self.group_of(self._requests[result.id]))].append(result)
+        return {step: value for members in groups.values() for step, value in credit(members).items()}
 
     async def train(self, batch: TrainingBatch) -> None:
         """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample
@@ -258,15 +237,14 @@ class Arena:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
         ticket, self._ticket, self._num_asked = self._ticket, None, 0
         taken = {result.id for result in batch.results}
-        left = [one for name, one in self._open.items() if name not in taken]
-        self._open, self._shaped, self._requests = {}, {}, {}
-        run.intake.ledger.dropped([one.id for one in left], "not_in_batch")
-        run.intake.traces.dropped(left, "not_in_batch")
+        left = [one for name, (one, _) in self._open.items() if name not in taken]
+        self._open, self._requests = {}, {}
+        run.ledger.dropped([one.id for one in left], "not_in_batch")
+        run.traces.dropped(left, "not_in_batch")
         if not batch.records:
             run.scheduler.failed(ticket.group)
             return
-        run.finished[ticket.group] = batch.group
-        run.scheduler.completed(ticket.group, oldest=batch.group.oldest_version)
+        run.complete(ticket.group, batch.group)
 
     async def step(self, concurrency: int | None = None) -> TrainingBatch:
         """One training step: `get_batch`, its rollouts, their batch, which is handed over in a run."""
@@ -311,7 +289,7 @@ class Arena:
         )
         return self._pool
 
-    async def work(self, run: ArenaRun) -> None:
+    async def work(self, run: Intake) -> None:
         """Runs `main` in a run. Raises ValueError where it ends before all steps are trained."""
         self._run = run
         if (stores := run.engine.stores) is not None:
@@ -327,7 +305,7 @@ class Arena:
     def _name(self, number: int) -> str:
         return f"{0 if self._ticket is None else self._ticket.group}/{number}"
 
-    async def _begin_step(self, run: ArenaRun) -> Ticket:
+    async def _begin_step(self, run: Intake) -> Ticket:
         while self._ticket is None:
             self._ticket = run.scheduler.start()
             if self._ticket is None:
@@ -337,7 +315,7 @@ class Arena:
     async def _roll_out(self, number: int, request: EpisodeRequest) -> EpisodeResult:
         assert self._run is not None
         assert self._ticket is not None
-        settings, ticket = self._run.settings, self._ticket
+        ticket = self._ticket
         index = self._pool.ask(request.episode_type, request.artifact, request.meta)
         group = Group(
             task=Task(env=ARENA, split="train", index=index, messages=()),
@@ -345,13 +323,8 @@ class Arena:
             num=1,
             first=number,
             version=ticket.version,
-            params=SamplingParams(
-                temperature=make_temperature(settings)(ticket.version),
-                max_tokens=settings.sampling.max_tokens,
-                noisy=True,
-                follow=settings.inflight_weight_updates,
-            ),
-            adapters=RoleAdapters(names=settings.model.lora_adapters, of_roles=self.adapters),
+            params=self._run.params(ticket.version),
+            adapters=RoleAdapters(names=self._run.settings.model.lora_adapters, of_roles=self.adapters),
         )
         try:
             [result] = await self._run.engine.run_group(group)

@@ -1,12 +1,11 @@
 """Small helpers for asyncio: waking waiters, blocking calls, and what really went wrong."""
 
 import asyncio
+import contextlib
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,30 +29,6 @@ class Bell:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
-
-
-class BusyClock:
-    """Seconds during which at least one of many overlapping things was going on."""
-
-    def __init__(self) -> None:
-        self._num_busy = 0
-        self._since_s = 0.0
-        self._total_s = 0.0
-
-    def __enter__(self) -> None:
-        if self._num_busy == 0:
-            self._since_s = time.monotonic()
-        self._num_busy += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._num_busy -= 1
-        if self._num_busy == 0:
-            self._total_s += time.monotonic() - self._since_s
-
-    @property
-    def total_s(self) -> float:
-        """Until now."""
-        return self._total_s + (time.monotonic() - self._since_s if self._num_busy else 0.0)
 
 
 class NoThread(RuntimeError):
@@ -86,19 +61,35 @@ class _Threads:
 _threads = _Threads()
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of a blocking call."""
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # whoever awaits may give up; the call goes on
+def start_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    """The result of a blocking call, which goes on where nobody waits for it any more. Raises NoThread."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     def call() -> None:
+        value, raised = None, None
         try:
-            result.set_result(function(*args, **kwargs))
+            value = function(*args, **kwargs)
         except BaseException as error:  # delivered to whoever awaits
-            result.set_exception(error)
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, raised)
 
     _threads.submit(call)
-    return await asyncio.wrap_future(result)
+    return result
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of a blocking call."""
+    return await start_in_thread(function, *args, **kwargs)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -2,8 +2,8 @@
 
 `openai.AsyncOpenAI` speaks to them, with its retries, its back-off and its reading of Retry-After. What it leaves open
 is settled by the transport below it: no redirect is followed, no answer is longer than it may be or unpacked, nothing
-but what the question needs goes out, the rate of the requests is limited, and where several servers serve the same, one
-that has just failed is passed over.
+but what the question needs goes out, the rate of the requests is limited, and servers that serve the same take turns,
+but for those that have just failed.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx
 from aiolimiter import AsyncLimiter
 
 from configs.auxiliary import ApiSettings
+from orchestrator.rollouts.messages import ModelResponse
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -60,27 +60,6 @@ class EndpointError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A tool call apart from the text. Example: ``ToolCall(name="look_up", arguments='{"word": "cat"}')``"""
-
-    name: str
-    arguments: str
-    """As it was sampled; seldom, but at times, no JSON."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer:
-    """One answer. Example: ``ChatAnswer(text="LOOKUP[cat]")``"""
-
-    text: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    tokens: tuple[tuple[str, float], ...] = ()
-    """Each sampled token as text with its log-probability, where `logprobs` were asked for and given."""
-    token_ids: tuple[int, ...] = ()
-    """Where `return_token_ids` was asked for and given, as servers of vLLM do."""
-
-
 class Costs:
     """What was spent, in the currency of the prices. Nothing is asked once the ceiling is reached; what is under way
     then may pass it by as many questions as are asked at a time."""
@@ -118,7 +97,6 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
         self._addresses, self._key, self._timeout_s, self._max_bytes = addresses, api_key, timeout_s, max_bytes
         self._turns, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
         self._limiter = None if math.isinf(burst) else AsyncLimiter(burst, burst / requests_per_s)
-        self._num_in_flight: Counter[str] = Counter()
         self._failed_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         """When each address has failed last."""
         self.num_requests = 0
@@ -134,7 +112,7 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
                 await self._limiter.acquire()
             address = f"{request.url.scheme}://{request.url.netloc.decode('ascii')}"
             if address == _ANY:
-                address = self._chosen()
+                address = self._next()
                 request.url = httpx.URL(address + request.url.raw_path.decode("ascii"))
             headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
             headers |= {"host": request.url.netloc.decode("ascii"), "accept-encoding": "identity"}
@@ -142,7 +120,6 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
                 headers["authorization"] = f"Bearer {self._key}"
             request.headers = httpx.Headers(headers)
             self.num_requests += 1
-            self._num_in_flight[address] += 1
             try:
                 async with asyncio.timeout(self._timeout_s):
                     response = await self._answer(request)
@@ -151,18 +128,17 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
                 failure = httpx.ReadTimeout(f"no answer within {self._timeout_s:g} s") if late else error
                 self._failed(address, f"{type(failure).__name__}: {failure}")
                 raise failure from None
-            finally:
-                self._num_in_flight[address] -= 1
             if response.status_code >= 500:
                 self._failed(address, f"status {response.status_code}: {response.text[:MAX_ECHO]}")
             return response
 
-    def _chosen(self) -> str:
-        """The least loaded address of those that have not just failed, or else of all."""
+    def _next(self) -> str:
+        """The address whose turn it is, of those that have not just failed, or else of all."""
         if not (addresses := [one.rstrip("/") for one in self._addresses()]):
             raise httpx.ConnectError("none of the servers is in service")
-        now_s, num, failed_s = time.monotonic(), self._num_in_flight, self._failed_s
-        return min(addresses, key=lambda one: (now_s - failed_s[one] < PASSED_OVER_S, num[one], failed_s[one]))
+        since_s = time.monotonic() - PASSED_OVER_S
+        whole = [one for one in addresses if self._failed_s[one] < since_s] or addresses
+        return whole[self.num_requests % len(whole)]
 
     def _failed(self, address: str, what: str) -> None:
         self._failed_s[address], self.newest_failure = time.monotonic(), f"{address}: {what}"
@@ -187,10 +163,11 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
 class ApiClient:
     """Requests to servers that serve the same, of which every failure is an EndpointError."""
 
-    def __init__(self, transport: BoundedTransport, *, retries: int, timeout_s: float) -> None:
+    def __init__(self, addresses: Addresses, *, retries: int, timeout_s: float, **options: Any) -> None:
+        """`options`: the others of BoundedTransport."""
         from openai import AsyncOpenAI  # here, because it takes half a second, and most runs ask nobody
 
-        self.transport = transport
+        self.transport = transport = BoundedTransport(addresses, timeout_s=timeout_s, **options)
         self._client = AsyncOpenAI(
             base_url=_ANY,
             api_key="unused",  # the transport has it
@@ -200,8 +177,9 @@ class ApiClient:
         )
 
     async def get(self, url: str) -> bytes:
-        """What is at `url`, a whole address. Raises EndpointError."""
-        return (await _understood(self._client.get(url, cast_to=httpx.Response))).content
+        """What is at `url`, a whole address, at the first try. Raises EndpointError."""
+        once = self._client.with_options(max_retries=0)
+        return (await _understood(once.get(url, cast_to=httpx.Response))).content
 
     async def post(self, path: str, body: Mapping[str, Any], cast_to: type[A]) -> A:
         """The answer of whichever server it is. Raises EndpointError."""
@@ -267,15 +245,15 @@ class Endpoint:
         given = settings.base_url
         addresses: Addresses = own_servers if given is None else lambda: [given]
         self._path = "/v1/chat/completions" if given is None else "/chat/completions"
-        transport = BoundedTransport(
+        self._client = ApiClient(
             addresses,
             api_key=os.environ[key_var] if key_var else None,
+            retries=settings.retries,
             timeout_s=settings.timeout_s,
             max_bytes=MAX_ANSWER_BYTES,
             num_parallel=num_parallel,
             requests_per_s=settings.requests_per_s,
         )
-        self._client = ApiClient(transport, retries=settings.retries, timeout_s=settings.timeout_s)
 
     @property
     def num_requests(self) -> int:
@@ -287,7 +265,7 @@ class Endpoint:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> ChatAnswer:
+    ) -> ModelResponse:
         """The answer to `messages`. `options` replace fields of the request, such as `temperature` and `max_tokens`,
         that the settings give; those that are None are left out. Raises EndpointError."""
         self.num["asked"] += 1
@@ -347,18 +325,18 @@ def check_address(base_url: str) -> None:
         )
 
 
-def _chat_answer(completion: "ChatCompletion") -> ChatAnswer:
+def _chat_answer(completion: "ChatCompletion") -> ModelResponse:
     """openai reads whatever comes without checking it. Raises EndpointError."""
     try:
         choice = completion.choices[0]
         text, refusal, ended = choice.message.content or "", choice.message.refusal, choice.finish_reason
         called: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
-        calls = tuple(ToolCall(name=one.name, arguments=one.arguments or "{}") for one in called)
-        "".join([text, *(word for one in calls for word in (one.name, one.arguments))]).encode()
+        calls = tuple((one.name, one.arguments or "{}") for one in called)
+        "".join([text, *(word for call in calls for word in call)]).encode()
         tokens = tuple((str(one.token), float(one.logprob)) for one in getattr(choice.logprobs, "content", None) or ())
         token_ids = tuple(int(one) for one in getattr(choice, "token_ids", None) or ())
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # half of a surrogate pair is no text
         raise EndpointError("nonsense", f"no chat completion: {str(completion)[:MAX_ECHO]}") from None
     if ended not in ("stop", "tool_calls", "function_call", None) or refusal:
         raise EndpointError("withheld", f"it withheld its answer: {str(refusal or ended)[:MAX_ECHO]}")
-    return ChatAnswer(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)
+    return ModelResponse(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)

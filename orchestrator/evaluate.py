@@ -6,14 +6,15 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
 from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
 from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Task
-from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
+from orchestrator.rollouts.roles import RoleAdapters
+from orchestrator.seeds import group_seed
 from orchestrator.workers.failures import EnvironmentFailed
 
 log = logging.getLogger(__name__)
@@ -21,29 +22,6 @@ log = logging.getLogger(__name__)
 TOO_LONG = "prompt_too_long"
 CONCURRENCY = 128
 """Answers asked for at once in one environment; leaves servers room for rollouts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suite:
-    """One environment's held-out prompts, and how they are answered."""
-
-    held_out: HeldOut
-    prompts: Sequence[Messages]
-    params: SamplingParams
-    adapters: RoleAdapters = SHARED_ADAPTER
-
-
-def suites_of(settings: OrchSettings, prompts: Mapping[str, Sequence[Messages]]) -> list[Suite]:
-    """All that the settings evaluate on. `prompts`: of the held-out examples, by environment."""
-    return [
-        Suite(
-            held_out=one,
-            prompts=prompts[one.key],
-            params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
-            adapters=RoleAdapters(names=settings.model.lora_adapters, of_roles=one.adapters),
-        )
-        for one in settings.held_out
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,37 +37,36 @@ class Evaluation:
     """All answers."""
 
 
-def due(
-    suites: Sequence[Suite], version: int, *, base_model: bool, max_steps: int | None, passed_over: int | None
-) -> list[Suite]:
-    """Those that `version` is to be evaluated on: all before the first step, if `base_model`, and after the last one.
+def due(settings: OrchSettings, version: int, *, passed_over: int | None) -> list[HeldOut]:
+    """What `version` is to be evaluated on: on all before the first step, if `eval_base_model`, and after the last one.
     `passed_over`: a version that is not evaluated unless it is the last."""
     if version == 0:
-        return list(suites) if base_model else []
-    if version == max_steps:
-        return list(suites)
-    return [suite for suite in suites if version != passed_over and version % suite.held_out.interval == 0]
+        return settings.held_out if settings.eval.eval_base_model else []
+    if version == settings.max_steps:
+        return settings.held_out
+    return [one for one in settings.held_out if version != passed_over and version % one.interval == 0]
 
 
 async def evaluate(
     engine: RolloutEngine,
-    suites: Sequence[Suite],
+    settings: OrchSettings,
+    prompts: Mapping[str, Sequence[Messages]],
     *,
     version: int,
-    complete: bool,
-    seed_of: Callable[[str], int | None] = lambda name: None,
+    held_out: Sequence[HeldOut] | None = None,
 ) -> Evaluation:
-    """Answers every prompt as often as its suite says, in all environments at the same time. `complete`: whether all
-    environments are due; the mean over them is left out where not, because it would be the mean of other things.
-    `seed_of` gives the seed of a request by a name that does not depend on the version.
+    """Answers every prompt as often as the settings say, in all environments at the same time. `prompts`: of the
+    held-out examples, by environment. `held_out`: None for all environments; the mean over them is left out where some
+    are not due, because it would be the mean of other things.
 
     Raises what servers and broken environments raise, EnvironmentFailed where all answers of an environment fail,
     which is no accuracy of 0, and ValueError where all its prompts are too long.
     """
+    chosen = settings.held_out if held_out is None else held_out
     since_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
         asked = {
-            suite.held_out.label: group.create_task(_answered(engine, suite, version, seed_of)) for suite in suites
+            one.label: group.create_task(_answered(engine, settings, one, prompts[one.key], version)) for one in chosen
         }
     answers = {env: task.result()[0] for env, task in asked.items()}
     metrics = {
@@ -103,7 +80,7 @@ async def evaluate(
         metrics |= {f"{name}/{env}": value for name, value in figures_of(own).items()}
         metrics[f"time/evaluate_s/{env}"] = seconds
     accuracy = {env: metrics[f"eval/accuracy/{env}"] for env in asked}
-    if complete:
+    if len(chosen) == len(settings.held_out):
         metrics["eval/accuracy"] = statistics.fmean(accuracy.values())
     results = [one for own in answers.values() for of_one in own for one in of_one]
     return Evaluation(version=version, accuracy=accuracy, metrics=metrics, results=results)
@@ -114,10 +91,11 @@ Answers = Sequence[Sequence[EpisodeResult]]
 
 
 async def _answered(
-    engine: RolloutEngine, suite: Suite, version: int, seed_of: Callable[[str], int | None]
+    engine: RolloutEngine, settings: OrchSettings, asked: HeldOut, prompts: Sequence[Messages], version: int
 ) -> tuple[Answers, float]:
-    """With the seconds from the first question to the last answer."""
-    env, num, since_s = suite.held_out.key, suite.held_out.rollouts_per_example, time.monotonic()
+    """With the seconds from the first question to the last answer. Seeds do not depend on the version."""
+    env, num, since_s = asked.key, asked.rollouts_per_example, time.monotonic()
+    seed = settings.sampling.seed if asked.temperature > 0 else None
     slots = asyncio.Semaphore(max(1, CONCURRENCY // num))
 
     async def ask(index: int, messages: Messages) -> Sequence[EpisodeResult]:
@@ -126,9 +104,9 @@ async def _answered(
             id=f"eval-{version}/{env}/{index}",
             num=num,
             version=version,
-            params=suite.params,
-            adapters=suite.adapters,
-            seed=seed_of(f"eval/{env}/{index}") if suite.held_out.temperature > 0 else None,
+            params=SamplingParams(temperature=asked.temperature, max_tokens=asked.max_tokens),
+            adapters=RoleAdapters(names=settings.model.lora_adapters, of_roles=asked.adapters),
+            seed=group_seed(seed, f"eval/{env}/{index}"),
         )
         async with slots:
             try:
@@ -138,7 +116,7 @@ async def _answered(
                 return [EpisodeResult(id=f"{group.id}/{n}", task=group.task, failure=failure) for n in range(num)]
 
     async with asyncio.TaskGroup() as asking:
-        tasks = [asking.create_task(ask(index, messages)) for index, messages in enumerate(suite.prompts)]
+        tasks = [asking.create_task(ask(index, messages)) for index, messages in enumerate(prompts)]
     answers = [task.result() for task in tasks]
     _check(env, answers, version)
     return answers, time.monotonic() - since_s

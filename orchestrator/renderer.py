@@ -49,7 +49,7 @@ class ChatRenderer:
         text = self._tokenizer.apply_chat_template(
             [self.without_control(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
-        ids = self._ids_of(text)
+        ids = self.ids_of(text)
         self._cache[key] = ids
         self._num_cached += len(ids)
         while len(self._cache) > CACHE_SIZE or self._num_cached > CACHE_TOKENS:
@@ -92,7 +92,9 @@ class ChatRenderer:
 
     def ids_of(self, text: str) -> list[int]:
         """Ids of text as it stands; special tokens in it are read as such, none is added."""
-        return self._ids_of(text)
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def raw_text(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -141,11 +143,6 @@ class ChatRenderer:
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, which is no part of any text."""
         return token_id in self._special_ids
-
-    def _ids_of(self, text: str) -> list[int]:
-        if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _backend_of(tokenizer: Any) -> Any:

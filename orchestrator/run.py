@@ -12,9 +12,9 @@ from pathlib import Path
 
 from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
-from orchestrator.arena import ARENA, ArenaRun, find_arena
+from orchestrator.arena import ARENA, Arena, find_arena
 from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
-from orchestrator.background import BusyClock, in_thread, root_cause
+from orchestrator.background import in_thread, root_cause
 from orchestrator.buffer import make_buffer
 from orchestrator.checks import check_server
 from orchestrator.filters import make_filters
@@ -35,17 +35,17 @@ from orchestrator.monitoring.summary import Summary
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
 from orchestrator.monitoring.trackers import Reporter, check_reports
-from orchestrator.resuming import resume
+from orchestrator.resuming import Progress, resume
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.samples import FinishedGroup
-from orchestrator.scheduler import Scheduler
+from orchestrator.scheduler import make_scheduler
 from orchestrator.shaping import BatchAdvantages
 from orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.pool import WorkerPool
 from transport.batches.channel import open_sender
+from transport.batches.filesystem import BatchSender
 from transport.checkpoints import Checkpoints
 from transport.hidden import hide_environment
 from transport.status import FINISHED, StatusFile, read_status
@@ -137,8 +137,8 @@ async def _train(
         ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
+        client.busy, sync.timed, sync.noted = timeline.busy, timeline.loading, ledger.proved
         traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.num_ranks)))
-        story = files.enter_context(closing(Story(run.path))) if settings.verbose else None
         traces.vocabulary(ready.renderer.vocabulary())
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         files.callback(recorder.close)
@@ -146,166 +146,42 @@ async def _train(
         if progress.resumed:
             recorder.resume(progress, dropped=ledger.num_dropped, count=not settings.ckpt.skip_progress)
 
-        # What decides.
-        scheduler = Scheduler(
-            groups_per_batch=settings.groups_per_batch,
-            max_async_level=settings.max_async_level,
-            max_off_policy_steps=settings.max_off_policy_steps,
-            max_in_flight=settings.most_concurrent_groups,
-            max_steps=settings.max_steps,
-            oversampling_factor=settings.oversampling_factor,
-            shipped=progress.step,
-            num_started=progress.num_groups,
-            follows=settings.inflight_weight_updates,
-        )
-        buffer = make_buffer(
-            settings, {env.label: environments[env.label].identities for env in settings.env}, progress
-        )
-        filters = make_filters(settings.filters, model_folder=ready.model_folder)
-
-        # What makes rollouts, and what else is learned from.
-        client.busy, sync.timed, sync.noted = timeline.busy, timeline.loading, ledger.proved
-        sleep = SleepScheduler(client, slept=timeline.slept) if settings.sleep_mode else None
+        # What makes rollouts, and what is learned from.
         arena = None if settings.arena is None else find_arena(settings.arena)
         pools: dict[str, WorkerPool | LocalPool] = dict(environments)
         if arena is not None:
             pools[ARENA] = arena.pool(settings, partial(failure_rate(settings).record, ARENA))
-        engine = RolloutEngine(
-            pools,
-            client,
-            ready.renderer,
-            context_len=longest_sample(settings, ready, teacher),
-            seed=settings.seed,
-            max_prompt_length=settings.buffer.max_prompt_length,
-            stores=ArtifactStores(
-                {key: pool.loaded.stores for key, pool in pools.items()},
-                ledger,
-                seed=settings.seed,
-                state=progress.artifacts,
-            ),
-        )
+        scheduler = make_scheduler(settings, progress)
+        engine = _make_engine(settings, ready, client, pools, ledger, progress, teacher)
         auxiliary = make_auxiliary(
             settings, ready, client, engine, scheduler, ledger, teacher=teacher, progress=progress
         )
-        shaping = make_shaping(settings, client, scheduler)
-
         intake = Intake(
+            settings=settings,
+            engine=engine,
+            scheduler=scheduler,
+            timeline=timeline,
             ledger=ledger,
             recorder=recorder,
             traces=traces,
-            filters=filters,
+            filters=make_filters(settings.filters, model_folder=ready.model_folder),
             auxiliary=auxiliary,
-            shaping=shaping,
-            story=story,
+            shaping=make_shaping(settings, client, scheduler),
+            story=files.enter_context(closing(Story(run.path))) if settings.verbose else None,
         )
 
-        # The loops.
+        # What is done.
         sender = open_sender(
             run,
             num_ranks=ready.trainer.num_ranks,
             send_timeout_s=settings.wait_timeout_s,
             **settings.rollout_transport.model_dump(),
         )
-        finished, shipped_at_s, generating = dict[int, FinishedGroup](), dict[int, float](), BusyClock()
-        sampling = Sampling(
-            settings=settings,
-            prompts=ready.train_prompts,
-            solutions={env.label: environments[env.label].solutions for env in settings.env},
-            scheduler=scheduler,
-            buffer=buffer,
-            ledger=ledger,
-            engine=engine,
-            intake=intake,
-            timeline=timeline,
-            traces=traces,
-            generating=generating,
-            finished=finished,
-        )
-        assembling = Assembling(
-            settings=settings,
-            run_folder=run,
-            num_ranks=ready.trainer.num_ranks,
-            scheduler=scheduler,
-            buffer=buffer,
-            ledger=ledger,
-            engine=engine,
-            filters=filters,
-            auxiliary=auxiliary,
-            shaping=shaping,
-            advantages=BatchAdvantages(settings.advantage, progress.state),
-            recorder=recorder,
-            timeline=timeline,
-            traces=traces,
-            generating=generating,
-            watch=watch,
-            sleep=sleep,
-            sender=sender,
-            finished=finished,
-            story=story,
-            shipped_at_s=shipped_at_s,
-        )
-        evaluating = Evaluating(
-            settings=settings,
-            prompts=ready.eval_prompts,
-            passed_over=progress.first_version if progress.resumed and settings.eval.skip_eval_on_resume else None,
-            scheduler=scheduler,
-            engine=engine,
-            recorder=recorder,
-            timeline=timeline,
-            traces=traces,
-            cancel_rollouts=sampling.cancel,
-        )
-        versions = Versions(
-            settings=settings,
-            run_folder=run,
-            model_identity=ready.model_identity,
-            first_version=progress.first_version,
-            scheduler=scheduler,
-            sync=sync,
-            sleep=sleep,
-            policy_teacher=auxiliary.policy_teacher,
-            ledger=ledger,
-            recorder=recorder,
-            timeline=timeline,
-            traces=traces,
-            evaluating=evaluating,
-            shipped_at_s=shipped_at_s,
-        )
-        reporting = Reporting(
-            settings=settings,
-            status=ready.status,
-            first_version=progress.first_version,
-            scheduler=scheduler,
-            client=client,
-            sync=sync,
-            sleep=sleep,
-            environments=environments,
-            auxiliary=auxiliary,
-            ledger=ledger,
-            checkpoints=Checkpoints(run),
-        )
         gc.collect()
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
         gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either
         try:
-            async with asyncio.TaskGroup() as group:
-                background = group.create_task(reporting.run())
-                if arena is None:
-                    sampled = sampling.run()
-                else:
-                    arena_run = ArenaRun(
-                        settings=settings,
-                        engine=engine,
-                        scheduler=scheduler,
-                        intake=intake,
-                        timeline=timeline,
-                        generating=generating,
-                        finished=finished,
-                    )
-                    sampled = arena.work(arena_run)
-                loops = (sampled, assembling.run(), evaluating.run(), versions.run())
-                await asyncio.gather(*map(group.create_task, loops))
-                background.cancel()
+            await _run_loops(intake, ready, watch, sync, environments, sender, progress, arena)
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)
             await in_thread(ledger.changes())
@@ -313,3 +189,106 @@ async def _train(
         finally:
             await auxiliary.close()
             await in_thread(sender.close)
+
+
+def _make_engine(
+    settings: OrchSettings,
+    ready: Ready,
+    client: InferenceClient,
+    pools: Mapping[str, WorkerPool | LocalPool],
+    ledger: Ledger,
+    progress: Progress,
+    teacher: ServedTeacher | None,
+) -> RolloutEngine:
+    """With the artifact stores of all environments."""
+    sizes = {key: pool.loaded.stores for key, pool in pools.items()}
+    return RolloutEngine(
+        pools,
+        client,
+        ready.renderer,
+        context_len=longest_sample(settings, ready, teacher),
+        seed=settings.seed,
+        max_prompt_length=settings.buffer.max_prompt_length,
+        stores=ArtifactStores(sizes, ledger, seed=settings.seed, state=progress.artifacts),
+    )
+
+
+async def _run_loops(
+    intake: Intake,
+    ready: Ready,
+    watch: ServerWatch,
+    sync: WeightSync,
+    environments: Mapping[str, WorkerPool],
+    sender: BatchSender,
+    progress: Progress,
+    arena: Arena | None,
+) -> None:
+    """Until the last version is live and evaluated. `arena`: starts rollouts in place of a loop of ours."""
+    settings, scheduler, shipped_at_s = intake.settings, intake.scheduler, dict[int, float]()
+    keys = {env.label: environments[env.label].identities for env in settings.env}
+    buffer = make_buffer(settings, keys, progress)
+    sleep = SleepScheduler(sync.client, slept=intake.timeline.slept) if settings.sleep_mode else None
+    sampling = Sampling(
+        settings=settings,
+        prompts=ready.train_prompts,
+        solutions={env.label: environments[env.label].solutions for env in settings.env},
+        buffer=buffer,
+        intake=intake,
+    )
+    assembling = Assembling(
+        intake=intake,
+        run_folder=ready.run,
+        num_ranks=ready.trainer.num_ranks,
+        buffer=buffer,
+        advantages=BatchAdvantages(settings.advantage, progress.state),
+        watch=watch,
+        sleep=sleep,
+        sender=sender,
+        shipped_at_s=shipped_at_s,
+    )
+    evaluating = Evaluating(
+        settings=settings,
+        prompts=ready.eval_prompts,
+        passed_over=progress.first_version if progress.resumed and settings.eval.skip_eval_on_resume else None,
+        scheduler=scheduler,
+        engine=intake.engine,
+        recorder=intake.recorder,
+        timeline=intake.timeline,
+        traces=intake.traces,
+        cancel_rollouts=sampling.cancel,
+    )
+    versions = Versions(
+        settings=settings,
+        run_folder=ready.run,
+        model_identity=ready.model_identity,
+        first_version=progress.first_version,
+        scheduler=scheduler,
+        sync=sync,
+        sleep=sleep,
+        policy_teacher=intake.auxiliary.policy_teacher,
+        ledger=intake.ledger,
+        recorder=intake.recorder,
+        timeline=intake.timeline,
+        traces=intake.traces,
+        evaluating=evaluating,
+        shipped_at_s=shipped_at_s,
+    )
+    reporting = Reporting(
+        settings=settings,
+        status=ready.status,
+        first_version=progress.first_version,
+        scheduler=scheduler,
+        client=sync.client,
+        sync=sync,
+        sleep=sleep,
+        environments=environments,
+        auxiliary=intake.auxiliary,
+        ledger=intake.ledger,
+        checkpoints=Checkpoints(ready.run),
+    )
+    async with asyncio.TaskGroup() as group:
+        background = group.create_task(reporting.run())
+        sampled = sampling.run() if arena is None else arena.work(intake)
+        loops = (sampled, assembling.run(), evaluating.run(), versions.run())
+        await asyncio.gather(*map(group.create_task, loops))
+        background.cancel()

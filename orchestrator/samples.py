@@ -1,8 +1,7 @@
 """Scored rollouts to training samples: ids and log-probabilities as the server gave them."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from orchestrator.advantage import Credit, StepKey
 from orchestrator.filters import Filter
@@ -42,22 +41,12 @@ class FinishedGroup:
         return list(dict.fromkeys(sample.rollout_id for sample in self.samples))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupVerdict:
-    """What filters say of a group."""
-
-    found: Sequence[str] = ()
-    """The name of a filter for each rollout in which it found something."""
-    withheld: Mapping[str, str] = field(default_factory=dict)
-    """The name of the filter that keeps a rollout out of the loss, by the rollout's id."""
-
-
-NOTHING_FOUND = GroupVerdict()
 NOTHING_ADDED: Mapping[StepKey, Float32] = {}
 
 
-def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> GroupVerdict:
-    """What `filters` say of a group's rollouts. An answer that follows another begins anew."""
+def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> tuple[list[str], dict[str, str]]:
+    """What `filters` say of a group's rollouts, as `found` and `withheld` of a FinishedGroup. An answer that follows
+    another begins anew."""
     found, withheld = list[str](), dict[str, str]()
     for result in results:
         answers = [step.completion for one in result.walk() for step in one.steps]
@@ -65,27 +54,29 @@ def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> 
         found += [one.name for one in finders]
         if enforced := [one.name for one in finders if one.enforce]:
             withheld[result.id] = enforced[0]
-    return GroupVerdict(found=found, withheld=withheld)
+    return found, withheld
 
 
 def finish_group(
     results: Sequence[EpisodeResult],
     credit: Credit,
-    verdict: GroupVerdict = NOTHING_FOUND,
     *,
     group: str,
+    found: Sequence[str] = (),
+    withheld: Mapping[str, str] | None = None,
     hinted: HintedGroup = NO_HINTS,
     added: Mapping[StepKey, Float32] = NOTHING_ADDED,
 ) -> FinishedGroup:
-    """Advantages by all of a group's rollouts, samples of those that filters leave. A rollout that is kept out of the
-    loss is not sent at all: without loss tokens it would cost the trainer time and change nothing. `added`: what goes
-    on top of a step's advantage, [L] for its sampled tokens."""
+    """Advantages by all of a group's rollouts, samples of those that are not `withheld`. A rollout that is kept out of
+    the loss is not sent at all: without loss tokens it would cost the trainer time and change nothing. `added`: what
+    goes on top of a step's advantage, [L] for its sampled tokens."""
     samples = training_samples(results, credit, group=group, hints=hinted.hints, added=added)
+    withheld = withheld or {}
     return FinishedGroup(
         results=results,
-        samples=[sample for sample in samples if sample.rollout_id not in verdict.withheld],
-        found=verdict.found,
-        withheld=verdict.withheld,
+        samples=[sample for sample in samples if sample.rollout_id not in withheld],
+        found=found,
+        withheld=withheld,
         hinted=hinted,
     )
 
@@ -132,8 +123,3 @@ def _samples(
             stop_reason=row.turns[-1].finish_reason,
             adapter=result.steps[row.steps[-1]].adapter,
         )
-
-
-def new_rows(results: Sequence[EpisodeResult]) -> Mapping[str, int]:
-    """How often a conversation could not be continued in its row, by reason."""
-    return Counter(row.began for result in results for row in result.rows if row.began is not None)

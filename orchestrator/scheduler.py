@@ -12,7 +12,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from configs.orch import OrchSettings
 from orchestrator.background import Bell
+from orchestrator.resuming import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,3 +263,18 @@ class Scheduler:
         newest = set() if self.live is None else {self.live}
         began = set() if self._follows else {ticket.version for ticket in self._in_flight.values()}
         return newest | pinned | began
+
+
+def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:
+    """Goes on after what an earlier process had shipped and started."""
+    return Scheduler(
+        groups_per_batch=settings.groups_per_batch,
+        max_async_level=settings.max_async_level,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        max_in_flight=settings.most_concurrent_groups,
+        max_steps=settings.max_steps,
+        oversampling_factor=settings.oversampling_factor,
+        shipped=progress.step,
+        num_started=progress.num_groups,
+        follows=settings.inflight_weight_updates,
+    )

@@ -143,7 +143,8 @@ class BatchAdvantages:
         if self._settings.type != "reinforce_plus_plus":
             return list(groups)
         values = [values_of(sample) for group in groups for sample in group.samples]
-        mean, std = _mean_and_std(np.concatenate(values))
+        joined = np.concatenate(values)
+        mean, std = float(joined.mean()), float(joined.std())
         if std <= 1e-9 * max(1.0, abs(mean)):  # what rounding leaves of equal rewards
             return [_changed(group, lambda sample: np.zeros(1)) for group in groups]
         return [_changed(group, lambda sample: (np.asarray(sample.advantages) - mean) / std) for group in groups]
@@ -164,10 +165,6 @@ def values_of(sample: TrainingSample) -> NDArray[np.float64]:
     """The advantages of the sample's loss tokens, at least one."""
     tokens = np.broadcast_to(np.asarray(sample.advantages, np.float64), sample.loss_mask.shape)
     return tokens[sample.loss_mask] if sample.loss_mask.any() else tokens[:1]
-
-
-def _mean_and_std(values: NDArray[np.float64]) -> tuple[float, float]:
-    return float(values.mean()), float(values.std())
 
 
 def _changed(group: FinishedGroup, advantages: Callable[[TrainingSample], NDArray[Any]]) -> FinishedGroup:

@@ -14,7 +14,6 @@ from aiohttp import web
 from orchestrator import background
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from tests.test_imports import every_import, module_name, source_files
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -81,20 +80,3 @@ async def test_a_rollout_goes_through_the_files_that_are_named_and_no_others(
     assert not {name for name in passed - NAMED if not name.startswith(folders)}
     ours = {name for name in way("rollout") if name.startswith("orchestrator/")}
     assert not ours - passed - IN_OTHER_PROGRAMS
-
-
-@pytest.mark.parametrize(
-    ("what", "package", "begins"),
-    [("batch", "trainer", "trainer.cli"), ("batch", "infer", "infer.cli"), ("rollout", "infer", "infer.cli")],
-)
-def test_what_other_programs_do_is_in_files_that_they_use(what: str, package: str, begins: str) -> None:
-    paths = {module_name(path): path for path in source_files(package)}
-    reached, waiting = set[str](), [begins]
-    while waiting:
-        module = waiting.pop()
-        if module in paths and module not in reached:
-            reached.add(module)
-            waiting += every_import(paths[module])
-    names = {name for name in way(what) if name.startswith(f"{package}/")}
-    assert names
-    assert names <= {str(paths[module].relative_to(ROOT)) for module in reached}

@@ -39,23 +39,23 @@ def test_the_page_tells_of_every_argument_kind_of_file_reward_and_known_data_set
 def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(codes: Path) -> None:
     [command] = [line for line in COMMANDS if line.startswith("grpo data codes.csv")]
     command += f" --model {ROOT}/configs/quickstart/model"
-    done = grpo(*shlex.split(command)[1:], cwd=codes.parent)
+    done = grpo(*shlex.split(command)[1:])
     assert done.returncode == 0, done.stderr
     assert "<|im_start|>user\nCode: " in done.stdout
     assert re.search(r"tokens of a prompt: median \d+, longest \d+", done.stdout)
     codes.write_text(codes.read_text() + "apple\ngarden,nedr\n")
-    done = grpo(*shlex.split(command)[1:], "--max_prompt_length", "5", cwd=codes.parent)
+    done = grpo(*shlex.split(command)[1:], "--max_prompt_length", "5")
     assert done.returncode == 1
     assert "codes.csv:26: 1 cells, expected 2" in done.stdout
     assert "codes.csv:27: says the same as codes.csv:2" in done.stdout
     assert "24 have more than max_prompt_length = 5" in done.stdout
-    assert grpo("data", "codes.csv", cwd=codes.parent).returncode == 2
+    assert grpo("data", "codes.csv").returncode == 2
 
 
 def test_the_data_of_a_run_are_found_in_its_settings(codes: Path) -> None:
     [settings] = re.findall(r"^```yaml\n(.*?)```", PAGE, re.M | re.S)
     (codes.parent / "run.yaml").write_text(f"model: {ROOT}/configs/quickstart/model\nmax_steps: 1\n{settings}")
-    done = grpo("data", ".", cwd=codes.parent)
+    done = grpo("data", ".")
     assert done.returncode == 0, done.stderr
     assert "0 have more than max_prompt_length = 512" in done.stdout
 

@@ -18,15 +18,24 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
+from configs.train import LowPrecision
+from trainer.low_precision import backward_product, forward_product
 from trainer.matmul import linear, product, product_in_float32
 from trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
 
 
 def with_adapters(
-    base: Any, names: Sequence[str], *, seed: int, rank: int, alpha: int, target_modules: tuple[str, ...]
+    base: Any,
+    names: Sequence[str],
+    *,
+    seed: int,
+    rank: int,
+    alpha: int,
+    target_modules: tuple[str, ...],
+    low_precision: LowPrecision | None = None,
 ) -> PeftModel:
     """Puts the adapters' layers into the base, which it thereby freezes: A random, B zero. The first adapter is the
-    same however many follow."""
+    same however many follow. `low_precision` is how their base's products are computed in passes with a gradient."""
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -44,6 +53,9 @@ def with_adapters(
             model.add_adapter(name, replace(config))
     if len(names) > 1:
         model.base_model.set_adapter(list(names))
+    for module in model.modules():
+        if isinstance(module, FusedLoraLinear):
+            module.low_precision = low_precision
     return model
 
 
@@ -59,6 +71,8 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
     adapter_mask: torch.Tensor | None = None
     """[T, K] bool of the tokens in the pass at hand: True for the adapters that are not the token's. None with one
     adapter."""
+    low_precision: LowPrecision | None = None
+    """In how few bits the base's product is computed where a gradient follows; without, it is that of a server."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., in] → [..., out]"""
@@ -69,8 +83,9 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         names = self.active_adapters
         a, b = (_side_by_side(part, names, dim) for dim, part in enumerate((self.lora_A, self.lora_B)))
         dequantize, tensors = frozen_weight(base, x.dtype)
-        inputs = (x, dequantize, base.bias, a, b, self.adapter_mask, self.scaling[names[0]], *tensors)
-        output: torch.Tensor = _LoraLinear.apply(*inputs)  # type: ignore[no-untyped-call]
+        recipe = self.low_precision if torch.is_grad_enabled() else None
+        inputs = (x, dequantize, base.bias, a, b, self.adapter_mask, self.scaling[names[0]], recipe)
+        output: torch.Tensor = _LoraLinear.apply(*inputs, *tensors)  # type: ignore[no-untyped-call]
         return output
 
     def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
@@ -110,14 +125,15 @@ class _LoraLinear(torch.autograd.Function):
         b: torch.Tensor,
         mask: torch.Tensor | None,
         scaling: float,
+        recipe: LowPrecision | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         flat = x.flatten(0, -2)
         a, b = a.to(x.dtype), b.to(x.dtype)
         down = _gated(linear(flat, a), mask)
-        output = linear(flat, dequantize(*tensors), bias).addmm_(down, b.T, alpha=scaling)
+        output = _base_product(flat, dequantize(*tensors), bias, recipe).addmm_(down, b.T, alpha=scaling)
         ctx.save_for_backward(flat, a, b, down, mask, *tensors)
-        ctx.dequantize, ctx.scaling = dequantize, scaling
+        ctx.dequantize, ctx.scaling, ctx.recipe = dequantize, scaling, recipe
         shaped: torch.Tensor = output.unflatten(0, x.shape[:-1])
         return shaped
 
@@ -129,10 +145,20 @@ class _LoraLinear(torch.autograd.Function):
         grad_down = _gated(product(flat_grad, b).mul_(ctx.scaling), mask)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(flat_grad, ctx.dequantize(*tensors)).addmm_(grad_down, a).unflatten(0, grad.shape[:-1])
+            multiply = product if ctx.recipe is None else backward_product
+            grad_x = multiply(flat_grad, ctx.dequantize(*tensors)).addmm_(grad_down, a).unflatten(0, grad.shape[:-1])
         grad_a = product_in_float32(grad_down.T, flat)
         grad_b = product_in_float32(down.T, flat_grad).mul_(ctx.scaling).T
-        return grad_x, None, None, grad_a, grad_b, None, None, *(None for _ in tensors)
+        return grad_x, None, None, grad_a, grad_b, None, None, None, *(None for _ in tensors)
+
+
+def _base_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: LowPrecision | None
+) -> torch.Tensor:
+    if recipe is None:
+        return linear(x, weight, bias)
+    output = forward_product(x, weight, recipe)
+    return output if bias is None else output.add_(bias)
 
 
 def _gated(down: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -113,8 +113,10 @@ def missing_for_compile(device: torch.device) -> str | None:
 
 def _is_quantized(module: torch.nn.Module) -> bool:
     """Whether it is a quantized linear layer, or an adapter on one. Compiled, it would keep the dequantized weight for
-    the backward pass."""
-    return any(isinstance(part, QuantizedLinear) for part in (module, *module.children()))
+    the backward pass. Rounding to NVFP4 is nothing that torch compiles."""
+    return getattr(module, "low_precision", None) == "nvfp4" or any(
+        isinstance(part, QuantizedLinear) for part in (module, *module.children())
+    )
 
 
 def _checkpointed(forward: Callable[..., Any], checkpointing: Checkpointing) -> Callable[..., Any]:
@@ -137,7 +139,7 @@ def _checkpointed(forward: Callable[..., Any], checkpointing: Checkpointing) -> 
 def estimate(settings: TrainSettings, config: Any, *, num_trained: int, checkpointing: Checkpointing) -> int:
     """The trainer's need in bytes without the base, from its settings, transformers' `config` of the decoder and the
     number of trained parameters; docs/memory.md has the formula."""
-    num_tokens, element = settings.sequence_len, 2 if settings.recipe == "bf16" else 4
+    num_tokens, element = settings.sequence_len, 4 if settings.recipe == "fp32" else 2
     hidden, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = 6 * num_tokens * (hidden + inner) * element

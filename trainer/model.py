@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from configs.train import LowPrecision
 from trainer import attention, memory
 from trainer.colocate import model_on
 from trainer.distributed import ONE, Ranks, Shards, shard
@@ -205,6 +206,7 @@ def load_policy(
     adapters: tuple[str, ...] = (),
     lora: bool = True,
     quantization: Quantization | None = None,
+    low_precision: LowPrecision | None = None,
     imported: ImportedBase | None = None,
     checkpointing: memory.Checkpointing = "none",
     compile_layers: bool = False,
@@ -219,8 +221,9 @@ def load_policy(
     With names of `adapters`, so many of them, in this order.
 
     `name` is what adapter_config.json calls the base, `dtype` the type of computation, `quantization` how an adapter's
-    base is held (None: in `dtype`), `imported` the weights that a server shares, `attention_kernel` a kernel of
-    `trainer.attention` (None: the best). Raises `ModelError` where the model cannot be trained so.
+    base is held (None: in `dtype`), `low_precision` how it is multiplied in training, `imported` the weights that a
+    server shares, `attention_kernel` a kernel of `trainer.attention` (None: the best). Raises `ModelError` where the
+    model cannot be trained so.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
     AdamW's in float32). In float32 on one rank: 4 P for the weights, 4 P for their gradients. In bfloat16 on one rank:
@@ -243,7 +246,8 @@ def load_policy(
     names = peft_names(max(1, len(adapters)))
     peft = None
     if lora:
-        peft = with_adapters(base, names, seed=seed, rank=rank, alpha=alpha, target_modules=target_modules)
+        options: dict[str, Any] = {"seed": seed, "rank": rank, "alpha": alpha, "target_modules": target_modules}
+        peft = with_adapters(base, names, low_precision=low_precision, **options)
     model = PackedModel(base, num_adapters=len(names), packed=packed, fp32_head=fp32_head).eval()
     layers = decoder_layers(base)
     memory.prepare_layers(

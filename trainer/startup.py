@@ -19,6 +19,7 @@ from trainer.dequantized import publish_dequantized
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
 from trainer.errors import ExporterGone, ModelError, RankFailed
 from trainer.loop import Trainer
+from trainer.low_precision import check_device
 from trainer.memory import checkpointing_for, keep_freed_memory, missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.publishing import policy_spec, publisher_of
@@ -35,7 +36,6 @@ from transport.weights.identity import base_identity
 log = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def run(settings: TrainSettings, model_folder: Path) -> None:
@@ -47,11 +47,8 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     device = device_for(settings.device, local_rank=local_rank)
     if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
         raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
-    if settings.recipe not in DTYPES:
-        raise ModelError(
-            f"recipe: {settings.recipe} multiplies in few bits, which changes log-probabilities by more than a server "
-            "may differ (docs/quantization.md); use bf16 or fp32 (qlora_fp8 and qlora_fp4 hold the base in so few bits)"
-        )
+    if settings.low_precision is not None:
+        check_device(settings.low_precision, device)
     if settings.offload and device.type != "cuda":
         raise ModelError("offload: moves what a GPU holds to main memory, and the trainer runs on a CPU; remove it")
     if settings.sleep_mode and device.type != "cuda":
@@ -96,7 +93,7 @@ def _train(
             run_folder,
             base_model=identity,
             quantization=settings.quantization,
-            dtype=DTYPES[settings.recipe],
+            dtype=getattr(torch, settings.dtype),
             device=device,
             colocate=settings.colocate,
         )
@@ -236,7 +233,7 @@ def policy_for(
             model_folder,
             name=settings.model,
             device=device,
-            dtype=DTYPES[settings.recipe],
+            dtype=getattr(torch, settings.dtype),
             seed=settings.seed,
             rank=settings.lora_rank,
             alpha=settings.lora_alpha,
@@ -245,6 +242,7 @@ def policy_for(
             adapters=settings.lora_adapters,
             lora=settings.lora,
             quantization=None if imported is not None else settings.quantization,
+            low_precision=settings.low_precision,
             imported=imported,
             checkpointing=checkpointing,
             compile_layers=compile_layers,

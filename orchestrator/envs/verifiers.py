@@ -21,7 +21,7 @@ except ImportError as error:
 
 from grpo import ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
 from orchestrator.envs import _verifiers_chat
-from orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, Speaker, endpoint_of, shared, text_of
+from orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, endpoint_of, shared, text_of
 
 CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""
@@ -86,7 +86,7 @@ class Verifiers(Episode, Environment):
 
             def speak(trace: vf.Trace) -> None:
                 if (role := self._role_of.get(trace.agent.name)) is not None:
-                    endpoint.speakers[trace.id] = Speaker(role=role, trained=trace.agent.trainable)
+                    endpoint.speakers[trace.id] = role if trace.agent.trainable else None
 
             episode = await self._env.run_episode(task, context, on_trace=speak)
         state.truncated = endpoint.full
@@ -200,14 +200,14 @@ def _mark_failed_calls(episode: vf.Episode, state: EpisodeState) -> None:
                 state.mark_error(kind, kind, message, index=index)
 
 
-def _keep_scores(episode: vf.Episode, speakers: Mapping[str, Speaker], state: EpisodeState) -> None:
+def _keep_scores(episode: vf.Episode, speakers: Mapping[str, str | None], state: EpisodeState) -> None:
     """What their rubric said, by role; an agent that ran more than once has the mean."""
     rewards: dict[str, list[float]] = {}
     metrics: dict[str, list[float]] = {}
     for trace in episode.traces:
-        if (speaker := speakers.get(trace.id)) is None or not speaker.trained:
+        if (role := speakers.get(trace.id)) is None:
             continue
-        rewards.setdefault(speaker.role, []).append(trace.reward)
+        rewards.setdefault(role, []).append(trace.reward)
         scores = {name: given.score for name, given in trace.rewards.items() if given is not None}
         for name, value in {**scores, **trace.metrics}.items():
             if value is not None:

@@ -13,7 +13,7 @@ import msgspec
 
 from orchestrator.inference.pool import ServerPool
 from orchestrator.rollouts.records import Completion, SamplingParams
-from transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
+from transport.http import Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
 from transport.records import Record
 
 RETRIED_STATUS = {429, 502, 503, 504}
@@ -110,12 +110,10 @@ class InferenceClient:
 
         def fault(answer: Generated) -> str | None:
             pairs = [(len(choice.token_ids), len(choice.logprobs)) for choice in answer.choices]
-            if answer.version != version or len(pairs) != num or any(ids != logprobs for ids, logprobs in pairs):
-                had = f"{len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) {pairs}"
-                return f"{had}; expected {num} of version {version}, with as many of the one as of the other"
-            if not params.follow or version is None:
+            if answer.version == version and len(pairs) == num and all(ids == logprobs for ids, logprobs in pairs):
                 return None
-            return next(filter(None, (_version_fault(choice, since=version) for choice in answer.choices)), None)
+            had = f"{len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) {pairs}"
+            return f"{had}; expected {num} of version {version}, with as many of the one as of the other"
 
         answer = await self._anywhere("/policy/generate", request, Generated, fault)
         return [
@@ -280,17 +278,6 @@ class InferenceClient:
         if status == 401:
             text += "; set the variable that client.api_key_var names to the server's API key"
         return Refused(status, kind, text) if 400 <= status < 500 else ServerError(text)
-
-
-def _version_fault(choice: Choice, *, since: int) -> str | None:
-    """What is wrong unless the answer's runs are of rising versions, `since` or later, and cover its tokens."""
-    runs = choice.versions or ()
-    versions, num_tokens = [version for version, _ in runs], [num for _, num in runs]
-    rising = versions == sorted(set(versions)) and min(versions, default=-1) >= since
-    if rising and min(num_tokens, default=0) > 0 and sum(num_tokens) == len(choice.token_ids):
-        return None
-    had = f"{len(choice.token_ids)} tokens with runs of (version, number of tokens) {list(runs)}"
-    return f"{had}; expected rising versions from {since} on, for all tokens"
 
 
 def _no_answer(where: str, error: Exception) -> ServerError:

@@ -4,17 +4,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
+from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
-from orchestrator.evaluate import Suite, due, evaluate, suites_of
+from orchestrator.evaluate import due, evaluate
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.traces import Traces
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.records import Messages
 from orchestrator.scheduler import Scheduler
-from orchestrator.seeds import group_seed
 
 log = logging.getLogger(__name__)
 
@@ -40,22 +39,12 @@ class Evaluating:
     cancel_rollouts: Callable[[str], int]
     """Cancels what is being sampled for training, for a reason, and returns how many groups that were; called before an
     evaluation where the settings say so."""
-    _due: asyncio.Queue[tuple[int, list[Suite]] | None] = field(default_factory=asyncio.Queue, init=False)
-
-    def __post_init__(self) -> None:
-        self._suites = suites_of(self.settings, self.prompts)
+    _due: asyncio.Queue[tuple[int, list[HeldOut]] | None] = field(default_factory=asyncio.Queue, init=False)
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`; it stays until it is evaluated, where that is due."""
-        chosen, scheduler = self.settings.eval, self.scheduler
-        suites = due(
-            self._suites,
-            version,
-            base_model=chosen.eval_base_model,
-            max_steps=self.settings.max_steps,
-            passed_over=self.passed_over,
-        )
-        if not suites or self.recorder.has_evaluated(version):
+        scheduler, held_out = self.scheduler, due(self.settings, version, passed_over=self.passed_over)
+        if not held_out or self.recorder.has_evaluated(version):
             return
         if waiting := self._due.qsize():
             log.warning(
@@ -66,11 +55,11 @@ class Evaluating:
             )
         scheduler.pin(version)
         scheduler.claim()
-        if chosen.cancel_inflight_rollouts_on_eval:
+        if self.settings.eval.cancel_inflight_rollouts_on_eval:
             scheduler.pause()
             if num := self.cancel_rollouts(CANCELLED):
                 log.info("version %d: cancelled %d groups in flight, for the evaluation", version, num)
-        self._due.put_nowait((version, suites))
+        self._due.put_nowait((version, held_out))
 
     def no_more_versions(self) -> None:
         """The last version is live."""
@@ -80,14 +69,10 @@ class Evaluating:
         """Consumes: versions that are due. Waits for: them, and the servers' answers. Unblocked by: versions, servers.
         Ends when: there are no more versions."""
         while (due := await self._due.get()) is not None:
-            version, suites = due
+            version, held_out = due
             with self.timeline.span(ORCHESTRATOR, "evaluate", step=version):
                 evaluation = await evaluate(
-                    self.engine,
-                    suites,
-                    version=version,
-                    complete=len(suites) == len(self._suites),
-                    seed_of=partial(group_seed, self.settings.sampling.seed),
+                    self.engine, self.settings, self.prompts, version=version, held_out=held_out
                 )
             self.recorder.evaluated(evaluation)
             self.traces.evaluated(version, evaluation.results)

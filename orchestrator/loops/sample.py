@@ -11,7 +11,7 @@ from configs.orch import OrchSettings
 from configs.rollouts import fewest_rollouts
 from orchestrator.advantage import Credit, StepKey, make_credit
 from orchestrator.auxiliary import AuxiliaryLosses
-from orchestrator.background import BusyClock, in_thread
+from orchestrator.background import in_thread
 from orchestrator.buffer import Buffer
 from orchestrator.evidence import with_evidence
 from orchestrator.filters import Filter
@@ -27,14 +27,18 @@ from orchestrator.samples import FinishedGroup, finish_group, judge_group
 from orchestrator.scheduler import Scheduler, Ticket
 from orchestrator.seeds import group_seed
 from orchestrator.shaping import RewardShaping
-from orchestrator.temperature import make_temperature
+from orchestrator.temperature import temperature_of
 from transport.records import Float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """Rollouts, from the engine to a group that is ready for its batch."""
+    """Rollouts, from the engine to a group that waits for its batch."""
 
+    settings: OrchSettings
+    engine: RolloutEngine
+    scheduler: Scheduler
+    timeline: Timeline
     ledger: Ledger
     recorder: Recorder
     traces: Traces
@@ -42,6 +46,18 @@ class Intake:
     auxiliary: AuxiliaryLosses
     shaping: RewardShaping
     story: Story | None = None
+    finished: dict[int, FinishedGroup] = field(default_factory=dict)
+    """Groups that wait for their batch, by number."""
+
+    def params(self, version: int) -> SamplingParams:
+        """How a version is sampled for training."""
+        settings = self.settings
+        return SamplingParams(
+            temperature=temperature_of(settings, version),
+            max_tokens=settings.sampling.max_tokens,
+            noisy=True,
+            follow=settings.inflight_weight_updates,
+        )
 
     async def take(self, results: Sequence[EpisodeResult]) -> tuple[list[EpisodeResult], Sequence[EpisodeResult]]:
         """Those that have a reward, and the same with the rewards that credit sees. The others are dropped."""
@@ -66,15 +82,23 @@ class Intake:
     ) -> FinishedGroup:
         """The group's samples, with hints and the teacher's part; those that filters and teachers withhold are
         dropped. `credit` sees the `shaped` ones."""
-        verdicts = judge_group(usable, self.filters)
-        hinted = await self.auxiliary.hinted(usable, withheld=verdicts.withheld)
+        found, withheld = judge_group(usable, self.filters)
+        hinted = await self.auxiliary.hinted(usable, withheld=withheld)
         added: Mapping[StepKey, Float32] = {}
         if (evidence := self.auxiliary.evidence) is not None:
-            found = await evidence.of_group(usable, hinted.hints, withheld=verdicts.withheld)
-            shaped, added = [with_evidence(one, found) for one in shaped], evidence.added(usable, found)
+            known = await evidence.of_group(usable, hinted.hints, withheld=withheld)
+            shaped, added = [with_evidence(one, known) for one in shaped], evidence.added(usable, known)
         if not self.auxiliary.trains_hints():
             hinted = replace(hinted, hints={})
-        made = finish_group(usable, lambda _: credit(shaped), verdicts, group=group, hinted=hinted, added=added)
+        made = finish_group(
+            usable,
+            lambda _: credit(shaped),
+            group=group,
+            found=found,
+            withheld=withheld,
+            hinted=hinted,
+            added=added,
+        )
         made = await self.auxiliary.taught(made)
         for rollout_id, why in made.withheld.items():
             self.ledger.dropped([rollout_id], why)
@@ -86,6 +110,11 @@ class Intake:
                 self.traces.dropped([result], made.withheld[result.id])
         return made
 
+    def complete(self, number: int, group: FinishedGroup) -> None:
+        """The group with this number waits for its batch."""
+        self.finished[number] = group
+        self.scheduler.completed(number, oldest=group.oldest_version)
+
 
 @dataclass(kw_only=True)
 class Sampling:
@@ -96,16 +125,8 @@ class Sampling:
     """Of the training examples, by environment."""
     solutions: Mapping[str, Sequence[str]]
     """The same of their own solutions; none where an environment has none."""
-    scheduler: Scheduler
     buffer: Buffer
-    ledger: Ledger
-    engine: RolloutEngine
     intake: Intake
-    timeline: Timeline
-    traces: Traces
-    generating: BusyClock
-    finished: dict[int, FinishedGroup]
-    """Groups that wait for their batch, by number."""
     _tasks: dict[asyncio.Task[None], Ticket] = field(default_factory=dict, init=False)
     """Groups that can still be cancelled."""
     _parked: set[asyncio.Task[None]] = field(default_factory=set, init=False)
@@ -116,14 +137,8 @@ class Sampling:
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        self._credit, self._temperature = make_credit(settings), make_temperature(settings)
-        self._params = partial(
-            SamplingParams,
-            max_tokens=settings.sampling.max_tokens,
-            noisy=True,
-            follow=settings.inflight_weight_updates,
-        )
+        settings, intake = self.settings, self.intake
+        self._scheduler, self._ledger, self._credit = intake.scheduler, intake.ledger, make_credit(settings)
         names = settings.model.lora_adapters
         self._adapters = {env.label: RoleAdapters(names=names, of_roles=env.adapters) for env in settings.env}
 
@@ -131,9 +146,9 @@ class Sampling:
         """Consumes: examples. Waits for: leave to start a group, by a new version, a shipped batch or a failed group.
         Unblocked by: versions, assemble, and its own groups. Ends when: the last batch has shipped."""
         async with asyncio.TaskGroup() as group:
-            while not self.scheduler.finished:
-                if (ticket := self.scheduler.start()) is None:
-                    await self.scheduler.changed.wait()
+            while not self._scheduler.finished:
+                if (ticket := self._scheduler.start()) is None:
+                    await self._scheduler.changed.wait()
                     continue
                 rolling = group.create_task(self._roll_out(ticket, self._issue(ticket)))
                 self._tasks[rolling] = ticket
@@ -157,15 +172,15 @@ class Sampling:
     def _ended(self, ticket: Ticket, rolling: asyncio.Task[None]) -> None:
         self._tasks.pop(rolling, None)
         if (reason := self._cancelled.pop(ticket.group, None)) is not None and rolling.cancelled():
-            self.ledger.dropped(self._rollout_ids(ticket), reason)
+            self._ledger.dropped(self._rollout_ids(ticket), reason)
             self.buffer.withdrawn(ticket.group)
-            self.scheduler.failed(ticket.group)
+            self._scheduler.failed(ticket.group)
 
     # --- one group ---
 
     def _issue(self, ticket: Ticket) -> Task:
         example = self.buffer.issue(ticket.group)
-        self.ledger.issued(
+        self._ledger.issued(
             ticket.group,
             num=self.settings.rollouts_per_example,
             env=example.env,
@@ -190,7 +205,7 @@ class Sampling:
             id=str(ticket.group),
             num=settings.rollouts_per_example,
             version=ticket.version,
-            params=self._params(temperature=self._temperature(ticket.version)),
+            params=self.intake.params(ticket.version),
             adapters=self._adapters[task.env],
             seed=group_seed(settings.sampling.seed, f"{task.env}/{task.epoch}/{task.index}"),
             score=not settings.buffer.skip_verification,
@@ -203,14 +218,13 @@ class Sampling:
             if rolling not in self._parked:
                 self._tasks.pop(rolling, None)
                 self._parked.add(rolling)
-                self.scheduler.park(ticket.group)
+                self._scheduler.park(ticket.group)
                 spans.close()
 
         try:
             with spans:
-                spans.enter_context(self.generating)
-                spans.enter_context(self.timeline.group(ticket.group))
-                results = await self.engine.run_group(group, sampled=self._sampled, delayed=park)
+                spans.enter_context(self.intake.timeline.group(ticket.group))
+                results = await self.intake.engine.run_group(group, sampled=self._sampled, delayed=park)
         except PromptTooLong as error:
             self._skip(ticket, task, error)
             return
@@ -218,7 +232,7 @@ class Sampling:
         self._sampled()
         was_parked = rolling in self._parked
         self._parked.discard(rolling)
-        if was_parked and not self.scheduler.unpark(ticket.group):
+        if was_parked and not self._scheduler.unpark(ticket.group):
             usable, _ = await self.intake.take(results)
             self._drop(ticket, usable, "too_late")
             return
@@ -228,8 +242,8 @@ class Sampling:
         """Returns when the ledger has every rollout that was issued until now. Groups that begin together share a
         transaction."""
         async with self._writing:
-            if self.ledger.has_unwritten:
-                await in_thread(self.ledger.changes())
+            if self._ledger.has_unwritten:
+                await in_thread(self._ledger.changes())
 
     async def _take_in(self, ticket: Ticket, results: Sequence[EpisodeResult]) -> None:
         usable, shaped = await self.intake.take(results)
@@ -246,23 +260,22 @@ class Sampling:
         if not group.samples:
             self._drop(ticket, [], "all_withheld")
             return
-        self.finished[ticket.group] = group
-        self.scheduler.completed(ticket.group, oldest=group.oldest_version)
+        self.intake.complete(ticket.group, group)
 
     def _rollout_ids(self, ticket: Ticket) -> list[str]:
         return [f"{ticket.group}/{number}" for number in range(self.settings.rollouts_per_example)]
 
     def _drop(self, ticket: Ticket, results: Sequence[EpisodeResult], reason: str) -> None:
         """Drops what is left of a group; another one may start in its place."""
-        self.ledger.dropped([result.id for result in results], reason)
-        self.traces.dropped(results, reason)
+        self._ledger.dropped([result.id for result in results], reason)
+        self.intake.traces.dropped(results, reason)
         self.buffer.closed(ticket.group)
-        self.timeline.came_to_nothing(ticket.group)
-        self.scheduler.failed(ticket.group)
+        self.intake.timeline.came_to_nothing(ticket.group)
+        self._scheduler.failed(ticket.group)
 
     def _skip(self, ticket: Ticket, task: Task, error: PromptTooLong) -> None:
         """Drops a group whose prompt is too long. Raises ValueError where all prompts of its environment are."""
-        self.ledger.dropped(self._rollout_ids(ticket), "prompt_too_long")
+        self._ledger.dropped(self._rollout_ids(ticket), "prompt_too_long")
         self._drop(ticket, [], "prompt_too_long")
         self._num_too_long[task.env] += 1
         if self._num_too_long[task.env] >= sum(self.buffer.num_examples(task.env).values()):

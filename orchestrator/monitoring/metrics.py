@@ -13,7 +13,7 @@ import numpy as np
 
 from orchestrator.buffer import without_spread
 from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import FinishedGroup, new_rows
+from orchestrator.samples import FinishedGroup
 from transport.folders import write_atomic
 
 STEP, REWARD = "progress/step", "reward/mean"
@@ -32,7 +32,7 @@ reward/mean reward/std reward/accuracy reward/groups_without_spread reward/overl
 reward/mean/ENV reward/accuracy/ENV
 reward/measure/NAME/ENV reward/role/ROLE/ENV
 rollout/num rollout/temperature rollout/num_tokens_mean rollout/num_tokens_max rollout/truncated
-rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows_REASON
+rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows
 rollout/found_FILTER rollout/dropped rollout/dropped_REASON rollout/restarted
 teacher/rows teacher/tokens teacher/tokens_left_out teacher/requests teacher/failed teacher/failed_REASON
 evidence/hinted evidence/asked evidence/hints_failed
@@ -120,7 +120,7 @@ def _of_episodes(results: Sequence[EpisodeResult]) -> dict[str, float]:
         "rollout/num_turns": sum(len(one.steps) for one in rollouts),
         "rollout/num_rows": sum(len(one.rows) for one in rollouts),
         "rollout/step_errors": sum(step.error is not None for one in rollouts for step in one.steps),
-        **{f"rollout/new_rows_{reason}": num for reason, num in new_rows(rollouts).items()},
+        "rollout/new_rows": sum(row.turns[0].index > 0 for one in rollouts for row in one.rows),
     }
     means = {key: num / len(results) for key, num in sums.items()}
     return means | {key: statistics.fmean(column) for key, column in by_role.items()}
@@ -170,10 +170,6 @@ class MetricsFile:
             check_name(key)
         self._file.write(_line(metrics))
         self._file.flush()
-
-    def complete(self, step: int, more: Mapping[str, float]) -> None:
-        """Adds what it lacks to the line of a step that was written already."""
-        self._write_anew({**more, **line} if line[STEP] == step and REWARD in line else line for line in self.lines())
 
     def close(self) -> None:
         """Closes the file."""

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from orchestrator.evaluate import Evaluation
@@ -34,7 +34,7 @@ class Recorder:
         self._resumed_at = self._counted_from = 0
         """The step that the run went on after, and the one whose totals the summary begins with."""
         self._num_tokens = 0
-        self._at_last_shipment = (0, 0.0)
+        """Sampled since the last batch left."""
         self._dropped_before: Counter[str] = Counter()
 
     # --- an earlier process's part of the run ---
@@ -70,27 +70,19 @@ class Recorder:
         self._num_tokens += num_tokens
 
     def shipped(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        *,
-        dropped: Counter[str],
-        generate_s: float,
+        self, step: int, metrics: Mapping[str, float], *, dropped: Counter[str], generate_s: float
     ) -> Mapping[str, float]:
-        """A batch leaves. `metrics`: its own. `generate_s`: seconds of sampling in this process. Returns all that is
+        """A batch leaves. `metrics`: its own. `generate_s`: seconds of sampling since the last one. Returns all that is
         written of it."""
-        num_tokens, seconds = self._num_tokens - self._at_last_shipment[0], generate_s - self._at_last_shipment[1]
-        self._pending[step] = (
-            dict(metrics)
-            | dropped_metrics(dropped, self._dropped_before)
-            | {
-                "time/generate_s": seconds,
-                "perf/generate_tokens": float(num_tokens),
-                "perf/generate_tokens_per_s": num_tokens / max(seconds, 1e-9),
-                STEP: float(step),
-            }
-        )
-        self._dropped_before, self._at_last_shipment = Counter(dropped), (self._num_tokens, generate_s)
+        self._pending[step] = {
+            **metrics,
+            **dropped_metrics(dropped, self._dropped_before),
+            "time/generate_s": generate_s,
+            "perf/generate_tokens": float(self._num_tokens),
+            "perf/generate_tokens_per_s": self._num_tokens / max(generate_s, 1e-9),
+            STEP: float(step),
+        }
+        self._dropped_before, self._num_tokens = Counter(dropped), 0
         return dict(self._pending[step])
 
     def trained(self, step: int, metrics: Mapping[str, float], *, wait_trainer_s: float) -> None:
@@ -115,8 +107,6 @@ class Recorder:
             self._write(metrics)
             shown = (REWARD, "reward/accuracy", "perf/generate_tokens_per_s", "policy/lag_max", "time/step_s")
             log.info("step %d: %s", proof.version, ", ".join(f"{key} {metrics[key]:.4g}" for key in shown))
-        elif proof is self._first and proof.version > 0:  # written late, and a run that goes on with it has it serve
-            self._file.complete(proof.version, proved)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A version has been evaluated."""
@@ -147,9 +137,6 @@ class Recorder:
         )
         summary.write(self._folder / "summary.json")
         self._reporter.end(asdict(summary))
-        if num_lost := self._reporter.num_lost:
-            summary = replace(summary, reports_lost=num_lost)
-            summary.write(self._folder / "summary.json")
         return summary
 
     def close(self) -> None:

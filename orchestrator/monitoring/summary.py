@@ -54,8 +54,6 @@ class Summary:
     """Largest difference between trainer and servers at the canary, over all versions, in nats."""
     mismatch_max_lag0: float | None
     """Largest difference between trainer and server at a trained token of lag 0, in nats."""
-    reports_lost: int = 0
-    """Reports to trackers that have not arrived."""
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""

@@ -100,8 +100,10 @@ class Timeline:
         """A group will be in no batch."""
         self._groups.pop(group, None)
 
-    def generated(self, step: int, groups: Iterable[int]) -> None:
-        """All groups of batch `step` are complete."""
+    def generated(self, step: int, groups: Iterable[int]) -> float:
+        """All groups of batch `step` are complete. Returns for how many seconds any group was sampled or scored since
+        the last call."""
+        seconds = 0.0
         times = [self._groups.pop(group) for group in groups if group in self._groups]
         if times:
             starts_s, ends_s = zip(*times, strict=True)
@@ -109,6 +111,8 @@ class Timeline:
         for who, busy in self._busy.items():
             for start_s, end_s in busy.take():
                 self.add(who, "busy", start_s=start_s, end_s=end_s)
+                seconds += end_s - start_s if who == SERVERS else 0.0
+        return seconds
 
     def busy(self, server: str) -> AbstractContextManager[None]:
         """A server has a request for an answer within it."""

@@ -254,7 +254,7 @@ async def _action(teacher: Endpoint, messages: Sequence[Mapping[str, Any]], tool
     told = [{**one, "role": "user"} if one["role"] == "tool" and "tool_call_id" not in one else one for one in messages]
     answer = await teacher.ask(told, tools)
     try:
-        calls = [(one.name, msgspec.json.decode(one.arguments, type=dict[str, Any])) for one in answer.tool_calls]
+        calls = [(name, msgspec.json.decode(given, type=dict[str, Any])) for name, given in answer.tool_calls]
     except (msgspec.MsgspecError, RecursionError) as error:
         teacher.num.update(answered=-1, nonsense=1)
         raise EndpointError("nonsense", f"{teacher.name}: arguments of a call are no JSON object: {error}") from None

@@ -4,31 +4,15 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from orchestrator.rollouts.clock import waiting
 from orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
-from orchestrator.rollouts.messages import Message, checked_messages
-
-if TYPE_CHECKING:
-    from orchestrator.endpoints import ChatAnswer, Endpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelResponse:
-    """An answer with what the server tells of it."""
-
-    text: str
-    tokens: tuple[tuple[str, float], ...] = ()
-    """Each sampled token as text with its log-probability (natural log), where the server gives them."""
-    token_ids: tuple[int, ...] = ()
-    """Ids of the same tokens, where the server gives them, as `grpo-infer` does."""
-    version: int | None = None
-    """The policy version that was live when it was asked; None where the server is no `grpo-infer`."""
+from orchestrator.rollouts.messages import Message, ModelResponse, checked_messages
 
 
 class InferenceClient(ABC):
@@ -135,8 +119,8 @@ class OpenAIClient(InferenceClient):
             retries=retries,
             requests_per_s=1e6,
         )
-        self._endpoint = partial(Endpoint, settings, num_parallel=num_parallel)
-        self._opened: Endpoint | None = self._endpoint()
+        self._open = partial(Endpoint, settings, num_parallel=num_parallel)
+        self._endpoint: Endpoint = self._open()
         self._is_ours = True
         """As far as is known."""
 
@@ -167,35 +151,29 @@ class OpenAIClient(InferenceClient):
         version = await self.policy_version()
         own = {} if version is None else {"return_token_ids": True}  # others may refuse what they do not know
         answer = await self._ask(messages, temperature=temperature, max_tokens=max_tokens, logprobs=True, **own)
-        return ModelResponse(text=answer.text, tokens=answer.tokens, token_ids=answer.token_ids, version=version)
+        return replace(answer, version=version)
 
     async def policy_version(self) -> int | None:
         """The newest policy version that a `grpo-infer` serves; None for other servers."""
         if not self._is_ours:
             return None
-        live = (await self._open().policy_info()).get("live")
+        live = (await self._endpoint.policy_info()).get("live")
         self._is_ours = isinstance(live, list)
         return max(live, default=0) if isinstance(live, list) else None
 
-    def _open(self) -> "Endpoint":
-        if self._opened is None:
-            self._opened = self._endpoint()
-        return self._opened
-
-    async def _ask(self, messages: Sequence[Message], **options: Any) -> "ChatAnswer":
+    async def _ask(self, messages: Sequence[Message], **options: Any) -> ModelResponse:
         from orchestrator.endpoints import EndpointError
 
         asked = checked_messages(messages)
         try:
             with waiting():
-                return await self._open().ask(asked, **options)
+                return await self._endpoint.ask(asked, **options)
         except EndpointError as error:
             raise CallFailed(str(error)) from None
 
     async def close(self) -> None:
-        opened, self._opened = self._opened, None  # another loop may come
-        if opened is not None:
-            await opened.close()
+        closed, self._endpoint = self._endpoint, self._open()  # for another event loop
+        await closed.close()
 
 
 def client_of(args: Mapping[str, Any] | str) -> InferenceClient:

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import contextvars
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 from orchestrator import background
 
@@ -20,20 +22,36 @@ NUM_THREADS = 16
 """Blocking calls that run at a time in a process."""
 
 
-class _Clock:
-    """A deadline that stands still while somebody waits."""
+class OwnTimeout:
+    """As `asyncio.timeout`, without the time that is spent in `waiting`."""
 
-    def __init__(self, timeout: asyncio.Timeout, limit_s: float) -> None:
-        self._timeout, self._limit_s, self._left_s = timeout, limit_s, limit_s
-        self._num_waits = 0
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._left_s, self._num_waits = limit_s, limit_s, 0
+
+    async def __aenter__(self) -> Self:
+        self._timeout = await asyncio.timeout(self._limit_s).__aenter__()
+        self._token = _clocks.set((*_clocks.get(), self))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _clocks.reset(self._token)
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def expired(self) -> bool:
+        """Whether the time was up."""
+        return self._timeout.expired()
 
     def pause(self) -> None:
+        """The deadline stands still until each `pause` has its `resume`."""
         self._num_waits += 1
         if self._num_waits == 1 and (when_s := self._timeout.when()) is not None:
             self._left_s = when_s - asyncio.get_running_loop().time()
             self._reschedule(None)
 
     def resume(self, *, anew: bool) -> None:
+        """`anew`: with all of its time again."""
         self._num_waits -= 1
         if anew:
             self._left_s = self._limit_s
@@ -45,19 +63,8 @@ class _Clock:
             self._timeout.reschedule(when_s)
 
 
-_clocks: contextvars.ContextVar[tuple[_Clock, ...]] = contextvars.ContextVar("own_time", default=())
+_clocks: contextvars.ContextVar[tuple[OwnTimeout, ...]] = contextvars.ContextVar("own_time", default=())
 """Those of the rollout whose code runs."""
-
-
-@contextlib.asynccontextmanager
-async def own_timeout(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """As `asyncio.timeout`, without the time that is spent in `waiting`."""
-    async with asyncio.timeout(limit_s) as timeout:
-        token = _clocks.set((*_clocks.get(), _Clock(timeout, limit_s)))
-        try:
-            yield timeout
-        finally:
-            _clocks.reset(token)
 
 
 @contextlib.contextmanager
@@ -105,66 +112,65 @@ class _Slots:
     def __init__(self) -> None:
         self.free, self.places = asyncio.Semaphore(NUM_THREADS), list(range(NUM_THREADS))
         self.board = memoryview(bytearray(BOARD_BYTES)).cast("i")
-        self.running: set[object] = set()
-        self.left: set[object] = set()
+        self.left: set[asyncio.Future[Any]] = set()
         """Those that run and that nobody waits for any more."""
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
 
 
+def _slots_here() -> _Slots:
+    loop = asyncio.get_running_loop()
+    if (slots := _slots.get(loop)) is None:
+        slots = _slots[loop] = _Slots()
+    return slots
+
+
 def show_on(board: memoryview) -> None:
     """Writes from now on to `board` [NUM_THREADS + 1], of int32, whose code runs: the numbers of the rollouts whose
     blocking calls run, and last the one that `went_on`; 0 for none. Who shares the memory can tell who was at work when
     this process ended."""
-    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board = board
+    _slots_here().board = board
 
 
 def went_on() -> None:
     """The event loop goes on with the code of the current rollout."""
-    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board[NUM_THREADS] = current_job.get()
+    _slots_here().board[NUM_THREADS] = current_job.get()
 
 
 def num_left_calls() -> int:
     """Blocking calls of this event loop that were cancelled and have not ended."""
-    slots = _slots.get(asyncio.get_running_loop())
-    return 0 if slots is None else len(slots.left)
+    return len(_slots_here().left)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of blocking code, of which `NUM_THREADS` calls run at a time; the wait for a turn is not the rollout's
     own time. A call that is cancelled goes on in its thread, and nobody waits for it."""
-    loop, context, call = asyncio.get_running_loop(), contextvars.copy_context(), object()
-    slots = _slots.setdefault(loop, _Slots())
+    slots = _slots_here()
     if slots.free.locked():
         with waiting():
             await slots.free.acquire()
     else:
         await slots.free.acquire()
-
     place = slots.places.pop()
     slots.board[place] = current_job.get()
 
-    def end() -> None:
+    def end(call: asyncio.Future[T] | None = None) -> None:
         slots.board[place] = 0
         slots.places.append(place)
         slots.free.release()
-        slots.running.discard(call)
-        slots.left.discard(call)
+        if call is not None:
+            slots.left.discard(call)
+            call.exception()  # nobody may be left to be told
 
-    def work() -> T:
-        try:
-            return context.run(function, *args, **kwargs)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(end)
-
-    slots.running.add(call)
     try:
-        return await background.in_thread(work)
-    except asyncio.CancelledError:
-        slots.left |= slots.running & {call}
-        raise
+        call = background.start_in_thread(contextvars.copy_context().run, partial(function, *args, **kwargs))
     except background.NoThread as error:
         end()
         raise MemoryError(f"{error}; raise env[].memory_gb") from None
+    call.add_done_callback(end)
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        slots.left |= set() if call.done() else {call}
+        raise

@@ -1,6 +1,7 @@
 """The rollout context: how an episode reaches the policy, models beside it, sub-episodes and artifact stores."""
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import random
@@ -8,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from orchestrator.rollouts.clock import together, waiting
 from orchestrator.rollouts.messages import Message, checked_messages, plain
@@ -29,8 +30,8 @@ class CallFailed(RuntimeError):
 
 
 Backend = Callable[[protocol.AnyCall], Awaitable[Any]]
-"""Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, `Store` by `Stored`.
-Raises ContextFull and CallFailed."""
+"""Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, the others by `Stored`,
+or any by `Refused`. Raises ContextFull and CallFailed."""
 
 
 class Store:
@@ -39,8 +40,8 @@ class Store:
     Example: ``await ctx.stores["questions"].add({"question": "3 + 4"}, weight=0.5)``
     """
 
-    def __init__(self, name: str, backend: Backend) -> None:
-        self.name, self._backend = name, backend
+    def __init__(self, name: str, call: Backend) -> None:
+        self.name, self._call = name, call
 
     async def add(self, data: Any, *, weight: float = 1.0) -> str:
         """The id of the value, which is that of any equal value. A full store loses its lightest artifact."""
@@ -67,23 +68,12 @@ class Store:
         return int(await self._do("size"))
 
     async def _do(self, operation: str, **arguments: Any) -> Any:
-        return (await self._backend(protocol.Store(store=self.name, operation=operation, arguments=arguments))).value
+        return (await self._call(protocol.Store(store=self.name, operation=operation, arguments=arguments))).value
 
 
 class _Stores(dict[str, Store]):
     def __missing__(self, name: str) -> Store:
         raise KeyError(f"there is no store {name}; there are {sorted(self)}; name it in the environment's `stores`")
-
-
-class Spawned(Protocol):
-    """What a context needs of an episode that it spawns."""
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """Who acts in it."""
-
-    async def run(self, ctx: "RolloutContext") -> EpisodeState:
-        """One rollout, scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +82,23 @@ class Shared:
 
     backend: Backend
     split: str
-    episodes: "Mapping[str, Spawned]" = field(default_factory=dict)
-    """Those that can be spawned, by name."""
+    episodes: Mapping[str, Any] = field(default_factory=dict)
+    """The `Episode`s that can be spawned, by name."""
     stores: Sequence[str] = ()
     score: bool = True
     """Whether rubrics are asked; otherwise all rewards are 0."""
+    calls: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for calls."""
     conversations: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for new conversations."""
+
+    async def call(self, call: protocol.AnyCall) -> Any:
+        """The reply. Raises ContextFull and CallFailed."""
+        call.call = next(self.calls)
+        reply = await self.backend(call)
+        if isinstance(reply, protocol.Refused):
+            raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
+        return reply
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,13 +149,16 @@ class RolloutContext:
         """Whether rubrics are asked; otherwise all rewards are 0."""
         self.seed = seed
         """Of this rollout; None where the run has none."""
-        self.rng = random.Random(seed)
-        """For all that an episode draws at random."""
-        self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.backend) for name in shared.stores})
+        self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.call) for name in shared.stores})
         """Artifact stores by name."""
         self._shared, self._depth = shared, depth
         self._known: list[_Conversation] = []
         self._num_spawned = 0
+
+    @functools.cached_property
+    def rng(self) -> random.Random:
+        """For all that an episode draws at random."""
+        return random.Random(self.seed)
 
     async def sample(
         self,
@@ -183,14 +186,14 @@ class RolloutContext:
         if temperature is not None and not temperature > 0 and self.split == "train":
             raise ValueError(f"temperature is {temperature}, expected more than 0, because the trainer divides by it")
         asked = checked_messages(messages)
-        if not raw:
-            asked = self._with_system_prompt(self.roles[role], asked)
+        if not raw and (told := self.roles[role].system_prompt) and asked[0]["role"] != "system":
+            asked = [{"role": "system", "content": told}, *asked]
         shown = None if tools is None else plain(list(tools), "tools")
         conversation = self._take((role, shown, raw), asked)
         new = asked[len(conversation.messages) :]
         asked = conversation.messages + new
         # Meanwhile, and where this raises, nobody continues it.
-        answer: protocol.Sampled = await self._shared.backend(
+        answer: protocol.Sampled = await self._shared.call(
             protocol.Sample(
                 role=role,
                 conversation=conversation.number,
@@ -233,7 +236,7 @@ class RolloutContext:
         _check_max_tokens(max_tokens)
         asked = checked_messages(messages)
         call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
-        return str((await self._shared.backend(call)).text)
+        return str((await self._shared.call(call)).text)
 
     @asynccontextmanager
     async def delayed(self, timeout_s: float) -> AsyncIterator[None]:
@@ -246,7 +249,7 @@ class RolloutContext:
                 async with ctx.delayed(timeout_s=3600):
                     return await experiment(completion)
         """
-        await self._shared.backend(protocol.Delay())
+        await self._shared.call(protocol.Delay())
         with waiting():
             async with asyncio.timeout(timeout_s):
                 yield
@@ -291,7 +294,9 @@ class RolloutContext:
             raise ValueError(f"there is no sub-episode {episode!r}; the environment's `episodes` has {there}")
         if self._depth >= MAX_DEPTH:
             raise ValueError(f"{episode} is spawned {MAX_DEPTH + 1} generations below a rollout, at most {MAX_DEPTH}")
-        children = await together([found.run(self._child(found.roles, example)) for example in examples])
+        children: list[EpisodeState] = await together(
+            [found.run(self._child(found.roles, example)) for example in examples]
+        )
         self.state.children += children
         return children
 
@@ -317,12 +322,6 @@ class RolloutContext:
         longest = max(fitting, key=lambda one: len(one.messages))
         self._known.remove(longest)
         return longest
-
-    @staticmethod
-    def _with_system_prompt(role: Role, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if not role.system_prompt or messages[0]["role"] == "system":
-            return messages
-        return [{"role": "system", "content": role.system_prompt}, *messages]
 
 
 current_context: ContextVar[RolloutContext] = ContextVar("current_context")

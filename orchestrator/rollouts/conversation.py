@@ -8,7 +8,7 @@ writes it now.
 Legend: `L` tokens of one row.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +21,16 @@ from orchestrator.rollouts.templates import ChatTemplate
 ChatMessage = Mapping[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the template reads."""
 
-HISTORY_REWRITTEN = "history_rewritten"
-"""The template writes something before the newest answer differently than it did."""
-ANSWER_REWRITTEN = "answer_rewritten"
-"""The template writes the newest answer differently than it was sampled: without its reasoning, or trimmed."""
-OTHER_END = "other_end"
-"""The newest answer ended with another control token than the template ends it with."""
-
 
 @dataclass(slots=True)
 class _Row:
     """A row while it grows."""
 
-    began: str | None
     token_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
-    versions: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    answers: list[tuple[Completion, float]] = field(default_factory=list)
+    """Of each turn, with the temperature."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
     def add(
         self,
@@ -52,7 +44,12 @@ class _Row:
     ) -> None:
         """An answer, and what the policy was told before it. Raises ValueError where the completion contradicts
         itself."""
-        self.versions.append(_checked_versions(completion, version))
+        (first, num), *others = _checked_versions(completion, version)
+        for newer, num_tokens in ((first, len(told) + num), *others):
+            if self.versions and self.versions[-1][0] == newer:
+                num_tokens += self.versions.pop()[1]
+            if num_tokens:
+                self.versions.append((newer, num_tokens))
         self.token_ids += told
         begins = len(self.token_ids)
         at = begins - len(opening)
@@ -60,32 +57,25 @@ class _Row:
         self.token_ids += completion.token_ids
         ends, finish_reason = len(self.token_ids), completion.finish_reason
         self.turns.append(Turn(index=index, opens=opens, begins=begins, ends=ends, finish_reason=finish_reason))
-        self.logprobs.append(completion.logprobs)
-        self.temperatures.append(temperature)
+        self.answers.append((completion, temperature))
 
     def finished(self) -> TrainingRow:
         length = len(self.token_ids)
         sampled = np.zeros(length, np.bool_)
         logprobs, temperatures = np.zeros(length, np.float32), np.empty(length, np.float32)
-        runs: list[tuple[int, int]] = []
         start = 0
-        for turn, own_logprobs, temperature, versions in zip(
-            self.turns, self.logprobs, self.temperatures, self.versions, strict=True
-        ):
+        for turn, (completion, temperature) in zip(self.turns, self.answers, strict=True):
             sampled[turn.begins : turn.ends] = True
-            logprobs[turn.begins : turn.ends] = own_logprobs
+            logprobs[turn.begins : turn.ends] = completion.logprobs
             temperatures[start : turn.ends] = temperature
-            (first, num), *others = versions
-            runs += [(first, turn.begins - start + num), *others]
             start = turn.ends
         return TrainingRow(
             token_ids=np.array(self.token_ids, np.int32),
             sampled=sampled,
             logprobs=logprobs,
             temperatures=temperatures,
-            versions=_joined(runs),
+            versions=tuple(self.versions),
             turns=tuple(self.turns),
-            began=self.began,
         )
 
 
@@ -96,7 +86,6 @@ class _Next:
     token_ids: list[int]
     """What follows in the row; all of a new row's prompt where one begins."""
     new_row: bool
-    began: str | None
     text: str
     """All of the conversation as the template writes it, up to where the policy answers."""
 
@@ -118,13 +107,11 @@ class Conversation:
             raise ValueError("a conversation without messages asks the policy nothing; give at least one message")
         self._template = template
         self._messages: list[ChatMessage] = list(messages)
-        self._answer_at = 0
-        """Place of the newest answer among the messages."""
         self._raw = ""
         """The newest answer as text, control tokens included."""
         self._end_id: int | None = None
         """The control token that ended it; None where it was cut short."""
-        self._rows = [_Row(None)]
+        self._rows = [_Row()]
         self._next: _Next | None = None
         self._text = ""
         """What the newest answer followed, as the template wrote it."""
@@ -155,7 +142,9 @@ class Conversation:
         """The policy's answer to `prompt_ids`; `version` is the one that was asked for. Returns its text without
         control tokens, and raises ValueError where the completion contradicts itself."""
         following = self._following()
-        self._row_for(following).add(
+        if following.new_row and self._rows[-1].turns:
+            self._rows.append(_Row())
+        self._rows[-1].add(
             following.token_ids,
             completion,
             index=self._num_turns,
@@ -174,11 +163,6 @@ class Conversation:
 
     # --- how it goes on ---
 
-    def _row_for(self, following: _Next) -> _Row:
-        if following.new_row and self._rows[-1].turns:
-            self._rows.append(_Row(following.began))
-        return self._rows[-1]
-
     def _remember(self, completion: Completion, text: str) -> None:
         renderer, ids = self._template.renderer, completion.token_ids
         last = ids[-1] if ids else None
@@ -188,38 +172,29 @@ class Conversation:
         self._end_id = last if ended else None
         self._raw = renderer.raw_text(ids)
         content = renderer.raw_text(ids[:-1]) if ended else self._raw
-        self._answer_at = len(self._messages)
         self._messages.append({"role": "assistant", "content": content})
         self._text, self._next = text, None
 
     def _following(self) -> _Next:
         if self._next is None:
-            self._next = self._continued() if self._num_turns else self._anew(None)
+            text = self._template.render(self._messages)
+            self._next = self._continued(text) if self._num_turns else self._anew(text)
         return self._next
 
-    def _anew(self, began: str | None, text: str | None = None) -> _Next:
+    def _anew(self, text: str) -> _Next:
         """All of the conversation as the prompt of a row."""
-        text = self._template.render(self._messages) if text is None else text
         ids = self._template.renderer.ids_of(text)
         if not ids:
             raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
-        return _Next(token_ids=ids, new_row=True, began=began, text=text)
+        return _Next(token_ids=ids, new_row=True, text=text)
 
-    def _continued(self) -> _Next:
+    def _continued(self, text: str) -> _Next:
         """The row goes on where the template writes what stands in it."""
-        before, text = self._text, self._template.render(self._messages)
-        start = len(before) + len(self._raw)
+        before = self._text
         if not (text.startswith(before) and text.startswith(self._raw, len(before))):
-            return self._anew(self._why_not(before, text), text)
-        return _Next(token_ids=self._ids_after_answer(text[start:]), new_row=False, began=None, text=text)
-
-    def _why_not(self, before: str, text: str) -> str:
-        if not text.startswith(before.removesuffix(self._template.opening)):
-            return HISTORY_REWRITTEN
-        answer: str = self._messages[self._answer_at]["content"]
-        if self._end_id is not None and text.startswith(before + answer):
-            return OTHER_END
-        return ANSWER_REWRITTEN
+            return self._anew(text)
+        after_answer = text[len(before) + len(self._raw) :]
+        return _Next(token_ids=self._ids_after_answer(after_answer), new_row=False, text=text)
 
     def _ids_after_answer(self, text: str) -> list[int]:
         """Tokenized behind the token that ended the answer, because some tokenizers treat the beginning of a text
@@ -237,20 +212,9 @@ def single_row(
 ) -> TrainingRow:
     """The row of a prompt with one answer, of a rollout with one step. Raises ValueError where the completion
     contradicts itself."""
-    row = _Row(None)
+    row = _Row()
     row.add(prompt, completion, index=0, opening=opening, version=version, temperature=temperature)
     return replace(row.finished(), steps=(0,))
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Neighbours of one version as one run; empty runs left out."""
-    joined: list[tuple[int, int]] = []
-    for version, num in runs:
-        if joined and joined[-1][0] == version:
-            joined[-1] = (version, joined[-1][1] + num)
-        elif num:
-            joined.append((version, num))
-    return tuple(joined)
 
 
 def _checked_versions(completion: Completion, version: int) -> tuple[tuple[int, int], ...]:

@@ -5,7 +5,7 @@ User code runs in environment workers; its calls are answered here, and the toke
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -127,10 +127,12 @@ class RolloutEngine:
     async def _run_rollout(self, group: Group, number: int, given: "_Given | None", waits: "_Waits") -> EpisodeResult:
         task, pool = group.task, self._pools[group.task.env]
         seed = None if group.seed is None else mixed_seed(group.seed, number)
-        attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[Completion]]()
+        attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[list[Completion]]]()
 
         def begin() -> _Attempt:
-            attempts.append(_Attempt(self, group, pool, seed, given, generating, lambda: waits.delayed(number)))
+            attempts.append(
+                _Attempt(self, group, pool, seed, given, generating, lambda: waits.settled(number, over=False))
+            )
             return attempts[-1]
 
         try:
@@ -145,7 +147,7 @@ class RolloutEngine:
         finally:
             for one in generating.values():
                 one.cancel()
-        waits.over(number)
+        waits.settled(number, over=True)
         result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
         if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
             pool.record(result.failure)
@@ -183,21 +185,15 @@ class _Given:
 
 
 class _Waits:
-    """Which rollouts of a group are over, and which wait for rewards that come later."""
+    """Which rollouts of a group go on, and which wait for rewards that come later."""
 
     def __init__(self, num: int, all_wait: Callable[[], None]) -> None:
         self._going_on, self._waiting, self._all_wait = set(range(num)), set[int](), all_wait
 
-    def delayed(self, number: int) -> None:
-        self._waiting.add(number)
-        self._settled(number)
-
-    def over(self, number: int) -> None:
-        self._waiting.discard(number)
-        self._settled(number)
-
-    def _settled(self, number: int) -> None:
+    def settled(self, number: int, *, over: bool) -> None:
+        """A rollout is over, or waits."""
         self._going_on.discard(number)
+        (self._waiting.discard if over else self._waiting.add)(number)
         if self._waiting and not self._going_on:
             self._all_wait()
 
@@ -221,7 +217,7 @@ class _Attempt:
         pool: "WorkerPool | LocalPool",
         seed: int | None,
         given: _Given | None,
-        generating: "dict[tuple[object, ...], asyncio.Task[Completion]]",
+        generating: "dict[tuple[object, ...], asyncio.Task[list[Completion]]]",
         delayed: Callable[[], None],
     ) -> None:
         """`generating`: what servers were asked in this rollout, answered or not. An attempt that asks the same again
@@ -362,8 +358,9 @@ class _Attempt:
         if key not in self._generating:
             seed = None if self._seed is None else mixed_seed(self._seed, digest.hex(), num)
             asked = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
-            self._generating[key] = asyncio.create_task(_only(asked))
-        return await asyncio.shield(self._generating[key])
+            self._generating[key] = asyncio.create_task(asked)
+        [completion] = await asyncio.shield(self._generating[key])
+        return completion
 
     def _store(self, call: Store) -> Reply:
         task, stores = self._group.task, self._engine.stores
@@ -438,11 +435,6 @@ class _CallRefused(Exception):
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
-
-
-async def _only(asked: Awaitable[Sequence[Completion]]) -> Completion:
-    [completion] = await asked
-    return completion
 
 
 def _reply(job: int, call: int, text: str, completion: Completion) -> Sampled:

@@ -1,14 +1,14 @@
 """How an example is rolled out: who is called with what, and when it is over."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.rollouts.context import ContextFull, RolloutContext, current_context
+from orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, Shared, current_context
 from orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
 from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.rollouts.roles import POLICY, Role
-from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.rubric import RewardNotFinite, Rubric
 from orchestrator.rollouts.state import EpisodeState
 
 Response = str | Message | Sequence[Message] | None
@@ -41,22 +41,49 @@ class Episode(ABC):
         try:
             await self.rollout(ctx, state)
             state.done = True
-            await self._apply_rubric(ctx, state)
+            if ctx.score:
+                scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
+                state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
+            else:
+                state.rewards = dict.fromkeys(state.roles, 0.0)
             state.extras = self._plain_extras(state)
             return state
         finally:
             current_context.reset(token)
 
-    async def _apply_rubric(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        if not ctx.score:
-            state.rewards = dict.fromkeys(state.roles, 0.0)
-            return
-        scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
-        state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
-
     def _plain_extras(self, state: EpisodeState) -> dict[str, Any]:
         extras = dict(self.extras(state))
         return plain(extras, "what extras() returned") if extras else extras
+
+
+async def run_episode(
+    episode: Episode,
+    backend: Backend,
+    *,
+    example: Mapping[str, Any],
+    split: str,
+    seed: int | None,
+    episodes: Mapping[str, Episode],
+    stores: Iterable[str],
+    score: bool = True,
+    data: Mapping[str, Any] | None = None,
+) -> EpisodeState:
+    """Rolls out an example and scores it; `backend` answers its calls. `episodes` can be spawned; `data` is the state's
+    at first. Raises what user code and the backend raise."""
+    shared = Shared(backend=backend, split=split, episodes=episodes, stores=tuple(stores), score=score)
+    state = EpisodeState(example=example, data=dict(data or {}))
+    return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=seed))
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason of a `Failure` for what a rollout's code has raised."""
+    reasons: dict[type[BaseException], str] = {
+        MemoryError: "env_memory",
+        RewardNotFinite: "reward_not_finite",
+        ContextFull: "context_full",
+        TimeoutError: "env_timeout",
+    }
+    return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "env_error")
 
 
 def result_of(state: EpisodeState, *, with_text: bool = False) -> EpisodeResult:

@@ -6,14 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from orchestrator.inference.client import ServerError
-from orchestrator.rollouts.clock import no_exit, own_timeout, waiting
-from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
-from orchestrator.rollouts.episode import Episode, result_of
+from orchestrator.rollouts.clock import OwnTimeout, no_exit, waiting
+from orchestrator.rollouts.episode import Episode, reason_of, result_of, run_episode
 from orchestrator.rollouts.records import EpisodeResult, Failure, Task
 from orchestrator.rollouts.roles import all_roles
-from orchestrator.rollouts.rubric import RewardNotFinite
-from orchestrator.rollouts.state import EpisodeState
-from orchestrator.workers.protocol import AnyCall, Loaded, Refused, Sampled
+from orchestrator.workers.protocol import AnyCall, Loaded, Sampled
 from orchestrator.workers.session import GivenUp
 
 
@@ -58,42 +55,39 @@ class LocalPool:
         """Rolls out what was asked for. Raises ServerError."""
         assert answer is None, "nothing is sampled in advance for it"
         name, artifact, meta = self._asked.pop(task.index)
-        episode, backend, numbers = self._episodes[name], begin(), itertools.count()
-        broken: list[ServerError] = []
+        episode, backend, broken = self._episodes[name], begin(), list[ServerError]()
 
         async def answered(call: AnyCall) -> Any:
-            call.call = next(numbers)
             try:
                 with waiting(anew=True):
-                    reply = await backend(call)
+                    return await backend(call)
             except ServerError as error:  # whatever user code makes of it
                 broken.append(error)
                 raise
-            if isinstance(reply, Refused):
-                raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
-            return reply
 
-        shared = Shared(
-            backend=answered,
-            split=task.split,
-            episodes=self._episodes,
-            stores=tuple(self.loaded.stores),
-            score=score,
-        )
-        example = artifact if isinstance(artifact, Mapping) else {"artifact": artifact}
-        state = EpisodeState(example=example, data={"meta": dict(meta)} if meta else {})
+        about = {"meta": dict(meta)} if meta else {}
         try:
-            async with own_timeout(self._timeout_s):
-                ctx = RolloutContext(shared, state=state, roles=episode.roles, seed=seed)
-                await no_exit(episode.run(ctx))
-            state.extras |= {"episode": name} | ({"meta": dict(meta)} if meta else {})
+            async with OwnTimeout(self._timeout_s):
+                running = run_episode(
+                    episode,
+                    answered,
+                    example=artifact if isinstance(artifact, Mapping) else {"artifact": artifact},
+                    split=task.split,
+                    seed=seed,
+                    episodes=self._episodes,
+                    stores=self.loaded.stores,
+                    score=score,
+                    data=about,
+                )
+                state = await no_exit(running)
+            state.extras |= {"episode": name} | about
             return result_of(state, with_text=True)
         except GivenUp as error:
             return error.failure
         except Exception as error:
             if broken:
                 raise broken[0] from None
-            return Failure(reason=_reason(error), message=f"{name}: {type(error).__name__}: {error}")
+            return Failure(reason=reason_of(error), message=f"{name}: {type(error).__name__}: {error}")
 
     @property
     def num_at_code(self) -> int:
@@ -103,8 +97,3 @@ class LocalPool:
     async def close(self) -> None:
         """Nothing is open."""
         await asyncio.sleep(0)
-
-
-def _reason(error: Exception) -> str:
-    reasons = {ContextFull: "context_full", RewardNotFinite: "reward_not_finite", TimeoutError: "env_timeout"}
-    return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "env_error")

@@ -1,7 +1,9 @@
-"""Chat messages as user code passes them: what they must be, and copies that nobody changes later."""
+"""Chat messages as user code passes them: what they must be, and copies that nobody changes later; and what models
+answer."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,12 +12,35 @@ Message = Mapping[str, Any]
 """`{"role": "user", "content": "hi"}`, with what else the model's chat template reads."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelResponse:
+    """An answer with what the server tells of it."""
+
+    text: str
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Each sampled token as text with its log-probability (natural log), where the server gives them."""
+    token_ids: tuple[int, ...] = ()
+    """Ids of the same tokens, where the server gives them, as `grpo-infer` does."""
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    """Name and arguments of calls that came apart from the text; the arguments are, as they were sampled, JSON or not.
+    """
+    version: int | None = None
+    """The policy version that was live when it was asked; None where the server is no `grpo-infer`."""
+
+
 def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[dict[str, str]]:
     """The prompt of an example as chat messages. Raises ValueError that says what an example must look like."""
     prompt, which = example.get("prompt"), "an example" if index is None else f"example {index}"
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, Sequence) and prompt and all(_is_prompt_message(message) for message in prompt):
+    elif (
+        isinstance(prompt, Sequence)
+        and prompt
+        and all(
+            isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in prompt
+        )
+    ):
         messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
     else:
         raise ValueError(
@@ -71,7 +96,3 @@ def is_text(content: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_prompt_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))

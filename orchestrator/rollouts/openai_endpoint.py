@@ -61,15 +61,6 @@ class BadRequest(ValueError):
     """A request that cannot be served."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speaker:
-    """Whose answers a request asks for."""
-
-    role: str
-    trained: bool = True
-    """Otherwise the policy answers, and nothing of it is trained."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Endpoint:
     """Where an agent of one rollout finds the policy. Example: ``AsyncOpenAI(base_url=..., api_key=...)``"""
@@ -78,9 +69,11 @@ class Endpoint:
     """`http://127.0.0.1:PORT/NUMBER/v1`"""
     api_key: str
     ctx: RolloutContext
-    speaker: Speaker
-    speakers: dict[str, Speaker] = field(default_factory=dict)
-    """Others, by what their requests have for `X-Session-ID`; for rollouts with several agents."""
+    role: str
+    """Whose answers are asked for."""
+    speakers: dict[str, str | None] = field(default_factory=dict)
+    """The roles of others, by what their requests have for `X-Session-ID`; for rollouts with several agents. None: the
+    policy answers, and nothing of it is trained."""
     failure: BaseException | None = None
     """Why a call came to nothing, for who wants to raise it where an agent keeps quiet about it."""
     full: bool = False
@@ -94,7 +87,7 @@ class Endpoint:
     _texts: list[list[dict[str, str]]] = field(default_factory=list)
     """Raw prompts with their answers."""
 
-    async def chat(self, body: Mapping[str, Any], speaker: Speaker) -> dict[str, Any]:
+    async def chat(self, body: Mapping[str, Any], role: str | None) -> dict[str, Any]:
         """What `/chat/completions` answers. Raises BadRequest, and what the context raises."""
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise BadRequest("the request has no messages")
@@ -102,20 +95,20 @@ class Endpoint:
             raise BadRequest(f"the request has tool_choice = {body['tool_choice']!r}, expected auto or none")
         messages = [self._plain(message) for message in body["messages"]]
         tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
-        replies = await self._sampled(body, speaker, messages, tools=tools, raw=False)
+        replies = await self._sampled(body, role, messages, tools=tools, raw=False)
         choices = [self._chat_choice(reply, place, tools is not None) for place, reply in enumerate(replies)]
         return {"object": "chat.completion", "choices": choices, "usage": _usage(replies)}
 
-    async def complete(self, body: Mapping[str, Any], speaker: Speaker) -> dict[str, Any]:
+    async def complete(self, body: Mapping[str, Any], role: str | None) -> dict[str, Any]:
         """What `/completions` answers. Raises BadRequest, and what the context raises."""
         prompt = body.get("prompt")
         if not isinstance(prompt, str) or not prompt:
             raise BadRequest(f"the request has prompt = {str(prompt)[:200]!r}, expected a text")
-        if not speaker.trained:
-            raise BadRequest(f"{speaker.role} is not trained, and asks for a raw completion; ask in messages")
+        if role is None:
+            raise BadRequest("an agent that is not trained asks for a raw completion; ask in messages")
         known = max((one for one in self._texts if prompt.startswith(_joined(one))), key=len, default=[])
         messages = [*known, {"role": "user", "content": prompt[len(_joined(known)) :]}]
-        replies = await self._sampled(body, speaker, messages, tools=None, raw=True)
+        replies = await self._sampled(body, role, messages, tools=None, raw=True)
         self._texts += [[*messages, {"role": "assistant", "content": reply.text}] for reply in replies]
         choices = [
             {
@@ -131,7 +124,7 @@ class Endpoint:
     async def _sampled(
         self,
         body: Mapping[str, Any],
-        speaker: Speaker,
+        role: str | None,
         messages: list[dict[str, str]],
         *,
         tools: list[dict[str, Any]] | None,
@@ -140,17 +133,22 @@ class Endpoint:
         """As many answers as are asked for, all sampled at the same time."""
         _check(body)
         max_tokens, temperature = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("temperature")
-        if not speaker.trained:
+        if role is None:
             if tools is not None:
-                raise BadRequest(f"{speaker.role} is not trained and has tools, which only a trained role can call")
+                raise BadRequest("an agent that is not trained has tools, which only a trained role can call")
             asked = [
                 self.ctx.ask(messages, model="policy", temperature=temperature or 0.0, max_tokens=max_tokens)
                 for _ in range(body.get("n") or 1)
             ]
-            return [self._untrained(speaker.role, text) for text in await together(asked)]
+            first, texts = self._num_untrained + 1, await together(asked)
+            self._num_untrained += len(texts)
+            return [
+                Reply(role="", messages=(), text=text, finish_reason="stop", num_tokens=0, index=-number)
+                for number, text in enumerate(texts, first)
+            ]
         return await together(
             self.ctx.sample(
-                speaker.role,
+                role,
                 messages,
                 tools=tools,
                 max_tokens=max_tokens,
@@ -161,20 +159,20 @@ class Endpoint:
             for _ in range(body.get("n") or 1)
         )
 
-    def _untrained(self, role: str, text: str) -> Reply:
-        self._num_untrained += 1
-        return Reply(role=role, messages=(), text=text, finish_reason="stop", num_tokens=0, index=-self._num_untrained)
-
     # --- chat messages ---
 
     def _chat_choice(self, reply: Reply, place: int, with_tools: bool) -> dict[str, Any]:
         content, calls = self._calls(reply) if with_tools else (reply.text, [])
         self._written[content, tuple(call["id"] for call in calls)] = reply.text
+        logprobs = [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in reply.tokens
+        ]
         return {
             "index": place,
             "message": {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {}),
             "finish_reason": "tool_calls" if calls else reply.finish_reason,
-            "logprobs": {"content": [_chat_logprob(*token) for token in reply.tokens]} if reply.tokens else None,
+            "logprobs": {"content": logprobs} if logprobs else None,
         }
 
     def _calls(self, reply: Reply) -> tuple[str, list[dict[str, Any]]]:
@@ -252,10 +250,6 @@ def _usage(replies: Sequence[Reply]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-
-
 def _text_logprobs(reply: Reply) -> dict[str, Any] | None:
     if not reply.tokens:
         return None
@@ -314,9 +308,9 @@ class _Server:
             assert isinstance(body, dict)
         except (ValueError, AssertionError, RecursionError):
             return _refused(400, "the request's body is no JSON object", "invalid_json")
-        speaker = endpoint.speakers.get(request.headers.get(SPEAKER_HEADER, ""), endpoint.speaker)
+        role = endpoint.speakers.get(request.headers.get(SPEAKER_HEADER, ""), endpoint.role)
         make = endpoint.chat if request.match_info["kind"] == "chat/completions" else endpoint.complete
-        answering = asyncio.get_running_loop().create_task(make(body, speaker), context=endpoint.context)
+        answering = asyncio.get_running_loop().create_task(make(body, role), context=endpoint.context)
         endpoint.answering.add(answering)
         try:
             made = await answering
@@ -400,7 +394,7 @@ async def endpoint_of(ctx: RolloutContext, role: str | None = None) -> AsyncIter
             base_url="",
             api_key=secrets.token_urlsafe(24),
             ctx=ctx,
-            speaker=Speaker(role=role or next(iter(ctx.roles))),
+            role=role or next(iter(ctx.roles)),
         )
         try:
             endpoint.base_url = f"{await server.address()}/{number}/v1"

@@ -1,11 +1,11 @@
 """Episodes with answers that were written beforehand: no process, no server. For tests and for trying things out."""
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
-from orchestrator.rollouts.context import CallFailed, RolloutContext, Shared
+from orchestrator.rollouts.context import CallFailed
+from orchestrator.rollouts.episode import run_episode
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.workers import protocol
@@ -31,15 +31,15 @@ async def play(
 
     Example: ``state = asyncio.run(play(Guess(), {"prompt": "...", "number": 7}, ["5", "7"]))``
     """
-    episode = episode_of(environment)
-    shared = Shared(
-        backend=ScriptedBackend(environment.stores, answers, asked),
+    return await run_episode(
+        episode_of(environment),
+        ScriptedBackend(environment.stores, answers, asked),
+        example=example,
         split=split,
+        seed=seed,
         episodes=environment.episodes,
-        stores=tuple(environment.stores),
+        stores=environment.stores,
     )
-    state = EpisodeState(example=example)
-    return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=seed))
 
 
 class ScriptedBackend:
@@ -48,11 +48,9 @@ class ScriptedBackend:
     def __init__(self, stores: Mapping[str, int], answers: Answers, asked: Answers = ()) -> None:
         self._answers, self._asked = _script(answers), _script(asked)
         self._conversations: dict[int, list[dict[str, Any]]] = {}
-        self._calls: Iterator[int] = itertools.count()
         self._stores = {name: ArtifactStore(name, max_size=max_size) for name, max_size in stores.items()}
 
     async def __call__(self, call: protocol.AnyCall) -> Any:
-        call.call = next(self._calls)
         if isinstance(call, protocol.Delay):
             return protocol.Stored(call=call.call, value=None)
         if isinstance(call, protocol.Store):

@@ -151,8 +151,6 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
     """In order, at least one."""
     steps: tuple[int, ...] = ()
     """For each of the turns, the index of its step in the rollout."""
-    began: str | None
-    """Why the row before it was not continued; None for the conversation's first row."""
 
     def spread(self, by_turn: Sequence[float] | Mapping[int, float | Float32]) -> Float32:
         """[L] a number for each of the conversation's turns (by `Turn.index`), or one for each of its sampled tokens,

@@ -7,7 +7,6 @@ each step, so that a run that goes on after a batch finds its stores as they wer
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +16,7 @@ import numpy as np
 from orchestrator.ledger import Ledger
 from orchestrator.rollouts.messages import plain
 
-SPLIT_PREFIXES = {"train": "", "eval": "eval-"}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,7 @@ class ArtifactStore:
 
 
 class ArtifactStores:
-    """The stores of a run's environments."""
+    """The stores of a run's environments. What evaluation keeps is apart: it leaves what is trained as it was."""
 
     def __init__(
         self,
@@ -154,25 +152,22 @@ class ArtifactStores:
         """`sizes`: by environment and name, how many artifacts each may hold. `ledger`: has what they hold. `state`:
         what `save` has returned with the batch after which a run goes on. Raises ValueError for what cannot be."""
         self._ledger, self._stores = ledger, dict[str, ArtifactStore]()
-        for env, name, max_size in ((env, name, size) for env, named in sizes.items() for name, size in named.items()):
-            if not _NAME.fullmatch(name) or max_size < 1:
+        for env, split, name in ((env, split, name) for env in sizes for split in SPLITS for name in sizes[env]):  # noqa: B020
+            if (max_size := sizes[env][name]) < 1:
                 raise ValueError(
-                    f"environment {env} has a store {name!r} for {max_size} artifacts, expected room for at least 1, "
-                    "and a name of up to 64 letters, digits, - and _ that begins with a letter or a digit"
+                    f"environment {env} has a store {name!r} for {max_size} artifacts, expected at least 1"
                 )
-            for full in (store_name(env, split, name) for split in SPLIT_PREFIXES):
-                there = [
-                    Artifact(id=i, content=data, weight=weight, place=place)
-                    for i, place, weight, data in ledger.artifacts(full)
-                ]
-                num_draws = (state or {}).get(full, 0)
-                self._stores[full] = ArtifactStore(
-                    full, max_size=max_size, seed=seed, artifacts=there, num_draws=num_draws
-                )
+            full = f"{env}/{split}/{name}"
+            there = [
+                Artifact(id=i, content=data, weight=weight, place=place)
+                for i, place, weight, data in ledger.artifacts(full)
+            ]
+            num_draws = (state or {}).get(full, 0)
+            self._stores[full] = ArtifactStore(full, max_size=max_size, seed=seed, artifacts=there, num_draws=num_draws)
 
     def of(self, env: str, split: str, name: str) -> ArtifactStore:
         """Raises KeyError where there is none."""
-        if (store := self._stores.get(store_name(env, split, name))) is None:
+        if (store := self._stores.get(f"{env}/{split}/{name}")) is None:
             raise KeyError(f"there is no store {name}")
         return store
 
@@ -184,13 +179,6 @@ class ArtifactStores:
             there = [(one.id, one.place, one.weight, one.content) for _, one in changes if one is not None]
             self._ledger.artifacts_changed(name, [artifact_id for artifact_id, _ in changes], there, step)
         return {name: store.num_draws for name, store in self._stores.items()}
-
-
-def store_name(env: str, split: str, name: str) -> str:
-    """What an environment's artifact store is called among all of a run. What evaluation keeps is apart: it leaves what
-    is trained as it was."""
-    clean, digest = re.sub("[^A-Za-z0-9_-]", "-", env)[:20], hashlib.blake2b(env.encode(), digest_size=3).hexdigest()
-    return f"{SPLIT_PREFIXES[split]}{clean}-{digest}_{name}"
 
 
 def _digest(content: str) -> str:

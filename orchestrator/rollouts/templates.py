@@ -37,20 +37,24 @@ class ChatTemplate:
     @classmethod
     def of(cls, renderer: ChatRenderer, tools: Sequence[Mapping[str, Any]] | None = None) -> "ChatTemplate":
         """Looks at the template once. Raises TemplateRefused where it takes no question with its answer."""
-        kept = None if tools is None else tuple(tools)
+        kept, asked = None if tools is None else tuple(tools), {"role": "user", "content": "x"}
         try:
-            opening, end_id = _opening(renderer, kept), _end_id(renderer, kept)
+            closed, opened = (renderer.render([asked], tools=kept, opened=opened) for opened in (False, True))
+            answered = [asked, {"role": "assistant", "content": _PROBE}, asked]
+            _, found, ending = renderer.render(answered, tools=kept, opened=True).rpartition(_PROBE)
         except Exception as error:  # templates are code: they add texts to what is none, for example
             raise TemplateRefused(
                 f"the model's chat template does not take a user's message and an answer to it: {error}; use a model "
                 "whose template does"
             ) from error
+        opening = opened[len(closed) :] if opened.startswith(closed) else ""
+        after = renderer.ids_of(ending) if found else []
         return cls(
             renderer=renderer,
             tools=kept,
             opening=opening,
             opening_ids=tuple(renderer.ids_of(opening)),
-            end_id=end_id,
+            end_id=after[0] if after and renderer.is_special(after[0]) else None,
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -63,20 +67,6 @@ class ChatTemplate:
                 f"the model's chat template does not take messages of the roles {roles}: {error}; order them as the "
                 "template expects, or use a model whose template takes them"
             ) from error
-
-
-def _opening(renderer: ChatRenderer, tools: tuple[Mapping[str, Any], ...] | None) -> str:
-    asked = [{"role": "user", "content": "x"}]
-    closed, opened = (renderer.render(asked, tools=tools, opened=opened) for opened in (False, True))
-    return opened[len(closed) :] if opened.startswith(closed) else ""
-
-
-def _end_id(renderer: ChatRenderer, tools: tuple[Mapping[str, Any], ...] | None) -> int | None:
-    asked = {"role": "user", "content": "x"}
-    answered = [asked, {"role": "assistant", "content": _PROBE}, asked]
-    _, found, ending = renderer.render(answered, tools=tools, opened=True).rpartition(_PROBE)
-    ids = renderer.ids_of(ending) if found else []
-    return ids[0] if ids and renderer.is_special(ids[0]) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.rollouts.clock import in_thread, own_timeout, together
+from orchestrator.rollouts.clock import OwnTimeout, in_thread, together
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
 from orchestrator.rollouts.episode import MultiTurnEpisode, Response
 from orchestrator.rollouts.mcp_tools import McpServer, McpTools
@@ -131,7 +131,7 @@ class ToolEpisode(MultiTurnEpisode):
         if isinstance(call, ToolCallError):
             return ToolFailed(call.message, error_kind=call.error_kind)
         try:
-            async with own_timeout(self.timeout_s) as deadline:
+            async with OwnTimeout(self.timeout_s) as deadline:
                 return _text(await self.call_tool(call, state, ctx))
         except ToolFailed as error:
             return error

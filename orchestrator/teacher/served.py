@@ -22,7 +22,7 @@ import tenacity
 
 from configs.auxiliary import TeacherSettings
 from orchestrator.background import in_thread
-from orchestrator.endpoints import ApiClient, BoundedTransport, EndpointError
+from orchestrator.endpoints import ApiClient, EndpointError
 from orchestrator.teacher.scoring import checked
 from orchestrator.teacher.tokens import SharedTokens, shared_tokens, spread
 from transport.records import Float32, Int32
@@ -95,13 +95,13 @@ class ServedTeacher:
         self.servers = [url.rstrip("/").removesuffix("/v1") for url in client.base_url]
         self.longest: int | None = None
         """Tokens of the longest sample that all servers can score; None where they do not tell."""
-        self._transport = BoundedTransport(
+        self._client = ApiClient(
             lambda: self.servers,
             api_key=api_key,
+            retries=UNTIL_DEADLINE,
             timeout_s=TRY_TIMEOUT_S,
             max_bytes=BYTES_BESIDE + BYTES_PER_TOKEN * seq_len,
         )
-        self._client = ApiClient(self._transport, retries=UNTIL_DEADLINE, timeout_s=TRY_TIMEOUT_S)
 
     @property
     def name(self) -> str:
@@ -111,14 +111,14 @@ class ServedTeacher:
     @property
     def num_requests(self) -> int:
         """Requests that were sent, tries after failures included."""
-        return self._transport.num_requests
+        return self._client.transport.num_requests
 
     async def close(self) -> None:
         """Closes all connections."""
         await self._client.close()
 
     async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
-        """By whichever server is least loaded."""
+        """By the servers in turn."""
         theirs, known = (token_ids, None) if self._tokens is None else self._tokens.translated(token_ids)
         try:
             if self.longest is not None and len(theirs) > self.longest:
@@ -159,7 +159,7 @@ class ServedTeacher:
             async with asyncio.timeout(self._deadline_s):
                 return _decoded((await self._client.post(path, body, httpx.Response)).content, answer)
         except TimeoutError:
-            failure = self._transport.newest_failure
+            failure = self._client.transport.newest_failure
             raise EndpointError(
                 "timeout",
                 f"no answer within teacher_model.client.timeout = {self._deadline_s:g} s"
@@ -186,16 +186,15 @@ class ServedTeacher:
             wait=tenacity.wait_fixed(WAKE_PAUSE_S),
             reraise=True,
         )
-        once = ApiClient(self._transport, retries=0, timeout_s=TRY_TIMEOUT_S)
         try:
-            info = _decoded(await retrying(once.get, f"{server}/policy/info"), _Info)
+            info = _decoded(await retrying(self._client.get, f"{server}/policy/info"), _Info)
         except EndpointError as error:
             if error.reason != "refused":  # refused: it has no such route
                 told = f"the teacher's server {server} did not come up in {wait_s:g} s: {error}"
                 raise EndpointError(error.reason, f"{told}; start it, or mend teacher_model.client.base_url") from None
         else:
             return True, info.max_model_len
-        models = {one.id: one for one in _decoded(await once.get(f"{server}/v1/models"), _Models).data}
+        models = {one.id: one for one in _decoded(await self._client.get(f"{server}/v1/models"), _Models).data}
         if self.model not in models:
             raise EndpointError("refused", f"{server} does not serve {self.model!r}; it serves {sorted(models)}")
         return False, models[self.model].max_model_len
@@ -206,7 +205,7 @@ class ServedTeacher:
         trial = np.flatnonzero(tokens.theirs >= 0)[:TRIAL_TOKENS].astype(np.int32)
         for temperature in temperatures:
             await self.score(trial, temperature)
-        self._transport.num_requests = 0
+        self._client.transport.num_requests = 0
 
 
 def _decoded(data: bytes, answer: type[A]) -> A:

@@ -57,8 +57,6 @@ class WorkerPool:
         self._sessions = [self._session() for _ in range(num_workers)]
         self._spares: list[Session] = []
         """They have no rollouts."""
-        self._leaving: list[Session] = []
-        """They have been replaced, and end with their last rollout."""
         self._alone, self._running_alone = asyncio.Semaphore(MAX_ALONE), list[Session]()
         self._loaded: Loaded | None = None
         self._background: set[asyncio.Task[Any]] = set()
@@ -145,20 +143,16 @@ class WorkerPool:
         return Session(self.label, load, forks=self._forks, address=self._address, start_s=self._start_s)
 
     def _all(self) -> list[Session]:
-        return [*self._sessions, *self._spares, *self._leaving, *self._running_alone]
+        return [*self._sessions, *self._spares, *self._running_alone]
 
     def _least_loaded(self) -> Session:
-        """Replaces workers that have ended, or are spent."""
+        """Replaces workers that have ended."""
         for place, session in enumerate(self._sessions):
-            if session.spent or session.over:
-                self._leaving.append(session)
+            if session.over:
                 self._sessions[place] = self._take_spare()
-                if session.over and not session.killed and len(self._sessions) < MAX_WORKERS:
+                if not session.killed and len(self._sessions) < MAX_WORKERS:
                     self._sessions.append(self._session())
                 self._keep_spare(self._session())
-        for session in [one for one in self._leaving if not one.num_running]:
-            self._leaving.remove(session)
-            self._in_background(session.close())
         return min(self._sessions, key=lambda session: session.num_running)
 
     def _take_spare(self) -> Session:
@@ -167,8 +161,8 @@ class WorkerPool:
 
     def _keep_spare(self, session: Session) -> None:
         """Keeps a worker ready, where it can be used and there are not enough."""
-        if session.spent or session.over or len(self._spares) >= MAX_SPARES:
-            self._leaving.append(session)
+        if session.over or len(self._spares) >= MAX_SPARES:
+            self._in_background(session.close())
         else:
             self._spares.append(session)
             self._in_background(session.open())

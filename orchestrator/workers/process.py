@@ -11,11 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection
 from pathlib import Path
 
-import psutil
 import zmq
 
 from orchestrator.rollouts.clock import BOARD_BYTES
@@ -28,9 +26,6 @@ STDERR = 2
 END_LIMIT_S = 12.0
 """For a worker's guard to end all that the worker started."""
 KILLED = 128 + signal.SIGKILL
-_PREFIX, _OLD_S = "grpo-worker-", 60.0
-"""Of the folders of sockets until their workers have connected, before the number of our process; and how old one of a
-process that is gone must be to be removed."""
 
 
 class ForkServer:
@@ -70,7 +65,6 @@ class ForkServer:
             self._process = None
 
     def _start(self) -> None:
-        _remove_leftovers()
         self.close()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -91,7 +85,7 @@ class WorkerProcess:
         """`only`: the one environment that it may be asked for. Raises OSError where it cannot be started."""
         self._server, self._said = server, b""
         self._code: int | None = None
-        self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        self._folder = tempfile.mkdtemp(prefix="grpo-worker-")
         self._report, report = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         (board := Path(self._folder) / BOARD).write_bytes(bytes(BOARD_BYTES))
         with board.open("r+b") as file:
@@ -160,20 +154,11 @@ class WorkerProcess:
             if told:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(told, signal.SIGKILL)
-        self._close()
+        finally:
+            self._close()
 
     def _close(self) -> None:
         self.socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._report)
         self._code = KILLED if self._code is None else self._code
-
-
-def _remove_leftovers() -> None:
-    """Removes the folders of programs that were killed before their workers had connected."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):
-            old = time.time() - folder.stat().st_mtime > _OLD_S
-            if old and not (pid.isdecimal() and psutil.pid_exists(int(pid))):
-                shutil.rmtree(folder, ignore_errors=True)

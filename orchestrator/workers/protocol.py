@@ -1,7 +1,7 @@
 """What the orchestrator and an environment worker say to each other over ZeroMQ.
 
-Each part of a multipart message is one of these structs as MessagePack; nothing is ever unpickled. A worker serves one
-environment: it is loaded first, then asked for its prompts, then any number of rollouts run in it at a time.
+A frame is a list of these structs as MessagePack, what is said at one time; nothing is ever unpickled. A worker serves
+one environment: it is loaded first, then asked for its prompts, then any number of rollouts run in it at a time.
 """
 
 from typing import Any
@@ -185,9 +185,6 @@ class Cancel(Job, kw_only=True):
 class Alive(msgspec.Struct, tag=True):
     """The heartbeat: the event loop of who sends it turns."""
 
-    spent: bool = False
-    """Code that cannot be ended holds so much of the worker that it should be replaced."""
-
 
 class Gone(msgspec.Struct, tag=True):
     """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""
@@ -204,17 +201,26 @@ ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | 
 FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Alive | Gone
 
 _encoder = msgspec.msgpack.Encoder()
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-ALIVE, GONE = _encoder.encode(Alive()), _encoder.encode(Gone(how=""))
+_decode = msgspec.msgpack.Decoder(FromWorker).decode
+decode_to_worker = msgspec.msgpack.Decoder(list[ToWorker]).decode
+decode_from_worker = msgspec.msgpack.Decoder(list[FromWorker]).decode
+"""A frame's messages."""
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
-    """One part. Raises ValueError where it is too large."""
-    data = _encoder.encode(message)
-    if len(data) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent; use fewer examples")
+    """One message, for a frame. Raises ValueError where it is too large."""
+    data, most = _encoder.encode(message), MAX_FRAME_BYTES // 2
+    if len(data) > most:
+        raise ValueError(f"a message of {len(data)} bytes, at most {most} can be sent; use fewer examples")
     return data
+
+
+def frame_of(*messages: bytes) -> bytes:
+    """Messages that are sent together."""
+    return _encoder.encode([msgspec.Raw(message) for message in messages])
+
+
+ALIVE, GONE = frame_of(encode(Alive())), frame_of(encode(Gone(how="")))
 
 
 def encode_checked(message: FromWorker) -> bytes:
@@ -222,7 +228,7 @@ def encode_checked(message: FromWorker) -> bytes:
     expected in its place."""
     try:
         data = encode(message)
-        decode_from_worker(data)
+        _decode(data)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"a {type(message).__name__} of this rollout holds what cannot be sent: {error}") from None
     return data

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from orchestrator.envs.registry import UnknownEnvironment, check_id
 from orchestrator.workers.process import ForkServer, WorkerProcess
-from orchestrator.workers.protocol import ALIVE, ALIVE_INTERVAL_S, GONE, Gone, encode, open_socket
+from orchestrator.workers.protocol import ALIVE, ALIVE_INTERVAL_S, GONE, Gone, encode, frame_of, open_socket
 from transport.errors import TransportError
 from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
@@ -71,16 +71,16 @@ class EnvironmentServer:
         watching = asyncio.create_task(self._watch())
         try:
             while True:
-                who, *parts = await self._socket.recv_multipart()
-                if who not in self._sessions and parts == [ALIVE]:  # anything else is of a session that is over
+                who, frame = (await self._socket.recv_multipart())[:2]
+                if who not in self._sessions and frame == ALIVE:  # anything else is of a session that is over
                     await self._begin(who)
                 if (session := self._sessions.get(who)) is None:
                     continue
                 session.heard_s = time.monotonic()
-                if GONE in parts:
+                if frame == GONE:
                     self._end(who, None)
-                elif parts != [ALIVE]:
-                    await session.process.socket.send_multipart(parts)
+                elif frame != ALIVE:
+                    await session.process.socket.send(frame)
         finally:
             watching.cancel()
 
@@ -99,7 +99,7 @@ class EnvironmentServer:
             session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
         except OSError as error:
             log.error("a session could not be served: %s", error)
-            await self._say(who, encode(Gone(how=f"could not be started: {error}")))
+            await self._say(who, frame_of(encode(Gone(how=f"could not be started: {error}"))))
             return
         session.relaying = asyncio.create_task(self._bring_back(who, session))
         await self._say(who, ALIVE)
@@ -108,9 +108,9 @@ class EnvironmentServer:
     async def _bring_back(self, who: bytes, session: _Session) -> None:
         """What a worker says, to its orchestrator."""
         while True:
-            parts = await session.process.socket.recv_multipart()
+            frame = await session.process.socket.recv()
             session.process.connected()
-            await self._socket.send_multipart([who, *parts])
+            await self._socket.send_multipart([who, frame])
 
     async def _watch(self) -> None:
         """Notices workers that have ended, and orchestrators that are silent."""
@@ -135,13 +135,13 @@ class EnvironmentServer:
 
     async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
         if how is not None:
-            await self._say(who, encode(Gone(how=how, at_work=[*session.process.at_work])))
+            await self._say(who, frame_of(encode(Gone(how=how, at_work=[*session.process.at_work]))))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
 
-    async def _say(self, who: bytes, part: bytes) -> None:
+    async def _say(self, who: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):
-            await self._socket.send_multipart([who, part])
+            await self._socket.send_multipart([who, frame])
 
 
 async def _serve(env_id: str, host: str, port: int) -> int:

@@ -36,6 +36,7 @@ from orchestrator.workers.protocol import (
     ToWorker,
     decode_from_worker,
     encode,
+    frame_of,
     open_socket,
 )
 from transport.hidden import ENV_KEY_VAR
@@ -48,9 +49,6 @@ CONNECT_TIMEOUT_S = 5.0
 STILL_GRACE_S = 5.0
 """Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
 WATCH_INTERVAL_S = 0.02
-MAX_SUSPECTS = 2
-"""Rollouts that are run alone where a worker has ended and nobody knows whose code ran: those that it was told to go on
-with when it said its last."""
 CRASHED = "env_crashed"
 
 Answerer = Callable[[AnyCall], Awaitable[Reply]]
@@ -106,8 +104,6 @@ class _Job:
     over: "asyncio.Future[Loaded | Prompts | EpisodeResult | Failure]"
     answering: set[asyncio.Task[None]] = field(default_factory=set)
     """Its calls that wait for us."""
-    told_s: float = field(default_factory=time.monotonic)
-    """When its code was last told something: to begin, or an answer."""
 
 
 class Session:
@@ -129,8 +125,8 @@ class Session:
         """When the worker last said something."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
-        self.spent = self.over = self.killed = False
-        """It should be replaced; it has ended and is never used again; a signal ended it."""
+        self.over = self.killed = False
+        """It has ended and is never used again; a signal ended it."""
 
     @property
     def num_at_code(self) -> int:
@@ -247,18 +243,18 @@ class Session:
         self._outgoing.append(encode(message))
 
     def _flush(self) -> None:
-        parts, self._outgoing = self._outgoing, []
+        messages, self._outgoing = self._outgoing, []
         if self._worker is not None:
             with contextlib.suppress(zmq.ZMQError):
-                self._worker.socket.send_multipart(parts)
+                self._worker.socket.send(frame_of(*messages))
 
     async def _read(self) -> None:
         """Consumes what the worker says. Ends with the session."""
         try:
             while self._worker is not None:
-                for part in await self._worker.socket.recv_multipart():
-                    self._heard_s = time.monotonic()
-                    message = decode_from_worker(part)
+                frame = await self._worker.socket.recv()
+                self._heard_s = time.monotonic()
+                for message in decode_from_worker(frame):
                     if isinstance(message, Gone):
                         await self._gone(message.how, CRASHED, at_work=message.at_work)
                         return
@@ -270,10 +266,10 @@ class Session:
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Alive | Gone):
-            self.spent = self.spent or getattr(message, "spent", False)
-        elif (job := self._jobs.get(message.job)) is None or job.over.done():
+            return
+        if (job := self._jobs.get(message.job)) is None or job.over.done():
             return  # nobody waits for it any more
-        elif isinstance(message, Failed):
+        if isinstance(message, Failed):
             failure = Failure(reason=message.reason, message=f"environment {self._label}: {message.message}")
             job.over.set_result(failure)
         elif isinstance(message, Loaded | Prompts):
@@ -285,9 +281,7 @@ class Session:
 
     async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
         try:
-            reply = await answer(call)
-            job.told_s = time.monotonic()
-            self._send(reply)
+            self._send(await answer(call))
         except GivenUp as error:
             self._send(Cancel(job=call.job))
             if not job.over.done():
@@ -327,13 +321,10 @@ class Session:
             return
         self.over, self.killed = True, killed
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
-        running = [job for job in self._jobs.values() if not job.over.done()]
-        ran = [job for job in running if not job.answering]
-        ran.sort(key=lambda job: abs(job.told_s - self._heard_s))
-        known = [job for number, job in self._jobs.items() if number in at_work and job in ran]
-        suspects = known or ran[:MAX_SUSPECTS]
-        for job in running:
-            job.over.set_exception(WorkerGone(failure, suspect=job in suspects, killed=killed))
+        for number, job in self._jobs.items():
+            if not job.over.done():
+                suspect = number in at_work and not job.answering
+                job.over.set_exception(WorkerGone(failure, suspect=suspect, killed=killed))
         await self._release()
         for task in self._tasks:
             task.cancel()

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import copy
 import hashlib
-import itertools
 import json
 import logging
 import mmap
 import os
 import resource
+import signal
 import sys
 import threading
 import traceback
@@ -25,17 +25,16 @@ from orchestrator.envs.data.files import BadData
 from orchestrator.envs.registry import make_environment
 from orchestrator.rollouts.clock import (
     BOARD_BYTES,
-    NUM_THREADS,
+    OwnTimeout,
     current_job,
     no_exit,
     num_left_calls,
-    own_timeout,
     show_on,
     waiting,
     went_on,
 )
-from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
-from orchestrator.rollouts.episode import Episode, result_of
+from orchestrator.rollouts.context import ContextFull
+from orchestrator.rollouts.episode import reason_of, result_of, run_episode
 from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
@@ -61,18 +60,17 @@ from orchestrator.workers.protocol import (
     decode_to_worker,
     encode,
     encode_checked,
+    frame_of,
     open_socket,
 )
 
-SPENT_EXIT = 70
-"""Exit code of a worker whose threads are all held."""
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
 MAX_LEFT = 8
-"""Rollouts and threads that nobody waits for and that do not end; a worker with so many is spent."""
+"""Rollouts and threads that nobody waits for and that do not end; a worker with so many ends."""
 MAX_MESSAGE_CHARACTERS = 20_000
 RESERVE_BYTES = 64 << 20
-"""What a worker gets beyond its limit, for its other rollouts, each time that one of them has used it up."""
+"""What a worker gets beyond its limit, once it is used up, until it ends."""
 IDENTITY_BYTES = 12
 """Enough that among a thousand million examples no two share one by chance."""
 
@@ -106,13 +104,13 @@ class Worker:
             tasks.create_task(self._send_all())
             tasks.create_task(self._say_alive())
             while True:
-                for part in await self._socket.recv_multipart():
-                    self._take(decode_to_worker(part))
+                for message in decode_to_worker(await self._socket.recv()):
+                    self._take(message)
 
     # --- messages ---
 
     def send(self, data: bytes) -> None:
-        """Queues a part."""
+        """Queues a message."""
         self._outgoing.append(data)
         self._has_outgoing.set()
 
@@ -120,14 +118,14 @@ class Worker:
         while True:
             await self._has_outgoing.wait()
             self._has_outgoing.clear()
-            parts, self._outgoing = self._outgoing, []
-            await self._socket.send_multipart(parts)
+            messages, self._outgoing = self._outgoing, []
+            await self._socket.send(frame_of(*messages))
 
     async def _say_alive(self) -> None:
         while True:
-            if (num_left := num_left_calls()) >= NUM_THREADS:  # none of the others would ever get a thread
-                os._exit(SPENT_EXIT)
-            self.send(encode(Alive(spent=self._is_out_of_memory or num_left + len(self._left) >= MAX_LEFT)))
+            if self._is_out_of_memory or num_left_calls() + len(self._left) >= MAX_LEFT:
+                os.kill(os.getpid(), signal.SIGKILL)  # its other rollouts begin once more elsewhere
+            self.send(encode(Alive()))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _take(self, message: ToWorker) -> None:
@@ -150,8 +148,8 @@ class Worker:
                     answered.set_result(message)
 
     async def reply_to(self, call: AnyCall) -> Any:
-        """What the orchestrator answers; the wait is not the rollout's own time. Raises ContextFull and CallFailed, and
-        CancelledError in code of a rollout that is over."""
+        """What the orchestrator answers; the wait is not the rollout's own time. Raises CancelledError in code of a
+        rollout that is over."""
         if call.job not in self._running:
             raise asyncio.CancelledError("the rollout is over, and something that it started goes on")
         key = call.job, call.call
@@ -161,11 +159,9 @@ class Worker:
             with waiting(anew=True):
                 reply = await answered
             went_on()
+            return reply
         finally:
             self._replies.pop(key, None)
-        if isinstance(reply, Refused):
-            raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
-        return reply
 
     # --- the environment ---
 
@@ -215,13 +211,16 @@ class Worker:
         """Whatever user code raises becomes an answer. What it does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
         try:
-            async with own_timeout(self._timeout_s) as timeout:
+            async with OwnTimeout(self._timeout_s) as timeout:
                 episode = asyncio.create_task(no_exit(self._run_episode(run)))
                 state = await asyncio.shield(episode)
             data = encode_checked(Ended(job=run.job, result=result_of(state)))
         except BaseException as error:
-            is_late = timeout.expired()
-            data = encode(self._late(run.job) if is_late else self._failed(run.job, error))
+            failed = self._failed(run.job, error)
+            if timeout.expired():
+                message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
+                failed = Failed(job=run.job, reason="env_timeout", message=message)
+            data = encode(failed)
         del self._running[run.job]
         self.send(data)
         if episode is not None and not episode.done():
@@ -233,42 +232,30 @@ class Worker:
         assert self._environment is not None
         current_job.set(run.job)
         went_on()
-        episode: Episode = episode_of(self._environment)
-        numbers = itertools.count()
 
         async def answered(call: AnyCall) -> Any:
-            call.job, call.call = run.job, next(numbers)
+            call.job = run.job
             if isinstance(call, Sample) and run.answer is not None:
                 given, run.answer = run.answer, None
                 return given
             return await self.reply_to(call)
 
-        shared = Shared(
-            backend=answered,
+        return await run_episode(
+            episode_of(self._environment),
+            answered,
+            example=self._example(run),
             split=run.split,
+            seed=run.seed,
             episodes=self._environment.episodes,
-            stores=tuple(self._environment.stores),
+            stores=self._environment.stores,
             score=run.score,
         )
-        state = EpisodeState(example=self._example(run))
-        return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=run.seed))
-
-    def _late(self, job: int) -> Failed:
-        message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
-        return Failed(job=job, reason="env_timeout", message=message)
 
     def _failed(self, job: int, error: BaseException) -> Failed:
-        reason = "env_error"
         if isinstance(error, MemoryError):
-            reason, self._is_out_of_memory = "env_memory", True
-            limit_memory(RESERVE_BYTES)  # what user code keeps cannot be given back, and others go on
-        elif isinstance(error, RewardNotFinite):
-            reason = "reward_not_finite"
-        elif isinstance(error, ContextFull):
-            reason = "context_full"
-        elif isinstance(error, TimeoutError):
-            reason = "env_timeout"
-        return Failed(job=job, reason=reason, message=_told(error))
+            self._is_out_of_memory = True
+            limit_memory(RESERVE_BYTES)  # what user code keeps cannot be given back: the worker is about to end
+        return Failed(job=job, reason=reason_of(error), message=_told(error))
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))

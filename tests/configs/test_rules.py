@@ -3,12 +3,11 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from configs.common import all_conflicts
 from configs.cross import cross_problems, joined_check, recorded
 from configs.errors import SettingsError
-from configs.infer import InferSettings, TeacherServerSettings
+from configs.infer import InferSettings
 from configs.loading import Loaded, S
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
@@ -115,14 +114,6 @@ def test_trainer_settings_without_effect_or_against_each_other_are_refused(chang
 )
 def test_server_settings_without_effect_or_against_each_other_are_refused(changes: dict[str, Any], key: str) -> None:
     assert keys(InferSettings.model_validate({"model": "m"} | changes)) == {key}
-
-
-@pytest.mark.parametrize(
-    "key", ["output_dir", "enable_lora", "max_loras", "canary_tolerance", "colocate", "sleep_mode"]
-)
-def test_a_teachers_server_takes_nothing_that_is_for_policy_versions(key: str) -> None:
-    with pytest.raises(ValidationError, match=key):
-        TeacherServerSettings.model_validate({key: 1})
 
 
 ORCH = {"model": {"name": "m"}, "env": [{"id": "a"}], "batch_size": 8, "rollouts_per_example": 4, "seq_len": 512}

@@ -1,11 +1,8 @@
 """`grpo launch`: what is handed to Slurm and SkyPilot, and what is refused."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from configs.train import TrainSettings
 from deploy.cluster import Places, parts
 from deploy.sky import group
 from deploy.slurm import script
+from tests.grpo.run_folder import grpo
 
 TOPOLOGY = {
     "infer": {"replicas": 3, "gpus": 2, "cpus": 8, "memory_gb": 64},
@@ -25,11 +23,6 @@ TOPOLOGY = {
     "slurm": {"partition": "gpu", "time": "24:00:00"},
 }
 WORDS = ["--topology", json.dumps(TOPOLOGY), "--max_steps", "7", "--orch.batch_size", "64"]
-
-
-def launch(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "grpo.cli", "launch", "quickstart", *words]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
 
 
 def test_slurms_file_has_a_group_of_machines_for_each_part_and_the_same_command() -> None:
@@ -107,13 +100,16 @@ def test_skypilots_group_has_a_task_for_each_part_that_is_started_again_after_75
 
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "sky"])
 def test_a_dry_run_prints_and_writes_nothing(engine: str, tmp_path: Path) -> None:
-    done = launch("--on", engine, "--dry-run", "--output_dir", str(tmp_path / "run"))
+    done = grpo("launch", "quickstart", "--on", engine, "--dry-run", "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "quickstart" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_without_the_servers_key_nothing_is_queued_and_the_key_is_named(tmp_path: Path) -> None:
-    done = launch("--on", "slurm", "--output_dir", str(tmp_path / "run"), VLLM_API_KEY="")
+def test_without_the_servers_key_nothing_is_queued_and_the_key_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    done = grpo("launch", "quickstart", "--on", "slurm", "--output_dir", tmp_path / "run")
     assert (done.returncode, "VLLM_API_KEY" in done.stderr) == (2, True)
     assert not (tmp_path / "run").exists()

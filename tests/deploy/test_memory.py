@@ -31,21 +31,20 @@ def settings(**changes: Any) -> TrainSettings:
     return TrainSettings(model="tiny", **({"device": "cpu", "recipe": "fp32", "num_threads": 1} | changes))
 
 
-@pytest.mark.parametrize("loss", [{}, ALL_LOSSES])
-def test_the_dry_steps_batches_are_ones_that_the_trainer_takes(loss: dict[str, Any]) -> None:
-    chosen = settings(loss=loss, sequence_len=40)
+def test_the_dry_steps_batches_are_ones_that_the_trainer_takes() -> None:
+    chosen = settings(loss=ALL_LOSSES, sequence_len=40)
     made = batches(chosen, num_tokens=40, vocab_size=50)
     check_step(made, sequence_len=40, vocab_size=50, settings=chosen.loss)
 
 
 def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
     folder = make_tiny_random(tmp_path / "model")
-    short, long = (measure(settings(sequence_len=length, loss=ALL_LOSSES), folder) for length in (128, 512))
-    assert long.in_step - long.between > 2 * (short.in_step - short.between) > 0
+    found = measure(settings(sequence_len=512, loss=ALL_LOSSES), folder)
+    assert found.in_step - found.between > 512 * TINY["hidden_size"] * TINY["num_hidden_layers"] * 4
     size = (folder / "model.safetensors").stat().st_size
-    assert 0.95 * size < long.base < 1.05 * size
-    assert long.kv == 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, their size, float32
-    assert long.longest == TINY["max_position_embeddings"]
+    assert 0.95 * size < found.base < 1.05 * size
+    assert found.kv == 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, their size, float32
+    assert found.longest == TINY["max_position_embeddings"]
 
 
 def test_the_estimate_is_the_pages_formula() -> None:

@@ -1,6 +1,5 @@
 """Server and trainer on one device: `grpo --colocate` and `grpo --sleep_mode`."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from configs.errors import SettingsError
 from configs.run import load_run
 from deploy.plan import Plan, resolve
 
-PAGE = Path(__file__).parents[2] / "docs/colocation.md"
 PRESET = "configs/quickstart"
 SLEEP = ("--sleep_mode", "--orch.max_async_level", "0")
 ONE_GPU = ("0",)
@@ -61,10 +59,3 @@ def test_the_dry_run_says_who_sets_the_servers_share_of_a_gpu() -> None:
     note = "gpu_memory_utilization to what the trainer leaves"
     assert note in plan("--colocate").effective()
     assert note not in plan("--colocate", "--infer.gpu_memory_utilization", "0.5").effective()
-
-
-def test_the_pages_command_resolves() -> None:
-    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("grpo reverse_text --colocate")]
-    found = resolve(load_run(shlex.split(line)[1], shlex.split(line)[2:]), visible=ONE_GPU)
-    assert found.orch.sleep_mode
-    assert found.train.colocate

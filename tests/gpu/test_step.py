@@ -11,8 +11,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.loss import LossSettings
+from configs.train import LowPrecision
 from tests.trainer.models import CPU, TARGETS, VOCAB, save_tiny_model, tiny_batch
 from trainer.distributed import ONE
+from trainer.errors import ModelError
+from trainer.low_precision import check_device
 from trainer.memory import missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
@@ -89,6 +92,16 @@ def test_a_quantized_base_computes_what_it_does_on_the_cpu(
     ours, theirs = policy_on(gpu, model, dtype=dtype, quantization=format), policy_on(CPU, model, quantization=format)
     exact = dtype == torch.float32
     assert_near(ours, theirs, nats=1e-3 if exact else 0.04, cosine=0.999 if exact else 0.998)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "nvfp4"])
+def test_a_product_in_few_bits_is_what_it_is_on_the_cpu(gpu: torch.device, model: Path, recipe: LowPrecision) -> None:
+    try:
+        check_device(recipe, gpu)
+    except ModelError as refused:
+        pytest.skip(str(refused))
+    policies = [policy_on(one, model, dtype=torch.bfloat16, low_precision=recipe) for one in (gpu, CPU)]
+    assert_near(*policies, nats=0.04, cosine=0.99)
 
 
 def test_checkpointed_layers_give_the_same(gpu: torch.device, model: Path) -> None:

@@ -1,14 +1,16 @@
 """Run folders as the three programs leave them, made by hand."""
 
+import contextlib
+import io
 import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo.cli import _command
 from orchestrator.ledger import Ledger
 from transport.records import SCHEMA_VERSION
 from transport.status import StatusFile
@@ -28,10 +30,15 @@ def found(folder: Path, *, programs: Mapping[str, Any] | None = None) -> Path:
     return folder
 
 
-def grpo(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The end of a `grpo` command."""
-    program = Path(sys.executable).with_name("grpo")
-    return subprocess.run([program, *words], cwd=cwd, capture_output=True, text=True, timeout=60)
+def grpo(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The end of a `grpo` command, in this process."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            code = _command(list(map(str, words)))
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
 
 def says(

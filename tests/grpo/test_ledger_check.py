@@ -57,7 +57,6 @@ def test_a_run_in_which_everything_agrees_passes(run: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "violated"),
     [
-        ("UPDATE rollouts SET state = 'lost' WHERE id = '4/0'", FATES),
         ("UPDATE rollouts SET reason = NULL WHERE id = '4/0'", FATES),
         ("UPDATE rollouts SET reason = 'x' WHERE id = '0/0'", FATES),
         ("UPDATE rollouts SET step = 1 WHERE id = '4/0'", FATES),

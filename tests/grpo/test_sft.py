@@ -78,7 +78,7 @@ def test_the_best_rollouts_of_a_run_are_learned_each_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("row", "says"),
-    [({"prompt": "Hi"}, "answer"), ({"answer": "Ho"}, "prompt"), ({"prompt": "Hi", "answer": ""}, "text")],
+    [({"prompt": "Hi"}, "answer"), ({"prompt": "Hi", "answer": ""}, "text")],
 )
 def test_a_row_without_a_prompt_or_an_answer_is_named(tmp_path: Path, row: Any, says: str) -> None:
     with pytest.raises(BadData, match=rf"pairs\.jsonl:2.*{says}"):

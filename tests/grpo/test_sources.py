@@ -80,14 +80,10 @@ def test_an_object_is_given_by_its_file_and_the_arguments_that_it_was_made_with(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [(1, 2, 3), (1, 2), ()])
-def test_arguments_that_an_environment_does_not_take_are_an_error_as_ever(words: tuple[int, ...]) -> None:
-    if words:
+def test_arguments_that_an_environment_does_not_take_are_an_error_as_ever() -> None:
+    for made in (Plain, Shout):
         with pytest.raises(TypeError):
-            Plain(*words)
-        with pytest.raises(TypeError):
-            Shout(*words)
-    assert Plain(**{}).made_with == {}
+            made(1, 2)  # type: ignore[call-arg]
 
 
 def test_what_cannot_be_made_again_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo.run_files import NoRun, Said
-from grpo.status import ProcessStatus, RunStatus, duration, run_status
+from grpo.status import ProcessStatus, RunStatus, run_status
 from tests.grpo.run_folder import found, gone_pid, grpo, says, write_ledger, write_metrics
 from transport.status import process_start
 
@@ -101,14 +101,7 @@ def test_what_the_run_has_come_to_is_read_from_its_folders(run: Path) -> None:
     assert status.rollouts == {"trained": 7, "dropped": 3}
 
 
-def test_batches_that_travel_by_network_are_counted_by_the_ledger(run: Path) -> None:
-    write_ledger(run)
-    assert run_status(run).shipped == 2
-
-
-@pytest.mark.parametrize(
-    "text", ["", '{"state": "trai', "5", '"x"', "[]", '{"state": 5}', '{"state": "a", "since": "now"}', "[" * 10**5]
-)
+@pytest.mark.parametrize("text", ["", "5", '{"state": 5}', '{"state": "a", "since": "now"}', "[" * 10**5])
 def test_a_damaged_file_counts_as_missing(run: Path, text: str) -> None:
     write_ledger(run)
     says(run, "orch", "sampling")
@@ -123,12 +116,6 @@ def test_a_damaged_file_counts_as_missing(run: Path, text: str) -> None:
     (run / "run.json").write_text(text)
     with pytest.raises(NoRun):
         run_status(run)
-
-
-def test_a_status_folder_that_is_a_file_counts_as_missing(run: Path) -> None:
-    (run / "status").rmdir()
-    (run / "status").touch()
-    assert run_status(run).state == "starting"
 
 
 def test_the_ledger_is_read_while_it_is_written_and_nothing_is_left_behind(run: Path) -> None:
@@ -166,7 +153,3 @@ def test_a_process_is_known_by_its_start_whatever_the_clock_says() -> None:
     assert Said(state="", pid=gone_pid(), host=here).alive is False
     assert Said(state="", pid=1, host="elsewhere").alive is None
     assert Said(state="").alive is None
-
-
-def test_durations_are_easy_to_read() -> None:
-    assert [duration(s) for s in (4.24, 192, 18_200)] == ["4.2 s", "3 min 12 s", "5 h 3 min"]

@@ -32,12 +32,10 @@ async def status_of(app: object, headers: dict[str, str], path: str = "/policy/u
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Host": "localhost:8000"}, 200),
         ({"Host": "[::1]:8000"}, 200),
         ({"Host": "gpu-box:8000"}, 200),
         ({"Origin": "http://127.0.0.1:8000"}, 200),
         ({"Host": "evil.example"}, 403),
-        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://127.0.0.1:9000"}, 403),

@@ -131,11 +131,6 @@ def transposed(model: Served) -> None:
     weight.data = weight.data.T
 
 
-def emptied(model: Served) -> None:
-    """As vLLM leaves a weight that it has packed."""
-    model.model.o_proj.base_layer.weight = torch.nn.Parameter(torch.empty(0))  # type: ignore
-
-
 def without_norm(model: Served) -> None:
     del model.model.norm
 
@@ -152,7 +147,6 @@ def of_other_parts(model: Served) -> None:
     ("spoil", "name"),
     [
         (transposed, "model.o_proj.weight"),
-        (emptied, "model.o_proj.weight"),
         (without_norm, "model.norm.weight"),
         (with_more, "model.scale"),
         (of_other_parts, "qkv_proj.base_layer.weight"),

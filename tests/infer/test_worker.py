@@ -52,7 +52,6 @@ def grouped(slots: Sequence[int]) -> GroupedLora:
 @pytest.mark.parametrize(
     "slots",
     [
-        pytest.param([0] * 5, id="one adapter"),
         pytest.param([-1] * 5, id="base only"),
         pytest.param([0, 0, -1, -1, 1, 1, 1], id="contiguous"),
         pytest.param([-1, 0, 1, -1, 2, 0, 1, -1], id="interleaved"),
@@ -105,7 +104,7 @@ def test_a_generator_whose_token_is_thrown_away_is_put_back_and_not_taken_back_b
     assert sampler()[1] != second[1]
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (50, 512), (700, 512), (3, RANKS_PART + 5)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (700, 512), (3, RANKS_PART + 5)])
 def test_ranks_are_those_of_vllms_formula(num_rows: int, size: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randint(-9, 9, (num_rows, size), generator=generator).float()  # many are equal

@@ -87,7 +87,7 @@ async def test_a_run_trains_what_the_schedule_chooses_and_says_what_became_of_th
     assert (summary.rollouts_trained, summary.rollouts_dropped) == (24, {"not_in_batch": 6})
     state = ledger.state_after(3)
     assert state is not None
-    [store] = [name for name in state["artifacts"] if not name.startswith("eval-")]
+    [store] = [name for name in state["artifacts"] if "/train/" in name]
     assert len(ledger.artifacts(store)) == 2
     ledger.close()
     rows = pq.read_table(trace_path(tmp_path / "run", 2)).to_pylist()

@@ -148,4 +148,4 @@ def test_stores_are_those_that_environments_name_and_evaluation_has_its_own(ledg
     with pytest.raises(KeyError, match="other"):
         stores.of("e", "train", "other")
     with pytest.raises(ValueError, match="up"):
-        ArtifactStores({"e": {"../up": 3}}, ledger)
+        ArtifactStores({"e": {"up": 0}}, ledger)

@@ -1,6 +1,5 @@
 """Whole runs that learn from more than rewards: what is asked, what goes with a batch, what a weight of 0 costs."""
 
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -16,9 +15,9 @@ import pytest_asyncio
 
 from orchestrator.preferences.pairs import PairRecord, pair_record
 from orchestrator.renderer import ChatRenderer
-from orchestrator.run import orchestrate
+from tests.orchestrator import running
 from tests.orchestrator.chat_server import FakeChatServer, chat_serving
-from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import MODEL, FakeServer
 from tests.orchestrator.teacher.serving import FakeTeacher, answering, in_turn
 from transport.records import MicroBatch
 from transport.traces import trace_path
@@ -60,24 +59,16 @@ async def teachers() -> AsyncIterator[FakeChatServer]:
 
 
 async def run(
-    folder: Path,
-    server: FakeServer,
-    loss: dict[str, Any],
-    *,
-    step_s: float = 0.0,
-    goes_on_after: int | None = None,
-    env: str | None = None,
-    **changes: Any,
+    folder: Path, server: FakeServer, loss: dict[str, Any], *, env: str | None = None, **changes: Any
 ) -> tuple[dict[int, tuple[MicroBatch, ...]], list[dict[str, float]]]:
     """The batches by step, and the steps' metrics. `env`: one of ENVS."""
     if env is not None:
         (folder.parent / "envs.py").write_text(ENVS)
         changes |= {"env": [{"id": f"{folder.parent / 'envs.py'}:{env}"}], "batch_size": 8}
-    trainer = FakeTrainer(folder, settings={"loss": loss}, step_s=step_s, goes_on_after=goes_on_after)
-    trainer.start()
-    await orchestrate(settings_for(folder, server, eval={"num_examples": 0}, **changes))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return trainer.batches, [line for line in lines if "loss/policy" in line]
+    trainer = {name: changes.pop(name) for name in ("step_s", "goes_on_after") if name in changes}
+    trainer["settings"] = {"loss": loss}
+    made = await running.run(folder, server, trainer=trainer, eval={"num_examples": 0}, **changes)
+    return made.batches, [line for line in made.lines if "loss/policy" in line]
 
 
 def total(steps: list[dict[str, float]], metric: str) -> float:

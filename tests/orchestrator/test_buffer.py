@@ -53,15 +53,12 @@ def test_ratios_hold_over_every_stretch_of_turns() -> None:
 
 
 def test_an_example_that_occurs_again_is_left_out_and_counted_by_its_environment() -> None:
+    buffer = Buffer({"a": ["x", "x", "y"]}, seed=1)
+    assert {(example.key, example.index) for example in (buffer.issue(0), buffer.issue(1))} == {("x", 0), ("y", 2)}
     buffer = Buffer({"a": ["x", "y", "x"], "b": ["y", "z"]}, seed=1)
     assert Counter(asked(buffer, 4)) == {"x": 1, "y": 1, "z": 2}
     assert buffer.num_duplicates == {"a": 1, "b": 1}
     assert buffer.metrics()["progress/examples_duplicate"] == 2
-
-
-def test_an_example_keeps_its_place_in_the_dataset_whatever_is_left_out_before_it() -> None:
-    buffer = Buffer({"a": ["x", "x", "y"]}, seed=1)
-    assert {(example.key, example.index) for example in (buffer.issue(0), buffer.issue(1))} == {("x", 0), ("y", 2)}
 
 
 # --- difficulty ---
@@ -177,15 +174,6 @@ def test_a_run_that_had_nothing_left_to_ask_is_resumed_as_its_error_says(
     assert tuple(resumed.num_examples().values()) == sizes
 
 
-def test_what_is_told_of_pools_is_what_has_moved_since_it_was_told() -> None:
-    buffer = used()
-    assert (buffer.moved(), buffer.moved()) == (USED_POOLS, {})
-    restored, _ = again(buffer.state())
-    assert restored.moved() == {}
-    restored.promote(easy_fraction=1, hard_fraction=0)
-    assert restored.moved() == {"a1": "normal"}
-
-
 def test_a_state_does_not_grow_with_the_number_of_examples() -> None:
     sizes = []
     for num in (100, 10_000):
@@ -196,15 +184,6 @@ def test_a_state_does_not_grow_with_the_number_of_examples() -> None:
             buffer.closed(group)
         sizes.append(len(json.dumps(buffer.state())))
     assert sizes[1] <= sizes[0] + 10
-
-
-def test_a_restart_does_not_forget_how_many_groups_were_sampled_anew() -> None:
-    buffer = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
-    for _ in range(MAX_REFILLS):
-        reward(buffer, "p", 0.0)
-    restored = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
-    restored.restore(buffer.state(), {})
-    assert reward(restored, "p", 0.0) is None
 
 
 def test_examples_are_known_by_their_keys_when_the_dataset_has_changed() -> None:

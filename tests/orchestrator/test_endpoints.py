@@ -11,7 +11,8 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from configs.auxiliary import ApiSettings
-from orchestrator.endpoints import MAX_ECHO, ChatAnswer, Endpoint, EndpointError, ToolCall
+from orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
+from orchestrator.rollouts.messages import ModelResponse
 from tests.orchestrator.chat_server import (
     FakeChatServer,
     Say,
@@ -42,7 +43,7 @@ def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> Endpoin
 
 async def asked(
     base_url: str | None, own: Any = (), options: dict[str, Any] | None = None, **settings: Any
-) -> ChatAnswer:
+) -> ModelResponse:
     endpoint = endpoint_of(base_url, own, **settings)
     try:
         return await endpoint.ask(QUESTION, **(options or {}))
@@ -60,9 +61,9 @@ async def test_it_asks_and_reads_the_answer(server: FakeChatServer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "cat"}'}}
     server.says["m"].append(says(lambda: completion("Yes.", tool_calls=[call], finish_reason="tool_calls")))
     answer = await asked(server.base_url, options={"temperature": 0.0, "max_tokens": None, "top_k": 3})
-    assert answer == ChatAnswer(
+    assert answer == ModelResponse(
         text="Yes.",
-        tool_calls=(ToolCall(name="look_up", arguments='{"word": "cat"}'),),
+        tool_calls=(("look_up", '{"word": "cat"}'),),
     )
     assert server.requests[0][1] == {"model": "m", "messages": QUESTION, "temperature": 0.0, "top_k": 3}
 

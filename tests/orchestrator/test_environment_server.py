@@ -164,7 +164,9 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
         program.stderr.close()
 
 
-@pytest.mark.parametrize("frame", [b"\x82\xa4type\xa5Alive\xa1x" + b"\x91" * 200_000, b"\xc1"], ids=["nested", "torn"])
+@pytest.mark.parametrize(
+    "frame", [b"\x91\x82\xa4type\xa5Alive\xa1x" + b"\x91" * 200_000, b"\xc1"], ids=["nested", "torn"]
+)
 async def test_a_server_that_says_what_nobody_understands_is_a_failed_environment_at_once(frame: bytes) -> None:
     socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")

@@ -7,18 +7,20 @@ import math
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from aiohttp import web
-from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
-from orchestrator.evaluate import Suite, due, evaluate, figures_of, ks_of, pass_at_k
+from configs.orch import OrchSettings
+from orchestrator.evaluate import due, evaluate, figures_of, ks_of, pass_at_k
 from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from orchestrator.rollouts.records import EpisodeResult, Failure, Step
+from tests.orchestrator import made
+from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.running import run
 
 # --- figures ---
 
@@ -41,27 +43,19 @@ def test_k_doubles_up_to_the_number_of_answers(num: int, ks: list[int]) -> None:
 
 
 def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> EpisodeResult:
-    return replace(rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
+    step = made.step(completion=made.completion([1] * num_tokens, stop=not cut))
+    return made.result("0/0", step, rewards=reward, accuracy=accuracy)
 
 
-def failed(num_tokens: int = 2) -> EpisodeResult:
-    return replace(rollout(num_tokens), rewards={}, failure=Failure(reason="env_error", message="broken"))
-
-
-def rollout(num_tokens: int, *, cut: bool = False) -> EpisodeResult:
-    completion = Completion(
-        token_ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens, finish_reason="length" if cut else "stop"
-    )
-    step = Step(role="policy", temperature=1.0, completion=completion, text="x", version=3)
-    task = Task(env="e", split="eval", index=0, messages=())
-    return EpisodeResult(id="0/0", task=task, steps=(step,), rewards={"policy": 0.0})
+def failed(reason: str, *steps: Step) -> EpisodeResult:
+    return made.result("0/0", *steps, failure=Failure(reason=reason, message="broken"))
 
 
 def test_figures_are_means_over_examples() -> None:
     answers: list[list[EpisodeResult]] = [
         [answer(1.0, accuracy=1.0, num_tokens=4), answer(0.5, accuracy=0.0, num_tokens=8, cut=True)],
-        [answer(0.25, accuracy=0.5), failed()],
-        [replace(failed(0), steps=(), failure=Failure(reason="prompt_too_long", message="too long"))] * 2,
+        [answer(0.25, accuracy=0.5), failed("env_error", made.step(ids=[1, 1]))],
+        [failed("prompt_too_long")] * 2,
     ]
     # Accuracies by example: 1/2, 1/4 and 0. Rewards of what was scored: 3/4 and 1/4.
     # Only an accuracy of 1 is a pass: one answer of the first example's two, and none of the others'.
@@ -97,32 +91,33 @@ class Counting:
 
 
 async def test_an_environment_with_many_answers_leaves_the_others_their_concurrency() -> None:
-    engine, suites = Counting(), [suite("a", 1, num=8, prompts=200), suite("b", 1, prompts=200)]
-    await evaluate(cast(RolloutEngine, engine), suites, version=1, complete=True)
+    engine, held_out = Counting(), [one("a", 1, num=8), one("b", 1)]
+    settings = settings_for(Path("x"), FakeServer())
+    prompts = dict.fromkeys("ab", [()] * 200)
+    await evaluate(cast(RolloutEngine, engine), settings, prompts, version=1, held_out=held_out)
     assert engine.most == {"a": 128 // 8, "b": 128}
 
 
 # --- when ---
 
 
-def suite(label: str, interval: int, *, num: int = 1, prompts: int = 1) -> Suite:
-    held_out = HeldOut(
+def one(label: str, interval: int, *, num: int = 1) -> HeldOut:
+    return HeldOut(
         key=label,
         id=label,
         num_examples=-1,
         rollouts_per_example=num,
         interval=interval,
         temperature=0.0,
-        max_tokens=None,
+        max_tokens=8,
     )
-    return Suite(held_out=held_out, prompts=[()] * prompts, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
 @pytest.mark.parametrize(
     ("version", "changes", "expected"),
     [
         (0, {}, "ab"),
-        (0, {"base_model": False}, ""),
+        (0, {"eval_base_model": False}, ""),
         (2, {}, "a"),
         (7, {}, ""),
         (7, {"max_steps": 7}, "ab"),
@@ -133,16 +128,16 @@ def suite(label: str, interval: int, *, num: int = 1, prompts: int = 1) -> Suite
 def test_a_version_is_evaluated_by_each_environments_interval(
     version: int, changes: dict[str, Any], expected: str
 ) -> None:
-    suites = [suite("a", 2), suite("b", 3)]
-    chosen = due(suites, version, **{"base_model": True, "max_steps": None, "passed_over": None} | changes)
-    assert [one.held_out.label for one in chosen] == list(expected)
+    settings = SimpleNamespace(
+        held_out=[one("a", 2), one("b", 3)],
+        eval=SimpleNamespace(eval_base_model=changes.get("eval_base_model", True)),
+        max_steps=changes.get("max_steps"),
+    )
+    chosen = due(cast(OrchSettings, settings), version, passed_over=changes.get("passed_over"))
+    assert [held_out.label for held_out in chosen] == list(expected)
 
 
 # --- in a run ---
-
-
-def lines_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def of_evaluation(request: dict[str, Any]) -> bool:
@@ -159,51 +154,33 @@ async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: 
         return word[::-1] if given[prompt] % 2 else "x"
 
     server = await FakeServer(half_right).start()
-    FakeTrainer(tmp_path).start()
     other = {"id": "reverse-text", "name": "other", "args": {"num_eval": 9, "min_len": 5, "max_len": 6}}
     common = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.25, "max_tokens": 12}}
     evaluation = {"env": [{"id": "reverse-text"}, other], "interval": 2} | common
 
-    summary = await orchestrate(settings_for(tmp_path, server, eval=evaluation))
+    made = await run(tmp_path, server, eval=evaluation, sampling={"max_tokens": 16, "seed": 1})
     await server.stop()
 
+    seeds = {
+        version: sorted(one["seed"] for one in server.requests if of_evaluation(one) and one["version"] == version)
+        for version in (0, 2, 3)
+    }
+    assert seeds[0] == seeds[2] == seeds[3]  # sampled alike
+    assert len(set(seeds[0]) - {None}) == 8
     asked = Counter(
         (request["version"], request["n"], request["temperature"], request["max_tokens"])
         for request in server.requests
         if of_evaluation(request)
     )
     assert asked == {(version, 2, 0.25, 12): 8 for version in (0, 2, 3)}
-    lines = {line["progress/step"]: line for line in lines_of(tmp_path) if "eval/failed" in line}
+    lines = {line["progress/step"]: line for line in made.lines if "eval/failed" in line}
     assert sorted(lines) == [0, 2, 3]
     last = lines[3]
     assert (last["eval/accuracy/other"], last["eval/accuracy_stderr/other"]) == (0.5, 0.0)
     assert (last["eval/pass@1/other"], last["eval/pass@2/other"]) == (0.5, 1.0)
     assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/reverse-text"] + 0.5) / 2)
-    assert summary.evaluations["3"] == {key: value for key, value in last.items() if key != "progress/step"}
-    assert summary.accuracy_after == last["eval/accuracy"]
-
-
-async def test_sampled_evaluations_are_seeded_alike_for_every_version_and_greedy_ones_are_not_seeded(
-    tmp_path: Path,
-) -> None:
-    server = await FakeServer().start()
-    seeds = {}
-    for temperature in (0.0, 0.5):
-        folder = tmp_path / str(temperature)
-        FakeTrainer(folder).start()
-        server.requests.clear()
-        evaluation = {"sampling": {"temperature": temperature}}
-        await orchestrate(settings_for(folder, server, max_steps=1, sampling={"seed": 1}, eval=evaluation))
-        seeds[temperature] = {
-            version: [
-                request["seed"] for request in server.requests if request["version"] == version and request["n"] == 1
-            ]
-            for version in (0, 1)
-        }
-    await server.stop()
-    assert seeds[0.0] == {0: [None] * 5, 1: [None] * 5}
-    assert sorted(seeds[0.5][0]) == sorted(seeds[0.5][1])
-    assert len(set(seeds[0.5][0])) == 5
+    assert made.summary.evaluations["3"] == {key: value for key, value in last.items() if key != "progress/step"}
+    assert made.summary.accuracy_after == last["eval/accuracy"]
 
 
 class SlowToEvaluate(FakeServer):
@@ -241,15 +218,13 @@ async def test_training_goes_on_while_a_version_is_evaluated_which_stays_and_the
 ) -> None:
     server = SlowToEvaluate(until=3)
     await server.start()
-    FakeTrainer(tmp_path).start()
-
-    await orchestrate(settings_for(tmp_path, server, max_steps=4, eval={"interval": 1}))
+    await run(tmp_path, server, max_steps=4, eval={"interval": 1})
     await server.stop()
-
     evaluated = [request["version"] for request in server.requests if of_evaluation(request)]
     assert evaluated == sorted(evaluated)
     assert Counter(evaluated) == dict.fromkeys(range(5), 5)
     assert set(server.answered_at_unload.values()) <= {5}
+    assert {request["seed"] for request in server.requests if of_evaluation(request)} == {None}  # these are greedy
 
 
 class Straggling(FakeServer):
@@ -275,18 +250,15 @@ async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evalua
 ) -> None:
     server = Straggling(num_at_once=4)
     await server.start()
-    trainer = FakeTrainer(tmp_path)
-    trainer.start()
     evaluation = {"interval": 1, "cancel_inflight_rollouts_on_eval": True}
 
-    summary = await orchestrate(settings_for(tmp_path, server, max_steps=2, max_async_level=1, eval=evaluation))
+    made = await run(tmp_path, server, max_steps=2, max_async_level=1, eval=evaluation)
     server.never.set()
     await server.stop()
 
     # Under version 0 the groups of batch 1 came back. Those of batch 2 had begun when version 1 was to be evaluated.
-    assert summary.rollouts_dropped == {"cancelled_for_eval": 16}
-    assert summary.rollouts_trained == 2 * 16
-    assert sorted(trainer.batches) == [1, 2]
+    assert made.summary.rollouts_dropped == {"cancelled_for_eval": 16}
+    assert len(made.trained) == made.summary.rollouts_trained == 2 * 16
     rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT group_id, example, reason FROM rollouts")
     cancelled, asked_after = set(), set()
     for group, example, reason in rows:

@@ -2,17 +2,20 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from orchestrator.filters import Gibberish, Repetition, vocab_size
-from tests.orchestrator.fakes import MODEL
+from configs.rollouts import GibberishFilter
+from orchestrator.filters import Filter, is_gibberish, is_repetition, make_filters, vocab_size
+from tests.orchestrator.fakes import MODEL, settings_for
 
 # -log(100) = -4.605; two nats below is -6.605.
-GIBBERISH = Gibberish(token_id_threshold=50, logprob_offset=2.0, vocab_size=100)
+GIBBERISH = partial(is_gibberish, token_id_threshold=50, logprob_offset=2.0, vocab_size=100)
 # log(0.9) = -0.10536
-REPETITION = Repetition(window=3, prob_threshold=0.9)
+REPETITION = partial(is_repetition, window=3, prob_threshold=0.9)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +31,12 @@ REPETITION = Repetition(window=3, prob_threshold=0.9)
 def test_gibberish_is_a_rare_token_that_was_less_likely_than_a_uniform_draw_by_the_offset(
     token_ids: list[int], logprobs: list[float], is_found: bool
 ) -> None:
-    assert GIBBERISH.finds(token_ids, logprobs) == is_found
+    assert GIBBERISH(token_ids, logprobs) == is_found
 
 
 def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
     with pytest.raises(ValueError, match="token_id_threshold"):
-        Gibberish(token_id_threshold=99, logprob_offset=2.0, vocab_size=100)
+        make_filters([GibberishFilter(type="gibberish", token_id_threshold=258)], model_folder=MODEL)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
 def test_repetition_is_a_full_window_of_tokens_in_a_row_above_the_probability(
     logprobs: list[float], is_found: bool
 ) -> None:
-    assert REPETITION.finds([1] * len(logprobs), logprobs) == is_found
+    assert REPETITION([1] * len(logprobs), logprobs) == is_found
 
 
 def test_the_vocabulary_is_as_large_as_the_models_configuration_says(tmp_path: Path) -> None:
@@ -60,3 +63,26 @@ def test_the_vocabulary_is_as_large_as_the_models_configuration_says(tmp_path: P
     config.write_text("{}")
     with pytest.raises(ValueError, match="vocab_size"):
         vocab_size(tmp_path)
+
+
+def test_settings_name_a_filter_which_may_be_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def long(token_ids, logprobs, limit):\n    return len(token_ids) == len(logprobs) > limit\n"
+        "def wrong(token_ids, logprobs):\n    return 'yes'\n"
+    )
+
+    def made(**settings: Any) -> Filter:
+        given = {"client": {}, "filters": [settings]}
+        return make_filters(settings_for(tmp_path, **given).filters, model_folder=MODEL)[0]
+
+    own = made(type="custom", import_path=f"{path}:long", kwargs={"limit": 2})
+    assert [own.finds([1] * num, [-1.0] * num) for num in (2, 3)] == [False, True]
+    repetition = made(type="repetition", window=2, prob_threshold=0.9)
+    assert [repetition.finds([1] * num, [-0.1] * num) for num in (1, 2)] == [False, True]
+    gibberish = made(type="gibberish", token_id_threshold=50, logprob_offset=2.0)  # -log(259) - 2 = -7.557
+    assert [gibberish.finds([51], [logprob]) for logprob in (-7.5, -7.6)] == [False, True]
+    with pytest.raises(ValueError, match="import_path"):
+        made(type="custom", import_path=f"{path}:wrong").finds([1], [-1.0])
+    with pytest.raises(ValueError, match="import_path"):
+        made(type="custom", import_path=f"{path}:nobody")

@@ -1,13 +1,12 @@
 """What servers say about their load, through a whole run."""
 
 import asyncio
-import json
 from pathlib import Path
 
 from aiohttp import web
 
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.fakes import FakeServer, until
+from tests.orchestrator.running import run
 
 FREE = {"num_running": 8, "num_waiting": 0, "kv_use": 0.5}
 
@@ -30,17 +29,15 @@ class Held(FakeServer):
 
 
 async def test_a_steps_metrics_have_the_load_of_the_servers(tmp_path: Path) -> None:
-    FakeTrainer(tmp_path).start()
     server = Held()
     await server.start()
     client = {"base_url": [server.url], "timeout": 60, "health_interval_s": 0.01}
     changes = {"max_steps": 1, "eval": {"num_examples": 0}, "client": client}
-    running = asyncio.create_task(orchestrate(settings_for(tmp_path, server, **changes)))
+    running = asyncio.create_task(run(tmp_path, server, **changes))
     asked_from = server.num_infos
     await until(lambda: server.num_infos >= asked_from + 10)
     server.answers.set()
-    await running
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    line = (await running).lines[-1]
     found = {key: line[key] for key in ("perf/servers", "perf/server_running", "perf/server_kv_use")}
     assert found == {"perf/servers": 1, "perf/server_running": 8, "perf/server_kv_use": 0.5}
     await server.stop()

@@ -7,25 +7,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from orchestrator.packing import FILLER_ID, pack, plan
+from tests.orchestrator import made
 from transport.records import Hint, PreferencePair, TrainingSample
 
 
 def sample(number: int, length: int, version: int = 3) -> TrainingSample:
-    mask = np.zeros(length, np.bool_)
-    mask[1:] = True
-    return TrainingSample(
-        token_ids=np.full(length, number, np.int32),
-        loss_mask=mask,
-        inference_logprobs=np.full(length, -0.25, np.float32),
-        advantages=float(number),
-        temperatures=0.5,
-        policy_versions=((version, length),),
-        env="e",
-        group_id="0",
-        rollout_id=str(number),
-        reward=0.0,
-        stop_reason="stop",
-    )
+    versions = {"policy_versions": ((version, length),)}
+    return made.sample(str(number), [number] * length, advantages=float(number), temperatures=0.5, **versions)
 
 
 def test_two_samples_become_one_stream_with_their_boundaries() -> None:

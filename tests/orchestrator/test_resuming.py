@@ -16,13 +16,13 @@ from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
 from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
-from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.running import lines_of, run
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.folders import step_folder
-from transport.run import RunFolder, create_run, current_run_id, only_one
+from transport.run import RunFolder, current_run_id, only_one
 
 GROUPS, SIZE = 4, 16
 
@@ -36,22 +36,13 @@ async def server() -> AsyncIterator[FakeServer]:
 
 async def go(folder: Path, server: FakeServer, *, after: int | None = None, **changes: Any) -> Summary:
     """A run, or more of it, with a trainer that has trained the steps up to `after`."""
-    trainer = FakeTrainer(folder, goes_on_after=after)
-    trainer.start()
-    try:
-        return await orchestrate(settings_for(folder, server, **changes))
-    finally:
-        trainer.end()  # where the run failed, the next one of this folder needs its lock
+    return (await run(folder, server, trainer={"goes_on_after": after}, **changes)).summary
 
 
 def examples(folder: Path) -> list[int]:
     """What was asked, in order."""
     with sqlite3.connect(folder / "ledger.sqlite") as database:
         return [row[0] for row in database.execute("SELECT example FROM rollouts GROUP BY group_id ORDER BY group_id")]
-
-
-def lines(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
@@ -66,7 +57,7 @@ async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
     assert set(summary.accuracies) == {"0", "3", "5"}
     assert summary.seconds["train"] == whole.seconds["train"]
     assert summary.tokens["generate"] == whole.tokens["generate"]
-    assert [line["progress/step"] for line in lines(tmp_path / "parts") if "reward/mean" in line] == [1, 2, 3, 4, 5]
+    assert [line["progress/step"] for line in lines_of(tmp_path / "parts") if "reward/mean" in line] == [1, 2, 3, 4, 5]
     assert server.live == {5}
 
 
@@ -126,7 +117,7 @@ async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
     assert summary.rollouts_trained == 4 * SIZE
     asked = examples(tmp_path)
     assert asked[4 * GROUPS :] == asked[2 * GROUPS : 4 * GROUPS]
-    written = [line["progress/step"] for line in lines(tmp_path) if "reward/mean" in line]
+    written = [line["progress/step"] for line in lines_of(tmp_path) if "reward/mean" in line]
     assert written == [1, 2, 3, 4]
 
 
@@ -162,30 +153,14 @@ async def test_a_state_that_is_lost_is_an_error_even_where_there_are_checkpoints
 
 async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=3)
-    kept = [line for line in lines(tmp_path) if line["progress/step"] < 2]
+    kept = [line for line in lines_of(tmp_path) if line["progress/step"] < 2]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"reward/me')
     summary = await go(tmp_path, server, after=3, max_steps=4)
-    steps = [line for line in lines(tmp_path) if "reward/mean" in line]
+    steps = [line for line in lines_of(tmp_path) if "reward/mean" in line]
     assert [line["progress/step"] for line in steps] == [1, 2, 3, 4]
     assert all("loss/policy" in line for line in steps)
     assert Counter(summary.rollouts_dropped) == Counter()
     assert summary.rollouts_trained == 4 * SIZE
-
-
-async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    run, ledger = create_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
-    ledger.issued(0, num=1, env="e", example=0, version=0)
-    ledger.changes()()
-    before = ArtifactStores({"e": {"topics": 9}}, ledger)
-    before.of("e", "train", "topics").add("of a rollout that is in no batch")
-    before.save(1)
-    ledger.changes()()
-    progress = resume(settings_for(tmp_path, server), run, ledger)
-    stores = ArtifactStores({"e": {"topics": 9}}, ledger, state=progress.artifacts)
-    assert (progress.step, stores.of("e", "train", "topics").all()) == (0, [])
-    ledger.close()
 
 
 async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server: FakeServer) -> None:

@@ -1,28 +1,30 @@
 """Scored rollouts to training samples: baselines, filters, versions."""
 
+from functools import partial
+
 import pytest
 from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit, length_weighted
-from orchestrator.filters import Filter, Gibberish, Repetition
+from orchestrator.filters import Filter, is_gibberish, is_repetition
 from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.records import Completion, EpisodeResult
 from orchestrator.samples import finish_group, judge_group, training_samples
-
-TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
+from tests.orchestrator import made
 
 
 def last_of_three(*, enforce: bool) -> Filter:
     """Finds token 14, whose log-probability of -0.4 is below -log(16) + 2.4 = -0.373."""
-    return Gibberish(token_id_threshold=13, logprob_offset=-2.4, vocab_size=16, enforce=enforce)
+    finds = partial(is_gibberish, token_id_threshold=13, logprob_offset=-2.4, vocab_size=16)
+    return Filter(name="gibberish", finds=finds, enforce=enforce)
 
 
 def single(number: int, completion: Completion, *, version: int = 5) -> EpisodeResult:
     """The group's rollout `number`, a single answer whose reward is that number."""
-    step = Step(role="policy", temperature=0.7, completion=completion, text="", version=version)
+    step = made.step(temperature=0.7, completion=completion, version=version)
     row = single_row([1, 2], completion, opening=(2,), version=version, temperature=0.7)
-    return EpisodeResult(id=f"9/{number}", task=TASK, steps=(step,), rows=(row,), rewards={"policy": float(number)})
+    return made.result(f"9/{number}", step, rows=(row,), rewards=float(number))
 
 
 def group_of(num: int) -> list[EpisodeResult]:
@@ -68,8 +70,10 @@ def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_
 
 def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:
     results = group_of(3)
-    other = Repetition(window=1, prob_threshold=0.7, enforce=False)  # log(0.7) = -0.357: all but the last
-    group = finish_group(results, group_credit, judge_group(results, [other, last_of_three(enforce=True)]), group="9")
+    finds = partial(is_repetition, window=1, prob_threshold=0.7)  # log(0.7) = -0.357: all but the last
+    filters = [Filter(name="repetition", finds=finds), last_of_three(enforce=True)]
+    found, withheld = judge_group(results, filters)
+    group = finish_group(results, group_credit, group="9", found=found, withheld=withheld)
     assert group.results == results
     assert group.found == ["repetition", "repetition", "gibberish"]
     assert group.withheld == {"9/4": "gibberish"}
@@ -80,6 +84,7 @@ def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None
 
 def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
     results = group_of(3)
-    group = finish_group(results, group_credit, judge_group(results, [last_of_three(enforce=False)]), group="9")
-    assert group.found == ["gibberish"]
+    found, withheld = judge_group(results, [last_of_three(enforce=False)])
+    group = finish_group(results, group_credit, group="9", withheld=withheld)
+    assert found == ["gibberish"]
     assert group.trained == ["9/2", "9/3", "9/4"]

@@ -1,26 +1,19 @@
 """What settings of the orchestrator change in what the program does."""
 
-import asyncio
-import json
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
-from aiohttp import web
 
 from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
-from orchestrator.monitoring.summary import Summary
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.errors import StaleRunError
-from transport.records import MicroBatch
+from tests.orchestrator import running
+from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.running import Run
 
 # --- a run ---
 
@@ -48,37 +41,18 @@ class Hungry(Words):
 def zeros(rewards, lengths, *, plus=0.0):
     return [plus] * len(rewards)
 
-def sevens(results):
-    return {(result.id, index): 7 for result in results for index in range(len(result.steps))}
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a run has done, as its server, its trainer and its files saw it."""
-
-    folder: Path
-    summary: Summary
-    batches: dict[int, tuple[MicroBatch, ...]]
-    lines: list[dict[str, float]]
-    requests: list[dict[str, Any]]
-    """Of rollouts, not of the evaluation."""
-
-    @property
-    def asked(self) -> list[str]:
-        """The words that were asked, in the order of asking."""
-        return [word_of(request["prompt_token_ids"]) for request in self.requests]
-
-    @property
-    def advantages(self) -> list[float]:
-        """Of all samples of the first batch, in no order."""
-        return sorted(number for batch in self.batches[1] for number in batch.advantages.tolist())
+def asked_of(server: FakeServer) -> list[str]:
+    """The words that were asked, in the order of asking."""
+    texts = [bytes(i for i in request["prompt_token_ids"] if i < 256).decode() for request in server.requests]
+    return [text.split("\n")[1] for text in texts]
 
 
-def word_of(prompt: str | list[int]) -> str:
-    """The user's message."""
-    text = prompt if isinstance(prompt, str) else bytes(i for i in prompt if i < 256).decode()
-    return text.split("\n")[1]
+def sampled(server: FakeServer) -> list[dict[str, Any]]:
+    """The requests but for those of the evaluation."""
+    return [request for request in server.requests if request["temperature"] > 0]
 
 
 def by_turns(*answers: str) -> Callable[[str, int], str]:
@@ -90,6 +64,24 @@ def by_turns(*answers: str) -> Callable[[str, int], str]:
         return answers[(given[prompt] - 1) % len(answers)]
 
     return answer
+
+
+async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
+    """A run of two steps of two groups of two, unless told otherwise; one group at a time, so in a known order."""
+    base = {
+        "env": [{"id": f"{folder / 'own.py'}:Words"}],
+        "batch_size": 4,
+        "rollouts_per_example": 2,
+        "max_steps": 2,
+        "max_concurrent_groups": 1,
+        "eval": {"num_examples": 0},
+    }
+    settings = base | changes
+    server.requests.clear()
+    sequence_len = {"sequence_len": settings.get("seq_len", 128)}
+    adapters = {"lora_adapters": settings.get("model", {}).get("lora_adapters", ())}
+    trainer = {"settings": sequence_len | adapters, **sequence_len}
+    return await running.run(Path(tempfile.mkdtemp(dir=folder)), server, trainer=trainer, **settings)
 
 
 @pytest.fixture
@@ -106,29 +98,6 @@ async def server() -> AsyncIterator[FakeServer]:
     await server.stop()
 
 
-async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
-    """A run of two steps of two groups of two, unless told otherwise; one group at a time, so in a known order."""
-    base = {
-        "env": [{"id": f"{folder / 'own.py'}:Words"}],
-        "batch_size": 4,
-        "rollouts_per_example": 2,
-        "max_steps": 2,
-        "max_concurrent_groups": 1,
-        "eval": {"num_examples": 0},
-    }
-    settings = base | changes
-    output_dir = Path(tempfile.mkdtemp(dir=folder))
-    server.requests.clear()
-    sequence_len = {"sequence_len": settings.get("seq_len", 128)}
-    adapters = {"lora_adapters": settings.get("model", {}).get("lora_adapters", ())}
-    trainer = FakeTrainer(output_dir, settings=sequence_len | adapters, **sequence_len)
-    trainer.start()
-    summary = await orchestrate(settings_for(output_dir, server, **settings))
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    sampled = [request for request in server.requests if request["temperature"] > 0]
-    return Run(folder=output_dir, summary=summary, batches=trainer.batches, lines=lines, requests=sampled)
-
-
 # --- names and sizes ---
 
 
@@ -141,14 +110,15 @@ async def test_names_sizes_and_requests_are_as_they_are_set(tmp_path: Path, env:
     buffer = {"env_ratios": [3, 1], "hash_keys": ["length"]}  # all words of an environment are one example
     made = await run(tmp_path, server, model=model, env=named, sampling=sampling, buffer=buffer, **sizes)
     assert {load["alias"] for load in server.loads} == {"mine"}
-    assert {"reward/mean/words", "reward/mean/a"} <= made.lines[0].keys()
-    assert Counter(made.asked) == {"x": 9, "a": 3}
-    assert made.lines[0]["progress/examples_duplicate"] == 3
-    assert {(request["n"], request["max_tokens"]) for request in made.requests} == {(3, 9)}
-    assert len({request["seed"] for request in made.requests} - {None}) == len(made.requests)
+    assert {"reward/mean/words", "reward/mean/a"} <= made.steps[0].keys()
+    assert Counter(asked_of(server)) == {"x": 9, "a": 3}
+    assert made.steps[0]["progress/examples_duplicate"] == 3
+    assert {(request["n"], request["max_tokens"]) for request in sampled(server)} == {(3, 9)}
+    assert len({request["seed"] for request in sampled(server)} - {None}) == len(sampled(server))
     # Strictly on-policy: versions 0, 1 and 2 are at 1.5, 1.0 and 0.5.
-    assert {(request["version"], request["temperature"]) for request in made.requests} == {(0, 1.5), (1, 1.0), (2, 0.5)}
-    assert [line["rollout/temperature"] for line in made.lines] == [1.5, 1.0, 0.5]
+    at = {request["version"]: request["temperature"] for request in sampled(server)}
+    assert at == {0: 1.5, 1: 1.0, 2: 0.5}
+    assert [line["rollout/temperature"] for line in made.steps] == [1.5, 1.0, 0.5]
     for step, expected in ((1, 1.5), (2, 1.0), (3, 0.5)):
         # Each sample has 24 tokens or so: two of them in 64.
         assert [len(batch.sequence_lengths) for batch in made.batches[step]] == [2] * 6
@@ -163,7 +133,7 @@ async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_
     mine: dict[str, Any] = {"env": [{"id": env, "adapters": {"policy": "two"}}], "max_steps": 1}
     for own, evaluated in (({}, "two"), ({"env": [{"id": env, "adapters": {"policy": "one"}}]}, "one")):
         made = await run(tmp_path, server, model=model, eval={"num_examples": 1} | own, **mine)
-        assert {request["adapter"] for request in made.requests} == {"two"}
+        assert {request["adapter"] for request in sampled(server)} == {"two"}
         assert {request["adapter"] for request in server.requests if request["temperature"] == 0} == {evaluated}
         trained = [batch.adapters for batch in made.batches[1]]
         assert [places for one in trained if one is not None for places in one.tolist()] == [1] * 4
@@ -182,97 +152,15 @@ async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropp
 ) -> None:
     server.answer = by_turns("0", "1", "2")
     sizes: dict[str, Any] = {"batch_size": 6, "rollouts_per_example": 3, "max_steps": 1}
-    for memory_gb, dropped in ((None, {}), (1, {"env_memory": 2})):
-        hungry = {"id": f"{tmp_path / 'own.py'}:Hungry", "memory_gb": memory_gb}
-        made = await run(tmp_path, server, env=[hungry], **sizes)
-        assert made.summary.rollouts_dropped == dropped
-
-
-async def test_only_the_run_whose_id_is_given_is_joined(tmp_path: Path, server: FakeServer) -> None:
-    trainer = FakeTrainer(tmp_path / "one")
-    trainer.start()
-    summary = await orchestrate(settings_for(tmp_path / "one", server, run_id=trainer.run_folder.run_id, max_steps=1))
-    assert summary.run_id == trainer.run_folder.run_id
-    FakeTrainer(tmp_path / "other").start()
-    with pytest.raises(StaleRunError, match=summary.run_id):
-        await orchestrate(settings_for(tmp_path / "other", server, run_id=summary.run_id))
+    hungry = {"id": f"{tmp_path / 'own.py'}:Hungry", "memory_gb": 1}
+    made = await run(tmp_path, server, env=[hungry], **sizes)
+    assert made.summary.rollouts_dropped == {"env_memory": 2}
 
 
 async def test_seeds_change_the_order_of_examples(tmp_path: Path, env: str, server: FakeServer) -> None:
-    changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"buffer": {"seed": 1}}, {"buffer": {"seed": 2}}]
-    orders = [(await run(tmp_path, server, **change)).asked for change in changes]
-    assert orders[1] == orders[2]
-    assert len({tuple(order) for order in orders}) == 3
-
-
-class Counting(FakeServer):
-    """Knows how many requests it had at once."""
-
-    def __init__(self) -> None:
-        super().__init__(by_turns("0", "1"))
-        self.now = self.most = 0
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            return await super()._generate(request)
-        finally:
-            self.now -= 1
-
-
-async def test_oversampled_groups_are_on_their_way_besides_those_that_the_next_batches_lack(
-    tmp_path: Path, env: str
-) -> None:
-    # A batch has two groups; one and a half times as many are three.
-    for factor, most in ((1.0, 2), (1.5, 3)):
-        server = Counting()
-        await server.start()
-        server.latency_s = 0.4
-        pace = {"max_async_level": 1, "max_concurrent_groups": None, "oversampling_factor": factor}
-        made = await run(tmp_path, server, **pace)
-        await server.stop()
-        assert server.most == most
-        assert made.summary.rollouts_trained == made.summary.rollouts_issued == 8
-
-
-class Patient(FakeServer):
-    """Has answered the second batch's requests only once version 1 is live."""
-
-    def __init__(self) -> None:
-        super().__init__(by_turns("0", "1"))
-        self.updated = asyncio.Event()
-
-    async def _load(self, request: web.Request) -> web.StreamResponse:
-        response = await super()._load(request)
-        if 1 in self.live:
-            self.updated.set()
-        return response
-
-    async def sampling(self, body: dict[str, Any]) -> None:
-        if len(self.requests) > 2:
-            await self.updated.wait()
-
-
-async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_token_has_its_own(
-    tmp_path: Path, env: str
-) -> None:
-    versions = {}
-    for updates in (False, True):
-        server = Patient()
-        await server.start()
-        pace = {"max_async_level": 1, "max_concurrent_groups": None, "inflight_weight_updates": updates}
-        made = await run(tmp_path, server, **pace)
-        await server.stop()
-        assert {request["follow"] for request in made.requests} == {updates}
-        assert made.summary.rollouts_trained == made.summary.rollouts_issued == 8
-        assert [line["policy/lag_max"] for line in made.lines] == [0, 1]
-        assert [line["rollout/several_versions"] for line in made.lines] == [0, 1 if updates else 0]
-        [batch] = made.batches[2]
-        versions[updates] = [part.tolist() for part in np.split(batch.policy_versions, batch.starts[1:])]
-    assert all(set(of_sample) == {0} for of_sample in versions[False])
-    # prompt and first token under version 0, the end of the turn under version 1
-    assert all(of_sample[-1] == 1 and set(of_sample[:-1]) == {0} for of_sample in versions[True])
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"buffer": {"seed": 1}}, {"buffer": {"seed": 2}}]
+    orders = [asked_of(server) for change in changes if await run(tmp_path, server, **change)]
+    assert orders[0] == orders[1] != orders[2]
 
 
 # --- examples ---
@@ -284,85 +172,36 @@ async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
     server.answer = lambda prompt, version: "no number, which the rubric cannot read"
     own = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:zeros", "kwargs": {"plus": 1.0}}
     made = await run(tmp_path, server, buffer={"skip_verification": True}, advantage=own)
-    assert [line["reward/mean"] for line in made.lines] == [0, 0]
+    assert [line["reward/mean"] for line in made.steps] == [0, 0]
     assert made.summary.rollouts_trained == 8
     assert made.summary.rollouts_dropped == {}
-
-
-async def test_the_kinds_of_credit_that_are_built_in(tmp_path: Path, env: str, server: FakeServer) -> None:
-    # Each group has the rewards 0 and 1, the mean 0.5 and the standard deviation 0.5.
-    for advantage, expected in (
-        ({"positive_only": True}, [0, 0, 0.5, 0.5]),
-        ({"type": "custom", "import_path": f"{tmp_path / 'own.py'}:zeros", "kwargs": {"plus": 2.0}}, [2] * 4),
-        ({"type": "normalized"}, [-1, -1, 1, 1]),
-        ({"type": "episodic"}, [0, 0, 1, 1]),
-        ({"type": "constant", "value": 0.25}, [0.25] * 4),
-        ({"type": "custom_credit", "import_path": f"{tmp_path / 'own.py'}:sevens"}, [7] * 4),
-    ):
-        assert (await run(tmp_path, server, advantage=advantage)).advantages == pytest.approx(expected), advantage
-    # Answers and their ends: 2 tokens with the reward 1, and 5 with 0; so (2·1 + 5·0) / 7 = 2/7, where the mean is 1/2.
-    server.answer = by_turns("1", "0000")
-    weighted = await run(tmp_path, server, advantage={"length_weighted_mean": True})
-    assert weighted.advantages == pytest.approx([-2 / 7, -2 / 7, 5 / 7, 5 / 7])
 
 
 # --- filters ---
 
 
-async def test_a_filter_of_repetitions_finds_what_its_window_and_threshold_say_and_withholds_it_if_enforced(
+async def test_a_filter_that_is_enforced_withholds_what_it_finds_which_still_counts_in_the_baseline(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
     # Every token has the probability exp(-0.5) = 0.61; answers have 2 and 4 tokens with their end.
     server.answer = by_turns("1", "000")
-    for window, prob_threshold, found in ((3, 0.6, 0.5), (3, 0.62, 0), (5, 0.6, 0)):
-        one = {"type": "repetition", "window": window, "prob_threshold": prob_threshold}
-        made = await run(tmp_path, server, filters=[one])
-        assert [line["rollout/found_repetition"] for line in made.lines] == [found, found]
-        assert made.summary.rollouts_dropped == {}
-    enforced = await run(tmp_path, server, filters=[one | {"window": 3, "enforce": True}])
-    # The rewards 1 and 0 still have the mean 0.5, and only the short answer is trained.
-    assert enforced.advantages == [0.5, 0.5]
-    assert [line["reward/mean"] for line in enforced.lines] == [0.5, 0.5]
-    assert enforced.summary.rollouts_dropped == {"repetition": 4}
-    assert enforced.summary.rollouts_trained == 4
+    repetition = {"type": "repetition", "window": 3, "prob_threshold": 0.6, "enforce": True}
+    made = await run(tmp_path, server, filters=[repetition])
+    # Of the short answers alone: the rewards 1 and 0 have the mean 0.5.
+    assert [one for batch in made.batches[1] for one in batch.advantages] == [0.5, 0.5]
+    assert [line["rollout/found_repetition"] for line in made.steps] == [0.5, 0.5]
+    assert (made.summary.rollouts_dropped, made.summary.rollouts_trained) == ({"repetition": 4}, 4)
 
 
-async def test_a_filter_of_ones_own_sees_tokens_and_log_probabilities(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    server.answer = by_turns("1", "000")
-    (tmp_path / "mine.py").write_text(
-        "def long(token_ids, logprobs, limit):\n    return len(token_ids) == len(logprobs) > limit\n"
-        "def wrong(token_ids, logprobs):\n    return 'yes'\n"
-    )
-    one = {"type": "custom", "import_path": f"{tmp_path}/mine.py:long", "kwargs": {"limit": 3}, "enforce": True}
-    made = await run(tmp_path, server, filters=[one])
-    assert [line["rollout/found_custom"] for line in made.lines] == [0.5, 0.5]
-    assert made.summary.rollouts_dropped == {"custom": 4}
-    for name in ("wrong", "nobody"):
-        with pytest.raises(ValueError, match="import_path"):
-            await run(tmp_path, server, filters=[{"type": "custom", "import_path": f"{tmp_path}/mine.py:{name}"}])
-
-
-# --- servers ---
-
-
-async def test_the_key_is_taken_from_the_variable_that_is_named(
+async def test_a_server_that_is_locked_or_has_another_model_is_refused_unless_settings_name_the_key_and_skip_the_check(
     tmp_path: Path, env: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.api_key = "secret"
+    server.api_key, server.info["base_model"] = "secret", "other"
     monkeypatch.setenv("MY_KEY", "secret")
     client = {"base_url": [server.url], "timeout": 5}
     with pytest.raises(ServerError, match="401"):
         await run(tmp_path, server, client=client)
-    assert (await run(tmp_path, server, client=client | {"api_key_var": "MY_KEY"})).summary.steps == 2
-
-
-async def test_a_server_with_another_model_is_refused_unless_the_check_is_skipped(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    server.info["base_model"] = "other"
-    client = {"base_url": [server.url], "timeout": 5}
     with pytest.raises(Mismatch):
-        await run(tmp_path, server, client=client)
-    assert (await run(tmp_path, server, client=client | {"skip_model_check": True})).summary.steps == 2
+        await run(tmp_path, server, client=client | {"api_key_var": "MY_KEY"})
+    opened = client | {"api_key_var": "MY_KEY", "skip_model_check": True}
+    assert (await run(tmp_path, server, client=opened)).summary.steps == 2

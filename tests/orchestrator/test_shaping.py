@@ -16,12 +16,12 @@ from configs.rollouts import DefaultAdvantage, ReinforcePlusPlus, RunningBaselin
 from orchestrator.advantage import group_credit
 from orchestrator.endpoints import EndpointError
 from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.run import orchestrate
 from orchestrator.samples import FinishedGroup, finish_group
 from orchestrator.shaping import BASELINES, BatchAdvantages, RewardShaping, kl_estimates, overlong_penalty, values_of
 from orchestrator.teacher.scoring import Teaching
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.preferences.rollouts import result
+from tests.orchestrator.running import run
 from tests.orchestrator.teacher.test_scoring import sample
 from transport.records import Float32, Int32, TrainingSample
 
@@ -135,26 +135,14 @@ def test_other_advantages_are_as_their_group_has_made_them() -> None:
 
 async def test_a_run_with_the_kl_in_the_reward_and_a_running_baseline(tmp_path: Path) -> None:
     server = await FakeServer().start()
-    trainer = FakeTrainer(tmp_path)
-    trainer.start()
-    settings = settings_for(
-        tmp_path,
-        server,
-        advantage={"type": "running_baseline"},
-        reward_shaping={"reference_kl": 0.5, "reference_kl_estimator": "k2"},
-        rollouts_per_example=1,
-        eval={"num_examples": 0},
-    )
-    await orchestrate(settings)
+    shaped = {"reference_kl": 0.5, "reference_kl_estimator": "k2"}
+    advantage = {"advantage": {"type": "running_baseline"}, "rollouts_per_example": 1}
+    made = await run(tmp_path, server, reward_shaping=shaped, eval={"num_examples": 0}, **advantage)
     await server.stop()
     assert {body["version"] for body in server.scores} == {None}
-    for step, batches in sorted(trainer.batches.items()):
-        assert all(batch.teacher_logprobs is None for batch in batches)
-        if step == 1:
-            every = [x for batch in batches for x in batch.advantages.tolist()]
-            assert sum(every) == pytest.approx(0, abs=1e-5)
+    assert all(batch.teacher_logprobs is None for batches in made.batches.values() for batch in batches)
+    assert sum(x for batch in made.batches[1] for x in batch.advantages.tolist()) == pytest.approx(0, abs=1e-5)
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
         [(state,)] = database.execute("SELECT state FROM steps WHERE step = 3")
     assert list(json.loads(state)[BASELINES]) == ["reverse-text"]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["reward/reference_kl_penalty"] < 0 for line in lines if "loss/policy" in line)
+    assert all(line["reward/reference_kl_penalty"] < 0 for line in made.steps)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.temperature import make_temperature
+from orchestrator.temperature import temperature_of
 from tests.orchestrator.fakes import settings_for
 
 
@@ -23,5 +23,5 @@ def test_a_schedule_goes_from_version_0_to_the_last_batchs_version(
 ) -> None:
     keys = ("type", "start_temperature", "end_temperature")
     chosen = {"temp_scheduler": dict(zip(keys, schedule, strict=True))} if schedule else {}
-    at = make_temperature(settings_for(Path("x"), max_steps=5, sampling=chosen, client={}))
-    assert [at(version) for version in range(6)] == pytest.approx(expected)
+    settings = settings_for(Path("x"), max_steps=5, sampling=chosen, client={})
+    assert [temperature_of(settings, version) for version in range(6)] == pytest.approx(expected)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.monitoring.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import FakeServer
+from tests.orchestrator.running import run
 
 
 @pytest.fixture
@@ -116,11 +116,8 @@ def test_covered_time_counts_overlaps_once() -> None:
 
 async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:
     server = await FakeServer(lambda prompt, version: "x").start()
-    trainer = FakeTrainer(tmp_path)
-    trainer.start()
-    await orchestrate(settings_for(tmp_path, server))
+    await run(tmp_path, server)
     await server.stop()
-    trainer.join(10)
     spans = read_timeline(tmp_path)
     steps = {what: [one.step for one in spans if one.what == what] for what in ("load", "generate", "pack", "ship")}
     assert steps == {"load": [0, 1, 2, 3], "generate": [1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3]}

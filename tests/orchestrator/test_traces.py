@@ -7,51 +7,33 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 
 from configs.reporting import TraceSettings
 from orchestrator.monitoring.traces import Traces
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
+from orchestrator.rollouts.conversation import single_row
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure
 from orchestrator.samples import FinishedGroup
-from transport.records import TrainingSample
+from tests.orchestrator import made
 from transport.traces import SCHEMA, TRAINED_SCHEMA, make_table, merge_trained, token_key, trace_path, trained_path
 from transport.traces import write_table as write
 
-IDS, SAMPLED = np.array([5, 6, 8, 9], np.int32), np.array([False, False, True, True])
-LOGPROBS = np.array([0, 0, -0.5, -0.25], np.float32)
-TASK = Task(env="reverse-text", split="train", index=3, messages=({"role": "user", "content": "Hi"},))
+IDS = np.array([5, 6, 8, 9], np.int32)
+TASK = replace(made.TASK, env="reverse-text", index=3)
 
 
 def result(name: str, reward: float) -> EpisodeResult:
     completion = Completion(token_ids=[8, 9], logprobs=[-0.5, -0.25], finish_reason="stop")
-    step = Step(role="policy", temperature=1.0, completion=completion, text="ab", version=1)
-    turn = Turn(index=0, opens=2, begins=2, ends=4, finish_reason="stop")
-    row = TrainingRow(
-        token_ids=IDS,
-        sampled=SAMPLED,
-        logprobs=LOGPROBS,
-        temperatures=np.ones(4, np.float32),
-        versions=((1, 3), (2, 1)),
-        turns=(turn,),
-        steps=(0,),
-        began=None,
-    )
-    return EpisodeResult(id=name, task=TASK, steps=(step,), rows=(row,), rewards={"policy": reward})
+    row = single_row([5, 6], completion, opening=(6,), version=1, temperature=1.0)
+    row = replace(row, versions=((1, 3), (2, 1)))
+    step = made.step(completion=completion, text="ab", version=1)
+    return made.result(name, step, rewards=reward, rows=(row,), task=TASK)
 
 
 def group() -> FinishedGroup:
-    sample = TrainingSample(
-        token_ids=IDS,
-        loss_mask=SAMPLED,
-        inference_logprobs=LOGPROBS,
-        advantages=0.5,
-        temperatures=1.0,
-        policy_versions=((1, 3), (2, 1)),
-        env="reverse-text",
-        group_id="7",
-        rollout_id="7/0",
-        reward=1.0,
-        stop_reason="stop",
-    )
+    logprobs = {"inference_logprobs": np.array([0, 0, -0.5, -0.25], np.float32), "policy_versions": ((1, 3), (2, 1))}
+    mask = np.array([False, False, True, True])
+    sample = made.sample("7/0", IDS, loss_mask=mask, advantages=0.5, group_id="7", reward=1.0, **logprobs)
     both = [result("7/0", 1.0), result("7/1", 0.0)]
     return FinishedGroup(results=both, samples=[sample], found=[], withheld={"7/1": "repetition"})
 
@@ -96,7 +78,7 @@ def test_every_rollout_is_there_with_what_became_of_it(tmp_path: Path) -> None:
     assert first["advantages"] == [0, 0, 0.5, 0.5]
     assert (first["group"], first["example"], first["num_tokens"], first["advantage"]) == (7, 3, 2, 0.5)
     assert json.loads(first["messages"]) == [
-        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ab"},
     ]
     assert rows["8/0"]["token_ids"] is None

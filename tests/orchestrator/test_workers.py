@@ -1,7 +1,6 @@
 """User code in workers: whatever it does costs its own rollout, and others run beside it."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -13,9 +12,7 @@ import pytest
 from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.process import ForkServer, WorkerProcess
 from orchestrator.workers.worker import identity_of
-from tests.grpo.run_folder import gone_pid
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
@@ -104,17 +101,7 @@ class Talk(MultiTurnEpisode, Environment):
         return [{"prompt": "hi"}]
     async def respond(self, state, ctx):
         if state.last_text == "exit": os._exit(3)
-        if state.last_text == "leave":
-            asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(self.late(ctx)))
-            return None
         return None if state.last_text == "bye" else "go on"
-    async def late(self, ctx):
-        try:
-            await ctx.sample("policy", [{"role": "user", "content": "too late"}])
-        except asyncio.CancelledError:
-            kept.append("refused")
-    def extras(self, state):
-        return {"late": kept}
 """
 
 
@@ -187,23 +174,6 @@ async def test_who_waited_for_a_model_when_the_worker_ended_begins_again_among_t
         assert reason(await rolled_out(pool, "exit")) == "env_crashed"
         crashed.set()
         assert [reason(one) for one in await asyncio.gather(*others)] == [""] * 4
-
-
-async def test_a_rollout_that_is_cancelled_leaves_the_others_alone_and_what_it_left_can_call_nobody(
-    tmp_path: Path,
-) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk") as pool:
-        waits = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: says(wait=asyncio.Event().wait)))
-        await asyncio.sleep(0.1)
-        waits.cancel()
-        assert reason(await rolled_out(pool, "leave")) == ""
-        late: list[str] = []
-        while not late:
-            outcome = await rolled_out(pool, "bye")
-            assert isinstance(outcome, EpisodeResult)
-            late = outcome.extras["late"]
-        assert late == ["refused"]
-        assert pool.num_at_code == 0
 
 
 async def test_user_code_sees_no_key_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,20 +253,6 @@ class Ends(Environment):
     assert isinstance(failed.value, EnvironmentKilled) is killed
 
 
-@pytest.mark.parametrize(
-    ("env_id", "message"),
-    [
-        ("revers-text", "reverse-text"),
-        ("no_such_module:Env", "no_such_module"),
-    ],
-)
-async def test_an_id_that_leads_nowhere_says_what_there_is(env_id: str, message: str) -> None:
-    pool = WorkerPool(label=env_id, env_id=env_id, args={}, timeout_s=20)
-    with pytest.raises(EnvironmentFailed, match=message):
-        await pool.prompts("train")
-    await pool.close()
-
-
 async def test_a_worker_that_does_not_start_is_a_failed_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,7 +295,14 @@ def test_a_file_is_imported_once_and_two_of_one_name_do_not_collide(tmp_path: Pa
 
 # --- examples ---
 
-EXAMPLE = {"task": "t", "prompt": [{"role": "user", "content": "hi"}], "answer": 3, "level": None}
+
+def test_an_identity_depends_on_the_fields_that_are_named_and_is_the_same_everywhere() -> None:
+    example = {"task": "t", "prompt": [{"role": "user", "content": "hi"}], "answer": 3}
+    # blake2b with 12 bytes of {"answer": 3, "task": "t"}
+    assert identity_of(example, ("task", "answer"), 0) == "d6abf2451f9b11b8a08c07c5"
+    for fields, changes in ((("task", "id"), {}), (("answer",), {"answer": object()})):
+        with pytest.raises(ValueError, match=r"example 7|buffer\.hash_keys"):
+            identity_of(example | changes, fields, 7)
 
 
 async def test_training_examples_come_with_their_identities(tmp_path: Path) -> None:
@@ -351,25 +314,11 @@ async def test_training_examples_come_with_their_identities(tmp_path: Path) -> N
         assert pool.identities == [identity_of(example, ("task", "prompt"), 0)]
 
 
-def test_an_identity_depends_on_the_fields_that_are_named_and_is_the_same_everywhere() -> None:
-    one = identity_of(EXAMPLE, ("task", "prompt"), 0)
-    assert one == identity_of(EXAMPLE | {"answer": 4}, ("task", "prompt"), 5)
-    assert one != identity_of(EXAMPLE | {"task": "u"}, ("task", "prompt"), 0)
-    # blake2b with 12 bytes of {"answer": 3, "task": "t"}
-    assert identity_of(EXAMPLE, ("task", "answer"), 0) == "d6abf2451f9b11b8a08c07c5"
-
-
-def test_a_field_that_is_missing_or_no_plain_data_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"buffer\.hash_keys"):
-        identity_of(EXAMPLE, ("task", "id"), 7)
-    with pytest.raises(ValueError, match="example 7"):
-        identity_of(EXAMPLE | {"answer": object()}, ("answer",), 7)
-
-
 # --- how many may fail ---
 
 
 def test_too_many_failures_stop_the_run_with_the_last_message() -> None:
+    failures_alone = FailureRate(window=4, limit=1.0)  # stop a run whatever the limit
     rate = FailureRate(window=4, limit=0.5)
     failure = Failure(reason="env_error", message="Traceback: boom")
     for outcome in (failure, None, failure, None, None, failure, failure):
@@ -377,29 +326,7 @@ def test_too_many_failures_stop_the_run_with_the_last_message() -> None:
         rate.record("other", None)
     with pytest.raises(EnvironmentFailed, match="boom"):
         rate.record("env", failure)
-
-
-def test_failures_alone_stop_the_run_whatever_the_limit() -> None:
-    rate, failure = FailureRate(window=4, limit=1.0), Failure(reason="env_error", message="boom")
     for _ in range(31):
-        rate.record("env", failure)
-    rate.record("env", None)
-    for _ in range(31):
-        rate.record("env", failure)
+        failures_alone.record("env", failure)
     with pytest.raises(EnvironmentFailed, match="boom"):
-        rate.record("env", failure)
-
-
-async def test_folders_of_programs_that_were_killed_while_workers_started_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    gone = gone_pid()
-    for pid, age_s in ((gone, 100), (gone, 0), (1, 100)):
-        (folder := tmp_path / f"grpo-worker-{pid}-{age_s}").mkdir()
-        os.utime(folder, (time.time() - age_s,) * 2)
-    forks = ForkServer("arithmetic")
-    await WorkerProcess(forks).end()
-    forks.close()
-    there = [(tmp_path / f"grpo-worker-{name}").exists() for name in ("1-100", f"{gone}-0", f"{gone}-100")]
-    assert there == [True, True, False]
+        failures_alone.record("env", failure)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import trainer.startup  # noqa: F401  what takes long
 from tests.transport.samples import free_port
+from trainer import launch
 from trainer.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -91,5 +92,6 @@ def _main(arguments: list[str], environment: dict[str, str], outputs: tuple[str,
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
     os.chdir(ROOT)
+    launch.LATECOMERS_S = 5
     sys.argv = ["grpo-train", *arguments]
     main()

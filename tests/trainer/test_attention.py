@@ -76,9 +76,8 @@ def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_separate_ones(tiny_
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_buckets_cover_every_sample_once_and_waste_little(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_buckets_cover_every_sample_once_and_waste_little() -> None:
+    rng = np.random.default_rng(0)
     lengths = np.minimum(np.exp(rng.normal(np.log(64), 1.0, 200)).astype(int) + 1, 4096).tolist()
     layout = layout_without_sharing(lengths)
     assert sum(count for count, _ in layout.buckets.shapes) == len(lengths)

@@ -128,16 +128,12 @@ def test_only_tokens_that_carry_loss_reach_the_head_and_the_loss() -> None:
         loss_mask=np.array([False, False, True, False, True]),
         version_runs=np.array([[4, 2], [3, 1], [1, 2]], np.int32),
     )
+    batch = replace(batch, teacher_logprobs=np.array([0, -1, -2, 0, -4], np.float32))
     tokens, inputs = packed_tokens(batch, CPU), policy_inputs(batch, CPU)
     assert tokens.before_targets.tolist() == [1, 3]
     assert tokens.targets.tolist() == batch.token_ids[[2, 4]].tolist()
     assert inputs["sample_ids"].tolist() == [0, 1]
     # (step - 1) - version: 4 - 3 and 4 - 1
     assert inputs["lags"].tolist() == [1, 3]
-    assert inputs["teacher_logprobs"] is None
+    assert inputs["teacher_logprobs"].tolist() == [-2, -4]
     assert inputs["inference_logprobs"].tolist() == batch.inference_logprobs[[2, 4]].tolist()
-
-
-def test_the_teachers_logprobs_are_those_of_the_loss_tokens() -> None:
-    batch = replace(tiny_batch((3, 2)), teacher_logprobs=np.array([0, -1, -2, 0, -4], np.float32))
-    assert policy_inputs(batch, CPU)["teacher_logprobs"].tolist() == [-1, -2, -4]

@@ -16,16 +16,18 @@ from trainer.packing import PackedTokens, packed_tokens
 DOWN, Q0, NORM = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
 
 
 def packed() -> PackedTokens:
     return packed_tokens(tiny_batch((20, 13)), CPU)
 
 
-def test_log_probabilities_and_gradients_are_those_of_a_model_of_its_own(folder: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_log_probabilities_and_gradients_are_those_of_a_model_of_its_own(tmp_path: Path, tied: bool) -> None:
+    folder = save_tiny_model(tmp_path, tie_word_embeddings=tied)
     own, other = tiny_policy(folder), tiny_policy(folder, imported=imported(folder))
     for policy in (own, other):
         policy.logprobs(packed()).sum().backward()
@@ -37,16 +39,6 @@ def test_log_probabilities_and_gradients_are_those_of_a_model_of_its_own(folder:
         assert parameter.grad is not None
         assert grad is not None
         assert torch.equal(parameter.grad, grad), name
-
-
-def test_a_server_in_bfloat16_shares_with_a_trainer_in_bfloat16(folder: Path) -> None:
-    def rounded(tensors: dict[str, torch.Tensor]) -> None:
-        tensors |= {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-
-    own = tiny_policy(folder, dtype=torch.bfloat16)
-    other = tiny_policy(folder, dtype=torch.bfloat16, imported=imported(folder, rounded, dtype="bfloat16"))
-    with torch.no_grad():
-        assert torch.equal(own.logprobs(packed()), other.logprobs(packed()))
 
 
 def test_the_base_is_the_imported_memory_itself_and_a_step_leaves_it_as_it_is(folder: Path) -> None:
@@ -81,17 +73,13 @@ def cut(tensors: dict[str, torch.Tensor]) -> None:
     tensors[DOWN] = tensors[DOWN][:-1].clone()
 
 
-def halved(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[DOWN] = tensors[DOWN].to(torch.bfloat16)
-
-
 def more(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.9.more"] = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(without(DOWN), DOWN), (flipped, Q0), (cut, DOWN), (halved, DOWN), (more, "model.layers.9.more")],
+    [(without(DOWN), DOWN), (flipped, Q0), (cut, DOWN), (more, "model.layers.9.more")],
 )
 def test_a_tensor_that_is_not_the_checkpoints_is_named(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], None], name: str

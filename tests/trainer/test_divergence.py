@@ -61,14 +61,6 @@ def test_beta_0_is_the_kl_from_teacher_to_student_and_beta_1_the_reverse() -> No
     assert of_probabilities([0.5, 0.5], [0.25, 0.75], beta=1.0) == pytest.approx(reverse)
 
 
-def test_both_ends_are_the_limits_of_the_divergence_over_its_smaller_share() -> None:
-    for small in (1e-3, 1e-4):
-        forward = of_probabilities([0.5, 0.5], [0.25, 0.75], beta=small) / small
-        reverse = of_probabilities([0.5, 0.5], [0.25, 0.75], beta=1 - small) / small
-        assert forward == pytest.approx(of_probabilities([0.5, 0.5], [0.25, 0.75], beta=0.0), rel=2 * small)
-        assert reverse == pytest.approx(of_probabilities([0.5, 0.5], [0.25, 0.75], beta=1.0), rel=2 * small)
-
-
 def test_beta_is_the_teachers_share_of_the_mixture() -> None:
     # q = (1, 0), p = (0, 1) up to 1e-30: M = (1 - β, β); β·KL(p‖M) + (1 - β)·KL(q‖M) = -β ln β - (1 - β) ln(1 - β),
     # which is symmetric; p = (1/2, 1/2) is not: M = (1 - β/2, β/2), β(½ ln(½/(1-β/2)) + ½ ln(1/β)) - (1-β) ln(1-β/2)
@@ -128,8 +120,7 @@ def test_values_equal_the_definition_whatever_the_chunks(beta: float, top_k: int
             np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("top_k", [None, 1, 4])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("beta", "top_k"), [(0.0, None), (0.3, 4), (1.0, 1)])
 def test_the_gradients_equal_finite_differences(beta: float, top_k: int | None) -> None:
     student, teacher, head, teacher_head = inputs(7, num_positions=3)
     options: dict[str, Any] = {
@@ -153,8 +144,7 @@ def test_each_entry_of_the_vocabulary_is_clipped_or_each_position() -> None:
         assert of_probabilities(student, teacher, beta=0.0, token_clip=clip) == pytest.approx(high * 2 / 3)
 
 
-@pytest.mark.parametrize("clip_by", ["entry", "position"])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("beta", "clip_by"), [(0.0, "entry"), (0.3, "entry"), (0.3, "position")])
 def test_what_is_clipped_has_no_gradient_and_all_else_that_of_finite_differences(beta: float, clip_by: str) -> None:
     student, teacher, head, teacher_head = inputs(8)
     options: dict[str, Any] = {"beta": beta, "temperature": 0.7, "top_k": None, "clip_by": clip_by}

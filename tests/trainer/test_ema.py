@@ -49,13 +49,3 @@ def test_an_error_within_leaves_the_weights_in_their_place() -> None:
     with pytest.raises(KeyError), average.in_place():
         raise KeyError
     assert (weights["a"].item(), average.averages["a"].item()) == (3.0, 1.0)
-
-
-def test_taking_its_place_between_forward_and_backward_is_refused_by_autograd() -> None:
-    weights = parameters(a=[2.0])
-    average = MovingAverage(weights, decay=0.5)
-    loss = (weights["a"] * weights["a"]).sum()
-    with average.in_place():
-        pass
-    with pytest.raises(RuntimeError):
-        loss.backward()

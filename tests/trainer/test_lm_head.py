@@ -9,8 +9,8 @@ import torch
 from tests.trainer.tiles import LargestTensor
 from trainer.lm_head import _fold, logprobs_and_entropy
 
-SIZES = [1, 23, 50, 1 << 20]
-"""Elements of a tile: a single logit, less than a position, several positions, everything."""
+SIZES = [1, 50, 1 << 20]
+"""Elements of a tile: a single logit, several positions, everything."""
 
 
 def token_logprobs(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_the_entropy_is_that_of_the_full_softmax_and_leaves_logprobs_as_they_are
     assert torch.equal(logprobs, token_logprobs(hidden, weight, targets, temperatures, tile_elements=tile_elements))
 
 
-@pytest.mark.parametrize("tile_elements", SIZES)
+@pytest.mark.parametrize("tile_elements", [5, 1000])
 def test_the_entropys_gradients_equal_finite_differences_whatever_the_tiles(tile_elements: int) -> None:
     hidden, weight, targets, temperatures = inputs(7)
     variables = hidden[:3].requires_grad_(), weight.requires_grad_()

@@ -16,20 +16,17 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from tests.memory_channels import MemoryPolicies
-from tests.trainer.bench import Bench, on_policy, settings_for
+from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import CPU, TARGETS, files_of, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_model import write_files
 from trainer.checkpoint import checkpoint_store
-from trainer.errors import BatchError, NonFiniteError
+from trainer.errors import NonFiniteError
 from trainer.packing import packed_tokens
-from trainer.startup import run
-from transport.batches.filesystem import BatchSender
 from transport.codec import decode
 from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.records import Canary, MicroBatch, PolicyManifest
-from transport.run import RunFolder, create_run
+from transport.run import RunFolder
 from transport.status import StatusFile, read_status
-from transport.weights.store import verify_policy
 
 
 def canary_by_hugging_face(model: torch.nn.Module, canary: Canary) -> list[float]:
@@ -214,26 +211,11 @@ def test_a_step_without_the_pairs_that_alone_have_a_weight_changes_nothing(
     assert bench.metrics(1)["loss/total"] == 0.0
 
 
-def test_the_trainer_ends_when_the_orchestrator_has(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path)
-    bench.send(1, on_policy(tiny_batch((6,)), bench.policy))
-    bench.finish(1)
-    bench.trainer.train()
-    assert sorted(bench.policies.versions) == [0, 1]
-
-
 def test_a_batch_that_never_comes_is_an_error_that_says_who_owes_it(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, wait_timeout_s=0.05)
     with pytest.raises(DeadlineError, match="batch 1"):
         bench.trainer.train()
     assert read_status(bench.status_path)["waiting_for"] == "orchestrator: batch 1"  # type: ignore[index]
-
-
-def test_a_batch_that_cannot_be_trained_stops_the_run(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, sequence_len=8)
-    bench.send(1, tiny_batch((9,)))
-    with pytest.raises(BatchError, match="sequence_len"):
-        bench.trainer.train()
 
 
 def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: Path, tmp_path: Path) -> None:
@@ -251,20 +233,6 @@ def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: 
     assert "not finite" in (kept / "WHY.txt").read_text()
     assert checkpoint_store(RunFolder(path=tmp_path, run_id="run")).steps() == [1]
     assert files_of(bench.policy)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
-
-
-def test_on_the_filesystem_a_run_leaves_verified_versions(tiny_model: Path, tmp_path: Path) -> None:
-    founded = create_run(tmp_path / "out")
-    sender = BatchSender(founded.batches, run_id=founded.run_id)
-    for step in (1, 2):
-        sender.send(step, [[replace(tiny_batch((6, 9)), run_id=founded.run_id, step=step)]])
-    sender.finish(2)
-    run(settings_for(tiny_model, output_dir=str(tmp_path / "out"), run_id=founded.run_id), tiny_model)
-    for version in (0, 1, 2):
-        folder = founded.broadcasts / f"step_{version:06d}"
-        manifest, files = verify_policy(folder, run_id=founded.run_id, version=version)
-        assert manifest.spec.rank == 4
-        assert Canary.from_json(files["canary.json"]).version == version
 
 
 def test_merged_versions_load_into_hugging_face_and_fit_their_canaries(tiny_model: Path, tmp_path: Path) -> None:

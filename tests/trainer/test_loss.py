@@ -238,19 +238,17 @@ def test_an_extreme_log_ratio_is_clamped_counted_and_finite() -> None:
     assert metrics["policy/mismatch_max_lag0"] == 500.0
 
 
-@pytest.mark.parametrize("importance", ["mask", "clip"])
 @pytest.mark.parametrize("stream", ["trainer", "inference", "advantages", "teacher"])
-def test_nothing_that_is_not_a_number_is_hidden(stream: str, importance: str) -> None:
+def test_nothing_that_is_not_a_number_is_hidden(stream: str) -> None:
     streams = {name: [-1.0, -1.0] for name in ("trainer", "inference", "advantages", "teacher")}
     streams[stream] = [math.nan, -1.0]
-    masks = {"token_mask_low": 0.1, "token_mask_high": 8.0, "importance": importance, "teacher_tau": 0.5}
+    masks = {"token_mask_low": 0.1, "token_mask_high": 8.0, "teacher_tau": 0.5}
     teacher = streams.pop("teacher")
     loss, _, _ = loss_of(*streams.values(), [0, 1], teacher=teacher, **masks)
     assert math.isnan(loss)
 
 
-@pytest.mark.parametrize("ratio_type", ["token", "sequence"])
-@pytest.mark.parametrize("importance", ["mask", "clip"])
+@pytest.mark.parametrize(("ratio_type", "importance"), [("token", "mask"), ("sequence", "clip")])
 def test_absurd_numbers_make_nothing_infinite(importance: str, ratio_type: str) -> None:
     values = [-1e6, -1e3, -0.0, -1e-30, -1e6]
     loss, grad, metrics = loss_of(
@@ -305,7 +303,7 @@ def test_bounds_of_the_masks_of_samples_are_inclusive_where_they_are_hit_exactly
         assert loss_of([-1.0], [-1.0], [1.0], [0], **{f"{key}_{side}": outside})[2]["policy/masked"] == 1.0
 
 
-@pytest.mark.parametrize("difference", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("difference", [1e-4, 1e-2])
 def test_k3_near_zero_is_exact_to_a_percent(difference: float) -> None:
     # exp(x) - 1 - x = x² / 2 + x³ / 6 + …
     _, _, metrics = loss_of([0.0], [-difference], [0.0], [0])
@@ -363,18 +361,6 @@ def test_ppos_bound_stops_a_token_only_in_the_direction_of_its_advantage() -> No
     _, grad, metrics = loss_of(trainer, inference, [1.0, -1.0, 1.0, -1.0], [0, 0, 1, 1], **options)
     assert grad == pytest.approx([0.0, 2 / 4, -0.5 / 4, 0.0])
     assert (metrics["policy/clipped"], metrics["policy/masked"]) == (0.5, 0.0)
-
-
-def test_ppos_gradient_is_that_of_the_clipped_surrogate() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logprobs = (-torch.rand(50, generator=generator)).requires_grad_()
-    inference = logprobs.detach() + 0.5 * torch.randn(50, generator=generator)
-    advantages = torch.randn(50, generator=generator)
-    made = tokens_of(logprobs, [0] * 50, inference_logprobs=inference, advantages=advantages)
-    ours = torch.autograd.grad(policy_loss(made, LossSettings(name="dapo"), counts(50))[0], logprobs)[0]
-    ratio = (logprobs - inference).exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    torch.testing.assert_close(ours, torch.autograd.grad(-surrogate.mean(), logprobs)[0])
 
 
 def test_gspos_gradient_is_that_of_the_clipped_sequence_ratio() -> None:

@@ -17,6 +17,8 @@ from transport.records import MicroBatch, Quantization
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
 
 needs_compiler = pytest.mark.skipif(missing_for_compile(CPU) is not None, reason=str(missing_for_compile(CPU)))
+WITHOUT_CODE = "aot_eager_decomp_partition"
+"""The compiler up to the graphs and what they keep for the backward pass, without the C++ that takes long."""
 # While torch compiles, it warns of its own code.
 ignores_its_own_warnings = pytest.mark.filterwarnings("ignore")
 
@@ -87,8 +89,11 @@ def test_checkpointed_layers_run_once_where_nothing_is_differentiated(tiny_model
 
 @needs_compiler
 @ignores_its_own_warnings
-def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(tiny_model: Path) -> None:
+def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     plain = tiny_policy(tiny_model)
     compiled = tiny_policy(tiny_model, compile_layers=True, checkpointing="full")
     graphs = []
@@ -101,8 +106,9 @@ def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(tiny_mo
 
 @needs_compiler
 @ignores_its_own_warnings
-def test_a_compiled_quantized_base_is_not_kept_dequantized(tiny_model: Path) -> None:
+def test_a_compiled_quantized_base_is_not_kept_dequantized(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=WITHOUT_CODE))
     plain = tiny_policy(tiny_model, quantization="nvfp4")
     compiled = tiny_policy(tiny_model, quantization="nvfp4", compile_layers=True)
     kept = kept_for_backward(compiled, BATCHES[0])

@@ -87,10 +87,3 @@ def test_the_tables_say_how_each_metric_is_reduced(tiny_model: Path) -> None:
     kinds = dict.fromkeys(metrics, "step") | {key: KINDS[one[0]] for key, one in ranks.seen.items()}
     tables = documented()
     assert {key: tables[general(key)] for key in kinds} == kinds
-
-
-def test_every_name_elsewhere_has_one_here() -> None:
-    section = DOCS.read_text().split("## Names elsewhere")[1]
-    mapping = dict(re.findall(r"^\| (\w+) \| `(\w+/\w+)` \|", section, flags=re.M))
-    assert set(mapping) == {"kl", "masked", "tokens", "loss", "grad_norm", "teacher_kl"}
-    assert set(mapping.values()) <= documented().keys()

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -76,15 +75,6 @@ def load_tiny(folder: Path, **changes: object) -> None:
 def test_a_target_that_is_no_linear_layer_is_refused_by_name(tiny_model: Path) -> None:
     with pytest.raises(ModelError, match="query_key_value"):
         load_tiny(tiny_model, target_modules=("q_proj", "query_key_value"))
-
-
-def test_a_config_of_layers_that_nobody_knows_is_an_error_that_names_the_folder(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    config = json.loads((tiny_model / "config.json").read_bytes()) | {"layer_types": ["newest", "full_attention"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="layer_types"):
-        load_tiny(tmp_path)
 
 
 def test_a_sliding_window_below_the_sequence_length_is_refused(tmp_path: Path) -> None:

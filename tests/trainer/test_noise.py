@@ -186,17 +186,3 @@ def test_versions_are_published_with_the_noise_of_their_stage(tiny_model: Path, 
         assert manifest.spec.norm_noise
         noisy = Canary.from_json(files["canary.json"]).noisy_logprobs
         assert (noisy is not None) == (version in (2, 3, 4, 5))
-
-
-def test_training_with_noise_on_the_servers_gives_the_gradients_of_the_clean_policy(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    adapters = []
-    for name, noise in (("without", {}), ("with", {"noise_scheduler": NOISE})):
-        (tmp_path / name).mkdir()
-        bench = Bench(tiny_model, tmp_path / name, max_steps=3, **noise)
-        for step in (1, 2, 3):
-            bench.send(step, replace(on_policy(tiny_batch((6, 9)), bench.policy), step=step))
-        bench.trainer.train()
-        adapters.append(bench.files(3)["adapter_model.safetensors"])
-    assert adapters[0] == adapters[1]

@@ -47,8 +47,3 @@ def test_wsd_with_few_steps_falls_after_the_last_one_and_never_during_the_warm_u
     assert rates("wsd", warmup_steps=19, max_steps=20, steps=21)[18:] == [1.0, 1.0, 0.0]
     # a run that was resumed with more steps than its decay was made for
     assert rates("wsd", warmup_steps=2, max_steps=4, steps=5, decay_steps=9) == [0.5, 1.0, 1.0, 0.5, 0.0]
-
-
-def test_linear_over_everything_and_wsd_that_decays_all_the_way_are_the_same() -> None:
-    linear = rates("linear", warmup_steps=3, max_steps=12, steps=14)
-    assert rates("wsd", warmup_steps=3, max_steps=12, steps=14, decay_steps=9) == linear

@@ -1,6 +1,5 @@
-"""The trainer's device, and a server that ends while the model is loaded."""
+"""A server that ends while the model is loaded."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +11,7 @@ from tests.trainer.exported import imported
 from tests.trainer.models import save_tiny_model
 from trainer.distributed import ONE
 from trainer.errors import ExporterGone
-from trainer.startup import device_for, policy_for
-
-
-@pytest.mark.parametrize(
-    ("listed", "setting", "for_cuda", "warned"),
-    [
-        ("7", "auto", True, True),
-        ("7", "auto", False, False),  # a build of torch for CPUs
-        ("7", "cpu", True, False),
-        ("", "auto", True, False),
-        ("-1", "auto", True, False),
-        (None, "auto", True, False),
-    ],
-)
-def test_a_gpu_that_is_listed_and_not_found_is_told_before_the_cpu_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    listed: str | None,
-    setting: str,
-    for_cuda: bool,
-    warned: bool,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: for_cuda)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if listed is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    assert device_for(setting) == torch.device("cpu")
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert ["CUDA_VISIBLE_DEVICES" in line for line in said] == [True] * warned
+from trainer.startup import policy_for
 
 
 @pytest.mark.parametrize("lives", [True, False])

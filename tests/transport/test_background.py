@@ -57,11 +57,3 @@ def test_an_error_comes_to_light_at_the_next_call_and_nothing_more_is_done() -> 
             call()
     slow.background.close()
     assert slow.order == []
-
-
-def test_closing_waits_for_what_is_still_to_be_done() -> None:
-    slow = Slow()
-    slow.submit(1)
-    threading.Timer(0.1, slow.may.set).start()
-    slow.background.close()
-    assert slow.order == [1]

@@ -1,4 +1,4 @@
-"""80,000 damaged messages, files and control frames: each is read as what was sent, or refused."""
+"""Damaged messages, files and control frames: each is read as what was sent, or refused."""
 
 import random
 import resource
@@ -16,7 +16,7 @@ from transport.folders import step_folder
 from transport.records import BatchManifest, Canary, FileEntry, MicroBatch, PolicyManifest, Record
 
 HOSTILE = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
-NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 60_000, 20_000, 1_000
+NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 20_000, 8_000, 400
 
 
 def mutate(rng: random.Random, message: bytes, others: list[bytes]) -> bytes:
@@ -71,7 +71,7 @@ def test_damaged_messages_are_refused_or_read_as_micro_batches_and_memory_stays_
     assert peak_bytes() - before < 64 << 20
 
 
-@pytest.mark.parametrize("kind", [BatchManifest, PolicyManifest, Canary, Ask])
+@pytest.mark.parametrize("kind", [PolicyManifest, Canary])
 def test_damaged_manifests_and_questions_are_refused_or_read(kind: type[Record]) -> None:
     files = {"rank_0.msgpack": FileEntry(size_bytes=7, digest="xxh3_128:00")}
     originals = [

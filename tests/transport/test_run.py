@@ -42,10 +42,9 @@ def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: P
     assert (second.path / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("leftover", ["broadcasts", "status"])
-def test_a_folder_with_anything_of_a_run_but_no_run_is_refused(tmp_path: Path, leftover: str) -> None:
-    (tmp_path / leftover / "something").mkdir(parents=True)
-    with pytest.raises(RunFolderError, match=leftover):
+def test_a_folder_with_anything_of_a_run_but_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broadcasts" / "something").mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="broadcasts"):
         create_run(tmp_path, overwrite=True)
 
 
@@ -227,15 +226,6 @@ def test_a_damaged_run_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content.replace('{"run_id": "a"}', '{"schema_version": 99, "run_id": "a"}'))
     with pytest.raises(RunFolderError):
         current_run_id(tmp_path)
-
-
-def test_a_status_file_says_who_waits_for_whom(tmp_path: Path) -> None:
-    path = tmp_path / "train.json"
-    assert read_status(path) is None
-    StatusFile(path).set("waiting", step=3, waiting_for="orchestrator: batch 3")
-    status = read_status(path)
-    assert status is not None
-    assert (status["state"], status["step"], status["waiting_for"]) == ("waiting", 3, "orchestrator: batch 3")
 
 
 def test_a_folder_that_is_removed_meanwhile_is_an_error_of_the_storage_that_names_it(tmp_path: Path) -> None:

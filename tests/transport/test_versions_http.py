@@ -88,9 +88,7 @@ def test_who_has_not_the_key_gets_nothing(store: Store, tmp_path: Path, path: st
     assert not list((tmp_path / "own").glob("*"))
 
 
-@pytest.mark.parametrize(
-    "name", ["../../run.json", "%2e%2e/%2e%2e/run.json", "in_use.json", "no_such_file", "adapters"]
-)
+@pytest.mark.parametrize("name", ["../../run.json", "%2e%2e/%2e%2e/run.json", "in_use.json", "no_such_file"])
 def test_only_what_a_manifest_lists_is_given(store: Store, tmp_path: Path, name: str) -> None:
     store.publish(0)
     (tmp_path / "run.json").write_text("mine")
@@ -103,8 +101,10 @@ def test_a_version_that_is_not_there_or_of_another_run_is_refused(store: Store, 
     assert reason(fetched(store, tmp_path), 0, run_id="other") == "stale_run"
 
 
-@pytest.mark.parametrize("name", [ADAPTER_FILE, "manifest.json", STABLE])
-@pytest.mark.parametrize("how", ["flip", "truncate"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(ADAPTER_FILE, "flip"), (ADAPTER_FILE, "truncate"), ("manifest.json", "truncate"), (STABLE, "flip")],
+)
 def test_a_torn_file_is_refused_and_fetched_anew(store: Store, tmp_path: Path, name: str, how: str) -> None:
     store.publish(0)
     whole = {path: path.read_bytes() for path in step_folder(store.folder, 0).iterdir() if path.is_file()}

@@ -131,7 +131,8 @@ class Dataset(Environment):
             rows, refused = parse_rows(paths, lambda row, place: (place, self._example(row))) if paths else ([], [])
             loaded.refused += refused
             for place, example in rows:
-                digest = _digest(example["prompt"], self._seed)
+                said = f"{self._seed}/" * (self._seed != 0) + json.dumps(example["prompt"], sort_keys=True)
+                digest = hashlib.blake2b(said.encode(), digest_size=_HASH_BYTES).digest()
                 first, first_split, answer = seen.setdefault(digest, (place, split, example.get("answer")))
                 if first == place:
                     is_eval = evaluated is None and int.from_bytes(digest) < fraction * float(256**_HASH_BYTES)
@@ -216,8 +217,3 @@ def _text(value: Any) -> str:
     if value is None:
         raise ValueError("a column of the template has no value")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _digest(prompt: Any, seed: int) -> bytes:
-    text = f"{seed}/" * (seed != 0) + json.dumps(prompt, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=_HASH_BYTES).digest()

@@ -146,13 +146,6 @@ def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
     assert browser.page.locator(".message img").count() == 0
 
 
-def test_a_folder_without_runs_says_so(chromium: object, tmp_path: Path) -> None:
-    with served(tmp_path) as view, chromium.new_context() as context:  # type: ignore[attr-defined]
-        page = context.new_page()
-        page.goto(view.address)
-        page.wait_for_selector("text=No runs here yet", timeout=10_000)
-
-
 def test_a_run_that_has_only_begun_has_every_page(chromium: object, tmp_path: Path) -> None:
     found(tmp_path / "run")
     with served(tmp_path) as view:

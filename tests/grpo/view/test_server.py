@@ -37,12 +37,6 @@ def test_runs_of_a_folder_are_found(view: Served) -> None:
     assert (runs["one"]["step"], runs["one"]["traced"], runs["one"]["evaluated"]) == (6, [1, 2, 3, 4, 5, 6], [0, 6])
 
 
-def test_metrics_are_columns_of_training_and_of_evaluations(view: Served) -> None:
-    curves = view.json("runs/one/curves")
-    assert curves["train"]["progress/step"] == [1, 2, 3, 4, 5, 6]
-    assert curves["eval"]["eval/accuracy"] == [0.4, 0.5]
-
-
 def test_a_step_has_its_rollouts_without_tokens(view: Served) -> None:
     rows = view.json("runs/one/step/2/rollouts")["rollouts"]
     assert len(rows) == 16

@@ -165,19 +165,6 @@ async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Pa
         assert (await score_of(environment.rubric, program.format(body), example)).reward == reward
 
 
-def test_messages_columns_within_columns_and_a_system_prompt(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": [{"role": "user", "content": str(n)}], "reward_model": {"ground_truth": n}, "image": b"\xff"}
-        for n in range(30)
-    ]
-    path = write(tmp_path / "data.parquet", rows)
-    environment = Dataset(path=path, answer="reward_model.ground_truth", reward="number", system_prompt="Count.")
-    [first, *_] = environment.dataset("train")
-    assert [message["role"] for message in first["prompt"]] == ["system", "user"]
-    assert first["answer"] == int(first["prompt"][1]["content"])
-    assert "image" not in first
-
-
 # --- what an answer is worth ---
 
 
@@ -299,11 +286,17 @@ def test_rows_that_cannot_be_used_are_counted_and_no_other_is_lost(tmp_path: Pat
     assert sum(map(len, loaded.examples.values())) == 100
 
 
-def test_where_nothing_is_left_for_a_split_the_run_does_not_begin(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="eval_fraction"):
-        made(write(tmp_path / "data.csv", sums(3)), eval_fraction=1e-9).dataset("eval")
-
-
 def test_cells_of_a_csv_file_are_texts_as_they_stand_whatever_the_delimiter(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text('\ufeffsum;result\r\n"1;\n1";007\r\n')
     assert [row for _, row in rows_of(tmp_path / "data.csv")] == [{"sum": "1;\n1", "result": "007"}]
+
+
+def test_messages_and_columns_within_columns(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": 1}, "image": b"\xff"}
+    path = write(tmp_path / "data.parquet", [row])
+    environment = Dataset(
+        path=path, eval_path=path, answer="reward_model.ground_truth", reward="number", system_prompt="C."
+    )
+    [first] = environment.dataset("eval")
+    assert [message["role"] for message in first["prompt"]] == ["system", "user"]
+    assert (first["answer"], "image" in first) == (1, False)

@@ -87,14 +87,6 @@ async def test_the_same_seed_is_the_same_environment_and_no_seed_is_in_both_spli
     assert len(tasks) == 8
 
 
-async def test_what_is_needed_for_a_replay_and_the_state_of_the_server_are_kept(server: Running) -> None:
-    outcome = await played(made(server.url, reset={"length": 5}), "x", "y", "z")
-    assert outcome.extras["actions"] == [{"message": "x"}, {"message": "y"}, {"message": "z"}]
-    assert outcome.extras["reset"] == {"seed": 50 + EXAMPLE, "length": 5}
-    assert outcome.extras["state"]["step_count"] == 3
-    assert len(outcome.extras["state"]["word"]) == 5
-
-
 async def test_error_markers_of_an_observation_mark_the_answer(server: Running) -> None:
     outcome = await played(made(server.url), "a", "1 2", "b")
     errors = [reply.error for reply in outcome.trajectory]
@@ -105,12 +97,14 @@ async def test_error_markers_of_an_observation_mark_the_answer(server: Running) 
 
 
 async def test_an_answer_that_is_no_action_is_marked_and_told_and_costs_a_turn(server: Running) -> None:
-    outcome = await played(made(server.url, max_turns=2), "x" * 41, "y")
+    outcome = await played(made(server.url, max_turns=2, reset={"length": 5}), "x" * 41, "y")
     first, second = outcome.trajectory
     assert first.error is not None
     assert first.error.error_kind == "refused_action"
     assert "at most 40 letters" in second.messages[-1]["content"]
-    assert outcome.extras["actions"] == [{"message": "y"}]
+    assert outcome.extras["actions"] == [{"message": "y"}]  # what is needed for a replay
+    assert outcome.extras["reset"] == {"seed": 50 + EXAMPLE, "length": 5}
+    assert (outcome.extras["state"]["step_count"], len(outcome.extras["state"]["word"])) == (1, 5)
 
 
 async def test_a_step_that_raises_or_takes_too_long_costs_the_rollout(
@@ -123,22 +117,16 @@ async def test_a_step_that_raises_or_takes_too_long_costs_the_rollout(
         await played(made(server.url), "hang")
 
 
-async def test_a_server_that_stays_away_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openenv, "WAIT_S", 0.3)
-    server = Running()
-    await server.start()
-    await server.stop()
-    with pytest.raises(SessionLost, match=f":{server.port} "):
-        await played(made(server.url), "x")
-
-
-async def test_a_full_server_is_waited_for_and_sessions_are_closed() -> None:
+async def test_a_full_server_is_waited_for_and_one_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Running(capacity=1)
     await server.start()
     environment = made(server.url)
     outcomes = await asyncio.gather(*(played(environment, "x", "y", "z") for _ in range(3)))
     assert [outcome.turn for outcome in outcomes] == [3, 3, 3]
     await server.stop()
+    monkeypatch.setattr(openenv, "WAIT_S", 0.3)
+    with pytest.raises(SessionLost, match=f":{server.port} "):
+        await played(environment, "x")
 
 
 async def test_a_session_that_is_lost_costs_the_rollout(server: Running) -> None:

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 from orchestrator.hints.sources import Site
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.rollouts.state import StepError
 from orchestrator.rollouts.templates import ChatTemplate
+from tests.orchestrator import made
 
 TINY = ChatTemplate.of(ChatRenderer.of_model(Path(__file__).parents[3] / "configs/tiny/model"))
-TASK = Task(env="shop", split="train", index=0, messages=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,30 +47,12 @@ def played(
         ids = template.renderer.ids_of(answer.text)
         if answer.whole and template.end_id is not None:
             ids.append(template.end_id)
-        sampled = Completion(
-            token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason="stop" if answer.whole else "length"
-        )
+        sampled = made.completion(ids, logprob=-1.0, stop=answer.whole)
         text = conversation.answer(sampled, version=1, temperature=1.0)
         conversation.add({"role": "user", "content": answer.told})
-        steps.append(
-            Step(
-                role="policy",
-                temperature=1.0,
-                completion=sampled,
-                text=text,
-                version=1,
-                error=answer.error,
-            )
-        )
+        steps.append(made.step(completion=sampled, text=text, version=1, error=answer.error))
     rows = [replace(row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
-    return EpisodeResult(
-        id=name,
-        task=TASK,
-        steps=tuple(steps),
-        rows=tuple(rows),
-        rewards={"policy": reward},
-        children=tuple(children),
-    )
+    return made.result(name, *steps, rows=tuple(rows), rewards=reward, children=tuple(children))
 
 
 def site(result: EpisodeResult, *others: EpisodeResult) -> Site:

@@ -31,7 +31,6 @@ def row(*turns: Turn) -> TrainingRow:
         temperatures=np.ones(length, np.float32),
         versions=((1, length),),
         turns=turns,
-        began=None,
     )
 
 

@@ -195,15 +195,6 @@ async def test_requests_go_to_the_least_loaded_server(sound: FakeServer) -> None
     await other.stop()
 
 
-async def test_a_server_is_told_of_the_adapter_that_is_asked_for(sound: FakeServer) -> None:
-    async with asking(sound.url) as client:
-        for adapter in (None, "proposer"):
-            await ask(client, adapter=adapter)
-            await client.score([65, 66], 0, adapter=adapter)
-    for bodies in (sound.requests, sound.scores):
-        assert [body["adapter"] for body in bodies] == [None, "proposer"]
-
-
 # --- answers that follow ---
 
 FOLLOWING = SamplingParams(temperature=1.0, max_tokens=8, follow=True)
@@ -224,14 +215,6 @@ async def test_an_answer_that_follows_tells_which_version_sampled_which_tokens()
         [second] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
     assert [one.versions for one in (first, second)] == [((1, 1), (2, 3)), ((2, 4),)]
     await server.stop()
-
-
-@pytest.mark.parametrize("runs", ["null", "[[1, 3]]", "[[2, 1], [1, 1]]"])
-async def test_runs_of_versions_that_cannot_be_are_refused(runs: str) -> None:
-    choice = f'{{"token_ids": [65, 66], "logprobs": [-1.0, -2.0], "finish_reason": "stop", "versions": {runs}}}'
-    async with faulty(says("200 OK", f'{{"version": 1, "choices": [{choice}]}}')) as url, asking(url) as client:
-        with pytest.raises(ServerError, match="versions"):
-            await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
 
 
 async def test_a_restarted_server_is_ejected_by_a_request_that_follows_past_its_first_version(

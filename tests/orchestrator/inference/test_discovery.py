@@ -12,9 +12,9 @@ from orchestrator.inference.client import InferenceClient, ServerError
 from orchestrator.inference.pool import ServerPool
 from orchestrator.inference.watch import ServerWatch
 from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, running
+from tests.orchestrator.running import run
 from transport.status import FINISHED, StatusFile, server_file
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
@@ -140,9 +140,8 @@ async def test_a_name_without_addresses_is_waited_for_and_named_at_the_deadline(
 
 
 async def test_a_run_finds_its_server_by_name(tmp_path: Path) -> None:
-    FakeTrainer(tmp_path).start()
     server = await FakeServer().start()
     elastic = {"hostname": "localhost", "port": server.port, "sync_interval": 0.05}
-    summary = await orchestrate(settings_for(tmp_path, client={"elastic": elastic, "timeout": 30}))
-    assert summary.rollouts_trained == 3 * 16
+    made = await run(tmp_path, client={"elastic": elastic, "timeout": 30}, max_steps=1)
+    assert made.summary.rollouts_trained == 16
     await server.stop()

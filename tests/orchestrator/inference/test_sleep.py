@@ -1,7 +1,6 @@
 """Servers sleep while the trainer steps, and are woken before anything is asked of them."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from orchestrator.inference import sleep
 from orchestrator.inference.client import ServerError
 from orchestrator.inference.sleep import SleepScheduler
 from orchestrator.monitoring.timeline import read_timeline
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator import running
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, until
 from tests.orchestrator.inference.serving import client_of, name_of
 from transport.status import read_status
 
@@ -34,11 +33,8 @@ async def server() -> AsyncIterator[FakeServer]:
 
 async def run(folder: Path, server: FakeServer, *, trainer: FakeTrainer | None = None, **changes: Any) -> list[Any]:
     """The lines of metrics of a run of two steps, unless told otherwise."""
-    (trainer or FakeTrainer(folder, settings=SLEEP)).start()
     settings = {"sleep_mode": True, "max_steps": 2, "eval": {"num_examples": 0}} | changes
-    await orchestrate(settings_for(folder, server, **settings))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "reward/mean" in line]
+    return (await running.run(folder, server, trainer=trainer or {"settings": SLEEP}, **settings)).steps
 
 
 def state_of(folder: Path) -> tuple[str, str]:
@@ -129,21 +125,21 @@ async def test_while_a_batch_waits_for_an_evaluation_the_trainer_is_not_blamed(t
     server, trainer = await Evaluated(**CAN_SLEEP).start(), FakeTrainer(tmp_path, settings=SLEEP)
     assert isinstance(server, Evaluated)
     evaluated = {"num_examples": 2, "interval": 1, "eval_base_model": True}
-    running = asyncio.create_task(run(tmp_path, server, trainer=trainer, max_steps=1, eval=evaluated))
+    task = asyncio.create_task(run(tmp_path, server, trainer=trainer, max_steps=1, eval=evaluated))
     await until(lambda: state_of(tmp_path) in [("evaluating", ""), ("waiting", "trainer: version 1")])
     assert (state_of(tmp_path), trainer.batches) == (("evaluating", ""), {})
     server.go_on.set()
-    await running
+    await task
     await server.stop()
 
 
 async def test_a_server_that_is_killed_asleep_and_started_again_goes_on(tmp_path: Path, server: FakeServer) -> None:
-    running = asyncio.create_task(run(tmp_path, server))
+    task = asyncio.create_task(run(tmp_path, server))
     await until(lambda: server.asleep)
     await server.stop()
     await until(lambda: name_of(server) in state_of(tmp_path)[1])
     await server.start()
-    assert len(await running) == 2
+    assert len(await task) == 2
 
 
 async def test_an_orchestrator_takes_over_servers_that_sleep(tmp_path: Path, server: FakeServer) -> None:

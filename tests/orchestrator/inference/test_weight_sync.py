@@ -12,9 +12,9 @@ from aiohttp import web
 
 from orchestrator.inference.client import Refused, ServerError
 from orchestrator.inference.weight_sync import check_proof
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
+from tests.orchestrator.running import run
 from transport.http import LoadReport, ServerInfo
 from transport.weights.store import InUse, read_in_use
 
@@ -34,35 +34,6 @@ async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_
         other.requests.clear()
         await asyncio.gather(*(ask(client, 3) for _ in range(8)))
         assert other.requests
-
-
-class Gated(FakeServer):
-    """Loads only while `may_load` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_load = asyncio.Event()
-        self.may_load.set()
-
-    async def _load(self, request: web.Request) -> web.Response:
-        await self.may_load.wait()
-        return await super()._load(request)
-
-
-async def test_a_server_that_comes_back_gives_up_what_goes_out_of_use_while_it_loads_that() -> None:
-    one, other = FakeServer(), Gated()
-    async with synced(one, other) as (client, sync):
-        await sync.load(0)
-        other.live.clear()  # it was restarted
-        other.may_load.clear()
-        other.loads.clear()
-        client.pool.eject(client.pool.servers[1], "it does not answer")
-        await sync.load(1)
-        await sync.keep_only({1})
-        other.may_load.set()
-        await until(lambda: not client.pool.out)
-        assert [load["version"] for load in other.loads] == [0, 1]
-        assert (other.live, other.unloads) == ({1}, [0])
 
 
 async def test_the_name_of_chat_users_means_the_newest_version_whatever_is_loaded_after_it() -> None:
@@ -132,14 +103,8 @@ async def test_a_server_that_was_restarted_unnoticed_is_found_out_by_its_first_r
         server.live.clear()
         assert await ask(client, 7) == 1
         assert [load["version"] for load in server.loads] == [7, 7]
-
-
-async def test_a_request_for_a_version_that_was_never_live_is_refused_at_once() -> None:
-    server = FakeServer()
-    async with synced(server) as (client, sync):
-        await sync.load(7)
         with pytest.raises(Refused):
-            await ask(client, 8)
+            await ask(client, 8)  # which was never live
         assert not client.pool.out
 
 
@@ -154,19 +119,6 @@ async def test_requests_and_versions_wait_for_the_only_server_to_come_back() -> 
         await server.start()
         assert (await asked, (await loading).version) == (1, 2)
         assert server.live == {0, 2}
-
-
-async def test_no_server_at_all_is_an_error_that_names_each() -> None:
-    one, other = FakeServer(), FakeServer()
-    async with synced(one, other, timeout_s=0.5) as (client, sync):
-        await sync.load(0)
-        await one.stop()
-        await other.stop()
-        with pytest.raises(ServerError) as raised:
-            await sync.load(1)
-        assert all(server.url.removesuffix("/v1") in str(raised.value) for server in (one, other))
-        with pytest.raises(ServerError, match=r"client\.timeout"):
-            await ask(client, 0)
 
 
 async def test_a_server_that_comes_back_with_other_settings_stays_out() -> None:
@@ -200,35 +152,12 @@ async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> 
         assert (one.unloads, other.unloads) == ([0, 1], [0, 1])
 
 
-async def test_a_run_goes_on_while_one_of_two_servers_dies_and_returns(tmp_path: Path) -> None:
-    one, other = await FakeServer().start(), await FakeServer().start()
-    one.latency_s = other.latency_s = 0.05
-    trainer = FakeTrainer(tmp_path, step_s=0.1)
-    trainer.start()
-    running = asyncio.create_task(orchestrate(settings_for(tmp_path, one, other, max_steps=12)))
-    await until(lambda: 2 in other.live)
-    await other.stop()
-    await until(lambda: 4 in one.live)
-    await other.start()
-    summary = await running
-    assert summary.rollouts_trained == 12 * 16
-    assert sorted(trainer.batches) == list(range(1, 13))
-    assert 12 in other.live
-    assert sum(other.num_by_version[version] for version in range(5, 12)) > 0
-    await one.stop()
-    await other.stop()
-
-
 async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path) -> None:
     server = await FakeServer().start()
     server.in_flight = {1: 1}
-    trainer = FakeTrainer(tmp_path)
-    trainer.start()
-    await orchestrate(settings_for(tmp_path, server))
-    run = trainer.run_folder
-    assert read_in_use(run.broadcasts, run_id=run.run_id) == InUse(
-        run_id=run.run_id, versions=frozenset({1, 3}), newest=3
-    )
+    folder = (await run(tmp_path, server)).trainer.run_folder
+    in_use = InUse(run_id=folder.run_id, versions=frozenset({1, 3}), newest=3)
+    assert read_in_use(folder.broadcasts, run_id=folder.run_id) == in_use
     await server.stop()
 
 
@@ -263,12 +192,11 @@ class OneVersion(FakeServer):
 async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_path: Path) -> None:
     server = OneVersion()
     await server.start()
-    FakeTrainer(tmp_path, kind="merged", step_s=0.05, settings={"weight_broadcast": {"format": "merged"}}).start()
-    settings = settings_for(
-        tmp_path, server, max_async_level=2, max_steps=5, weight_broadcast={"format": "merged"}, eval={"interval": 2}
-    )
-    summary = await orchestrate(settings)
-    assert summary.rollouts_trained == 80
+    merged = {"weight_broadcast": {"format": "merged"}}
+    trainer = {"kind": "merged", "step_s": 0.05, "settings": merged}
+    pace = {"max_async_level": 2, "max_steps": 5, "eval": {"interval": 2}}
+    made = await run(tmp_path, server, trainer=trainer, **merged, **pace)
+    assert made.summary.rollouts_trained == 80
     assert server.at_switch == [0] * 6
     await server.stop()
 

@@ -197,19 +197,6 @@ async def test_what_cannot_be_asked_about_is_counted_and_costs_nothing_else(fake
     assert "skipped_too_long" in asked.problems()
 
 
-async def test_pairs_that_no_batch_has_taken_wait_for_a_run_that_goes_on(build: Build, tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    numbers = [ledger.pair_made(n, msgspec.json.encode(record(n)).decode()) for n in (1, 2, 3, 5)]
-    ledger.pairs_taken(numbers[:2], 3)
-    ledger.pairs_taken(numbers[2:3], 4)
-    ledger.changes()()
-    ledger.resume(3)  # what batch 4 took is free again, and version 5 never was
-    ledger.close()
-    asked = build(max_off_policy_steps=None, max_pairs=1)
-    assert [pair.prompt_ids.tolist() for pair in asked.take(4)] == [[3]]
-    assert asked.take(5) == []
-
-
 async def test_a_batch_takes_the_newest_pairs_and_those_that_fit(build: Build, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for n in (3, 1, 2, 0):

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from configs.auxiliary import Selection
 from orchestrator.preferences.turns import chosen_turns, turns_of
 from orchestrator.rollouts.conversation import Conversation
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.rollouts.state import StepError
 from orchestrator.rollouts.templates import ChatTemplate
+from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, QWEN3, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 
@@ -26,24 +27,13 @@ def rollout_of(template: ChatTemplate, *answers: str) -> EpisodeResult:
     for n, text in enumerate(answers):
         if n:
             conversation.add(HI)
-        ids = [*text.encode(), END]
-        completion = Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop")
+        completion = made.completion([*text.encode(), END])
         conversation.prompt_ids()
         told = conversation.answer(completion, version=n, temperature=1.0)
-        steps.append(
-            Step(
-                role="policy",
-                temperature=1.0,
-                completion=completion,
-                text=told,
-                version=n,
-                messages=(HI,),
-                error=ERROR if n == 1 else None,
-            )
-        )
+        error = ERROR if n == 1 else None
+        steps.append(made.step(completion=completion, text=told, version=n, messages=(HI,), error=error))
     rows = tuple(replace(row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
-    task = Task(env="e", split="train", index=0, messages=(HI,))
-    return EpisodeResult(id="0/0", task=task, steps=tuple(steps), rows=rows, rewards={"policy": 0.0})
+    return made.result("0/0", *steps, rows=rows)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import (
-    ANSWER_REWRITTEN,
-    HISTORY_REWRITTEN,
-    OTHER_END,
     ChatMessage,
     Conversation,
     TrainingRow,
 )
 from orchestrator.rollouts.records import Completion
 from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
+from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
@@ -26,12 +25,8 @@ IM_END = 258
 
 
 def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Completion:
-    return Completion(
-        token_ids=list(ids),
-        logprobs=[-0.5 * (place + 1) for place in range(len(ids))],
-        finish_reason="stop" if stop else "length",
-        versions=versions,
-    )
+    logprobs = [-0.5 * (place + 1) for place in range(len(ids))]
+    return replace(made.completion(ids, stop=stop, versions=versions), logprobs=logprobs)
 
 
 def begun(name: str, *contents: str) -> Conversation:
@@ -39,11 +34,6 @@ def begun(name: str, *contents: str) -> Conversation:
 
 
 # --- by hand ---
-
-
-def began(conversation: Conversation) -> list[str]:
-    """Why its rows but the first began."""
-    return [row.began for row in conversation.rows() if row.began is not None]
 
 
 def test_an_answer_that_ended_is_followed_by_the_rest_of_its_ending_and_the_next_turn() -> None:
@@ -81,7 +71,6 @@ def test_a_row_says_of_every_token_where_it_came_from() -> None:
     assert row.logprobs.tolist() == [0.0] * 20 + [-0.5, -1.0, -1.5] + [0.0] * 21 + [-0.5, -1.0]
     assert row.temperatures.tolist() == [0.5] * 23 + [1.0] * 23
     assert row.versions == ((3, 45), (4, 1))
-    assert row.began is None
     assert row.spread([0.5, -2.0]).tolist() == [0.0] * 20 + [0.5] * 3 + [0.0] * 21 + [-2.0] * 2
 
 
@@ -105,8 +94,6 @@ def test_reasoning_that_the_template_takes_back_begins_a_new_row() -> None:
     one, other = conversation.rows()
     assert [turn.index for turn in one.turns] == [0, 1]
     assert [turn.index for turn in other.turns] == [2]
-    assert (one.began, other.began) == (None, HISTORY_REWRITTEN)
-    assert began(conversation) == [HISTORY_REWRITTEN]
     assert other.token_ids.tolist() == [*third, *b"no", IM_END]
     assert other.sampled.tolist() == [False] * len(third) + [True] * 3
     assert other.spread({2: 1.0}).sum() == 3
@@ -126,28 +113,14 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
         conversation.add({"role": role, "content": "r"})
         assert (conversation.prompt_ids()[: len(first) + len(sampled)] == [*first, *sampled]) == (role == "tool")
     conversation.answer(completion([IM_END]), version=1, temperature=1.0)
-    # The answer before the newest is rewritten too, and comes first.
-    assert began(conversation) == [HISTORY_REWRITTEN]
+    assert len(conversation.rows()) == 2
     other = Conversation(template, [{"role": "user", "content": "q"}])
     other.answer(completion([*ids_of("hm\n</think>\n\nyes"), IM_END]), version=1, temperature=1.0)
     other.add({"role": "user", "content": "r"})
     other.answer(completion([IM_END]), version=1, temperature=1.0)
-    assert began(other) == [ANSWER_REWRITTEN]
+    assert len(other.rows()) == 2
     opening = ids_of("<|im_start|>assistant\n<think>\n")
     assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
-
-
-def test_an_answer_that_the_template_trims_begins_a_new_row() -> None:
-    end = TEMPLATES["llama3"].end_id
-    assert end is not None
-    conversation = begun("llama3")
-    conversation.answer(completion([*b" padded ", end]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "x"})
-    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "x"})
-    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
-    assert began(conversation) == [ANSWER_REWRITTEN]
-    assert [len(row.turns) for row in conversation.rows()] == [1, 2]
 
 
 def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> None:
@@ -157,7 +130,7 @@ def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> N
     prompt = conversation.prompt_ids()
     assert 256 not in prompt
     conversation.answer(completion([258]), version=1, temperature=1.0)
-    assert began(conversation) == [OTHER_END]
+    assert len(conversation.rows()) == 2
 
 
 def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
@@ -254,7 +227,7 @@ def test_rows_hold_what_was_given_and_sampled_byte_for_byte(
         conversation.add(*after)
         reference.messages += after
     rows = conversation.rows()
-    assert len(rows) == reference.num_rows == 1 + len(began(conversation))
+    assert len(rows) == reference.num_rows
     check_rows(rows, asked, [ids for ids, _, _ in turns])
 
 

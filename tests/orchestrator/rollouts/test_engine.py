@@ -16,14 +16,14 @@ from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
-from orchestrator.rollouts.roles import SHARED_ADAPTER, Role, RoleAdapters
+from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.run import orchestrate
 from orchestrator.samples import training_samples
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Loaded, Sample, decode_from_worker
 from orchestrator.workers.session import Answerer
-from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer
+from tests.orchestrator.running import run
 from transport.traces import trace_path
 
 SOURCE = '''
@@ -175,7 +175,6 @@ class World:
         num: int,
         *,
         index: int = 0,
-        adapters: RoleAdapters = SHARED_ADAPTER,
         score: bool = True,
     ) -> list[EpisodeResult]:
         assert self.pool is not None
@@ -196,7 +195,6 @@ class World:
             num=num,
             version=4,
             params=SamplingParams(temperature=0.7, max_tokens=16),
-            adapters=adapters,
             seed=11,
             score=score,
         )
@@ -292,19 +290,6 @@ async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(wor
     assert len({seed for _, seed in first}) == 9
 
 
-async def test_each_role_is_asked_of_its_adapter_and_trains_it_and_advice_is_the_first_ones(world: World) -> None:
-    await world.start("Propose")
-    adapters = RoleAdapters(names=("one", "two"), of_roles={"proposer": "two"})
-    results = await world.group(lambda prompt: "q", 2, adapters=adapters)
-    whole = [result for result in results if result.failure is None]
-    asked = {(bytes(i for i in ids if i < 256).decode().split("\n")[1], p.adapter) for ids, p, *_ in world.policy.asked}
-    assert asked == {("propose", "two"), ("advice", None), ("q", "one")}
-    steps = {(step.role, step.adapter) for one in whole for each in one.walk() for step in each.steps}
-    assert steps == {("proposer", 1), ("solver", 0)}
-    samples = training_samples(whole, group_credit, group="5")
-    assert [sample.adapter for sample in samples] == [1, 0, 0] * 2
-
-
 async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_trains_on_advice(world: World) -> None:
     await world.start("Propose")
     answers = {"propose": "q", "q": iter("1101"), "advice": "be bold"}
@@ -359,65 +344,40 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
     assert len(world.outcomes) == 4
 
 
-def pool_that_says(outcome: EpisodeResult, num_calls: int) -> Any:
-    """Stands for workers whose code cannot be trusted."""
+class Forging:
+    """Stands for workers whose code cannot be trusted: it tells one call of a rollout twice."""
 
-    class Pool:
-        loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
+    loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
 
-        async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
-            answer = begin()
-            for call in range(num_calls):
-                message = {"role": "user", "content": "hi"}
-                await answer(Sample(call=call, role="policy", conversation=0, messages=[message]))
-            return outcome
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+        await begin()(Sample(call=0, role="policy", conversation=0, messages=[{"role": "user", "content": "hi"}]))
+        return EpisodeResult(steps=(Step(role="policy", call=0),) * 2, rewards={"policy": 1.0})
 
-        def record(self, failure: Failure | None) -> None: ...
-
-    return Pool()
+    def record(self, failure: Failure | None) -> None: ...
 
 
-def outcome_of(steps: list[int], *children: EpisodeResult) -> EpisodeResult:
-    told = tuple(Step(role="policy", call=call) for call in steps)
-    return EpisodeResult(steps=told, rewards={"policy": 1.0}, children=children)
+def asking(content: str) -> Group:
+    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": content},))
+    return Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
-async def result_of(outcome: EpisodeResult, num_calls: int) -> EpisodeResult:
-    pools = {"e": pool_that_says(outcome, num_calls)}
-    engine = RolloutEngine(
-        pools, cast(Any, Parrot(lambda prompt: "x")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
-    )
-    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
-    group = Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
-    [result] = await engine.run_group(group)
-    return result
+async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout() -> None:
+    policy, pools = cast(Any, Parrot(lambda prompt: "x")), {"e": cast(Any, Forging())}
+    engine = RolloutEngine(pools, policy, ChatRenderer.of_model(MODEL), context_len=512, seed=0)
+    assert failures(await engine.run_group(asking("hi"))) == ["env_error"]
 
 
 async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
     engine = RolloutEngine(
         {}, cast(Any, None), ChatRenderer.of_model(MODEL), context_len=512, seed=0, max_prompt_length=20
     )
-    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi " * 20},))
-    group = Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
     with pytest.raises(PromptTooLong, match="max_prompt_length = 20"):
-        await engine.run_group(group)
-
-
-@pytest.mark.parametrize(
-    ("steps", "children"),
-    [([-1], []), ([0, 0], []), ([1], [[0]])],
-    ids=["one of its own", "one twice", "one of a conversation that is another's"],
-)
-async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(
-    steps: list[int], children: list[list[int]]
-) -> None:
-    failed = await result_of(outcome_of(steps, *(outcome_of(calls) for calls in children)), len(children) + 1)
-    assert failures([failed]) == ["env_error"]
+        await engine.run_group(asking("hi " * 20))
 
 
 @pytest.mark.parametrize("told", [{"rewards": {"policy": float("nan")}}, {"metrics": {"m": float("-inf")}}])
 def test_numbers_that_a_worker_forges_are_no_message_of_a_worker(told: dict[str, Any]) -> None:
-    forged = msgspec.msgpack.encode({"type": "Ended", "job": 0, "result": told})
+    forged = msgspec.msgpack.encode([{"type": "Ended", "job": 0, "result": told}])
     with pytest.raises(msgspec.ValidationError):
         decode_from_worker(forged)
 
@@ -447,35 +407,19 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     (tmp_path / "envs.py").write_text(SOURCE)
     server = await FakeServer(lambda prompt, version: "ab"[: 1 + prompt.count("go on 1")]).start()
     output_dir = tmp_path / "run"
-    trainer = FakeTrainer(output_dir)
-    trainer.start()
-    settings = settings_for(
-        output_dir,
-        server,
-        env=[{"id": f"{tmp_path / 'envs.py'}:Chat", "name": "chat", "num_workers": 2}],
-        batch_size=8,
-        rollouts_per_example=4,
-        max_steps=3,
-        eval={"num_examples": 2},
-    )
-    try:
-        summary = await orchestrate(settings)
-    finally:
-        await server.stop()
-    assert (summary.rollouts_trained, summary.rollouts_dropped) == (24, {})
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["eval/measure/count/chat"] == 5
-    trained = [line for line in lines if "reward/mean" in line]
-    assert [line["rollout/num_turns"] for line in trained] == [3, 3, 3]
-    assert [line["rollout/num_rows"] for line in trained] == [1, 1, 1]
+    env = [{"id": f"{tmp_path / 'envs.py'}:Chat", "name": "chat", "num_workers": 2}]
+    made = await run(output_dir, server, env=env, batch_size=8, eval={"num_examples": 2})
+    await server.stop()
+    assert (made.summary.rollouts_trained, made.summary.rollouts_dropped) == (24, {})
+    assert made.lines[-1]["eval/measure/count/chat"] == 5
+    assert [(line["rollout/num_turns"], line["rollout/num_rows"]) for line in made.steps] == [(3, 1)] * 3
     told = pq.read_table(trace_path(output_dir, 1)).to_pylist()
     ledger = Ledger(output_dir / "ledger.sqlite")
     shipped = ledger.state_after(3)
     assert shipped is not None
     stores = shipped["artifacts"]
-    assert sorted(name.rpartition("_")[2] for name in stores) == ["turns", "turns"]
-    [trained_store] = [name for name in stores if name.startswith("chat-")]
-    assert len(ledger.artifacts(trained_store)) >= 2
+    assert sorted(stores) == ["chat/eval/turns", "chat/train/turns"]
+    assert len(ledger.artifacts("chat/train/turns")) >= 2
     ledger.close()
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])

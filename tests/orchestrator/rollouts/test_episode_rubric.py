@@ -50,21 +50,6 @@ async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None
     )
 
 
-async def test_accuracy_is_the_first_function_or_another_one() -> None:
-    ctx = await debated()
-    assert (await Rubric([long, winner]).score(ctx.state, ctx)).accuracy == 2
-    assert (await Rubric([long], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
-
-
-async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
-    def typo(state: EpisodeState) -> Mapping[str, float]:
-        return {"aff": 1}
-
-    ctx = await debated()
-    with pytest.raises(ValueError, match="aff"):
-        await Rubric([typo]).score(ctx.state, ctx)
-
-
 @pytest.mark.parametrize("value", [{"Aff": math.nan}, "much", None, 1 << 5000])
 async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
     def reward(state: EpisodeState) -> Any:
@@ -75,6 +60,13 @@ async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
         await Rubric([reward]).score(ctx.state, ctx)
     with pytest.raises(RewardNotFinite):
         await Rubric([long], metrics=[reward]).score(ctx.state, ctx)
+
+
+async def test_accuracy_may_be_another_function_and_a_reward_is_of_a_role_that_there_is() -> None:
+    ctx = await debated()
+    assert (await Rubric([long], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
+    with pytest.raises(ValueError, match="aff"):
+        await Rubric([lambda state: {"aff": 1}]).score(ctx.state, ctx)
 
 
 async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:

@@ -1,6 +1,5 @@
 """Hostile programs: each is contained, and the machine is as before."""
 
-import asyncio
 import os
 import socket
 import subprocess
@@ -68,42 +67,11 @@ time.sleep(1000)
     "stops": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
 }
 CONTAINED = {
-    "output_beyond_the_limit_is_cut": (
-        "import sys\nsys.stdout.write('abc' * 100)",
-        Limits(wall_s=60.0, output_bytes=10),
-        "abcabcabca",
-    ),
     "processes_left_behind_end_with_the_program": (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n"
         "    os._exit(0)\nprint('parent ends')",
         Limits(wall_s=500.0),
         "parent ends\n",
-    ),
-    "the_kernel_alone_counts_processes": (
-        """
-import os, resource
-resource.setrlimit(resource.RLIMIT_NPROC, (12, 12))
-living, (r, w) = 1, os.pipe()
-for _ in range(200):
-    try:
-        if os.fork() == 0:
-            os.read(r, 1)
-            os._exit(0)
-        living += 1
-    except OSError:
-        pass
-print(living in (11, 12))
-""",
-        Limits(wall_s=60.0, processes=100),
-        "True\n",
-    ),
-    "the_kernels_limits_are_set": (
-        """
-import resource as r
-print([r.getrlimit(kind) for kind in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_NOFILE, r.RLIMIT_NPROC, r.RLIMIT_CORE)])
-""",
-        LIMITS,
-        f"{[(128 * MIB,) * 2, (4 * MIB,) * 2, (32, 32), (10, 10), (0, 0)]}\n",
     ),
     "no_socket_reaches_out": (
         """
@@ -211,23 +179,6 @@ async def test_programs_are_contained(name: str) -> None:
         assert result.stdout.decode() == expected, result
 
 
-async def test_programs_at_the_same_time_do_not_count_as_one() -> None:
-    """Of root's sandboxes each is a user of its own, of others each a user namespace: four times seven children."""
-    program = """
-import os
-r, w = os.pipe()
-for _ in range(7):
-    if os.fork() == 0:
-        os.close(w)
-        os.read(r, 1)
-        os._exit(0)
-print("all")
-"""
-    sandbox = LocalSandbox(limits=LIMITS, parallel=4)
-    results = await asyncio.gather(*(sandbox.run(program) for _ in range(4)))
-    assert [result.stdout for result in results] == [b"all\n"] * 4
-
-
 async def test_there_is_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = f"""
@@ -261,11 +212,6 @@ for path in ({str(tmp_path / "secret.txt")!r}, "/etc/passwd", "/etc/shadow", "/p
     assert rest == "[] 1 2"
     assert "secret" not in environment.lower()
     assert [line for line in read if os.geteuid() == 0 or "/proc/1/" not in line] == []
-
-
-async def test_nothing_of_one_program_reaches_the_next() -> None:
-    await run("open('/tmp/left', 'w').write('x')\nopen('/dev/shm/left', 'w').write('x')")
-    assert await run("import os\nprint(os.listdir('/tmp'), os.listdir('/dev/shm'))") == "[] []\n"
 
 
 async def test_signals_reach_no_process_outside() -> None:

@@ -1,6 +1,5 @@
 """A stand-in for a teacher's server, and everything that one may do instead of answering."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -101,31 +100,8 @@ def in_turn(*faults: Fault | None) -> Fault:
     return next_one
 
 
-async def hang(request: web.Request) -> web.StreamResponse | None:
-    await asyncio.sleep(30)
-    return None
-
-
-async def cut(request: web.Request) -> web.StreamResponse:
-    """The connection ends in the middle of the answer."""
-    response = web.StreamResponse(headers={"Content-Length": "1000"})
-    await response.prepare(request)
-    await response.write(b'{"choices": [{"prompt_logprobs": [null, {"6": ')
-    assert request.transport is not None
-    request.transport.abort()
-    return response
-
-
 async def hang_up(request: web.Request) -> web.StreamResponse:
     """The connection ends before the answer begins."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
-
-
-async def endless(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    while request.transport is not None and not request.transport.is_closing():
-        await response.write(b" " * (1 << 18))
-    return response

@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.endpoints import EndpointError
 from orchestrator.teacher.scoring import Teaching, checked
+from tests.orchestrator import made
 from transport.records import Float32, Int32, TrainingSample
 
 IDS = np.array([5, 6, 7], np.int32)
@@ -37,20 +38,7 @@ class Tokens:
 
 
 def sample(rollout: str, *tokens: int, temperatures: Any = 1.0) -> TrainingSample:
-    mask = np.arange(len(tokens)) > 0
-    return TrainingSample(
-        token_ids=np.array(tokens, np.int32),
-        loss_mask=mask,
-        inference_logprobs=np.where(mask, -1, 0).astype(np.float32),
-        advantages=0.0,
-        temperatures=temperatures,
-        policy_versions=((0, len(tokens)),),
-        env="e",
-        group_id="g",
-        rollout_id=rollout,
-        reward=0.0,
-        stop_reason="stop",
-    )
+    return made.sample(rollout, tokens, temperatures=temperatures)
 
 
 async def test_each_loss_token_is_scored_at_its_own_temperature_and_equal_rows_once() -> None:

@@ -15,8 +15,9 @@ from configs.auxiliary import TeacherSettings
 from orchestrator.endpoints import EndpointError
 from orchestrator.teacher.served import ServedTeacher, open_teacher
 from orchestrator.teacher.tokens import shared_tokens, spread
+from tests.orchestrator.chat_server import cut, endless
 from tests.orchestrator.fakes import MODEL
-from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, endless, hang_up, in_turn
+from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
 from transport.records import UNTAUGHT, Float32, Int32
 
 
@@ -72,7 +73,7 @@ async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: 
     assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
 
 
-async def test_requests_go_to_the_least_loaded_server_that_answers(server: FakeTeacher) -> None:
+async def test_servers_that_answer_take_turns(server: FakeTeacher) -> None:
     other = await FakeTeacher().start()
     await scored(teacher(server.url, other.url), *(ids(5, n) for n in range(12)))
     assert len(server.asked) == len(other.asked) == 6

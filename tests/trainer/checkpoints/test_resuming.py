@@ -12,18 +12,17 @@ import torch
 from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED, Bench, settings_for
-from tests.trainer.models import pair_of, save_tiny_model, tiny_batch
+from tests.trainer.models import pair_of, tiny_batch
 from trainer.checkpoint import CheckpointStore, checkpoint_store
 from trainer.errors import ResumeError
 from trainer.loop import Trainer
 from trainer.startup import run
-from transport.batches.channel import open_sender
 from transport.batches.filesystem import BatchSender
 from transport.checkpoints import Checkpoints
-from transport.errors import CorruptError, DeadlineError, RunFolderError, StaleRunError, StorageError
+from transport.errors import CorruptError, DeadlineError, RunFolderError, StorageError
 from transport.folders import step_folder
 from transport.records import PolicyManifest
-from transport.run import RunFolder, create_run, only_one, recorded_settings
+from transport.run import RunFolder, create_run, recorded_settings
 from transport.status import read_status
 from transport.weights.store import verify_policy
 
@@ -52,9 +51,6 @@ class Run:
     def manifest(self, version: int) -> PolicyManifest:
         folder = step_folder(self.folder.broadcasts, version)
         return verify_policy(folder, run_id=self.folder.run_id, version=version)[0]
-
-    def batches(self) -> list[str]:
-        return sorted(path.name for path in self.folder.batches.glob("step_*"))
 
 
 @contextmanager
@@ -116,14 +112,6 @@ def test_a_run_in_two_parts_comes_to_the_weights_of_one_in_a_single_part(
         started.manifest(6).files["adapter_model.safetensors"]
         == straight.manifest(6).files["adapter_model.safetensors"]
     )
-
-
-def test_batches_that_a_checkpoint_has_passed_make_room_for_new_ones(started: Run) -> None:
-    started.train(steps=3)
-    with open_sender(started.folder, num_ranks=1, type="filesystem") as sender:
-        sender.send(7, [[replace(tiny_batch((6, 9)), run_id=started.folder.run_id, step=7)]])
-    assert started.batches() == [f"step_{step:06d}" for step in range(2, 8)]
-    started.train()
 
 
 def test_the_last_checkpoints_and_the_multiples_are_kept(started: Run) -> None:
@@ -220,21 +208,6 @@ def test_another_learning_rate_holds_from_the_checkpoint_on_and_is_recorded(star
     assert "learning_rate" in {one["key"] for one in fields["changes"]}
 
 
-def test_a_run_that_may_never_be_gone_on_with_is_refused(started: Run) -> None:
-    with pytest.raises(RunFolderError, match="resume"):
-        started.train(resume="never")
-
-
-def test_another_base_model_is_refused_without_a_checkpoint_too(started: Run, tmp_path: Path) -> None:
-    started.train(steps=2, ckpt={"interval": None})
-    assert started.store.steps() == []
-    other = save_tiny_model(tmp_path / "other", rms_norm_eps=1e-5)
-    with pytest.raises(RunFolderError):
-        Run(started.folder, other).train()
-    started.train()
-    assert started.store.steps() == [2, 4, 6]
-
-
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_have_one(started: Run) -> None:
     started.train(steps=4)
     with pytest.raises(ResumeError, match=r"ckpt\.resume_step .*\[2, 4\]"):
@@ -246,22 +219,6 @@ def test_a_damaged_checkpoint_is_not_passed_over_silently(started: Run) -> None:
     (started.store.path(4) / "weights.safetensors").write_bytes(b"torn")
     with pytest.raises(CorruptError, match=r"trainer/weights\.safetensors"):
         started.train()
-
-
-def test_a_run_that_a_trainer_works_in_cannot_be_resumed(started: Run) -> None:
-    started.train(steps=2)
-    with (
-        only_one(started.folder.path, "train"),
-        pytest.raises(RunFolderError),
-    ):
-        started.train()
-    started.train()
-
-
-def test_the_run_id_that_is_asked_for_must_be_that_of_the_run(started: Run) -> None:
-    started.train(steps=2)
-    with pytest.raises(StaleRunError):
-        started.train(run_id="another")
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_the_run_with_the_reason(tiny_model: Path, tmp_path: Path) -> None:

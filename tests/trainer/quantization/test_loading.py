@@ -131,13 +131,6 @@ def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to_is_not_read(tm
     assert torch.equal(logits(loaded(copy)), logits(loaded(folder)))
 
 
-def test_shards_are_read_through_their_index(tiny_model: Path, tmp_path: Path) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
-    assert torch.equal(logits(loaded(tmp_path / "sharded")), logits(loaded(tiny_model)))
-
-
 def test_buffers_and_generation_settings_are_those_that_transformers_loads(tmp_path: Path) -> None:
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
     folder = save_tiny_model(tmp_path / "model", rope_parameters=scaled)

@@ -5,24 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.train import TrainSettings
 from infer.canary import check_effect
 from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
 from tests.trainer.quantization.test_loading import written
 from tools.random_models import QUICKSTART_MODEL
-from trainer.distributed import ONE
 from trainer.lora import FusedLoraLinear
 from trainer.model import Policy
 from trainer.packing import packed_tokens
 from trainer.publishing import CanaryMaker, canary_ids
 from trainer.quantization import QUANTIZE, QuantizedLinear
-from trainer.startup import policy_for
 from transport.errors import PolicyRefused
 from transport.records import Quantization
 
 KINDS = list(QUANTIZE)
 RECIPES = [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
-SETTINGS = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
 
 
 def policy_on(
@@ -93,18 +89,6 @@ def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(ti
     assert len(adapted) == 2
     policy.logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in policy.parameters)
-
-
-@pytest.mark.parametrize("format", KINDS)
-def test_the_settings_choose_the_format(tiny_model: Path, format: Quantization) -> None:
-    common = {"model": str(tiny_model), "device": "cpu", "sequence_len": 128}
-    settings = TrainSettings.model_validate(common | {SETTINGS[format]: True})
-    assert settings.quantization == format
-    layers = quantized_layers(policy_for(settings, tiny_model, CPU, ONE))
-    assert {layer.format for layer in layers} == {format}
-    plain = TrainSettings.model_validate(common)
-    assert plain.quantization is None
-    assert quantized_layers(policy_for(plain, tiny_model, CPU, ONE)) == []
 
 
 @pytest.mark.parametrize(("format", "dtype"), RECIPES)

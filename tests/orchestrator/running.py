@@ -1,0 +1,55 @@
+"""Whole runs of the orchestrator against servers and a trainer that are stand-ins."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.monitoring.summary import Summary
+from orchestrator.run import orchestrate
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.records import MicroBatch
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run has done."""
+
+    summary: Summary
+    trainer: FakeTrainer
+    lines: list[dict[str, Any]]
+    """Of metrics.jsonl."""
+
+    @property
+    def batches(self) -> dict[int, tuple[MicroBatch, ...]]:
+        """By step."""
+        return self.trainer.batches
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines that batches have, in their order."""
+        return [line for line in self.lines if "reward/mean" in line]
+
+    @property
+    def trained(self) -> list[str]:
+        """The rollouts of all batches, in their order."""
+        return [one for _, batches in sorted(self.batches.items()) for batch in batches for one in batch.rollout_ids]
+
+
+async def run(
+    folder: Path, *servers: FakeServer, trainer: FakeTrainer | Mapping[str, Any] | None = None, **changes: Any
+) -> Run:
+    """A small and quick run. `trainer`: it, or what is given to it; `changes` to the orchestrator's settings."""
+    made = trainer if isinstance(trainer, FakeTrainer) else FakeTrainer(folder, **(trainer or {}))
+    made.start()
+    try:
+        summary = await orchestrate(settings_for(folder, *servers, **changes))
+    finally:
+        made.end()  # where the run failed, the next one of this folder needs its lock
+    return Run(summary=summary, trainer=made, lines=lines_of(folder))
