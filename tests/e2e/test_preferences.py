@@ -11,7 +11,7 @@ from tests.e2e.scripted_teachers import scripted_teachers
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 18
+NUM_STEPS = 14
 GAIN = 0.25
 """In greedy accuracy on the same 200 held-out words, before and after; measured were gains of 0.6 in 20 steps. Where 70
 in 100 answers change, the standard error of a gain is √(0.7 / 200) = 0.06."""
