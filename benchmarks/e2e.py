@@ -23,7 +23,6 @@ comes before fills caches and the pipeline. Both processes run one after the oth
 The last line is one JSON object. `--check` exits 1 where a target is missed.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -45,6 +44,7 @@ from typing import Any
 import yaml
 
 from benchmarks.grpo_step import keeping_freed_memory
+from benchmarks.report import parser, report
 from orchestrator.envs.base import Environment
 from orchestrator.envs.reverse_text import prompt, words
 from orchestrator.rollouts.rubric import Rubric
@@ -316,31 +316,21 @@ def trained_by_trl(case: Case, model: str, folder: str, num_steps: int) -> Measu
 # --- both ---
 
 
-def compare(case: Case, folder: Path, *, num_steps: int) -> dict[str, Any]:
-    """Runs both, prints a table, and returns the figures."""
+def compare(case: Case, folder: Path, *, num_steps: int) -> dict[str, float]:
+    """Runs both, and returns the figures: medians."""
     if case.ends is None:
         model = QUICKSTART / "model"
     else:
         model = folder / "model"
         in_process(make_model, str(model), case.ends)
-    runs: dict[str, Measured] = {}
-    figures: dict[str, Any] = {}
-    print(f"\n{case.name}: {num_steps} steps of {case.batch_size} rollouts, {case.dtype}")
-    print(f"{'':<6}{'rollouts/s':>12}{'median s':>10}{'fastest':>9}{'slowest':>9}{'tokens':>8}   phases (median s)")
+    figures: dict[str, float] = {}
     for name, measure in {"ours": measure_ours, "trl": measure_trl}.items():
-        run = runs[name] = measure(case, model, folder, num_steps=num_steps)
-        step_s = statistics.median(run.step_s)
-        figures[f"{name}_rollouts_per_s"] = round(case.batch_size / step_s, 2)
-        figures[f"{name}_mean_tokens"] = round(run.mean_tokens, 1)
-        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in run.phases_s.items())
-        print(
-            f"{name:<6}{case.batch_size / step_s:>12.1f}{step_s:>10.2f}{min(run.step_s):>9.2f}{max(run.step_s):>9.2f}"
-            f"{run.mean_tokens:>8.1f}   {phases}",
-            flush=True,
-        )
-    ratio = statistics.median(runs["trl"].step_s) / statistics.median(runs["ours"].step_s)
-    print(f"{ratio:.2f} times as fast (target: {case.wanted:g})", flush=True)
-    return figures | {"times_as_fast": round(ratio, 2), "wanted": case.wanted, "holds": ratio >= case.wanted}
+        run = measure(case, model, folder, num_steps=num_steps)
+        figures[f"{name}_step_s"] = step_s = statistics.median(run.step_s)
+        figures[f"{name}_rollouts_per_s"] = case.batch_size / step_s
+        figures[f"{name}_mean_tokens"] = run.mean_tokens
+        figures |= {f"{name}_{phase}_s": seconds for phase, seconds in run.phases_s.items()}
+    return figures | {"times_as_fast": figures["trl_step_s"] / figures["ours_step_s"]}
 
 
 def make_model(path: str, ends: Any) -> None:
@@ -359,27 +349,25 @@ def in_process(target: Any, *args: Any) -> None:
         raise RuntimeError(f"{target.__name__} ended with exit code {process.exitcode}; see above")
 
 
-def main() -> None:
-    """Prints a table for each case and, last, one JSON object; with --check, exits with 1 on a miss."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run, at least 4 (default: 10)")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="cases (default: all)")
-    options = parser.parse_args()
+def main() -> int:
+    """The command."""
+    command = parser(__doc__)
+    command.add_argument("--steps", type=int, default=10, help="optimizer steps of each run, at least 4 (default: 10)")
+    command.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="cases (default: all)")
+    options = command.parse_args()
     if options.steps < NUM_SKIPPED + 2:
-        parser.error(f"--steps is {options.steps}, expected at least {NUM_SKIPPED + 2}")
+        command.error(f"--steps is {options.steps}, expected at least {NUM_SKIPPED + 2}")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}")
-    figures: dict[str, Any] = {}
+    figures: dict[str, float] = {}
     for case in CASES:
         if options.only is None or case.name in options.only:
             with tempfile.TemporaryDirectory() as folder:
-                figures[case.name] = compare(case, Path(folder), num_steps=options.steps)
-    holds = all(each["holds"] for each in figures.values())
-    print(json.dumps({"benchmark": "e2e", "holds": holds, **figures}))
-    if options.check and not holds:
-        sys.exit(1)
+                found = compare(case, Path(folder), num_steps=options.steps)
+            figures |= {f"{case.name} {key}": value for key, value in found.items()}
+    targets = {f"{case.name} times_as_fast": (">=", case.wanted) for case in CASES}
+    return report("e2e", figures, targets, check=options.check)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

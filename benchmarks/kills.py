@@ -11,7 +11,6 @@ Claims: the run comes to its last step; every rollout that was issued has one fa
 With `--same`, one more run of one sampling order is compared with one that nobody interrupts, bit for bit.
 """
 
-import argparse
 import json
 import os
 import random
@@ -28,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from benchmarks.report import parser, report
 
 ROOT = Path(__file__).parent.parent
 MARK = "GRPO_KILLS"
@@ -221,16 +222,14 @@ def same_policy(parent: Path, num_steps: int, targets: list[str], draw: random.R
     return one == other
 
 
-def main() -> None:
-    """Prints a line a kill, a table, and last one JSON object; with --check, exits with 1 on a miss."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--same", action="store_true", help="compare the policies of a killed and of a whole run")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless the claims hold")
-    options = parser.parse_args()
-    draw, killed, since_s, error = random.Random(options.seed), Counter[str](), time.monotonic(), None
-    same: bool | None = None
+def main() -> int:
+    """The command."""
+    command = parser(__doc__)
+    command.add_argument("--kills", type=int, default=60)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--same", action="store_true", help="compare the policies of a killed and of a whole run")
+    options = command.parse_args()
+    draw, killed, since_s, broken = random.Random(options.seed), Counter[str](), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as parent:
         try:
             number = 0
@@ -243,18 +242,15 @@ def main() -> None:
                     print(f"kill {killed.total():3d}, {transport}: {doing}", flush=True)
                 number += 1
             if options.same:
-                same = same_policy(Path(parent), 6, ["orch", "train", "launcher", "engine", "infer", "worker"], draw)
+                last = ["orch", "train", "launcher", "engine", "infer", "worker"]
+                broken = int(not same_policy(Path(parent), 6, last, draw))
         except SystemExit as failure:
-            error = str(failure)
-            print(error, file=sys.stderr)
-    for name in TARGETS:
-        print(f"{name:<12}{killed[name]:>4}")
-    holds = error is None and same is not False
-    result = {"benchmark": "kills", "holds": holds, "kills": killed.total(), "by_target": dict(killed), "same": same}
-    print(json.dumps(result | {"seconds": round(time.monotonic() - since_s, 1)}))
-    if options.check and not holds:
-        sys.exit(1)
+            print(failure, file=sys.stderr)
+            broken = 1
+    figures = {f"kills of {name}": float(killed[name]) for name in TARGETS} | {"broken claims": float(broken)}
+    figures["seconds"] = time.monotonic() - since_s
+    return report("kills", figures, {"broken claims": ("<=", 0.0)}, check=options.check)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

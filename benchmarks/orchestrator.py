@@ -19,7 +19,6 @@ trainer publishes a version for each batch and computes nothing.
 The last line is one JSON object. `--check` exits 1 where a target is missed.
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -37,6 +36,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import parser, report
 from grpo import Environment, Rubric
 
 GROUP_SIZE, NUM_TOKENS, SEQ_LEN = 8, 64, 2048
@@ -48,14 +48,14 @@ PROBE_S, MEMORY_INTERVAL_S = 0.005, 0.25
 LEDGER_STEPS = 977
 """Of 1,024 rollouts: a million."""
 TARGETS = {
-    ("speed", "rollouts_per_s"): (">=", 3000.0),
-    ("speed", "lag_p99_ms"): ("<=", 50.0),
-    ("speed", "bytes_per_rollout"): ("<=", 64.0),  # 64 MB for a million rollouts counts as flat
-    ("untraced", "rollouts_per_s"): (">=", 3000.0),
-    ("flight", "in_flight"): (">=", 10_000),
-    ("flight", "lag_p99_ms"): ("<=", 50.0),
-    **{("ledger", f"{name}_s"): ("<=", 1.0) for name in ("totals", "group", "rollout", "step", "example")},
-    ("prompts", "ms_of_1000000"): ("<=", 1.0),
+    "speed rollouts_per_s": (">=", 3000.0),
+    "speed lag_p99_ms": ("<=", 50.0),
+    "speed bytes_per_rollout": ("<=", 64.0),  # 64 MB for a million rollouts counts as flat
+    "untraced rollouts_per_s": (">=", 3000.0),
+    "flight in_flight": (">=", 10_000),
+    "flight lag_p99_ms": ("<=", 50.0),
+    **{f"ledger {name}_s": ("<=", 1.0) for name in ("totals", "group", "rollout", "step", "example")},
+    "prompts ms_of_1000000": ("<=", 1.0),
 }
 LIMIT_S = 3600.0
 
@@ -332,35 +332,26 @@ def measure_prompts() -> dict[str, float]:
     return figures
 
 
-def main() -> None:
-    """Prints a table and, last, one JSON object; with --check, exits with 1 on a miss."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="speed, untraced, flight, ledger, prompts (default: all)")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
-    parser.add_argument("--rollouts", type=int, default=250_000, help="rollouts of the run for speed (default: 250000)")
-    options = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
+def main() -> int:
+    """The command."""
+    command = parser(__doc__)
+    command.add_argument("what", nargs="*", help="speed, untraced, flight, ledger, prompts (default: all)")
+    command.add_argument("--rollouts", type=int, default=250_000, help="of the run for speed (default: 250000)")
+    options = command.parse_args()
+    figures: dict[str, float] = {}
     for name in options.what or ("speed", "untraced", "flight", "ledger", "prompts"):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            found[name] = {
+            found = {
                 "speed": lambda: measure_speed(folder, options.rollouts, traced=True),  # noqa: B023 - called at once
                 "untraced": lambda: measure_speed(folder, options.rollouts, traced=False),  # noqa: B023
                 "flight": lambda: measure_flight(folder),  # noqa: B023
                 "ledger": lambda: measure_ledger(folder),  # noqa: B023
                 "prompts": measure_prompts,
             }[name]()
-        print(name, *(f"  {key:<28}{value:>12,}" for key, value in found[name].items()), sep="\n")
-    misses = []
-    for (name, key), (kind, target) in TARGETS.items():
-        value = found.get(name, {}).get(key)
-        if value is not None and not (value <= target if kind == "<=" else value >= target):
-            misses.append(f"{name} {key} {value:g}, expected {kind} {target:g}")
-    print("all targets met" if not misses else f"missed: {'; '.join(misses)}")
-    print(json.dumps({"benchmark": "orchestrator", "holds": not misses, **found}))
-    if options.check and misses:
-        sys.exit(1)
+        figures |= {f"{name} {key}": value for key, value in found.items()}
+    return report("orchestrator", figures, TARGETS, check=options.check)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -14,8 +14,6 @@ The time a token is measured with the same model, on samples of 1,024 tokens of 
 Needs the extra `bench`. The last line is one JSON object. `--check` exits 1 where a figure misses its target.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -41,6 +39,7 @@ from benchmarks.grpo_step import (
     save_model,
     serve,
 )
+from benchmarks.report import parser, report
 
 SIZES = (1, 4, 8)
 """Micro-batches that TRL may choose from, in samples; 8 is its default."""
@@ -216,22 +215,15 @@ def _in_a_process(work: Any, *arguments: Any) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 where a figure misses its target")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of model and computation")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every process")
-    options = parser.parse_args()
+    """The command."""
+    command = parser(__doc__)
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of model and computation")
+    command.add_argument("--threads", type=int, default=os.cpu_count(), help="of every process")
+    options = command.parse_args()
     print(f"{len(samples())} samples, {num_tokens(samples())} tokens; {options.dtype}, {options.threads} threads")
     print(f"{os.cpu_count()} cores, {platform.machine()}\n")
-    figures, missed = measure(dtype=options.dtype, num_threads=options.threads), []
-    print()
-    for name, value in figures.items():
-        kind, target = TARGETS.get(name, ("", 0.0))
-        met = not kind or (value <= target if kind == "<=" else value >= target)
-        missed += [] if met else [name]
-        print(f"{name:34} {value:12.3f}  {f'{kind} {target:.3g}' if kind else '':10} {'' if met else 'MISSED'}")
-    print(json.dumps({name: round(value, 6) for name, value in figures.items()}))
-    return int(options.check and bool(missed))
+    figures = measure(dtype=options.dtype, num_threads=options.threads)
+    return report("trainer", figures, TARGETS, check=options.check)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Not yet run: needs a GPU.
 import argparse
 import gc
 import importlib.metadata
-import json
 import platform
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.report import parser, report
 from configs.loss import LossSettings
 from trainer.distributed import ONE
 from trainer.model import Policy, load_policy
@@ -200,29 +200,24 @@ def _version(package: str) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 where a figure misses its target")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "4B"])
-    parser.add_argument("--quantized", action="store_true", help="quantized bases instead of the plain one")
-    parser.add_argument("--compile", action="store_true", help="compile the layers")
-    parser.add_argument("--attention", help="the attention kernel (default: the best that is installed)")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, default=16_384, help="packed tokens of a step")
-    parser.add_argument("--sample-len", type=int, default=1_024, help="tokens of each sample")
-    options = parser.parse_args()
+    """The command."""
+    command = parser(__doc__)
+    command.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "4B"])
+    command.add_argument("--quantized", action="store_true", help="quantized bases instead of the plain one")
+    command.add_argument("--compile", action="store_true", help="compile the layers")
+    command.add_argument("--attention", help="the attention kernel (default: the best that is installed)")
+    command.add_argument("--device", default="cuda")
+    command.add_argument("--tokens", type=int, default=16_384, help="packed tokens of a step")
+    command.add_argument("--sample-len", type=int, default=1_024, help="tokens of each sample")
+    options = command.parse_args()
     print(machine(torch.device(options.device)), end="\n\n")
-    results, missed = measure(options), []
-    print()
-    for shape in options.shapes:
-        best = max(result.tokens_per_s for name, result in results.items() if name.startswith(f"{shape}_"))
-        if not options.quantized and best < TARGETS.get(shape, 0.0):
-            missed.append(shape)
-        print(
-            f"{shape}: {best:,.0f} tokens/s, target {TARGETS.get(shape, 0):,.0f} {'MISSED' if shape in missed else ''}"
-        )
-    figures = {f"{name}_tokens_per_s": round(result.tokens_per_s, 1) for name, result in results.items()}
-    print(json.dumps(figures | {f"{name}_peak_bytes": result.peak_bytes for name, result in results.items()}))
-    return int(options.check and bool(missed))
+    figures: dict[str, float] = {}
+    for name, result in measure(options).items():
+        figures |= {f"{name} tokens_per_s": result.tokens_per_s, f"{name} peak_gib": result.peak_bytes / 2**30}
+        best = f"{name.partition('_')[0]} best_tokens_per_s"
+        figures[best] = max(figures.get(best, 0.0), result.tokens_per_s)
+    targets = {} if options.quantized else {f"{shape} best_tokens_per_s": (">=", one) for shape, one in TARGETS.items()}
+    return report("trainer_gpu", figures, targets, check=options.check)
 
 
 if __name__ == "__main__":

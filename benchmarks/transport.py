@@ -8,8 +8,6 @@ write, fsync, rename and read. Ours and raw are measured in turn, because the ma
 steps are removed as new ones come. The last line is one JSON object; `--check` exits 1 on a miss.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import socket
@@ -24,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
+from benchmarks.report import parser, report
 from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
@@ -205,21 +204,13 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Prints a table and, last, one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 where a figure misses its target")
-    options = parser.parse_args()
+    """The command."""
+    options = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         figures = measure(Path(folder))
-    targets = {name: MOST_TO_RAW for name in figures if name.endswith("to_raw")}
-    targets["bytes_per_token"] = MOST_BYTES_PER_TOKEN
-    missed = [name for name, target in targets.items() if figures[name] > target]
-    for name, value in figures.items():
-        target = f"<= {targets[name]:g}" if name in targets else ""
-        print(f"{name:28} {value:12.3f}  {target:10} {'MISSED' if name in missed else ''}")
-    rounded = {name: round(value, 4) for name, value in figures.items()}
-    print(json.dumps({"benchmark": "transport", "holds": not missed, **rounded}))
-    return int(options.check and bool(missed))
+    targets = {name: ("<=", MOST_TO_RAW) for name in figures if name.endswith("to_raw")}
+    targets["bytes_per_token"] = ("<=", MOST_BYTES_PER_TOKEN)
+    return report("transport", figures, targets, check=options.check)
 
 
 if __name__ == "__main__":

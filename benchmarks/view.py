@@ -6,9 +6,7 @@ Makes a run of 1,000 steps of 512 rollouts of 2,000 tokens, and one with rollout
 data once cold and then warm, and has headless Chromium show four pages. `--check` exits 1 where a target is missed.
 """
 
-import argparse
 import http.cookiejar
-import json
 import shutil
 import subprocess
 import sys
@@ -20,6 +18,7 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import sync_playwright
 
+from benchmarks.report import parser, report
 from tools.made_run import make_run
 
 ASKED = {
@@ -45,19 +44,13 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
+    options = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_run(Path(folder) / "large", steps=1000, groups=64, size=8, tokens=2000)
         make_run(Path(folder) / "long", steps=3, groups=1, size=2, tokens=32_000)
         figures = _measured(folder)
-    missed = [name for name, (_, _, most_s) in SHOWN.items() if figures[f"{name}, shown (s)"] > most_s]
-    missed += ["memory"] if figures["memory (MB)"] > MAX_MB else []
-    for name, value in figures.items():
-        print(f"{name:45} {value:10.3f}")
-    print(json.dumps({"figures": figures, "missed": missed}))
-    return int(check and bool(missed))
+    targets = {f"{name}, shown (s)": ("<=", most_s) for name, (_, _, most_s) in SHOWN.items()}
+    return report("view", figures, targets | {"memory (MB)": ("<=", MAX_MB)}, check=options.check)
 
 
 def _measured(folder: str) -> dict[str, float]:

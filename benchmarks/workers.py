@@ -9,18 +9,16 @@ good rollouts end a second, against a run in which all are good.
 The last line is one JSON object. `--check` exits 1 where bad rollouts cost the others 2% or more.
 """
 
-import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.report import parser, report
 from grpo import Environment, EpisodeState, MultiTurnEpisode, RolloutContext, Rubric
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import Group, RolloutEngine
@@ -106,25 +104,22 @@ async def measure(kind: str | None, seconds: float, num_workers: int) -> dict[st
     return {"good_per_s": round(num / seconds, 1), "failed": len(failed), "restarted": pool.num_restarted}
 
 
-def main() -> None:
-    """Prints a line for each kind and, last, one JSON object; with --check, exits with 1 on a miss."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", help=f"{', '.join(KINDS)} (default: all)")
-    parser.add_argument("--workers", type=int, default=8, help="as env[].num_workers (default: 8)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement (default: 40)")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
-    options = parser.parse_args()
-    found, holds = {}, True
+def main() -> int:
+    """The command."""
+    command = parser(__doc__)
+    command.add_argument("kinds", nargs="*", help=f"{', '.join(KINDS)} (default: all)")
+    command.add_argument("--workers", type=int, default=8, help="as env[].num_workers (default: 8)")
+    command.add_argument("--seconds", type=float, default=40.0, help="of each measurement (default: 40)")
+    options = command.parse_args()
+    figures: dict[str, float] = {}
     for kind in ("none", *(options.kinds or KINDS)):
-        figures = found[kind] = asyncio.run(measure(None if kind == "none" else kind, options.seconds, options.workers))
-        good = found["none"]["good_per_s"] * (1 if kind == "none" else 1 - 1 / ONE_IN)
-        figures["cost"] = round(1 - figures["good_per_s"] / good, 4)
-        holds = holds and figures["cost"] < MAX_COST
-        print(f"{kind:<8}", *(f"{key} {value:g}" for key, value in figures.items()), sep="  ", flush=True)
-    print(json.dumps({"benchmark": "workers", "holds": holds, **found}))
-    if options.check and not holds:
-        sys.exit(1)
+        found = asyncio.run(measure(None if kind == "none" else kind, options.seconds, options.workers))
+        figures |= {f"{kind} {key}": value for key, value in found.items()}
+        good = figures["none good_per_s"] * (1 if kind == "none" else 1 - 1 / ONE_IN)
+        figures[f"{kind} cost"] = 1 - found["good_per_s"] / good
+    targets = {f"{kind} cost": ("<=", MAX_COST) for kind in KINDS}
+    return report("workers", figures, targets, check=options.check)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

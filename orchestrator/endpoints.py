@@ -7,6 +7,7 @@ but for those that have just failed.
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx
@@ -60,60 +62,86 @@ class EndpointError(Exception):
         self.reason = reason
 
 
+@dataclass(slots=True, kw_only=True)
 class Costs:
     """What was spent, in the currency of the prices. Nothing is asked once the ceiling is reached; what is under way
     then may pass it by as many questions as are asked at a time."""
 
-    def __init__(self, *, ceiling: float | None = None, spent: Mapping[str, float] | None = None) -> None:
-        """`spent` by an earlier process of the run, by the name of whom it was spent on."""
-        self.ceiling = math.inf if ceiling is None else ceiling
-        self.spent: defaultdict[str, float] = defaultdict(float, spent or {})
-
-    @property
-    def total(self) -> float:
-        """All that was spent."""
-        return math.fsum(self.spent.values())
+    ceiling: float = math.inf
+    spent: float = 0.0
 
 
-class BoundedTransport(httpx.AsyncHTTPTransport):
-    """One request and its whole answer within a deadline; no header that only this machine has goes out, and the key
-    does not come back: where an answer repeats it, it is masked."""
+class ApiClient(httpx.AsyncHTTPTransport):
+    """Requests to servers that serve the same, of which every failure is an EndpointError.
+
+    It is the transport of openai's client: one request and its whole answer within a deadline; no header that only this
+    machine has goes out, and the key does not come back: where an answer repeats it, it is masked.
+    """
 
     def __init__(
         self,
         addresses: Addresses,
         *,
         api_key: str | None,
+        retries: int,
         timeout_s: float,
-        max_bytes: int,
+        max_bytes: int = MAX_ANSWER_BYTES,
         num_parallel: int = NUM_PARALLEL,
         requests_per_s: float = math.inf,
     ) -> None:
-        """`timeout_s` begins when the request may go: `num_parallel` at a time, and `requests_per_s` on average, with
+        """`timeout_s` of a try begins when it may go: `num_parallel` at a time, and `requests_per_s` on average, with
         bursts of a second's."""
+        from openai import AsyncOpenAI  # here, because it takes half a second, and most runs ask nobody
+
         super().__init__(limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0))
         for name in ("httpx", "openai"):
             logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line for each request
         self._addresses, self._key, self._timeout_s, self._max_bytes = addresses, api_key, timeout_s, max_bytes
-        self._turns, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
+        self._slots, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
         self._limiter = None if math.isinf(burst) else AsyncLimiter(burst, burst / requests_per_s)
         self._failed_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        """When each address has failed last."""
+        """When an address has failed last."""
         self.num_requests = 0
-        """Requests that were sent."""
+        """Requests that were sent, tries after failures included."""
         self.newest_failure = ""
         """For people: where, and what."""
+        self._client = AsyncOpenAI(
+            base_url=_ANY,
+            api_key="unused",  # it is added below
+            max_retries=retries,
+            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
+            http_client=httpx.AsyncClient(transport=self, follow_redirects=False, trust_env=False),
+        )
+
+    async def get(self, url: str, *, retries: int) -> bytes:
+        """What is at `url`, a whole address. Raises EndpointError."""
+        request = self._client.get(url, cast_to=httpx.Response, options={"max_retries": retries})
+        return (await _understood(request)).content
+
+    async def post(self, path: str, body: Mapping[str, Any], cast_to: type[A]) -> A:
+        """The answer of whichever server it is. Raises EndpointError."""
+        return await _understood(self._client.post(_ANY + path, cast_to=cast_to, body=body))
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.close()
+
+    # --- as httpx knows it ---
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.TransportError, and OpenAIError for an answer that is too long: openai passes its own errors on
         as they are, instead of asking again."""
-        async with self._turns:
+        async with self._slots:
             if self._limiter is not None:
                 await self._limiter.acquire()
-            address = f"{request.url.scheme}://{request.url.netloc.decode('ascii')}"
-            if address == _ANY:
-                address = self._next()
-                request.url = httpx.URL(address + request.url.raw_path.decode("ascii"))
+            address = str(request.url)
+            if request.url.host == httpx.URL(_ANY).host:
+                if not (addresses := self._addresses()):
+                    raise httpx.ConnectError("none of the servers is in service")
+                since_s = time.monotonic() - PASSED_OVER_S
+                whole = [one for one in addresses if self._failed_s[one] < since_s] or addresses
+                address = whole[self.num_requests % len(whole)]
+                request.url = httpx.URL(address.rstrip("/") + request.url.raw_path.decode("ascii"))
             headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
             headers |= {"host": request.url.netloc.decode("ascii"), "accept-encoding": "identity"}
             if self._key is not None:
@@ -131,14 +159,6 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
             if response.status_code >= 500:
                 self._failed(address, f"status {response.status_code}: {response.text[:MAX_ECHO]}")
             return response
-
-    def _next(self) -> str:
-        """The address whose turn it is, of those that have not just failed, or else of all."""
-        if not (addresses := [one.rstrip("/") for one in self._addresses()]):
-            raise httpx.ConnectError("none of the servers is in service")
-        since_s = time.monotonic() - PASSED_OVER_S
-        whole = [one for one in addresses if self._failed_s[one] < since_s] or addresses
-        return whole[self.num_requests % len(whole)]
 
     def _failed(self, address: str, what: str) -> None:
         self._failed_s[address], self.newest_failure = time.monotonic(), f"{address}: {what}"
@@ -158,36 +178,6 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
         body = bytes(data) if self._key is None else bytes(data).replace(self._key.encode(), b"***")
         kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
         return httpx.Response(response.status_code, headers=kept, content=body, request=request)
-
-
-class ApiClient:
-    """Requests to servers that serve the same, of which every failure is an EndpointError."""
-
-    def __init__(self, addresses: Addresses, *, retries: int, timeout_s: float, **options: Any) -> None:
-        """`options`: the others of BoundedTransport."""
-        from openai import AsyncOpenAI  # here, because it takes half a second, and most runs ask nobody
-
-        self.transport = transport = BoundedTransport(addresses, timeout_s=timeout_s, **options)
-        self._client = AsyncOpenAI(
-            base_url=_ANY,
-            api_key="unused",  # the transport has it
-            max_retries=retries,
-            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
-            http_client=httpx.AsyncClient(transport=transport, follow_redirects=False, trust_env=False),
-        )
-
-    async def get(self, url: str) -> bytes:
-        """What is at `url`, a whole address, at the first try. Raises EndpointError."""
-        once = self._client.with_options(max_retries=0)
-        return (await _understood(once.get(url, cast_to=httpx.Response))).content
-
-    async def post(self, path: str, body: Mapping[str, Any], cast_to: type[A]) -> A:
-        """The answer of whichever server it is. Raises EndpointError."""
-        return await _understood(self._client.post(_ANY + path, cast_to=cast_to, body=body))
-
-    async def close(self) -> None:
-        """Closes all connections."""
-        await self._client.close()
 
 
 async def _understood(request: Awaitable[A]) -> A:
@@ -231,18 +221,18 @@ class Endpoint:
         own_model: str = "",
     ) -> None:
         """`num_parallel`: requests at a time. Without a `base_url` it is the base model `own_model` on the run's
-        `own_servers`, without /v1, whose key is in `own_key_var`. Raises ValueError for
-        what cannot be an address, and where a key is missing."""
+        `own_servers`, without /v1, whose key is in `own_key_var`. Raises ValueError for what cannot be an address, and
+        where a key is missing."""
         self.settings, self.name, self.costs = settings, settings.name, costs or Costs()
         self.num: Counter[str] = Counter()
         """Questions that were `asked`, `answered`, or not, by reason."""
         self._own_model = own_model
-        if settings.base_url is not None:
-            check_address(settings.base_url)
-        key_var = own_key_var if settings.base_url is None else settings.api_key_var
+        given = settings.base_url
+        if given is not None:
+            _check_address(given)
+        key_var = own_key_var if given is None else settings.api_key_var
         if key_var is not None and not os.environ.get(key_var):
             raise ValueError(f"the environment variable {key_var} is not set, expected the key of {self.name}")
-        given = settings.base_url
         addresses: Addresses = own_servers if given is None else lambda: [given]
         self._path = "/v1/chat/completions" if given is None else "/chat/completions"
         self._client = ApiClient(
@@ -250,7 +240,6 @@ class Endpoint:
             api_key=os.environ[key_var] if key_var else None,
             retries=settings.retries,
             timeout_s=settings.timeout_s,
-            max_bytes=MAX_ANSWER_BYTES,
             num_parallel=num_parallel,
             requests_per_s=settings.requests_per_s,
         )
@@ -258,7 +247,7 @@ class Endpoint:
     @property
     def num_requests(self) -> int:
         """Requests that were sent, tries after failures included."""
-        return self._client.transport.num_requests
+        return self._client.num_requests
 
     async def ask(
         self,
@@ -286,21 +275,21 @@ class Endpoint:
         EndpointError."""
         from openai.types.chat import ChatCompletion
 
-        if self.costs.total >= self.costs.ceiling:
+        if self.costs.spent >= self.costs.ceiling:
             raise EndpointError("over_budget", "the ceiling of the costs has been reached")
         completion, price = await self._client.post(self._path, body, ChatCompletion), self.settings.price
         usage = getattr(completion, "usage", None)
         prompt, sampled = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
         if not (isinstance(prompt, int) and isinstance(sampled, int) and min(prompt, sampled) >= 0):
             prompt, sampled = len(json.dumps(body)), self.settings.max_tokens
-        self.costs.spent[self.name] += (prompt * price.prompt + sampled * price.completion) / 1e6
+        self.costs.spent += (prompt * price.prompt + sampled * price.completion) / 1e6
         return completion
 
     async def policy_info(self) -> dict[str, Any]:
         """What a `grpo-infer` says about itself; empty for other servers."""
         server = (self.settings.base_url or "").rstrip("/").removesuffix("/v1")
         try:
-            info = json.loads(await self._client.get(f"{server}/policy/info"))
+            info = json.loads(await self._client.get(f"{server}/policy/info", retries=self.settings.retries))
         except (EndpointError, ValueError):
             return {}
         return info if isinstance(info, dict) else {}
@@ -310,18 +299,16 @@ class Endpoint:
         await self._client.close()
 
 
-def check_address(base_url: str) -> None:
+def _check_address(base_url: str) -> None:
     """Raises ValueError. What may be a secret is not repeated."""
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL:
         url = httpx.URL("")
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"base_url is {base_url!r}, expected an address such as http://127.0.0.1:8000/v1")
-    if url.userinfo or url.query or url.fragment:
+    if not url.host or url.userinfo or url.query or url.fragment:
         raise ValueError(
-            f"the base_url at {url.host} has a user, a query or a fragment, expected an address such as "
-            "http://127.0.0.1:8000/v1; give a key by api_key_var"
+            f"a base_url at the host {url.host!r} is none, or has a user, a query or a fragment; expected an address "
+            "such as http://127.0.0.1:8000/v1, and a key by api_key_var"
         )
 
 
@@ -332,7 +319,7 @@ def _chat_answer(completion: "ChatCompletion") -> ModelResponse:
         text, refusal, ended = choice.message.content or "", choice.message.refusal, choice.finish_reason
         called: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
         calls = tuple((one.name, one.arguments or "{}") for one in called)
-        "".join([text, *(word for call in calls for word in call)]).encode()
+        "".join([text, *itertools.chain(*calls)]).encode()
         tokens = tuple((str(one.token), float(one.logprob)) for one in getattr(choice.logprobs, "content", None) or ())
         token_ids = tuple(int(one) for one in getattr(choice, "token_ids", None) or ())
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # half of a surrogate pair is no text

@@ -163,11 +163,12 @@ _IMPORTING = threading.Lock()
 """The library imports its parts lazily, which two threads cannot do at once."""
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """What AutoTokenizer gives; where tokenizer.json says all, without its import of torch (2 s and 350 MB)."""
+def load_tokenizer(name: Path | str) -> Any:
+    """What AutoTokenizer gives of a folder, or of a name in the local cache; where tokenizer.json says all, without its
+    import of torch (2 s and 350 MB)."""
     with _IMPORTING:
-        if (folder / "tokenizer.json").is_file():
+        if (Path(name) / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer.from_pretrained(folder)
+    return Tokenizer.from_pretrained(name, local_files_only=True)

@@ -166,7 +166,7 @@ class Hinter:
         now.update(self._model.num)
         told, self._told = self._told, now
         counts = {f"hints/model_{name}": float(num - told[name]) for name, num in now.items()}
-        return counts | {"hints/model_cost": self._model.costs.total}
+        return counts | {"hints/model_cost": self._model.costs.spent}
 
     async def close(self) -> None:
         """Closes the model's connections."""

@@ -5,6 +5,7 @@ ledger and, for the next batch, `take`.
 """
 
 import asyncio
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,7 +69,8 @@ class AskedPairs:
         kept = (state or {}).get(COSTS) or {}
         self._settings, self._ledger, self._reference, self._step = settings, ledger, reference, step
         self._template_of, self._base_model, self._sequence_len = template_of, base_model, sequence_len
-        self._costs = Costs(ceiling=settings.max_cost, spent=kept.get("spent"))
+        ceiling = math.inf if settings.max_cost is None else settings.max_cost
+        self._costs = Costs(ceiling=ceiling, spent=kept.get("spent", 0.0))
         self._teachers = [open_api(one, self._costs) for one in settings.teachers]
         self._judge = None if settings.judge is None else open_api(settings.judge, self._costs)
         self._known: OrderedDict[tuple[str, str], asyncio.Task[Action]] = OrderedDict()
@@ -119,7 +121,7 @@ class AskedPairs:
 
     def state(self) -> dict[str, Any]:
         """JSON, to be kept with a batch."""
-        return {COSTS: {"spent": dict(self._costs.spent), "num_rollouts": self._num_rollouts}}
+        return {COSTS: {"spent": self._costs.spent, "num_rollouts": self._num_rollouts}}
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call as `pairs/NAME`, told in docs/auxiliary_losses.md; what ever occurred stays in the
@@ -137,8 +139,8 @@ class AskedPairs:
         return {f"pairs/{name}": float(num - told[name]) for name, num in now.items()} | {
             "pairs/ready": float(len(self._ready)),
             "pairs/turns_waiting": float(self.num_turns_waiting),
-            "pairs/cost": self._costs.total,
-            "pairs/cost_per_rollout": self._costs.total / max(1, self._num_rollouts),
+            "pairs/cost": self._costs.spent,
+            "pairs/cost_per_rollout": self._costs.spent / max(1, self._num_rollouts),
         }
 
     def problems(self) -> dict[str, str]:

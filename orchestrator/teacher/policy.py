@@ -37,13 +37,12 @@ class PolicyTeacher:
 
     @property
     def name(self) -> str:
-        """Which version teaches now."""
-        return f"the teacher, which is the {_named(self.version)}"
+        """For people: which version teaches now."""
+        return _named(self.version)
 
     def due(self, version: int) -> int | None:
         """Which version teaches while `version` is the newest live one."""
-        found = version // self._every * self._every if self._every else 0
-        return found or None
+        return (version // self._every * self._every or None) if self._every else None
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`, and the one that is due then."""
@@ -67,15 +66,14 @@ class PolicyTeacher:
         self._num_using[version] += 1
         try:
             return checked(await self._score(token_ids.tolist(), version, temperature, name), len(token_ids))
-        except (EndpointError, ServerError) as error:
-            reason: str = getattr(error, "reason", "error")
-            if isinstance(error, Unreachable | Refused):
-                reason = "unreachable" if isinstance(error, Unreachable) else "refused"
-            raise EndpointError(reason, f"the {_named(version)} as teacher: {error}") from error
+        except ServerError as error:
+            passing = "unreachable" if isinstance(error, Unreachable) else "error"
+            reason = "refused" if isinstance(error, Refused) else passing
+            raise EndpointError(reason, f"{_named(version)}: {error}") from error
         finally:
             self._num_using[version] -= 1
             self._let_go(version)
 
 
 def _named(version: int | None) -> str:
-    return "base model" if version is None else f"policy's version {version}"
+    return "the base model as teacher" if version is None else f"the policy's version {version} as teacher"

@@ -20,10 +20,9 @@ from msgspec.structs import replace
 from orchestrator.endpoints import EndpointError
 from transport.records import UNTAUGHT, Float32, Int32, TrainingSample
 
-FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature", "too_long"]
+FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature"]
 """`unreachable`, `timeout`, `error`, `refused` and `nonsense` as of any endpoint; of a served teacher whatever may pass
-is a `timeout`, because it is tried until the deadline. `temperature`: it cannot score at the student's; `too_long`:
-longer than it reads."""
+is a `timeout`, because it is tried until the deadline. `temperature`: it cannot score at the student's."""
 HIGHEST = 1e-3
 """Log-probabilities are at most 0; so far above it rounding may bring one."""
 LOWEST = -9999.0
@@ -85,11 +84,7 @@ class Teaching:
         which at least one sample could not be scored. None of its samples is among the first: a batch has the teacher's
         log-probabilities for all of its samples or for none, and a rollout is trained as a whole. All are asked about
         at once, each at the temperatures of its own loss tokens; equal ones once."""
-        rows = {
-            (sample.adapter, sample.token_ids.tobytes(), temperature): sample
-            for sample in samples
-            for temperature in temperatures_of(sample)
-        }
+        rows = {key: sample for sample in samples for key in _rows_of(sample)}
         self.num_groups += 1
         try:
             asked = (self._score(sample, temperature) for (*_, temperature), sample in rows.items())
@@ -99,14 +94,13 @@ class Teaching:
         taught, failed = [], dict[str, EndpointError]()
         for sample in samples:
             logprobs = np.zeros(len(sample.token_ids), np.float32)  # 0 where the trainer reads none
-            for temperature in temperatures_of(sample):
+            for key in _rows_of(sample):
                 self._num["rows"] += 1
-                answer = scores[sample.adapter, sample.token_ids.tobytes(), temperature]
-                if isinstance(answer, EndpointError):
+                if isinstance(answer := scores[key], EndpointError):
                     self._num.update(("failed", f"failed_{answer.reason}"))
                     failed.setdefault(sample.rollout_id, answer)
                     continue
-                places = sample.loss_mask & (np.asarray(sample.temperatures, np.float64) == temperature)
+                places = sample.loss_mask & (np.asarray(sample.temperatures, np.float64) == key[-1])
                 logprobs[places] = answer[places]
             self._num["tokens_left_out"] += int((logprobs == UNTAUGHT).sum())
             taught.append(replace(sample, teacher_logprobs=logprobs))
@@ -128,11 +122,9 @@ class Teaching:
         return {f"teacher/{name}": float(num - told[name]) for name, num in now.items()}
 
 
-def temperatures_of(sample: TrainingSample) -> tuple[float, ...]:
-    """The temperatures that the sample's loss tokens were sampled at, ascending; one, but in conversations during which
-    it changed. None where it has no loss tokens."""
-    if not sample.loss_mask.any():
-        return ()
-    if isinstance(sample.temperatures, np.ndarray):
-        return tuple(float(one) for one in np.unique(sample.temperatures[sample.loss_mask]))
-    return (float(sample.temperatures),)
+def _rows_of(sample: TrainingSample) -> list[tuple[int, bytes, float]]:
+    """What is asked about a sample: its adapter, its tokens, and each temperature of its loss tokens; one, but in
+    conversations during which it changed."""
+    temperatures = np.broadcast_to(np.asarray(sample.temperatures, np.float64), sample.loss_mask.shape)
+    row = sample.token_ids.tobytes()
+    return [(sample.adapter, row, float(one)) for one in np.unique(temperatures[sample.loss_mask])]

@@ -97,15 +97,6 @@ async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_tempe
     assert total(steps, "teacher/failed") == 0
 
 
-async def test_an_earlier_version_teaches_until_the_next_one_does_and_stays_so_long(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    await run(tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 3}, max_steps=7)
-    taught_by = [body["version"] for body in server.scores]
-    assert list(dict.fromkeys(taught_by)) == [None, 3, 6]
-    assert server.unloads.index(4) < server.unloads.index(3)
-
-
 async def test_what_a_teacher_does_instead_of_answering_costs_these_rollouts_and_is_counted_by_its_reason(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,7 +173,7 @@ async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server:
 
 async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
-    spent = {"spent": {"a": 7.0}, "num_rollouts": 3}
+    spent = {"spent": 7.0, "num_rollouts": 3}
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(1000, num=1, env="e", example=0, version=0)
     ledger.scored("1000/0", reward=1.0, num_tokens=1)
