@@ -16,10 +16,12 @@ NUM_STEPS, BATCH_SIZE = 5, 64
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`grpo configs/all_channels`, for fewer steps, with weights by which they suffice."""
     folder = tmp_path_factory.mktemp("all_channels") / "run"
+    words = ("--max_steps", NUM_STEPS, "--orch.eval.num_examples", "40")
+    words += ("--train.loss.alpha_sdpo", "1", "--train.loss.beta_replay", "0.1")
     with scripted_teachers("all_channels") as teachers:
-        words = ("--max_steps", NUM_STEPS, "--orch.eval.num_examples", "40", *teachers)
-        return trained("configs/all_channels", folder, *words)
+        return trained("configs/all_channels", folder, *words, *teachers)
 
 
 def test_every_step_learns_from_rewards_and_hints_and_from_pairs_once_teachers_have_answered(run: Run) -> None:
