@@ -54,7 +54,7 @@ def zorplex(tmp_path_factory: pytest.TempPathFactory) -> Zorplex:
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "100"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        address = next(line for line in iter(process.stdout.readline, "") if line.startswith("http://")).strip()
         assert httpx.get(address, follow_redirects=True).status_code == 200
         output, _ = process.communicate(timeout=END_S)
     assert process.returncode == 0, output
