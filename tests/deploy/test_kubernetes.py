@@ -16,7 +16,8 @@ import yaml
 from configs.run import load_run
 from deploy.cluster import check
 from deploy.kubernetes import OVERLAYS, files
-from tests.deploy.containers import free_port, start, substituted
+from tests.deploy.containers import start, substituted
+from tests.transport.samples import free_port
 from transport.errors import START_AGAIN
 from transport.run import current_run_id
 
