@@ -24,7 +24,7 @@ class Silent(FakeServer):
 
 async def test_what_a_server_was_asked_that_falls_silent_goes_elsewhere_and_it_returns_when_it_speaks() -> None:
     silent, sound = Silent(), FakeServer()
-    async with watched(silent, sound, silence_s=3) as (client, sync, _):
+    async with watched(silent, sound, silence_s=1.5) as (client, sync, _):
         await sync.load(0)
         silent.speaks.clear()
         assert await asyncio.gather(*(ask(client) for _ in range(6))) == [1] * 6
