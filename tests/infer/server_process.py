@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-START_S = 240.0
+START_S = 500.0
 GONE_S = 120.0
 """Long, because the machine may be busy: an engine learns of its server's death at once."""
 
@@ -97,10 +97,10 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """SIGTERM and the exit code; SIGKILL after 60 s."""
+    """SIGTERM and the exit code; SIGKILL after a while."""
     process.send_signal(signal.SIGTERM)
     try:
-        return process.wait(60)
+        return process.wait(GONE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
