@@ -112,7 +112,7 @@ class HintSettings(Section):
     not (privileged self-distillation)."""
     templates: Annotated[str | None, OnlyWith("sources", "templates")] = None
     """Texts of your own by `hint_template_key` or `error_kind`, which replace and extend the built-in ones: a YAML or
-    JSON file, or `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away."""
+    JSON file; null takes a built-in one away."""
     max_per_sample: PositiveInt | None = None
     """Only this many errors of a sample have hints, the first ones (null: all)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)

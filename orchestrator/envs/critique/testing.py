@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.rollouts.clock import waiting
-from orchestrator.sandbox import LimitName, Limits, LocalSandbox, RemoteSandbox, Sandbox, key_of
 from orchestrator.sandbox.bubblewrap import find_bubblewrap
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.normalise import key_of
+from orchestrator.sandbox.records import LimitName, Limits, Sandbox
+from orchestrator.sandbox.remote import RemoteSandbox
 
 _HARNESS = Path(__file__).with_name("harness.py").read_text()
 MOST_KEPT = 100_000

@@ -15,7 +15,7 @@ from orchestrator.envs.critique import Critique, feedback, operators
 from orchestrator.envs.critique.operators import judgement_of
 from orchestrator.envs.critique.testing import extract_program
 from orchestrator.rollouts.play import play
-from orchestrator.sandbox import LimitName, Limits, Result, SandboxError
+from orchestrator.sandbox.records import LimitName, Limits, Result, SandboxError
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 
 __all__ = ["needs_bubblewrap"]
