@@ -153,10 +153,10 @@ class OpenEnv(MultiTurnEpisode, Environment):
         """`base_url`: of the server. `prompt`: a text, or messages, before the first observation. `action_field`: the
         field of an action that takes the answer; `observation_field`: the field of an observation that is shown (null:
         all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for both (see `Codec`). `solved_at`: from
-        which reward on an episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each example adds its seed: `num_eval` of them from
-        `seed` on are evaluated, the next `num_train` trained. `observes_state`: every observation tells the whole
-        state, as a board does, so that teachers are shown the prompt and the newest one instead of the conversation.
-        """
+        which reward on an episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each
+        example adds its seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained.
+        `observes_state`: every observation tells the whole state, as a board does, so that teachers are shown the
+        prompt and the newest one instead of the conversation."""
         super().__init__(max_turns=max_turns)
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url = {base_url!r}, expected an address such as http://127.0.0.1:8000")
@@ -231,7 +231,8 @@ class OpenEnv(MultiTurnEpisode, Environment):
         """A session that has been reset. Waits for a server that is away, full or slow."""
         stop, pause = stop_after_delay(WAIT_S), wait_exponential(multiplier=0.1, max=1.0)
         attempts = AsyncRetrying(retry=retry_if_exception(_may_pass), stop=stop, wait=pause, reraise=True)
-        socket, observed = await attempts(self._begin, arguments)
+        begun: tuple[ClientConnection, Observed] = await attempts(self._begin, arguments)
+        socket, observed = begun
         try:
             yield socket, observed
         finally:

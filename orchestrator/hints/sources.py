@@ -121,9 +121,9 @@ def load_templates(location: str | None) -> Texts:
             if not text.format_map(dict.fromkeys(PLACEHOLDERS, "x")).strip():
                 raise ValueError(f"the hint for {key!r} is empty; give a text, or null for no hint")
     except (ValueError, KeyError, IndexError, AttributeError) as error:
+        known = ", ".join(f"{{{one}}}" for one in PLACEHOLDERS)
         raise ValueError(
-            f"hints.templates = {location!r}: {error}; a text may have {', '.join(f'{{{one}}}' for one in PLACEHOLDERS)}, "
-            "and {{ and }} where it shall have braces"
+            f"hints.templates = {location!r}: {error}; a text may have {known}, and {{{{ and }}}} for braces"
         ) from error
     return texts
 

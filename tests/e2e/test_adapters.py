@@ -34,10 +34,6 @@ ADAPTERS = {
 }
 
 
-ITS_OWN_TEACHER = {"train.loss.teacher_tau": "0.1", "orch.teacher_model": '{"policy_every": 1}'}
-"""The version that samples teaches, too: it says of every token what it said when it sampled it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A finished run."""
@@ -74,7 +70,7 @@ def played(folder: Path, env_id: str, *, num_steps: int, more: Mapping[str, str]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("adapters") / "run"
-    return played(folder, "proposer-solver", num_steps=4, more=ITS_OWN_TEACHER)
+    return played(folder, "proposer-solver", num_steps=4)
 
 
 def test_both_adapters_are_trained_and_none_is_the_other(run: Run) -> None:
@@ -116,9 +112,3 @@ def test_each_role_is_sampled_and_trained_by_its_own_adapter(run: Run) -> None:
                 assert [own for begin, own in ROLES.items() if begin in text] == [adapter], text
                 seen.add(int(adapter))
     assert seen == {0, 1}
-
-
-def test_an_earlier_version_that_teaches_scores_what_each_role_said_by_the_roles_own_adapter(run: Run) -> None:
-    gaps = [abs(line["policy/teacher_kl"]) for line in run.metrics if "policy/teacher_kl" in line]
-    assert len(gaps) == run.num_steps
-    assert max(gaps) < 1e-4
