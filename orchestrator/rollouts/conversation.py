@@ -194,17 +194,9 @@ class Conversation:
         if not (text.startswith(before) and text.startswith(self._raw, len(before))):
             return self._anew(text)
         after_answer = text[len(before) + len(self._raw) :]
-        return _Next(token_ids=self._ids_after_answer(after_answer), new_row=False, text=text)
-
-    def _ids_after_answer(self, text: str) -> list[int]:
-        """Tokenized behind the token that ended the answer, because some tokenizers treat the beginning of a text
-        otherwise than its middle."""
-        renderer = self._template.renderer
-        if self._end_id is not None:
-            ids = renderer.ids_of(renderer.raw_text([self._end_id]) + text)
-            if ids[:1] == [self._end_id]:
-                return ids[1:]
-        return renderer.ids_of(text)
+        renderer, end_id = self._template.renderer, self._end_id
+        ids = renderer.ids_behind("" if end_id is None else renderer.raw_text([end_id]), after_answer)
+        return _Next(token_ids=ids, new_row=False, text=text)
 
 
 def single_row(

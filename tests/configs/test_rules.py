@@ -270,7 +270,6 @@ WRITER = {"sources": ["model"], "model": {"name": "w"}}
         ({}, {}, {"buffer": SKIP}, "buffer.skip_verification"),
         ({}, {}, {"buffer": SKIP, "advantage": {"type": "custom", "import_path": "m:f"}}, None),
         ({"loss": {"teacher_tau": 0.5}}, {}, {}, "teacher_model"),
-        ({"loss": {"teacher_tau": 0.5}}, {"max_loras": 10}, BY_ITSELF, "max_loras"),
         ({"loss": {"beta_replay": 0.5}}, {}, {}, "preferences.teachers"),
         ({"loss": {"beta_replay": 0.5}}, {}, {"preferences": {"pairs": "pairs.jsonl"}}, None),
         (
