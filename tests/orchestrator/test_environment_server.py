@@ -16,8 +16,9 @@ from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.server import EnvironmentServer
+from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
-from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, scored, until, until_ended
+from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, scored, until_ended
 
 KEY = "0123456789abcdef"
 

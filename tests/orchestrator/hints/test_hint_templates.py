@@ -39,7 +39,7 @@ def test_what_is_given_extends_replaces_and_takes_away(tmp_path: Path, name: str
     "written",
     [
         "words: a\nwords: b\n",
-        "[" * 100_000,
+        "[" * 5_000,
         "tool_eror: null\n",
         "words: 'see {what}'\n",
         "words: ' '\n",

@@ -51,8 +51,6 @@ class Misbehaves(Chat):
     """Does what the first answer says."""
     async def respond(self, state, ctx):
         word = state.trajectory[0].text
-        if word == "raise":
-            raise RuntimeError("boo")
         if word == "mark":
             state.mark_error("kind", "key", 17)
         if word == "poll":
@@ -61,11 +59,7 @@ class Misbehaves(Chat):
                     await ctx.stores["turns"].sample(1)
                 except Exception:
                     pass
-        if word == "nan":
-            state.data["nan"] = True
-            return None
         return await super().respond(state, ctx)
-    rubric = Rubric([lambda completion, state: float("nan") if state.data.get("nan") else 1.0])
 
 class ExitsOnce(Chat):
     """Ends its worker after the second answer, once."""
@@ -320,8 +314,6 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("raise", "env_error"),
-        ("nan", "reward_not_finite"),
         ("mark", "env_error"),
         ("poll", "env_error"),
     ],

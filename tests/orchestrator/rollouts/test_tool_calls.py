@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.rollouts.tool_calls import (
@@ -251,6 +251,7 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(PIECES | CALLS | JSON.map(str) | st.text(max_size=5), max_size=12).map("".join))
 def test_nothing_that_a_policy_writes_raises(text: str) -> None:
     for parse, tools in ((parse_tagged, TOOLS), (parse_bracketed, WORDS)):

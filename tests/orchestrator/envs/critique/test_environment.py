@@ -79,14 +79,8 @@ async def test_the_share_of_tests_that_the_revision_passes_is_the_reward(
     assert outcome.rewards == {"policy": reward}
     assert outcome.metrics == {"tests_passed": reward, "judged": 1.0, "revised": 1.0}
     assert outcome.extras == {"problem": "double", "revision": f"{program}\n"}
-
-
-async def test_a_critique_without_a_judgement_gets_nothing_and_is_not_followed(files: Mapping[str, Any]) -> None:
-    sandbox = FakeSandbox()
-    environment = critique(files, sandbox)
-    outcome = await play(environment, environment.dataset("train")[0], ["It should be * 2."])
-    assert outcome.metrics == {"tests_passed": 0.0, "judged": 0.0, "revised": 0.0}
-    assert sandbox.num_runs == 0
+    unjudged = await play(environment, environment.dataset("train")[0], ["It should be * 2."])
+    assert unjudged.metrics == {"tests_passed": 0.0, "judged": 0.0, "revised": 0.0}
 
 
 async def test_the_model_before_training_revises_and_sees_the_question_the_program_and_the_critique(
@@ -143,8 +137,6 @@ async def test_a_sandbox_that_fails_costs_the_rollout_and_is_tried_again_for_the
     ("args", "message"),
     [
         ({"counting": "some"}, "counting"),
-        ({"eval_problems": "a.jsonl"}, "eval_problems"),
-        ({"reviser": "rules"}, "rules"),
         ({"reviser": "rule", "problems": "a.jsonl", "eval_problems": "a.jsonl"}, "rule"),
         ({"limits": {"wall": 3}}, "wall"),
         ({"prompt": "{question}"}, "program"),
