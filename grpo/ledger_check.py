@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.run_files import REWARD, STATES, STEP, SUMMARY_FILE, Run, Said, metrics, read, read_run, steps_in
+from grpo.run_files import REWARD, STATES, STEP, SUMMARY_FILE, Run, Said, metrics, read, read_run
+from transport.folders import steps_in
 from transport.status import FINISHED
 
 MAX_SHOWN = 10

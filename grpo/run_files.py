@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from grpo.errors import NoRun
 from transport.run import RUN_FILE
 from transport.status import process_start
 
@@ -18,10 +19,6 @@ STEP, REWARD = "progress/step", "reward/mean"
 """Keys in `metrics.jsonl`: of every line, and of those lines that are of a training step and not of an evaluation."""
 STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
 """Of a rollout in the ledger."""
-
-
-class NoRun(ValueError):
-    """A folder that holds no run."""
 
 
 class OrchSettings(msgspec.Struct):
@@ -120,12 +117,3 @@ def metrics(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, fl
             continue
         found.append(record)
     return found
-
-
-def steps_in(folder: Path) -> list[int]:
-    """The steps that a folder of the run has folders of, as in `step_000012`."""
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except OSError:
-        return []
-    return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal())

@@ -118,9 +118,7 @@ def main(options: argparse.Namespace) -> int:
         transport = settings.rollout_transport.model_dump()
         sender = stack.enter_context(open_sender(run, num_ranks=settings.gpus, **transport))
         feed = Feed(examples, settings, run, sender, batch_size=options.batch_size)
-        outcome = run_programs(
-            [_trainer(settings, run)], restarts=_RESTARTS, signals=signals, tick=feed.tick, restarted=lambda _: None
-        )
+        outcome = run_programs([_trainer(settings, run)], restarts=_RESTARTS, signals=signals, tick=feed.tick)
         feed.tell()
     explain(outcome)
     if not outcome.exit_code:

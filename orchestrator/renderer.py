@@ -2,18 +2,11 @@
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.rollouts.records import Completion, Messages
-
-CACHE_SIZE, CACHE_TOKENS = 4096, 1 << 20
-"""Prompts whose ids are kept, and the tokens that these have together: a token takes some 45 bytes, its text
-included."""
-MAX_SPECIAL = 256
-"""Characters of a control token's text, at most."""
 
 
 class ChatRenderer:
@@ -27,9 +20,6 @@ class ChatRenderer:
         )
         specials = sorted((str(tokenizer.added_tokens_decoder[number]) for number in self._special_ids), key=len)
         self._special_texts = re.compile("|".join(map(re.escape, reversed(specials)))) if specials else None
-        self._cache: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
-        self._num_cached = 0
-        """Tokens of these prompts."""
 
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
@@ -42,20 +32,7 @@ class ChatRenderer:
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Ids of the conversation, in which nobody can spell out a control token, and of the opening of the policy's
         turn."""
-        key = tuple((message["role"], message["content"]) for message in messages)
-        if (ids := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return ids
-        text = self._tokenizer.apply_chat_template(
-            [self.without_control(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        ids = self.ids_of(text)
-        self._cache[key] = ids
-        self._num_cached += len(ids)
-        while len(self._cache) > CACHE_SIZE or self._num_cached > CACHE_TOKENS:
-            _, oldest = self._cache.popitem(last=False)
-            self._num_cached -= len(oldest)
-        return ids
+        return self.ids_of(self.render([self.without_control(message) for message in messages], opened=True))
 
     def vocabulary(self) -> list[str]:
         """The text of each token id alone; of one that is no whole character, the signs that stand for its bytes."""
@@ -113,8 +90,8 @@ class ChatRenderer:
 
     def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message, or a tool, whose texts cannot end their own turn or open another one: a space is put into what
-        would be read as a control token, wherever in it that stands, also where templates write the parts of a list one
-        after the other. Whoever writes into a conversation of others may have spelled one out."""
+        would be read as a control token, wherever in it that stands. Whoever writes into a conversation of others may
+        have spelled one out."""
         return {self._harmless_text(key): self._harmless(value) for key, value in message.items()}
 
     def _harmless(self, value: Any) -> Any:
@@ -124,23 +101,8 @@ class ChatRenderer:
         if isinstance(value, Mapping):
             return self.without_control(value)
         if isinstance(value, list | tuple):
-            return self._harmless_parts([self._harmless(part) for part in value])
+            return [self._harmless(part) for part in value]
         return value
-
-    def _harmless_parts(self, parts: list[Any]) -> list[Any]:
-        """Parts of a list, none of which goes on with a control token that those before it began."""
-        before = ""
-        for index, part in enumerate(parts):
-            text = part.get("text") if isinstance(part, dict) else part
-            if not isinstance(text, str):
-                continue
-            if self._special_texts is not None and (found := self._special_texts.search(before + text)):
-                # Within the token, where templates that trim parts leave it; there is no within of its last character.
-                place = 1 if found.end() - len(before) > 1 else 0
-                text = f"{text[:place]} {text[place:]}"
-                parts[index] = {**part, "text": text} if isinstance(part, dict) else text
-            before = (before + text)[-MAX_SPECIAL:]
-        return parts
 
     def _harmless_text(self, text: str) -> str:
         if self._special_texts is None:

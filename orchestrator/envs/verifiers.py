@@ -22,7 +22,8 @@ except ImportError as error:
 
 from grpo import ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
 from orchestrator.envs import _verifiers_chat
-from orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, endpoint_of, shared, text_of
+from orchestrator.rollouts.messages import text_of
+from orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, endpoint_of, shared
 
 CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""

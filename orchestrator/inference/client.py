@@ -162,7 +162,8 @@ class InferenceClient:
             if not self.pool.routed:
                 await self.until_changed(deadline_s)
                 continue
-            server = self._least_loaded(failed)
+            # Of those that have failed this request least often. To look at a thousand takes 0.1 ms.
+            server = min(self.pool.routed, key=lambda name: (failed[name], self._num_in_flight[name]))
             self._num_in_flight[server] += 1
             try:
                 with self.busy(server):
@@ -186,12 +187,6 @@ class InferenceClient:
                 self.pool.eject(server, str(error))
             finally:
                 self._num_in_flight[server] -= 1
-
-    def _least_loaded(self, failed: Counter[str]) -> str:
-        """Of the servers that have failed a request least often. Looks at all of them, a thousand in 0.1 ms."""
-        if not failed:
-            return min(self.pool.routed, key=self._num_in_flight.__getitem__)
-        return min(self.pool.routed, key=lambda name: (failed[name], self._num_in_flight[name]))
 
     def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest) -> bool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""

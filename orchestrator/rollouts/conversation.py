@@ -176,27 +176,20 @@ class Conversation:
         self._text, self._next = text, None
 
     def _following(self) -> _Next:
+        """The row goes on where the template writes what stands in it; otherwise all of the conversation is the prompt
+        of a new one."""
         if self._next is None:
-            text = self._template.render(self._messages)
-            self._next = self._continued(text) if self._num_turns else self._anew(text)
+            before, text = self._text, self._template.render(self._messages)
+            if self._num_turns and text.startswith(before) and text.startswith(self._raw, len(before)):
+                renderer, end_id = self._template.renderer, self._end_id
+                ended = "" if end_id is None else renderer.raw_text([end_id])
+                ids = renderer.ids_behind(ended, text[len(before) + len(self._raw) :])
+                self._next = _Next(token_ids=ids, new_row=False, text=text)
+            elif ids := self._template.renderer.ids_of(text):
+                self._next = _Next(token_ids=ids, new_row=True, text=text)
+            else:
+                raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
         return self._next
-
-    def _anew(self, text: str) -> _Next:
-        """All of the conversation as the prompt of a row."""
-        ids = self._template.renderer.ids_of(text)
-        if not ids:
-            raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
-        return _Next(token_ids=ids, new_row=True, text=text)
-
-    def _continued(self, text: str) -> _Next:
-        """The row goes on where the template writes what stands in it."""
-        before = self._text
-        if not (text.startswith(before) and text.startswith(self._raw, len(before))):
-            return self._anew(text)
-        after_answer = text[len(before) + len(self._raw) :]
-        renderer, end_id = self._template.renderer, self._end_id
-        ids = renderer.ids_behind("" if end_id is None else renderer.raw_text([end_id]), after_answer)
-        return _Next(token_ids=ids, new_row=False, text=text)
 
 
 def single_row(

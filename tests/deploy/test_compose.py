@@ -40,13 +40,6 @@ KEY = "a-secret-of-this-test"
 NUM_STEPS = 4
 
 
-def test_each_service_belongs_to_one_profile_and_cpu_is_the_default() -> None:
-    assert {name: service["profiles"] for name, service in SERVICES.items()} == {
-        name: [profile] for profile, names in PROFILES.items() for name in names
-    }
-    assert "COMPOSE_PROFILES=cpu" in (ROOT / "deploy" / ".env").read_text().splitlines()
-
-
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_orchestrator_starts_after_a_healthy_server_and_the_trainer(profile: str) -> None:
     train, infer, orch = PROFILES[profile]
@@ -85,10 +78,6 @@ def test_all_may_write_to_one_volume_and_are_started_again_where_they_fail() -> 
         # Not for ever: settings that cannot be honoured do not mend by themselves.
         assert service["restart"].startswith("on-failure:")
     assert "outputs" in COMPOSE["volumes"]
-
-
-def test_gpus_are_reserved_for_the_gpu_services_that_compute_and_no_others() -> None:
-    assert {name for name, service in SERVICES.items() if "deploy" in service} == {"infer-gpu", "train-gpu"}
 
 
 def test_the_image_is_built_with_an_extra_that_exists_and_runs_as_a_user() -> None:

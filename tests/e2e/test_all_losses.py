@@ -40,11 +40,12 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`grpo configs/all_channels`, for fewer steps."""
+    """`grpo configs/all_channels`, for fewer steps, with weights by which they suffice."""
     folder = tmp_path_factory.mktemp("all_channels") / "run"
     named = yaml.safe_load((PRESET / "run.yaml").read_text())["orch"]["preferences"]["teachers"]
     command = [sys.executable, "-m", "grpo.cli", str(PRESET), "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
+    command += ["--train.loss.alpha_sdpo", "1", "--train.loss.beta_replay", "0.1"]
     with scripted_teachers() as address:
         teachers = [{**teacher, "base_url": address} for teacher in named]
         command += ["--orch.preferences.teachers", json.dumps(teachers)]

@@ -54,15 +54,6 @@ def last_error(errors: str) -> str:
     return [line for line in errors.splitlines() if line.startswith("error: ")][-1]
 
 
-def test_a_signal_ends_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
-    with trainer(tiny_model, tmp_path) as (launcher, run):
-        assert launcher.process.pid is not None
-        os.kill(launcher.process.pid, signal.SIGTERM)
-        assert launcher.end() == 143
-        assert "error: " not in launcher.stderr
-        assert not any(is_there(status(run, rank)["pid"]) for rank in (0, 1))
-
-
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(tiny_model: Path, tmp_path: Path) -> None:
     with trainer(tiny_model, tmp_path) as (launcher, run):
         pids = [status(run, rank)["pid"] for rank in (0, 1)]

@@ -159,7 +159,7 @@ class World:
             env_id=f"{self.folder / 'envs.py'}:{name}",
             args=args,
             timeout_s=20.0,
-            record=lambda label, failure: self.outcomes.append(failure),
+            record=self.outcomes.append,
         )
         self.prompts = await self.pool.prompts("train")
 
