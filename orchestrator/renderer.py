@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rollouts.records import Completion, Messages
+from orchestrator.rollouts.records import Messages
+from transport.http import Choice
 
 
 class ChatRenderer:
@@ -40,7 +41,7 @@ class ChatRenderer:
         single: list[str] = self._tokenizer.batch_decode([[number] for number in range(max(names) + 1)])
         return [names.get(number, text) if "\ufffd" in text else text for number, text in enumerate(single)]
 
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
+    def texts(self, completions: Sequence[Choice]) -> list[str]:
         """Each completion without special tokens."""
         ids = [completion.token_ids for completion in completions]
         if self._backend is not None:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from orchestrator.rollouts.records import Completion, TrainingRow, Turn
+from orchestrator.rollouts.records import TrainingRow, Turn
 from orchestrator.rollouts.templates import ChatTemplate
+from transport.http import Choice
 
 ChatMessage = Mapping[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the template reads."""
@@ -28,14 +29,14 @@ class _Row:
 
     token_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    answers: list[tuple[Completion, float]] = field(default_factory=list)
+    answers: list[tuple[Choice, float]] = field(default_factory=list)
     """Of each turn, with the temperature."""
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def add(
         self,
         told: Sequence[int],
-        completion: Completion,
+        completion: Choice,
         *,
         index: int,
         opening: Sequence[int],
@@ -138,7 +139,7 @@ class Conversation:
         following = self._following()
         return following.token_ids.copy() if following.new_row else self._rows[-1].token_ids + following.token_ids
 
-    def answer(self, completion: Completion, *, version: int, temperature: float) -> str:
+    def answer(self, completion: Choice, *, version: int, temperature: float) -> str:
         """The policy's answer to `prompt_ids`; `version` is the one that was asked for. Returns its text without
         control tokens, and raises ValueError where the completion contradicts itself."""
         following = self._following()
@@ -163,7 +164,7 @@ class Conversation:
 
     # --- how it goes on ---
 
-    def _remember(self, completion: Completion, text: str) -> None:
+    def _remember(self, completion: Choice, text: str) -> None:
         renderer, ids = self._template.renderer, completion.token_ids
         last = ids[-1] if ids else None
         ended = last is not None and (
@@ -193,7 +194,7 @@ class Conversation:
 
 
 def single_row(
-    prompt: Sequence[int], completion: Completion, *, opening: Sequence[int], version: int, temperature: float
+    prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
 ) -> TrainingRow:
     """The row of a prompt with one answer, of a rollout with one step. Raises ValueError where the completion
     contradicts itself."""
@@ -202,7 +203,7 @@ def single_row(
     return replace(row.finished(), steps=(0,))
 
 
-def _checked_versions(completion: Completion, version: int) -> tuple[tuple[int, int], ...]:
+def _checked_versions(completion: Choice, version: int) -> tuple[tuple[int, int], ...]:
     num = len(completion.token_ids)
     if len(completion.logprobs) != num:
         raise ValueError(

@@ -15,7 +15,7 @@ from orchestrator.advantage import group_credit
 from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, Task
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import training_samples
@@ -24,6 +24,7 @@ from orchestrator.workers.protocol import Loaded, Sample, decode_from_worker
 from orchestrator.workers.session import Answerer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer
 from tests.orchestrator.running import run
+from transport.http import Choice
 from transport.traces import trace_path
 
 SOURCE = '''
@@ -133,14 +134,14 @@ class Parrot:
         num: int,
         version: int | None,
         seed: int | None,
-    ) -> list[Completion]:
+    ) -> list[Choice]:
         self.asked.append((list(prompt_token_ids), params, version, seed))
         if seed not in self._given:
             self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
         text = self._given[seed]
         ids = [*text.encode(), END_OF_TURN][: params.max_tokens]
         logprobs = [-(position + 1) / 16 for position in range(len(ids))]
-        return [Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop")] * num
+        return [Choice(token_ids=ids, logprobs=logprobs, finish_reason="stop")] * num
 
 
 class World:
