@@ -99,25 +99,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def download(hub: Path, name: str, card: str, files: Mapping[str, Rows]) -> None:
+def download(hub: Path, name: str, files: Mapping[str, Rows]) -> None:
     """As if the data set had been downloaded."""
     folder, commit = hub / f"datasets--{name.replace('/', '--')}", "0" * 40
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(commit)
     for path, rows in files.items():
         write(folder / "snapshots" / commit / path, rows)
-    (folder / "snapshots" / commit / "README.md").write_text(f"---\nlicense: mit\n{card}---\n# About\n")
-
-
-GSM8K_CARD = """configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train-*}
-  - {split: test, path: main/test-*}
-- config_name: socratic
-  data_files:
-  - {split: train, path: socratic/train-*}
-"""
 
 
 async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
@@ -127,7 +115,7 @@ async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
         "main/test-00000.parquet": rows[2:],
         "socratic/train-0.parquet": rows,
     }
-    download(hub, "openai/gsm8k", GSM8K_CARD, files)
+    download(hub, "openai/gsm8k", files)
     environment = Dataset(path="openai/gsm8k")
     assert [example["answer"] for example in environment.dataset("train")] == ["2,000", "3,000"]
     [example] = environment.dataset("eval")
@@ -143,7 +131,7 @@ async def test_math_is_known_by_its_name_and_its_answers_are_boxed_in_solutions(
     solution = r"Half of $1$ is $\frac{1}{2}$, so \boxed{\frac{1}{2}}."
     row = {"problem": "What is half of $1$?", "level": "Level 1", "type": "Algebra", "solution": solution}
     files = {"algebra/train-0.parquet": [row], "algebra/test-0.parquet": [{**row, "problem": "And of $2/2$?"}]}
-    download(hub, "EleutherAI/hendrycks_math", "", files)
+    download(hub, "EleutherAI/hendrycks_math", files)
     environment = Dataset(path="EleutherAI/hendrycks_math")
     [example] = environment.dataset("eval")
     assert (await score_of(environment.rubric, r"It is \boxed{0.5}.", example)).reward == 1.0
@@ -155,7 +143,7 @@ async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Pa
         "test_list": ["assert double(2) == 4", "assert double(3) == 6"], "challenge_test_list": [],
     }  # fmt: skip
     files = {"full/train-0.parquet": [row], "full/test-0.parquet": [{**row, "text": "Write double."}]}
-    download(hub, "google-research-datasets/mbpp", "", files)
+    download(hub, "google-research-datasets/mbpp", files)
     patient = {"unit_tests": {"limits": {"wall_s": 60.0, "cpu_s": 60.0}}}
     environment = Dataset(path="google-research-datasets/mbpp", reward=patient)
     [example] = environment.dataset("eval")
