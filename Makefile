@@ -35,15 +35,14 @@ define HINT
 @command -v bwrap >/dev/null || echo 'no bubblewrap here: $(1); install it with: apt-get install bubblewrap'
 endef
 
-# What needs a real vLLM runs two at a time, or alone where a test asks for it; what does not, and mostly waits, three.
+# What needs a real vLLM runs two at a time; what does not, and mostly waits, three. Tests of one file share its runs.
 test: $(STAMP)
 	$(call HINT,tests of the sandbox are skipped)
 ifdef ARGS
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 else
 	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 3 --dist loadfile
-	$(BIN)/python -m pytest -m 'not gpu and e2e and not alone' -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m 'not gpu and e2e and alone'
+	$(BIN)/python -m pytest -m 'not gpu and e2e' -n 2 --dist loadfile --no-loadscope-reorder
 endif
 
 check: $(STAMP)

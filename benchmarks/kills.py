@@ -52,7 +52,7 @@ ONE_ORDER = {
 }
 """Sequences are sampled one by one, since the bits of a log-probability may depend on what is sampled beside it."""
 KILLS_A_RUN = 10
-LEFT_S, STEP_S, END_S = 30.0, 300.0, 300.0
+LEFT_S, STEP_S, END_S = 120.0, 500.0, 500.0
 
 
 @dataclass
@@ -105,8 +105,9 @@ class Run:
     def step(self) -> int:
         """The newest step that has a line in metrics.jsonl."""
         with suppress(OSError):
-            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-            steps = [json.loads(line)["progress/step"] for line in lines if "reward/mean" in line]
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+            whole = [line for line in lines if "reward/mean" in line and line.endswith("\n")]
+            steps = [json.loads(line)["progress/step"] for line in whole]
             return int(max(steps, default=0))
         return 0
 
@@ -210,12 +211,12 @@ def last_policy(folder: Path, step: int) -> bytes:
 
 
 def same_policy(parent: Path, num_steps: int, targets: list[str], draw: random.Random) -> bool:
-    """Whether a run with kills comes to the policy of one without."""
+    """Whether a run with kills over ZeroMQ comes to the policy of one without, over the filesystem."""
     options = ONE_ORDER | {"--max_steps": str(num_steps)}
     folders = []
-    for name, chosen in (("killed", targets), ("whole", [])):
+    for name, chosen, transport in (("killed", targets, "zmq"), ("whole", [], "filesystem")):
         (parent / name).mkdir()
-        list(killed_run(parent / name, options, chosen, draw))
+        list(killed_run(parent / name, options | {"--rollout_transport.type": transport}, chosen, draw))
         folders += [path for path in (parent / name).iterdir() if path.is_dir()]
     one, other = (last_policy(folder, num_steps) for folder in folders)
     return one == other

@@ -5,14 +5,16 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from configs.common import Conflicts, Port, Section
 
 
-class _Machine(Section):
+class Machine(Section):
+    """What each process of a part gets."""
+
     cpus: PositiveInt | None = None
     """CPU cores of each process (null: the cluster's default)."""
     memory_gb: PositiveFloat | None = None
     """Main memory of each process in GB (null: the cluster's default)."""
 
 
-class InferTopology(_Machine):
+class InferTopology(Machine):
     """The inference servers."""
 
     replicas: PositiveInt = 1
@@ -21,7 +23,7 @@ class InferTopology(_Machine):
     """GPUs of each (null: `tp` · `dp` of the server; none where it computes on a CPU)."""
 
 
-class TrainTopology(_Machine):
+class TrainTopology(Machine):
     """The trainer."""
 
     nodes: PositiveInt = 1
@@ -36,11 +38,11 @@ class TrainTopology(_Machine):
             yield "min_nodes", f"must not exceed nodes = {self.nodes}"
 
 
-class OrchTopology(_Machine):
+class OrchTopology(Machine):
     """The orchestrator."""
 
 
-class EnvTopology(_Machine):
+class EnvTopology(Machine):
     """Machines that run the environments (`grpo-env`), apart from the orchestrator's."""
 
     replicas: NonNegativeInt = 0

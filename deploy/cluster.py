@@ -2,15 +2,17 @@
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.errors import Problem, SettingsError
+from configs.errors import SettingsError
 from configs.keys import get
 from configs.loading import COMMAND_LINE, Loaded
 from configs.run import PRESETS, Run, run_file
+from configs.topology import Machine
+from deploy.plan import run_id_problems
 from deploy.teacher import why_not_started
 
 _BESIDE_FILES = (COMMAND_LINE, "environment variable")
@@ -58,8 +60,7 @@ class Part:
 def check(run: Run) -> None:
     """Raises `SettingsError` where a run cannot be divided over a cluster."""
     train, topology = run.train, run.settings.topology
-    programs: tuple[Loaded[Any], ...] = (run.train, run.orch)
-    problems = [one.problem("run_id", "is the launcher's; remove it") for one in programs if one.settings.run_id]
+    problems = run_id_problems(run)
     if train.settings.colocate or train.settings.sleep_mode:
         problems.append(
             train.problem("colocate", "shares one device, and launch gives each program its own; remove it")
@@ -77,39 +78,47 @@ def check(run: Run) -> None:
 
 def parts(run: Run, places: Places) -> list[Part]:
     """The parts of a run: servers, trainer, orchestrator, and environments where they have machines of their own."""
-    topology = run.settings.topology
+    topology, versions = run.settings.topology, run.orch.settings.weight_broadcast
+    of_server: dict[str, Any] = {"host": ALL_INTERFACES, "port": topology.port}
+    if versions.type == "http":
+        of_server["weight_broadcast_url"] = f"http://{places.orchestrator}:{versions.port}"
     return [
         Part(
             role="infer",
-            argv=_command(run.infer, places, host=ALL_INTERFACES, port=topology.port, **_fetching(run, places)),
+            argv=_command(run.infer, places, **of_server),
             replicas=topology.infer.replicas,
             gpus=_server_gpus(run),
-            cpus=topology.infer.cpus,
-            memory_gb=topology.infer.memory_gb,
             port=topology.port,
+            **_machine(topology.infer),
         ),
         Part(
             role="train",
             argv=_command(run.train, places, **_of_trainer(run, places)),
             replicas=topology.train.nodes,
             gpus=0 if run.train.settings.device == "cpu" else _ranks(run),
-            cpus=topology.train.cpus,
-            memory_gb=topology.train.memory_gb,
             port=topology.rendezvous_port,
+            **_machine(topology.train),
         ),
-        Part(
-            role="orch",
-            argv=_command(run.orch, places, **_of_orchestrator(run, places)),
-            cpus=topology.orch.cpus,
-            memory_gb=topology.orch.memory_gb,
+        Part(role="orch", argv=_command(run.orch, places, **_of_orchestrator(run, places)), **_machine(topology.orch)),
+        *(
+            Part(
+                role=f"env.{number}",
+                argv=("grpo-env", env_id, "--host", ALL_INTERFACES, "--port", str(port)),
+                replicas=topology.env.replicas,
+                port=port,
+                **_machine(topology.env),
+            )
+            for number, (env_id, port) in enumerate(_distant(run).items())
         ),
-        *_environments(run),
     ]
 
 
+def _machine(chosen: Machine) -> dict[str, Any]:
+    return {"cpus": chosen.cpus, "memory_gb": chosen.memory_gb}
+
+
 def _ranks(run: Run) -> int:
-    given = run.settings.topology.train.gpus
-    return given or run.train.settings.gpus
+    return run.settings.topology.train.gpus or run.train.settings.gpus
 
 
 def _server_gpus(run: Run) -> int:
@@ -151,14 +160,6 @@ def _sockets(run: Run, places: Places) -> dict[str, Any]:
     return {f"{name}.host": places.orchestrator for name, kind in over.items() if kind in ("zmq", "http")}
 
 
-def _fetching(run: Run, places: Places) -> dict[str, Any]:
-    """Whence servers fetch versions, where not from the run's folder."""
-    versions = run.orch.settings.weight_broadcast
-    if versions.type != "http":
-        return {}
-    return {"weight_broadcast_url": f"http://{places.orchestrator}:{versions.port}"}
-
-
 def _distant(run: Run) -> dict[str, int]:
     """The environments that have processes of their own, and their ports."""
     topology = run.settings.topology
@@ -166,19 +167,6 @@ def _distant(run: Run) -> dict[str, int]:
         return {}
     ids = dict.fromkeys(env.id for env in run.orch.settings.env if env.address is None)
     return {env_id: topology.env_port + number for number, env_id in enumerate(ids)}
-
-
-def _environments(run: Run) -> Iterator[Part]:
-    chosen = run.settings.topology.env
-    for number, (env_id, port) in enumerate(_distant(run).items()):
-        yield Part(
-            role=f"env.{number}",
-            argv=("grpo-env", env_id, "--host", ALL_INTERFACES, "--port", str(port)),
-            replicas=chosen.replicas,
-            cpus=chosen.cpus,
-            memory_gb=chosen.memory_gb,
-            port=port,
-        )
 
 
 def _command(loaded: Loaded[Any], places: Places, **settings: Any) -> tuple[str, ...]:
@@ -210,14 +198,8 @@ def name_of(run: Run) -> str:
 
 def secrets(parts: Sequence[Part], run: Run) -> tuple[str, ...]:
     """Environment variables with keys that must be set where programs of several machines talk to each other."""
-    needed = [run.infer.settings.api_key_var]
-    return (*needed, "GRPO_ENV_KEY") if any(part.role.startswith("env") for part in parts) else tuple(needed)
-
-
-def missing_secret(name: str) -> SettingsError:
-    """What to say where such a variable is not set."""
-    message = "is not set, and the programs reach each other over a network; set it: export X=$(openssl rand -hex 32)"
-    return SettingsError([Problem(origin="environment", key=name, value=None, message=message)])
+    distant = any(part.role.startswith("env") for part in parts)
+    return (run.infer.settings.api_key_var, *(["GRPO_ENV_KEY"] if distant else []))
 
 
 def said_by(*command: str) -> str:

@@ -5,11 +5,9 @@ from pathlib import Path
 
 MAX_THREADS = 8
 """More threads than this seldom help the models that are trained on a CPU."""
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
-def available_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
+def available_cores(cgroup_limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Cores that this process may use, by affinity and by the container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
@@ -28,4 +26,4 @@ def threads_each(cores: int, num_programs: int) -> int:
 
 def thread_variables(num_threads: int) -> dict[str, str]:
     """Environment variables that hold the numeric libraries of a process to `num_threads`."""
-    return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))

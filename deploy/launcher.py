@@ -25,14 +25,11 @@ from orchestrator.monitoring.summary import Summary
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, StorageError
-from transport.folders import write_atomic
 from transport.hidden import hide_environment, key_variables
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
 from transport.status import server_file
 from transport.weights.identity import base_identity, resolve_model
 
-RESTARTS_FILE = "restarts.json"
-"""In the run's `status` folder: how often each program was started again, by role."""
 SUMMARY_FILE = "summary.json"
 MODULES = {
     **{"infer": "infer.cli", "teacher": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"},
@@ -41,8 +38,6 @@ MODULES = {
 """By program: what Python runs."""
 SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
 _NUM_LOG_LINES = 20
-_NUM_ERROR_LINES = 200
-"""How far back a program's error is looked for; a traceback may follow it."""
 Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
 
@@ -88,7 +83,12 @@ def run_plan(plan: Plan, show: Show) -> int:
         except (FileNotFoundError, RunFolderError, StorageError, NoRoom, DryStepError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        return _run_in(folder, with_run(plan, folder.run_id), signals, show)
+        plan = with_run(plan, folder.run_id)
+        programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder)
+        with show(folder.path) as tick:
+            outcome = run_programs(programs, restarts=plan.restarts, signals=signals, tick=tick)
+    explain(outcome)
+    return outcome.exit_code or print_summary(folder.path)
 
 
 def _divided(plan: Plan, model: Path) -> Plan:
@@ -150,24 +150,6 @@ def clear_for_start(run: RunFolder) -> None:
     StepStore(run.batches, run_id=run.run_id).remove_finished()
 
 
-def _run_in(run: RunFolder, plan: Plan, signals: Signals, show: Show) -> int:
-    programs = make_programs(plan, write_settings(plan, run.path / "settings"), run)
-    outcome = start_all(programs, run, plan.restarts, signals, show)
-    explain(outcome)
-    return outcome.exit_code or print_summary(run.path)
-
-
-def start_all(programs: Sequence[Program], run: RunFolder, restarts: int, signals: Signals, show: Show) -> Outcome:
-    """The programs of a run, from start to end, while it is shown."""
-
-    def restarted(number: Mapping[str, int]) -> None:
-        with contextlib.suppress(OSError):  # it is for people
-            write_atomic(run.status / RESTARTS_FILE, json.dumps(dict(number)).encode(), durable=False)
-
-    with show(run.path) as tick:
-        return run_programs(programs, restarts=restarts, signals=signals, tick=tick, restarted=restarted)
-
-
 def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
     """The programs as they are started. Environment variables with settings are left out, because the files hold the
     outcome, and they would overrule it; so are keys that only the orchestrator needs. Models are got with HF_TOKEN by
@@ -219,19 +201,15 @@ def explain(outcome: Outcome) -> None:
     if outcome.stopped_by is not None:
         print(f"ended by {outcome.stopped_by.name}", file=sys.stderr)
     elif (failed := outcome.failed) is not None:
-        program = failed.program
-        tail = program.log_tail(_NUM_LOG_LINES) or "(nothing)"
-        print(
-            f"\nlast lines of {program.log}:", *(f"  | {line}" for line in tail.splitlines()), sep="\n", file=sys.stderr
-        )
-        why = last_error(program.log_tail(_NUM_ERROR_LINES))
-        print(f"error: {program.name} {failed.failure}{why}", file=sys.stderr)
+        lines = failed.program.last_lines()
+        shown = [f"  | {line}" for line in lines[-_NUM_LOG_LINES:] or ["(nothing)"]]
+        print(f"\nlast lines of {failed.program.log}:", *shown, sep="\n", file=sys.stderr)
+        print(f"error: {failed.program.name} {failed.failure}{last_error(lines)}", file=sys.stderr)
 
 
-def last_error(log_tail: str) -> str:
+def last_error(lines: Sequence[str]) -> str:
     """The error that a program ended with, to be appended; empty where it was killed without a word. Where a traceback
     belongs to the error, its last line is what the person can mend."""
-    lines = log_tail.splitlines()
     found = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     if not found:
         return ""

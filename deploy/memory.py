@@ -11,13 +11,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from configs.train import TrainSettings
+from deploy.plan import Plan
 from trainer.dry_step import Measurement
-
-if TYPE_CHECKING:
-    from deploy.plan import Plan
 
 GIB = 2**30
 SERVER_SHARE = 0.9
@@ -40,7 +37,7 @@ class DryStepError(RuntimeError):
     """The dry step could not be made; the message ends with what its process printed last."""
 
 
-def with_split(plan: "Plan", folder: Path, *, dry_step: Callable[..., Measurement] | None = None) -> "tuple[Plan, str]":
+def with_split(plan: Plan, folder: Path, *, dry_step: Callable[..., Measurement] | None = None) -> tuple[Plan, str]:
     """The plan with the server's share of the GPU, and a line that tells it. `folder` holds the base model.
 
     Raises `NoRoom` and `DryStepError`.

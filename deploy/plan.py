@@ -95,8 +95,11 @@ def resolve(run: Run, *, visible: Sequence[str] | None = None) -> Plan:
         run.orch.settings,
         run.settings.infer_replicas,
     )
-    problems = [*_no_run_id(run.train), *_no_run_id(run.orch), *_address(run), *_restarts_without_effect(run)]
-    problems += _on_one_machine(run)
+    problems = [*run_id_problems(run), *_address(run), *_on_one_machine(run)]
+    restarts = 0 if train.weight_broadcast.type == "nccl" else run.settings.restarts  # no program can be missing
+    if restarts < run.settings.restarts and "restarts" in run.settings.model_fields_set:
+        message = "has no effect: with weight_broadcast.type nccl no program is started again; remove it"
+        problems.append(run.problem("restarts", message))
     if train.sleep_mode and train.device != "cuda" and not visible:
         why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
         problems.append(run.train.problem("sleep_mode", why))
@@ -123,7 +126,7 @@ def resolve(run: Run, *, visible: Sequence[str] | None = None) -> Plan:
         orch=orch,
         teacher=teacher,
         free_port=not ({"port"} & infer.model_fields_set or {"base_url"} & orch.client.model_fields_set),
-        restarts=_restarts(run),
+        restarts=restarts,
         gpus={} if together else divided(visible, needs),
         replicas=replicas,
     )
@@ -147,58 +150,42 @@ def with_threads(plan: Plan, num_threads: int, *, gpu: bool) -> Plan:
 
 
 def with_run(plan: Plan, run_id: str) -> Plan:
-    """Joins trainer and orchestrator to the run that the launcher made, and servers and orchestrator by ports."""
+    """Joins trainer and orchestrator to the run that the launcher made, and all programs by ports, free ones where the
+    user left them open."""
     ports = _free_ports(plan.infer.host, plan.replicas)
     if not plan.free_port:
         ports = tuple(range(plan.infer.port, plan.infer.port + plan.replicas))
-    plan = _with_teacher_address(_with_own_ports(plan))
-    client = plan.orch.client
-    if "base_url" not in client.model_fields_set:
-        client = client.model_copy(update={"base_url": tuple(_url(plan.infer.host, port) for port in ports)})
     goes_on: dict[str, Any] = {"run_id": run_id, "resume": "auto"}
-    train = goes_on | {"overwrite_output_dir": False, "ckpt": _newest(plan.train.ckpt)}
+    # Without the step to go back to: the launcher has done it, and a program that is started again must not.
+    train = goes_on | {"overwrite_output_dir": False, "ckpt": _with(plan.train.ckpt, resume_step=None)}
+    orch = goes_on | {"ckpt": _with(plan.orch.ckpt, resume_step=None)}
+    infer: dict[str, Any] = {"port": ports[0]}
+    if "base_url" not in plan.orch.client.model_fields_set:
+        urls = tuple(_url(plan.infer.host, port) for port in ports)
+        orch["client"] = _with(plan.orch.client, base_url=urls)
+    if (server := plan.teacher) is not None and plan.orch.teacher_model is not None:
+        server = server if "port" in server.model_fields_set else _with(server, port=_free_ports(server.host)[0])
+        client = _with(plan.orch.teacher_model.client, base_url=(_url(server.host, server.port),))
+        orch["teacher_model"] = _with(plan.orch.teacher_model, client=client)
+    for name, kind in (("rollout_transport", "zmq"), ("weight_broadcast", "http")):
+        section = getattr(plan.orch, name)
+        if section.type == kind and "port" not in section.model_fields_set:
+            port = _free_ports("127.0.0.1")[0]
+            train[name], orch[name] = (_with(getattr(one, name), port=port) for one in (plan.train, plan.orch))
+            if kind == "http":
+                infer["weight_broadcast_url"] = _url(section.host, port).removesuffix("/v1")
     return replace(
         plan,
-        train=plan.train.model_copy(update=train),
-        infer=plan.infer.model_copy(update={"port": ports[0]}),
+        train=_with(plan.train, **train),
+        infer=_with(plan.infer, **infer),
+        orch=_with(plan.orch, **orch),
+        teacher=server,
         ports=ports,
-        orch=plan.orch.model_copy(update=goes_on | {"client": client, "ckpt": _newest(plan.orch.ckpt)}),
     )
 
 
-def _newest(ckpt: C) -> C:
-    """Without the step to go back to: the launcher has done it, and a program that is started again must not."""
-    return ckpt.model_copy(update={"resume_step": None})
-
-
-def _with_teacher_address(plan: Plan) -> Plan:
-    """A free port for the teacher's server, where the user left it open, and the orchestrator led to it."""
-    server, teacher = plan.teacher, plan.orch.teacher_model
-    if server is None or teacher is None:
-        return plan
-    port = server.port if "port" in server.model_fields_set else _free_ports(server.host)[0]
-    client = teacher.client.model_copy(update={"base_url": (_url(server.host, port),)})
-    led = {"teacher_model": teacher.model_copy(update={"client": client})}
-    return replace(plan, teacher=server.model_copy(update={"port": port}), orch=plan.orch.model_copy(update=led))
-
-
-def _with_own_ports(plan: Plan) -> Plan:
-    """Free ports for batches over ZeroMQ and versions over HTTP, where the user left them open; trainer and
-    orchestrator agree on all else already."""
-    for name, kind in (("rollout_transport", "zmq"), ("weight_broadcast", "http")):
-        section = getattr(plan.orch, name)
-        if section.type != kind or "port" in section.model_fields_set:
-            continue
-        port = _free_ports("127.0.0.1")[0]
-        train, orch = ({name: getattr(one, name).model_copy(update={"port": port})} for one in (plan.train, plan.orch))
-        infer = {"weight_broadcast_url": _url(section.host, port).removesuffix("/v1")} if kind == "http" else {}
-        plan = replace(
-            plan,
-            train=plan.train.model_copy(update=train),
-            infer=plan.infer.model_copy(update=infer),
-            orch=plan.orch.model_copy(update=orch),
-        )
-    return plan
+def _with(settings: C, **changed: Any) -> C:
+    return settings.model_copy(update=changed)
 
 
 def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:
@@ -222,21 +209,11 @@ def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:
             yield run.teacher.problem(key, message)
 
 
-def _restarts(run: Run) -> int:
-    """How often each program may be started again. Where weights are broadcast, no program can be missing."""
-    return 0 if run.train.settings.weight_broadcast.type == "nccl" else run.settings.restarts
-
-
-def _restarts_without_effect(run: Run) -> Iterator[Problem]:
-    if run.settings.restarts and not _restarts(run) and "restarts" in run.settings.model_fields_set:
-        message = "has no effect: with weight_broadcast.type nccl no program is started again; remove it"
-        yield run.problem("restarts", message)
-
-
-def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
-    if loaded.settings.run_id is None:
-        return []
-    return [loaded.problem("run_id", "grpo makes a run of its own; remove it, or start the programs apart")]
+def run_id_problems(run: Run) -> list[Problem]:
+    """A run_id, which only programs that are started apart can be given."""
+    programs: tuple[Loaded[Any], ...] = (run.train, run.orch)
+    why = "grpo makes a run of its own; remove it, or start the programs apart"
+    return [one.problem("run_id", why) for one in programs if one.settings.run_id is not None]
 
 
 def _on_one_machine(run: Run) -> Iterator[Problem]:

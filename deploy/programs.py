@@ -68,15 +68,14 @@ class Program:
         """Whether it serves until it is told to end."""
         return self.role.partition(".")[0] in ("infer", "teacher", "env")
 
-    def log_tail(self, num_lines: int) -> str:
-        """The last lines that it printed."""
+    def last_lines(self) -> list[str]:
+        """What it printed last."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
+                return file.read().decode(errors="replace").splitlines()
         except FileNotFoundError:
-            return "the log is not there any more"
-        return "\n".join(lines[-num_lines:])
+            return ["the log is not there any more"]
 
 
 class Child:
@@ -92,7 +91,7 @@ class Child:
         """How it has ended for good."""
         self.gave_up = False
         """It has ended for good only because it was started again too often."""
-        self.num_restarts = self._num_in_a_row = 0
+        self._num_in_a_row = 0
         self._start()
 
     def _start(self) -> None:
@@ -139,7 +138,7 @@ class Child:
             self.failure = how(status) + (f" after {self._restarts} restarts" if self._restarts else "")
         else:
             pause_s = min(FIRST_PAUSE_S * 2.0**self._num_in_a_row, MAX_PAUSE_S)
-            self._num_in_a_row, self.num_restarts = self._num_in_a_row + 1, self.num_restarts + 1
+            self._num_in_a_row += 1
             self._process, self._again_s = None, now_s + pause_s
             self._say(AWAY, pid=os.getpid(), message=how(status))  # so that nobody believes it gone
             often = f"({self._num_in_a_row} of {self._restarts})"
@@ -152,18 +151,19 @@ class Child:
             return status not in (0, *OWN_FAILURES)
         return status < 0 or status == START_AGAIN
 
+    def has_ended(self) -> bool:
+        """Whether it has no process."""
+        return self._process is None or self._process.poll() is not None
+
     def send(self, number: int) -> None:
         """Passes a signal to its process, if there is one."""
         if self._process is not None:
             self._process.send_signal(number)
 
-    def has_ended(self) -> bool:
-        """Whether it has no process."""
-        return self._process is None or self._process.poll() is not None
-
-    def wait(self) -> None:
-        """Until its process, which was sent a signal, has ended."""
+    def kill(self) -> None:
+        """Ends its process, if there is one."""
         if self._process is not None:
+            self._process.kill()
             self._process.wait()
         if self.program.role == "teacher" and self.failure is None:
             self._say(FINISHED, pid=os.getpid())
@@ -236,11 +236,9 @@ def run_programs(
     restarts: int,
     signals: Signals,
     tick: Callable[[], None],
-    restarted: Callable[[Mapping[str, int]], None],
 ) -> Outcome:
     """Starts all programs, and returns when the orchestrator and the trainer are done, one has failed for good, or a
-    signal has come, and none of them, nor anything that they started, is left. `tick` is called all the while, and
-    `restarted` is told how often each program was started again, by role."""
+    signal has come, and none of them, nor anything that they started, is left. `tick` is called all the while."""
     signals.collect()
     _adopt_orphans()
     others = _children()
@@ -252,7 +250,7 @@ def run_programs(
     try:
         for program in programs:
             running.append(Child(program, restarts=restarts, tidy=tidy))
-        outcome = _watch(running, signals, tick, restarted)
+        outcome = _watch(running, signals, tick)
         if outcome.stopped_by is not None:
             told = f"{outcome.stopped_by.name}: ending the programs; once more kills them"
             print(told, file=sys.stderr, flush=True)
@@ -262,13 +260,7 @@ def run_programs(
         _end_strays(keep=others)
 
 
-def _watch(
-    children: Sequence[Child],
-    signals: Signals,
-    tick: Callable[[], None],
-    restarted: Callable[[Mapping[str, int]], None],
-) -> Outcome:
-    told: Mapping[str, int] = {}
+def _watch(children: Sequence[Child], signals: Signals, tick: Callable[[], None]) -> Outcome:
     while not signals.received:
         if all(child.done for child in children if not child.program.is_server):
             return Outcome()
@@ -276,9 +268,6 @@ def _watch(
             child.look()
             if child.failure is not None:
                 return Outcome(failed=child)
-        if (now := {child.program.role: child.num_restarts for child in children if child.num_restarts}) != told:
-            told = now
-            restarted(told)
         tick()
         time.sleep(POLL_S)
     return Outcome(stopped_by=signals.received[0])
@@ -293,17 +282,14 @@ def _end_all(children: Sequence[Child], signals: Signals, tick: Callable[[], Non
         _signal(trainer, signal.SIGUSR1, CHECKPOINT_S, signals, tick)
     _signal(children, number, GRACE_S, signals, tick)
     for child in children:
-        if not child.has_ended():
-            child.send(signal.SIGKILL)
-        child.wait()
+        child.kill()
 
 
 def _signal(children: Sequence[Child], number: int, limit_s: float, signals: Signals, tick: Callable[[], None]) -> None:
     """Sends a signal, and returns when all have ended, the limit is over, or another signal has come."""
     num_received = len(signals.received)
     for child in children:
-        if not child.has_ended():
-            child.send(number)
+        child.send(number)
     give_up_s = time.monotonic() + limit_s
     while not all(child.has_ended() for child in children):
         if time.monotonic() > give_up_s or len(signals.received) > num_received:

@@ -7,14 +7,16 @@ over. Slurm itself queues it again where a machine is lost.
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.errors import Problem, SettingsError
 from configs.run import Run, run_file
-from deploy.cluster import Part, Places, missing_secret, name_of, parts, said_by, secrets
-from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary, start_all
-from deploy.programs import Program, Signals
+from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
+from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary
+from deploy.programs import Program, Signals, run_programs
 from transport.errors import START_AGAIN
 from transport.parent import PARENT_VAR
 from transport.run import RunFolder, open_run
@@ -43,7 +45,7 @@ def script(run: Run, target: str, arguments: Sequence[str]) -> str:
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {word}" for word in group]
     words = [sys.executable, "-P", "-m", "grpo.cli", "launch", target, "--on", "slurm", "--inside", *arguments]
-    return "\n".join([*lines, f"exec {' '.join(map(_quoted, words))}", ""])
+    return "\n".join([*lines, f"exec {shlex.join(words)}", ""])
 
 
 def _machines(part: Part) -> list[str]:
@@ -59,19 +61,16 @@ def _resources(part: Part) -> list[str]:
     return words + ([f"--gpus-per-task={part.gpus}"] if part.gpus else [])
 
 
-def _quoted(word: str) -> str:
-    return "'" + word.replace("'", "'\\''") + "'"
-
-
 # --- from outside ---
 
 
 def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     """Queues the run, and says so. Raises `SettingsError`, `RunFolderError`, and OSError where Slurm refuses."""
     train = run.train.settings
-    for name in secrets(parts(run, Places()), run):
-        if not os.environ.get(name):
-            raise missing_secret(name)
+    why = "is not set, and the programs reach each other over a network; set it: export X=$(openssl rand -hex 32)"
+    missing = [name for name in secrets(parts(run, Places()), run) if not os.environ.get(name)]
+    if missing:
+        raise SettingsError([Problem(origin="environment", key=name, value=None, message=why) for name in missing])
     folder = open_run(train.output_dir, resume=train.resume, overwrite=train.overwrite_output_dir)
     (folder.path / "settings").mkdir(exist_ok=True)
     folder.logs.mkdir(exist_ok=True)
@@ -108,8 +107,9 @@ def inside(run: Run, target: str, show: Show) -> int:
     with Signals() as signals:
         folder = open_run(run.train.settings.output_dir, resume="auto")
         clear_for_start(folder)
-        restarts = run.settings.restarts
-        outcome = start_all(_programs(run, target, folder), folder, restarts, signals, show)
+        programs = _programs(run, target, folder)
+        with show(folder.path) as tick:
+            outcome = run_programs(programs, restarts=run.settings.restarts, signals=signals, tick=tick)
     explain(outcome)
     gave_up = outcome.failed is not None and outcome.failed.gave_up
     again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS

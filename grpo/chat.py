@@ -2,23 +2,20 @@
 
 import argparse
 import shutil
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from grpo.run_files import NoRun
-from grpo.serve import ALIAS, Served, served
-from grpo.version import CannotExport, open_version, settings_of
-from transport.errors import TransportError
+from grpo.serve import ALIAS, Served, served, settings_alone
+from grpo.version import open_version, settings_of
 
 EPILOG = """\
 Each line is answered by the base (left) and by the policy (right), each with its own answers before. An empty line
 begins anew; Ctrl-D ends.
 
-exit codes: 0 done, 1 the version cannot be served, 2 a wrong command line, 130 Ctrl-C"""
+exit codes: 0 done, 1 the version cannot be served, 2 there is no run, or the command line is wrong, 130 Ctrl-C"""
 ANSWER_S = 300.0
 _GAP = "  |  "
 
@@ -34,18 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code, once the conversation has ended."""
-    try:
-        version = open_version(options.run, options.step)
-        print(f"starting the server of version {version.manifest.version} …", flush=True)
-        with served(version) as server:
-            sampling = settings_of(version.run, "orch").get("sampling", {})
-            options.max_tokens = options.max_tokens or sampling.get("max_tokens")
-            talk(server, options)
-    except KeyboardInterrupt:
-        return 130
-    except (NoRun, CannotExport, TransportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    version = open_version(options.run, options.step)
+    print(f"starting the server of version {version.manifest.version} …", flush=True)
+    with served(settings_alone(version), version.run / "logs" / "chat.log", version=version) as server:
+        sampling = settings_of(version.run, "orch").get("sampling", {})
+        options.max_tokens = options.max_tokens or sampling.get("max_tokens")
+        talk(server, options)
     return 0
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo.errors import CommandError
+from transport.errors import TransportError
 from transport.parent import end_with_starter
 
 COMMANDS = {
@@ -56,8 +58,21 @@ def _command(argv: list[str]) -> int:
         options.others = others
         if others and not hasattr(module, "TAKES_OTHERS"):
             parser.error(f"unknown: {' '.join(others)}")
-        return int(module.main(options))
+        return _answered(module, options)
     return _run(argv[1:] if argv[:1] == ["run"] else argv)
+
+
+def _answered(module: Any, options: argparse.Namespace) -> int:
+    """The command's exit code; what a person can mend is told in a line."""
+    try:
+        return int(module.main(options))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        raise
+    except (CommandError, TransportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, CommandError) else 1
 
 
 def _run(argv: list[str]) -> int:

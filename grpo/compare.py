@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from configs.errors import SettingsError
+from configs.run import load_run
+from deploy.plan import resolve
+from grpo.errors import CommandError
+from grpo.handle import GRPO
 from grpo.run_files import SUMMARY_FILE, read
 from transport.folders import write_atomic
 from transport.parent import PARENT_VAR
@@ -40,8 +45,10 @@ interrupted.
 exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 
 
-class CannotCompare(ValueError):
+class CannotCompare(CommandError):
     """Arms or runs from which no comparison can be made."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,21 +92,18 @@ def main(options: argparse.Namespace) -> int:
     """`grpo compare`; the exit code."""
     from grpo.figures import report
 
-    try:
-        arms = arms_of(options.arms, options.arm)
-        runs = planned(arms, options.others, folder=options.output_dir, steps=options.steps, seeds=options.seeds)
-        _check_settings(runs)
-        if "--dry-run" in options.others:
-            print("\n".join(shlex.join(("grpo", *run.words)) for run in runs))
-            return 0
-        _check_folders(runs, options.output_dir)
-        for number, run in enumerate(runs, 1):
-            print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
-            _train(run)
-        report({name: [(run.seed, run.folder) for run in runs if run.arm == name] for name in arms}, options.output_dir)
-    except CannotCompare as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arms = arms_of(options.arms, options.arm)
+    others = [word for word in options.others if word != "--dry-run"]
+    runs = planned(arms, others, folder=options.output_dir, steps=options.steps, seeds=options.seeds)
+    _check_settings(runs)
+    if len(others) < len(options.others):
+        print("\n".join(shlex.join(("grpo", *run.words)) for run in runs))
+        return 0
+    _check_folders(runs, options.output_dir)
+    for number, run in enumerate(runs, 1):
+        print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
+        _train(run)
+    report({name: [(run.seed, run.folder) for run in runs if run.arm == name] for name in arms}, options.output_dir)
     return 0
 
 
@@ -158,19 +162,16 @@ def _others(words: Sequence[str], settings: Sequence[str]) -> Iterator[str]:
             left.pop(0)
 
 
-def _grpo(run: Run) -> list[str]:
-    return [sys.executable, "-P", "-m", "grpo.cli", *run.words]
-
-
 def _check_settings(runs: Sequence[Run]) -> None:
     """Of every arm, before the first one is run. Raises `CannotCompare`, also for two arms that are the same."""
     effective: dict[str, str] = {}
     for run in {run.arm: run for run in runs}.values():
-        words = [*_grpo(run), *([] if "--dry-run" in run.words else ["--dry-run"])]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode:
-            raise CannotCompare(f"arm {run.arm} has settings that cannot be honoured:\n{done.stderr.strip()}")
-        settings = done.stdout.replace(str(run.folder), "")
+        is_named = bool(run.words) and not run.words[0].startswith("--")
+        try:
+            plan = resolve(load_run(run.words[0] if is_named else None, run.words[is_named:]))
+        except SettingsError as error:
+            raise CannotCompare(f"arm {run.arm} has settings that cannot be honoured:\n{error}") from error
+        settings = plan.effective().replace(str(run.folder), "")
         if same := [arm for arm, one in effective.items() if one == settings]:
             raise CannotCompare(f"arms {same[0]} and {run.arm} have the same settings; give them different ones")
         effective[run.arm] = settings
@@ -196,7 +197,7 @@ def _train(run: Run) -> None:
     """Runs `grpo`, which goes on with a run that is there, and is told what this process is told. Exits with its code
     where it fails."""
     # A group of its own: Ctrl-C reaches it once, through here.
-    child = subprocess.Popen(_grpo(run), process_group=0, env={**os.environ, PARENT_VAR: str(os.getpid())})
+    child = subprocess.Popen([*GRPO, *run.words], process_group=0, env={**os.environ, PARENT_VAR: str(os.getpid())})
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, _: child.send_signal(number)) for number in numbers}
     code = child.wait()

@@ -2,19 +2,14 @@
 
 import argparse
 import asyncio
-import contextlib
-import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +20,24 @@ from configs.infer import InferSettings
 from configs.loading import load
 from configs.orch import OrchSettings
 from grpo.handle import Run
-from grpo.serve import ALONE, free_port, started
+from grpo.serve import ALONE, Served, free_port, served
 from grpo.sources import env_settings
 from grpo.training import Env
-from orchestrator.background import in_thread
-from orchestrator.checks import check_server
+from grpo.version import Version, open_version
 from orchestrator.envs.base import Environment
 from orchestrator.envs.registry import check_id
 from orchestrator.evaluate import Evaluation
 from orchestrator.evaluate import evaluate as evaluate_version
 from orchestrator.inference.client import InferenceClient, ServerError
 from orchestrator.inference.pool import ServerPool
-from orchestrator.inference.watch import ServerWatch
-from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import Completion
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.errors import TransportError
-from transport.folders import STABLE, steps_in
-from transport.run import current_run_id, recorded_settings
-from transport.weights.identity import base_identity, resolve_model
-from transport.weights.store import NOISE_FILE, PolicyReader
+from transport.http import Choice
+from transport.run import RUN_FILE, recorded_settings
+from transport.weights.identity import resolve_model
 
 TAKES_OTHERS = True
 EPILOG = """\
@@ -59,7 +49,7 @@ sampling hold unless they are given here. All other options are keys of grpo-inf
   grpo evaluate outputs/first --step 20 --rollouts_per_example 8 --temperature 1
 
 exit codes: 0 done, 1 a server or an environment failed, 2 settings that cannot be honoured, 130 Ctrl-C"""
-_NUM_LOG_LINES = 15
+_LOOK_S = 0.5
 _VERSION_FOLDER = re.compile(r"step_(\d+)")
 
 
@@ -69,14 +59,23 @@ class Target:
 
     model: str
     """The base model."""
-    run: Path | None = None
-    version: int | None = None
-    """Of the run's policy; None for the model itself."""
+    version: Version | None = None
+    """Of a run's policy; None for the model itself."""
+
+    @property
+    def run(self) -> Path | None:
+        """The run's folder."""
+        return None if self.version is None else self.version.run
+
+    @property
+    def number(self) -> int | None:
+        """Of the version."""
+        return None if self.version is None else self.version.manifest.version
 
     @property
     def name(self) -> str:
         """For people."""
-        return self.model if self.version is None else f"{self.run}, version {self.version}"
+        return self.model if self.version is None else f"{self.run}, version {self.number}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,19 +170,13 @@ def find_target(text: str, step: int | None) -> Target:
     path = Path(text)
     if (found := _VERSION_FOLDER.fullmatch(path.name)) and path.parent.name in ("checkpoints", "broadcasts"):
         path, step = path.parent.parent, int(found[1])
-    if (run_id := current_run_id(path) if path.is_dir() else None) is None:
-        if step is not None:
-            raise ValueError(f"{text} is no run, of which --step {step} would be a version")
-        resolve_model(text)
-        return Target(model=text)
-    versions = sorted(steps_in(path / "broadcasts", part=STABLE))
-    trainer = recorded_settings(path, "train")
-    if not versions or trainer is None:
-        raise ValueError(f"the run in {path} has published no version yet")
-    version = versions[-1] if step is None else step
-    if PolicyReader(path / "broadcasts", run_id=run_id).poll(version) is None:
-        raise ValueError(f"version {version} is no longer in {path / 'broadcasts'}; there are {versions}")
-    return Target(model=str(trainer["model"]), run=path, version=version)
+    if (path / RUN_FILE).is_file():
+        version = open_version(path, step)
+        return Target(model=version.base_name, version=version)
+    if step is not None:
+        raise ValueError(f"{text} is no run, of which --step {step} would be a version")
+    resolve_model(text)
+    return Target(model=text)
 
 
 def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettings, InferSettings]:
@@ -221,17 +214,10 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
-async def _ended(server: subprocess.Popen[bytes], log: Path) -> None:
-    """Raises ServerError when the server ends."""
-    code = await in_thread(server.wait)
-    said = (await in_thread(log.read_text, errors="replace")).splitlines()[-_NUM_LOG_LINES:]
-    raise ServerError("\n".join([f"grpo-infer ended with {code}; it said:", *said]))
-
-
 class _BaseClient(InferenceClient):
     """Asks for the base model, whatever version is asked for."""
 
-    async def generate(self, *arguments: Any, version: int | None, **named: Any) -> list[Completion]:
+    async def generate(self, *arguments: Any, version: int | None, **named: Any) -> list[Choice]:
         return await super().generate(*arguments, version=None, **named)
 
 
@@ -239,55 +225,43 @@ class _BaseClient(InferenceClient):
 
 
 def _figures(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
-    try:
-        return asyncio.run(_evaluated(target, orch, infer))
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
+    with tempfile.TemporaryDirectory(prefix="grpo_evaluate_") as scratch:
+        log = Path(scratch, "logs", "infer.log")
+        with served(infer.model_dump(mode="json"), log, version=target.version) as server:
+            try:
+                return asyncio.run(_evaluated(target, orch, server))
+            except BaseExceptionGroup as group:
+                raise _first(group) from None
 
 
-async def _evaluated(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
-    folder = resolve_model(target.model)
-    async with AsyncExitStack() as opened:
-        scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix="grpo_evaluate_"))
-        log, output_dir = Path(scratch, "infer.log"), str(target.run or scratch)
-        server = opened.enter_context(started(infer.model_dump(mode="json") | {"output_dir": output_dir}, log))
-        make = InferenceClient if target.version is not None else _BaseClient
-        key = os.environ.get(orch.client.api_key_var)
-        client = make(ServerPool(orch.client.base_url), api_key=key, timeout_s=orch.client.timeout)
+async def _evaluated(target: Target, orch: OrchSettings, server: Served) -> Evaluation:
+    async with asyncio.TaskGroup() as group, AsyncExitStack() as opened:
+        watch = group.create_task(_ended(server))
+        opened.callback(watch.cancel)
+        pool = ServerPool([server.url])
+        pool.readmit(server.url)
+        make = _BaseClient if target.version is None else InferenceClient
+        client = make(pool, api_key=server.key, timeout_s=orch.client.timeout)
         opened.push_async_callback(client.close)
-        sync = WeightSync(client, alias=orch.model.lora_adapter, adapters=orch.model.lora_adapters)
-        sync.check = partial(check_server, orch, identity=base_identity(folder), folder=folder)
         environments = make_environments(orch)
         opened.push_async_callback(lambda: asyncio.gather(*(pool.close() for pool in environments.values())))
-        await opened.enter_async_context(_beside(_ended(server, log), _watch(sync, orch).run()))
-        prompts, _ = await asyncio.gather(held_out_prompts(orch, environments), sync.wait_for_servers())
-        if target.run is not None and target.version is not None:
-            sync.run_id = str(current_run_id(target.run))
-            policy = PolicyReader(target.run / "broadcasts", run_id=sync.run_id).poll(target.version)
-            await sync.load(target.version, noisy=policy is not None and NOISE_FILE in policy.manifest.files)
+        prompts = await held_out_prompts(orch, environments)
         engine = RolloutEngine(
             environments,
             client,
-            ChatRenderer.of_model(folder),
-            context_len=min(info.max_model_len for info in sync.infos.values()),
+            ChatRenderer.of_model(resolve_model(target.model)),
+            context_len=(await client.info(server.url)).max_model_len,
             seed=orch.seed,
             max_prompt_length=orch.buffer.max_prompt_length,
         )
-        return await evaluate_version(engine, orch, prompts, version=target.version or 0)
+        return await evaluate_version(engine, orch, prompts, version=target.number or 0)
 
 
-def _watch(sync: WeightSync, orch: OrchSettings) -> ServerWatch:
-    return ServerWatch(sync, interval_s=orch.client.health_interval_s, timeout_s=orch.client.health_timeout_s)
-
-
-@contextlib.asynccontextmanager
-async def _beside(*coroutines: Any) -> AsyncIterator[None]:
-    """Runs coroutines that do not end but with an error, which ends what is within."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one) for one in coroutines]
-        yield
-        for task in tasks:
-            task.cancel()
+async def _ended(server: Served) -> None:
+    """Raises ServerError when the server ends."""
+    while server.process.poll() is None:  # noqa: ASYNC110 (nothing tells of it)
+        await asyncio.sleep(_LOOK_S)
+    raise ServerError(f"grpo-infer ended with {server.process.returncode}; {server.last_words()}")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -301,7 +275,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _print(target: Target, evaluation: Evaluation, options: argparse.Namespace) -> None:
     if options.json:
-        about = {**dataclasses.asdict(target), "run": target.run and str(target.run)}
+        about = {"model": target.model, "run": target.run and str(target.run), "version": target.number}
         print(json.dumps({**about, "metrics": dict(evaluation.metrics)}, indent=2))
         return
     from rich.console import Console

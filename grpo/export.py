@@ -4,15 +4,12 @@ import argparse
 import json
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo.model_card import write_card
-from grpo.run_files import NoRun
 from grpo.version import CannotExport, Version, open_version
-from transport.errors import TransportError
 from transport.folders import Content, chunks_of
 from transport.weights.shards import Weight, checkpoint_files, shard_files
 from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -26,7 +23,7 @@ only if it agrees with the trainer's numbers.
   grpo export outputs/quickstart                         outputs/quickstart/export/step_60-adapter
   grpo export outputs/quickstart --step 40 --merged --output my-model --push-to me/my-model
 
-exit codes: 0 done, 1 the version cannot be exported, 2 a wrong command line"""
+exit codes: 0 done, 1 the version cannot be exported, 2 there is no run, or the command line is wrong"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     kind = "merged" if options.merged else "adapter" if options.adapter else None
-    try:
-        version = open_version(options.run, options.step, lora=options.lora)
-        folder = export(version, kind=kind, dtype=options.dtype, output=options.output)
-        print(folder)
-        if options.push_to is not None:
-            print(push(folder, options.push_to))
-    except (NoRun, CannotExport, TransportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    version = open_version(options.run, options.step, lora=options.lora)
+    folder = export(version, kind=kind, dtype=options.dtype, output=options.output)
+    print(folder)
+    if options.push_to is not None:
+        print(push(folder, options.push_to))
     return 0
 
 

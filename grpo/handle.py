@@ -15,7 +15,7 @@ from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
 from grpo.status import RunStatus, run_status, shown
 from transport.parent import PARENT_VAR
 from transport.status import FAILED, FINISHED
-from transport.traces import FOLDER, trace_path
+from transport.traces import trace_path, traced_steps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,9 +82,8 @@ class Run:
         import pandas as pd
 
         if not (path := trace_path(self.folder, step, evaluation=evaluation)).is_file():
-            start = "eval_" if evaluation else "step_"
-            there = sorted(int(one.stem[5:]) for one in (self.folder / FOLDER).glob(f"{start}*.parquet"))
-            raise ValueError(f"{self.folder} has no trace of {start}{step}; there are {there or 'none'}")
+            there = traced_steps(self.folder, evaluation=evaluation)
+            raise ValueError(f"{path} is not there; there are traces of {there or 'none'}")
         return pd.read_parquet(path)
 
     @property

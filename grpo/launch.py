@@ -7,7 +7,7 @@ from pathlib import Path
 from configs.errors import SettingsError, exit_with_problems
 from configs.run import Run, load_run
 from deploy import cluster, kubernetes, sky, slurm
-from grpo.run_files import NoRun
+from grpo.errors import NoRun
 from grpo.status import run_status, shown, text
 from transport.errors import RunFolderError
 from transport.run import current_run_id

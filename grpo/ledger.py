@@ -6,7 +6,6 @@ import json
 import math
 import sqlite3
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from grpo.run_files import NoRun, read_run
+from grpo.errors import CommandError
+from grpo.run_files import orch_settings, read_run
 
 LEDGER_FILE = "ledger.sqlite"
 _BUSY_S = 5.0
@@ -29,8 +29,10 @@ reason). exit codes: 0 done; 1 --check has found a violation, or what was asked 
 ledger, or the command line is wrong"""
 
 
-class LedgerError(ValueError):
+class LedgerError(CommandError):
     """A ledger that is not there or cannot be read, or a question that it cannot answer."""
+
+    exit_code = 2
 
 
 class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,12 +139,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         with open_ledger(options.run) as database:
             answer = _answer(options, database)
-    except (LedgerError, NoRun) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except sqlite3.OperationalError as error:
-        print(f"error: {options.run / LEDGER_FILE} cannot be read now: {error}; try again", file=sys.stderr)
-        return 2
+        raise LedgerError(f"{options.run / LEDGER_FILE} cannot be read now: {error}; try again") from error
     print(json.dumps(answer.fields, indent=1) if options.json else answer.text)
     return answer.exit_code
 
@@ -244,7 +242,7 @@ def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str | None]]:
     from orchestrator.envs.registry import make_environment
 
     found: list[tuple[str, int, str | None]] = []
-    for env in read_run(folder).settings.env:
+    for env in orch_settings(read_run(folder)).get("env", []):
         try:
             examples = make_environment(env["id"], env["args"]).dataset("train")
         except Exception as error:

@@ -16,9 +16,7 @@ from typing import Any
 import httpx
 import yaml
 
-from grpo.run_files import NoRun
 from grpo.version import CannotExport, Version, open_version, settings_of
-from transport.errors import TransportError
 from transport.parent import PARENT_VAR
 
 ALIAS = "policy"
@@ -37,7 +35,8 @@ numbers. `model: {ALIAS}` is the version, the run's model name its base. Without
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{ALIAS}", "messages": [{{"role": "user", "content": "reverse"}}]}}'
 
-exit codes: 0 done, 1 the version cannot be served, 2 a wrong command line, 130 Ctrl-C, 143 SIGTERM"""
+exit codes: 0 done, 1 the version cannot be served, 2 there is no run, or the command line is wrong, 130 Ctrl-C,
+143 SIGTERM"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +49,12 @@ class Served:
     """The base's name as a model."""
     key: str | None
     process: subprocess.Popen[bytes]
+    log: Path
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+        return f"{self.log} ends\n{tail}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,41 +67,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code, once the server has ended."""
-    try:
-        version = open_version(options.run, options.step)
-        with served(version, host=options.host, port=options.port) as server:
-            print(f"{server.url}/v1  model: {ALIAS} (version {version.manifest.version}) or {server.base}", flush=True)
-            return server.process.wait()
-    except KeyboardInterrupt:
-        return 130
-    except (NoRun, CannotExport, TransportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    version = open_version(options.run, options.step)
+    settings = settings_alone(version, host=options.host, port=options.port)
+    with served(settings, version.run / "logs" / "serve.log", version=version) as server:
+        print(f"{server.url}/v1  model: {ALIAS} (version {version.manifest.version}) or {server.base}", flush=True)
+        return server.process.wait()
+
+
+def settings_alone(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> dict[str, Any]:
+    """The run's settings of a server that has no trainer beside it. Raises `CannotExport`."""
+    return settings_of(version.run, "infer") | ALONE | {"host": host, "port": port or free_port()}
 
 
 @contextlib.contextmanager
-def served(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> Iterator[Served]:
-    """Within it the version and its base are served; the server ends with it, and its log is RUN/logs/serve.log. Raises
-    `CannotExport`."""
-    settings = settings_of(version.run, "infer") | ALONE
-    settings |= {"host": host, "port": port or free_port(), "output_dir": str(version.run.resolve())}
-    key = os.environ.get(str(settings["api_key_var"])) or None
-    log = version.run / "logs" / "serve.log"
+def served(settings: Mapping[str, Any], log: Path, *, version: Version | None = None) -> Iterator[Served]:
+    """Within it grpo-infer serves the base, and a run's `version` where there is one, and writes `log`; it ends with
+    it, however this process ends. Raises `CannotExport`."""
+    key, host = os.environ.get(str(settings["api_key_var"])) or None, str(settings["host"])
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
     log.parent.mkdir(exist_ok=True)
-    with started(settings, log) as process:
-        address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
-        server = Served(url=url, base=str(settings["model"]), key=key, process=process)
-        _load(server, version, log)
-        yield server
-
-
-@contextlib.contextmanager
-def started(settings: Mapping[str, Any], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Within it grpo-infer runs with these settings, and writes `log`; it ends with it, however this process ends."""
     with tempfile.TemporaryDirectory(prefix="grpo-serve-") as folder:
+        place = folder if version is None else str(version.run.resolve())
         file = Path(folder) / "infer.yaml"
-        file.write_text(yaml.safe_dump(dict(settings)))
+        file.write_text(yaml.safe_dump({**settings, "output_dir": place}))
         command = [sys.executable, "-P", "-m", "infer.cli", str(file)]
         environment = os.environ | {PARENT_VAR: str(os.getpid())}
         with (
@@ -104,7 +98,11 @@ def started(settings: Mapping[str, Any], log: Path) -> Iterator[subprocess.Popen
             subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
         ):
             try:
-                yield process
+                server = Served(url=url, base=str(settings["model"]), key=key, process=process, log=log)
+                _wait_until_up(server)
+                if version is not None:
+                    _load(server, version)
+                yield server
             finally:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -112,17 +110,18 @@ def started(settings: Mapping[str, Any], log: Path) -> Iterator[subprocess.Popen
                 process.kill()
 
 
-def _load(server: Served, version: Version, log: Path) -> None:
-    """Waits for the server, and has it load the version."""
+def _wait_until_up(server: Served) -> None:
     deadline_s = time.monotonic() + START_S
     while True:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
-                break
+                return
         if server.process.poll() is not None or time.monotonic() >= deadline_s:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise CannotExport(f"grpo-infer did not begin to serve within {START_S:g} s; {log} ends\n{tail}")
+            raise CannotExport(f"grpo-infer did not begin to serve within {START_S:g} s; {server.last_words()}")
         time.sleep(_POLL_S)
+
+
+def _load(server: Served, version: Version) -> None:
     manifest = version.manifest
     answer = httpx.post(
         f"{server.url}/policy/load",

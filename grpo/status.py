@@ -5,21 +5,20 @@ import argparse
 import contextlib
 import json
 import sqlite3
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
+from grpo.errors import NoRun
 from grpo.ledger import LedgerError, open_ledger
-from grpo.run_files import REWARD, STEP, NoRun, Program, Said, metrics, read, read_run, steps_in
+from grpo.run_files import REWARD, STEP, Said, metrics, orch_settings, read, read_run
+from transport.checkpoints import TRAINER
+from transport.folders import steps_in
 from transport.status import FAILED, FINISHED
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 ROLES = ("infer", "orch", "train")
 TEACHER = "teacher"
@@ -110,8 +109,6 @@ class RunStatus:
     """Mean reward of the newest steps."""
     rollouts: Mapping[str, int] | None
     """Number by state; None where they are not counted."""
-    restarts: Mapping[str, int]
-    """How often the launcher has started a program again, by role."""
 
 
 class _InUse(msgspec.Struct):
@@ -125,7 +122,6 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
     steps = {int(one[STEP]): one for one in metrics(folder, last_bytes=_TAIL_BYTES) if REWARD in one}
     counts, trained = _ledger(folder) if count else (None, [])
     in_use = read(folder / "broadcasts" / "in_use.json", _InUse)
-    checkpoints = steps_in(folder / "checkpoints")
     return RunStatus(
         folder=str(folder),
         run_id=run.run_id,
@@ -135,28 +131,22 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
         shipped=max([*steps_in(folder / "batches"), *trained], default=None),
         published=max(steps_in(folder / "broadcasts"), default=None),
         live=max([*([in_use.newest] if in_use else []), *steps], default=None),
-        max_steps=run.settings.max_steps,
-        checkpoint=max((step for step in checkpoints if _checkpoint(folder, step).is_dir()), default=None),
+        max_steps=orch_settings(run).get("max_steps"),
+        checkpoint=max(steps_in(folder / "checkpoints", part=TRAINER), default=None),
         rewards={step: steps[step][REWARD] for step in sorted(steps)[-NUM_REWARDS:]},
         rollouts=counts,
-        restarts=read(folder / "status" / "restarts.json", dict[str, int]) or {},
     )
 
 
-def _checkpoint(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"step_{step:06d}" / "trainer"
-
-
-def _processes(folder: Path, programs: Mapping[str, Program]) -> Iterator[ProcessStatus]:
+def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Iterator[ProcessStatus]:
     """One for each program at least, in the order of `ROLES`, and the server of a teacher where there is one."""
     for role in (*ROLES, TEACHER):
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, Said)) is not None}
         if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
-            joined = programs.get(role, Program())
-            state = "joined" if role in programs else "not started"
-            alive = Said(state=state, pid=joined.pid, host=joined.host).alive
-            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.pid, alive=alive)
+            joined, state = programs.get(role, {}), "joined" if role in programs else "not started"
+            alive = Said(state=state, pid=joined.get("pid"), host=joined.get("host")).alive
+            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.get("pid"), alive=alive)
         for name, one in said.items():
             more = name.removesuffix(".json").removeprefix(role).removeprefix(".")
             more = more.replace("_", ":" if role == "infer" else " ")
@@ -244,11 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """`grpo status`; the exit code."""
-    try:
-        status = run_status(options.run)
-    except NoRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    status = run_status(options.run)
     print(json.dumps(asdict(status), indent=1) if options.json else text(status))
     return int(status.state == FAILED)
 
@@ -267,8 +253,6 @@ def text(status: RunStatus) -> str:
         if status.rollouts is None
         else ", ".join(f"{num:,} {state}" for state, num in sorted(status.rollouts.items())) or "none yet",
     }
-    if status.restarts:
-        figures["started again"] = ", ".join(f"grpo-{role}: {num}" for role, num in status.restarts.items())
     lines = [f"run {status.run_id} in {status.folder}: {status.state}", ""]
     lines += [f"  {process.name:{width}}  {_line(process)}" for process in status.processes]
     lines += ["", f"  {status.waits}", "", *(f"  {name:17}  {value}" for name, value in figures.items())]
@@ -289,25 +273,15 @@ def _shown(number: int | None) -> str:
 
 @contextlib.contextmanager
 def shown(folder: Path) -> Iterator[Callable[[], None]]:
-    """Shows the run while it is entered: on a terminal a table that is drawn anew, otherwise one line for each step
-    and, before the first one, for each new state. What it gives is called often."""
-    from rich.live import Live
-
+    """Prints what is new of the run while it is entered: a line for each step and, before the first one, for each new
+    state. What it gives is called often."""
     print(f"run folder {folder}", flush=True)
     began_s, next_s = time.monotonic(), 0.0
     lines = _Lines(folder)
-    live = Live(auto_refresh=False) if sys.stdout.isatty() else None
 
     def show() -> None:
-        elapsed = f"{time.monotonic() - began_s:.0f} s"
-        try:
-            status = run_status(folder, count=False)
-        except NoRun:  # the folder is gone: the launcher finds out what that means
-            return
-        if live is None:
-            lines.print_new(status, elapsed)
-        else:
-            live.update(table(status, lines.records(), elapsed), refresh=True)
+        with contextlib.suppress(NoRun):  # the folder is gone: the launcher finds out what that means
+            lines.print_new(run_status(folder, count=False), f"{time.monotonic() - began_s:.0f} s")
 
     def tick() -> None:
         nonlocal next_s
@@ -315,11 +289,10 @@ def shown(folder: Path) -> Iterator[Callable[[], None]]:
             show()
             next_s = time.monotonic() + REFRESH_S
 
-    with live or contextlib.nullcontext():
-        try:
-            yield tick
-        finally:
-            show()
+    try:
+        yield tick
+    finally:
+        show()
 
 
 class _Lines:
@@ -328,20 +301,16 @@ class _Lines:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._states: dict[str, str] = {}
-        self._known = {_key(record) for record in self.records()}
+        self._known = {_key(record) for record in metrics(folder, last_bytes=_TAIL_BYTES)}
         """Steps and evaluations that were there before or have been printed."""
         self._any_step = False
 
-    def records(self) -> list[dict[str, float]]:
-        """The newest lines of `metrics.jsonl`."""
-        return metrics(self._folder, last_bytes=_TAIL_BYTES)
-
     def print_new(self, status: RunStatus, elapsed: str) -> None:
-        for record in self.records():
+        for record in metrics(self._folder, last_bytes=_TAIL_BYTES):
             if _key(record) not in self._known:
                 self._known.add(_key(record))
                 self._any_step |= REWARD in record
-                print("  ".join(_texts(record, status.max_steps)), flush=True)
+                print(_line_of(record, status.max_steps), flush=True)
         for process in status.processes:
             state = doing(process)
             if not self._any_step and self._states.get(process.name) != state:
@@ -349,33 +318,18 @@ class _Lines:
                 print(f"{elapsed:>5}  {process.name}: {state}", flush=True)
 
 
-def table(status: RunStatus, records: Sequence[Mapping[str, float]], elapsed: str) -> "Group":
-    """Progress, the newest step, the newest evaluation, and what each program does."""
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    step = next((record for record in reversed(records) if REWARD in record), {STEP: 0.0, REWARD: 0.0})
-    evaluation = next((record for record in reversed(records) if REWARD not in record), None)
-    progress, programs = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
-    title, *figures = _texts(step, status.max_steps)
-    bar = "" if status.max_steps is None else ProgressBar(total=status.max_steps, completed=step[STEP], width=24)
-    progress.add_row(title, bar, elapsed, *figures)
-    for process in status.processes:
-        programs.add_row(process.name, _line(process))
-    evaluated = [] if evaluation is None else ["  ".join(_texts(evaluation, None))]
-    return Group(progress, *evaluated, programs)
-
-
 def _key(record: Mapping[str, float]) -> tuple[bool, float]:
     return REWARD in record, record[STEP]
 
 
-def _texts(record: Mapping[str, float], max_steps: int | None) -> list[str]:
-    """`step 12/80`, `reward 0.512`, `tokens/s 4,210` …; of an evaluation `evaluation of v80`, `reverse-text 0.935`."""
-    if REWARD not in record:
-        accuracies = {key.removeprefix(_ACCURACY): value for key, value in record.items() if key.startswith(_ACCURACY)}
-        return [f"evaluation of v{record[STEP]:.0f}", *(f"{env} {value:.3f}" for env, value in accuracies.items())]
-    of = "" if max_steps is None else f"/{max_steps}"
-    columns = [f"{title} {form.format(record[key])}" for title, key, form in _COLUMNS if key in record]
-    return [f"step {record[STEP]:.0f}{of}", *columns]
+def _line_of(record: Mapping[str, float], max_steps: int | None) -> str:
+    """`step 12/80  reward 0.512  tokens/s 4,210` …; of an evaluation `evaluation of v80  reverse-text 0.935`."""
+    if REWARD in record:
+        of = "" if max_steps is None else f"/{max_steps}"
+        texts = [f"step {record[STEP]:.0f}{of}"]
+        texts += [f"{title} {form.format(record[key])}" for title, key, form in _COLUMNS if key in record]
+    else:
+        texts = [f"evaluation of v{record[STEP]:.0f}"]
+        found = {key.removeprefix(_ACCURACY): value for key, value in record.items() if key.startswith(_ACCURACY)}
+        texts += [f"{env} {value:.3f}" for env, value in found.items()]
+    return "  ".join(texts)

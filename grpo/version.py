@@ -4,15 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.run_files import read, read_run
+from grpo.errors import CommandError
+from grpo.run_files import read_run
+from transport.folders import STABLE, step_folder, steps_in
 from transport.records import Canary, PolicyManifest, adapter_folders
-from transport.run import RUN_FILE
+from transport.run import Role, recorded_settings
 from transport.weights.dequantized import FOLDER as DEQUANTIZED
 from transport.weights.identity import base_identity, resolve_model
 from transport.weights.store import CANARY_FILE, verify_policy
 
 
-class CannotExport(ValueError):
+class CannotExport(CommandError):
     """There is no such version, or what was made of it does not compute as it did."""
 
 
@@ -44,12 +46,12 @@ def open_version(run: Path, step: int | None, *, lora: str | None = None) -> Ver
     run_id = read_run(run).run_id
     settings = settings_of(run, "train")
     broadcasts = run / "broadcasts"
-    there = sorted(int(path.parent.name[5:]) for path in broadcasts.glob("step_*/STABLE"))
+    there = steps_in(broadcasts, part=STABLE)
     step = max(there, default=0) if step is None else step
     if step not in there:
         kept = "weight_broadcast.keep_last and keep_interval of the trainer say which stay"
         raise CannotExport(f"{run} has no version {step}; there are {there or 'none'}; {kept}")
-    folder = broadcasts / f"step_{step:06d}"
+    folder = step_folder(broadcasts, step)
     manifest, files = verify_policy(folder, run_id=run_id, version=step)
     spec = manifest.spec
     if lora is not None and lora not in spec.adapters:
@@ -71,10 +73,8 @@ def open_version(run: Path, step: int | None, *, lora: str | None = None) -> Ver
     )
 
 
-def settings_of(run: Path, role: str) -> dict[str, Any]:
+def settings_of(run: Path, role: Role) -> dict[str, Any]:
     """Returns the settings with which a program has joined the run. Raises `CannotExport` where it has not."""
-    found = read(run / RUN_FILE, dict[str, Any]) or {}
-    settings: dict[str, Any] | None = found.get("programs", {}).get(role, {}).get("settings")
-    if settings is None:
+    if (settings := recorded_settings(run, role)) is None:
         raise CannotExport(f"{run} has no settings of grpo-{role}: it has not joined this run")
     return settings

@@ -11,24 +11,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Bell:
+class Bell(asyncio.Event):
     """Wakes all who wait. Whoever checks a condition and then waits, without awaiting in between, misses nothing."""
-
-    def __init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
 
     def ring(self) -> None:
         """Wakes all."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Returns at the next ring."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
+        self.set()
+        self.clear()
 
 
 class NoThread(RuntimeError):

@@ -2,18 +2,12 @@
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rollouts.records import Completion, Messages
-
-CACHE_SIZE, CACHE_TOKENS = 4096, 1 << 20
-"""Prompts whose ids are kept, and the tokens that these have together: a token takes some 45 bytes, its text
-included."""
-MAX_SPECIAL = 256
-"""Characters of a control token's text, at most."""
+from orchestrator.rollouts.records import Messages
+from transport.http import Choice
 
 
 class ChatRenderer:
@@ -27,9 +21,6 @@ class ChatRenderer:
         )
         specials = sorted((str(tokenizer.added_tokens_decoder[number]) for number in self._special_ids), key=len)
         self._special_texts = re.compile("|".join(map(re.escape, reversed(specials)))) if specials else None
-        self._cache: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
-        self._num_cached = 0
-        """Tokens of these prompts."""
 
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
@@ -42,20 +33,7 @@ class ChatRenderer:
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Ids of the conversation, in which nobody can spell out a control token, and of the opening of the policy's
         turn."""
-        key = tuple((message["role"], message["content"]) for message in messages)
-        if (ids := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return ids
-        text = self._tokenizer.apply_chat_template(
-            [self.without_control(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        ids = self.ids_of(text)
-        self._cache[key] = ids
-        self._num_cached += len(ids)
-        while len(self._cache) > CACHE_SIZE or self._num_cached > CACHE_TOKENS:
-            _, oldest = self._cache.popitem(last=False)
-            self._num_cached -= len(oldest)
-        return ids
+        return self.ids_of(self.render([self.without_control(message) for message in messages], opened=True))
 
     def vocabulary(self) -> list[str]:
         """The text of each token id alone; of one that is no whole character, the signs that stand for its bytes."""
@@ -63,7 +41,7 @@ class ChatRenderer:
         single: list[str] = self._tokenizer.batch_decode([[number] for number in range(max(names) + 1)])
         return [names.get(number, text) if "\ufffd" in text else text for number, text in enumerate(single)]
 
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
+    def texts(self, completions: Sequence[Choice]) -> list[str]:
         """Each completion without special tokens."""
         ids = [completion.token_ids for completion in completions]
         if self._backend is not None:
@@ -96,6 +74,13 @@ class ChatRenderer:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
+    def ids_behind(self, before: str, text: str) -> list[int]:
+        """Ids of text as it stands behind another one, because some tokenizers treat the beginning of a text otherwise
+        than its middle; of the text alone, where the two would become one token."""
+        ids_before, ids = self.ids_of(before), self.ids_of(before + text)
+        num = len(ids_before)
+        return ids[num:] if ids[:num] == ids_before else self.ids_of(text)
+
     def raw_text(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         if self._backend is not None:
@@ -106,8 +91,8 @@ class ChatRenderer:
 
     def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message, or a tool, whose texts cannot end their own turn or open another one: a space is put into what
-        would be read as a control token, wherever in it that stands, also where templates write the parts of a list one
-        after the other. Whoever writes into a conversation of others may have spelled one out."""
+        would be read as a control token, wherever in it that stands. Whoever writes into a conversation of others may
+        have spelled one out."""
         return {self._harmless_text(key): self._harmless(value) for key, value in message.items()}
 
     def _harmless(self, value: Any) -> Any:
@@ -117,23 +102,8 @@ class ChatRenderer:
         if isinstance(value, Mapping):
             return self.without_control(value)
         if isinstance(value, list | tuple):
-            return self._harmless_parts([self._harmless(part) for part in value])
+            return [self._harmless(part) for part in value]
         return value
-
-    def _harmless_parts(self, parts: list[Any]) -> list[Any]:
-        """Parts of a list, none of which goes on with a control token that those before it began."""
-        before = ""
-        for index, part in enumerate(parts):
-            text = part.get("text") if isinstance(part, dict) else part
-            if not isinstance(text, str):
-                continue
-            if self._special_texts is not None and (found := self._special_texts.search(before + text)):
-                # Within the token, where templates that trim parts leave it; there is no within of its last character.
-                place = 1 if found.end() - len(before) > 1 else 0
-                text = f"{text[:place]} {text[place:]}"
-                parts[index] = {**part, "text": text} if isinstance(part, dict) else text
-            before = (before + text)[-MAX_SPECIAL:]
-        return parts
 
     def _harmless_text(self, text: str) -> str:
         if self._special_texts is None:

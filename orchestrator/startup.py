@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
             args=env.args,
             timeout_s=settings.reward_timeout_s,
             num_workers=env.num_workers,
-            record=failures.record,
+            record=partial(failures.record, key),
             hash_keys=settings.buffer.hash_keys,
             address=env.address,
             memory_bytes=None if env.memory_gb is None else int(env.memory_gb * 1e9),

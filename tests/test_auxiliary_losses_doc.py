@@ -1,62 +1,20 @@
-"""docs/auxiliary_losses.md: its tables have the metrics that the code emits, and its examples are settings."""
+"""docs/auxiliary_losses.md: its examples are settings, and words are compared as it says."""
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
-from configs.auxiliary import HintSource
 from configs.cross import joined_check
 from configs.loading import load
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
-from orchestrator import endpoints
-from orchestrator.hints import contexts, hinting, sources
 from orchestrator.hints.sources import BUILT_IN, load_templates
-from orchestrator.preferences.agreement import SkipReason, words
-from orchestrator.teacher.scoring import FailureReason
+from orchestrator.preferences.agreement import words
 
 PAGE = (Path(__file__).parents[1] / "docs" / "auxiliary_losses.md").read_text()
-TABLES = re.findall(r"^\| metric \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, flags=re.M)
-
-
-def rows_of(table: str) -> dict[str, str]:
-    """Meaning by name."""
-    rows = [row.strip("|").split(" | ") for row in table.splitlines()]
-    names = [(name, meaning) for first, meaning in rows for name in re.findall(r"`([^`]+)`", first)]
-    assert len(names) == len(dict(names)), "a metric stands twice"
-    return dict(names)
-
-
-_, TEACHER, HINTS, PAIRS = map(rows_of, TABLES)
-
-
-def listed(meaning: str) -> set[str]:
-    """The words that a row lists, without what is said of them in brackets."""
-    return set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", meaning)))
-
-
-def reasons_of(module: Any) -> set[str]:
-    """The module's constants that are words for metrics."""
-    own = {name: value for name, value in vars(module).items() if name.isupper() and isinstance(value, str)}
-    return {value for value in own.values() if re.fullmatch("[a-z]+(_[a-z]+)*", value)}
-
-
-def test_the_reasons_are_those_of_the_code() -> None:
-    assert listed(TEACHER["teacher/failed_REASON"]) == set(get_args(FailureReason))
-    of_pairs = {"too_long", "same_tokens", "reference_failed"}
-    assert listed(PAIRS["pairs/skipped_REASON"]) == {*get_args(SkipReason), *of_pairs}
-    assert listed(PAIRS["pairs/questions_REASON"]) == set(get_args(endpoints.Reason))
-    declined = reasons_of(sources)
-    assert listed(HINTS["hints/declined_REASON"]) == declined
-    assert listed(HINTS["hints/left_out_REASON"]) == (reasons_of(hinting) | reasons_of(contexts)) - declined
-
-
-def test_the_sources_of_hints_are_those_of_the_settings() -> None:
-    [table] = re.findall(r"^\| source \| text \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, flags=re.M)
-    assert re.findall(r"^\| `(\w+)`", table, flags=re.M) == [*get_args(HintSource)]
 
 
 def test_words_are_normalised_as_the_page_says() -> None:

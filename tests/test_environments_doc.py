@@ -1,34 +1,25 @@
 """The code of docs/environments.md runs as it stands there, and its tables are what the code says."""
 
 import ast
-import inspect
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
 
-import numpy as np
 import pytest
 import yaml
 
-from configs.keys import known_keys, types_of
 from configs.loading import load
 from configs.orch import OrchSettings
-from configs.rollouts import AnyAdvantage
 from configs.run import load_run
 from orchestrator.advantage import custom_credit
 from orchestrator.envs.registry import BUILT_IN, make_environment
-from orchestrator.monitoring.metrics import batch_metrics
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task, TrainingRow, Turn
-from orchestrator.rollouts.rubric import NAMES
-from orchestrator.rollouts.state import EpisodeState, Reply, StepError
-from orchestrator.rollouts.tool_calls import ERROR_KINDS, TOOL_ERROR
-from orchestrator.rollouts.tool_episode import TOOL_TIMEOUT
-from orchestrator.samples import FinishedGroup
+from orchestrator.rollouts.records import EpisodeResult, Step, Task
 from orchestrator.workers.worker import identity_of
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
+from transport.http import Choice
 
 FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
 ENVIRONMENTS = sorted(title for title, text in FILES.items() if "Environment):" in text)
@@ -71,6 +62,15 @@ def test_an_environment_of_the_page_is_found_by_its_file_and_has_examples(title:
     training = [{"task": name, **example} for example in environment.dataset("train")]
     identities = [identity_of(example, keys, index) for index, example in enumerate(training)]
     assert len(set(identities)) == len(training), "of two alike, one would be left out"
+
+
+def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, num_steps: int = 1) -> EpisodeResult:
+    """A rollout in which each role acts `num_steps` times."""
+    sampled = Choice(token_ids=[2], logprobs=[0.0], finish_reason="stop")
+    step = partial(Step, temperature=1.0, completion=sampled, text="", version=0)
+    steps = tuple(step(role=role) for role in rewards for _ in range(num_steps))
+    task = Task(env="env", split="train", index=0, messages=())
+    return EpisodeResult(id=name, task=task, steps=steps, rows=(), rewards=rewards, metrics={}, children=children)
 
 
 def test_the_credit_of_the_page_learns_from_winners_alone(folder: Path) -> None:
@@ -142,104 +142,3 @@ def arguments_of(location: str) -> list[str]:
     [init] = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     assert init.args.kwarg is None
     return [argument.arg for argument in init.args.kwonlyargs]
-
-
-def test_the_table_of_settings() -> None:
-    settings = [named(row[0])[0] for row in table("| setting | |")]
-    assert {key.replace("[]", "") for key in settings} <= set(known_keys(OrchSettings))
-    assert f"({OrchSettings.model_fields['reward_timeout_s'].default:.0f} s)" in PAGE
-
-
-def test_the_table_of_advantages() -> None:
-    assert {named(row[0])[0] for row in table("| `advantage.type` | an answer's advantage |")} == {
-        kind for section in get_args(AnyAdvantage) for kind in types_of(section)
-    }
-
-
-def test_the_table_of_parameters() -> None:
-    assert [named(row[0])[0] for row in table("| parameter | |")] == list(NAMES)
-
-
-def test_the_table_of_a_state() -> None:
-    told = {name for row in table("| in `state` | |") for name in named(row[0])}
-    known = {name for name in dir(EpisodeState) if not name.startswith("_")}
-    assert {name.partition("(")[0] for name in told} <= known
-    assert known - {name.partition("(")[0] for name in told} == {"role", "roles"}
-    parameters = list(inspect.signature(EpisodeState.mark_error).parameters)
-    assert parameters == ["self", "error_kind", "hint_template_key", "message", "index"]
-    assert {"role", "text", "finish_reason", "num_tokens", "error"} <= set(Reply.__dataclass_fields__)
-
-
-def test_the_table_of_failed_calls() -> None:
-    told = {kind for row in table("| `error_kind` | |") for kind in named(row[0])}
-    assert told == {*ERROR_KINDS, TOOL_TIMEOUT, TOOL_ERROR}
-
-
-# --- metrics ---
-
-
-def test_the_tables_of_metrics_of_a_step() -> None:
-    single = result("a", {"policy": 1.0}, metrics={"right": 1.0})
-    conversations, alone = (
-        batch_metrics([FinishedGroup(results=[one], samples=[], found=[], withheld={})], 1)
-        for one in (episode(), single)
-    )
-    rows = table("| metric | |")
-    assert len(rows) > 5
-    for names, about in rows:
-        for key in map(example_of, named(names)):
-            if not key.startswith("eval/"):
-                assert key in conversations
-                assert (key in alone) is ("only with episodes" not in about), key
-    assert "`reward/measure/NAME/KEY/ENV`" in PAGE
-    assert "reward/measure/points/policy/env" in conversations
-    assert conversations["rollout/new_rows"] == 3
-
-
-def example_of(name: str) -> str:
-    """`reward/measure/NAME/ENV` stands for `reward/measure/right/env`."""
-    return name.replace("NAME", "right").replace("ROLE", "policy").replace("ENV", "env")
-
-
-def step(role: str, *, error: StepError | None = None) -> Step:
-    return Step(
-        role=role,
-        temperature=1.0,
-        completion=Completion(token_ids=[2], logprobs=[0.0], finish_reason="stop"),
-        text="",
-        version=0,
-        error=error,
-    )
-
-
-def result(
-    name: str,
-    rewards: Mapping[str, float],
-    *children: EpisodeResult,
-    num_steps: int = 1,
-    metrics: Mapping[str, float] | None = None,
-    rows: tuple[TrainingRow, ...] = (),
-) -> EpisodeResult:
-    """A rollout in which each role acts `num_steps` times."""
-    steps = tuple(step(role) for role in rewards for _ in range(num_steps))
-    task = Task(env="env", split="train", index=0, messages=())
-    return EpisodeResult(
-        id=name, task=task, steps=steps, rows=rows, rewards=rewards, metrics=metrics or {}, children=children
-    )
-
-
-def episode() -> EpisodeResult:
-    """A rollout of four answers, each of which began a row."""
-    rows = tuple(map(row, range(4)))
-    return result("a", {"policy": 1.0}, num_steps=4, rows=rows, metrics={"right": 1.0, "points/policy": 1.0})
-
-
-def row(index: int) -> TrainingRow:
-    values: Any = {
-        "token_ids": np.array([1, 2], np.int32),
-        "sampled": np.array([False, True]),
-        "logprobs": np.zeros(2, np.float32),
-        "temperatures": np.ones(2, np.float32),
-    }
-    turn = Turn(index=index, opens=1, begins=1, ends=2, finish_reason="stop")
-    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), steps=(index,))

@@ -116,16 +116,3 @@ def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 def test_what_is_imported_before_the_settings_are_parsed_is_light() -> None:
     for path in LIGHT_FILES:
         assert not {name for name in imports_at_start(path) if name.split(".")[0] in HEAVY}, path
-
-
-def test_the_reader_of_imports_sees_lazy_relative_and_conditional_ones() -> None:
-    path = ROOT / "deploy" / "not_a_file.py"
-    source = (
-        "import a.b\nfrom c import d\nif True:\n    import e\nclass K:\n    import j\n"
-        "def f():\n    from g import h\nif TYPE_CHECKING:\n    import i\n"
-    )
-    at_start = {"a.b", "c", "c.d", "e", "j"}
-    assert imports_at_start(path, source) == at_start
-    assert every_import(path, source) == at_start | {"g", "g.h", "i"}
-    relative = "from . import x\nfrom .y import z"
-    assert every_import(path, relative) == {"deploy", "deploy.x", "deploy.y", "deploy.y.z"}

@@ -1,9 +1,7 @@
 """The embedded models: what `tools/make_tiny_models.py` promises of those that are committed."""
 
 import json
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from orchestrator.envs import arithmetic
-from orchestrator.envs import reverse_text as reversing
-from tools import make_tiny_models, teachers
+from tools import make_tiny_models
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = {
@@ -65,28 +61,3 @@ def test_ids_are_bytes_and_the_template_is_chatml_alone(tokenizer: PreTrainedTok
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Reverse: abc\n<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_only_training_splits_are_taught() -> None:
-    rng = random.Random(0)
-    words = [teachers.teach_reversal(rng)[0]["content"].removeprefix("Reverse: ") for _ in range(200)]
-    assert {reversing.split_of(word) for word in words} == {"train"}
-    assert {arithmetic.split_of(teachers.arithmetic_problem(rng)) for _ in range(200)} == {"train"}
-
-
-def test_only_what_the_assistant_says_and_its_end_is_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
-    said = [teachers.user("a"), teachers.assistant("bc"), {"role": "tool", "content": "d"}, teachers.assistant("e")]
-    ids, labels = make_tiny_models.encoded(tokenizer, said)
-    assert tokenizer.decode(ids) + "\n" == tokenizer.apply_chat_template(said, tokenize=False)
-    assert [label for label in labels if label != -100] == [*b"bc", IM_END, *b"e", IM_END]
-    # Every token has the probability 1/259 where all logits are equal.
-    loss, num_tokens = make_tiny_models.answer_loss(Undecided(), tokenizer, [said, said[:2]])  # type: ignore[arg-type]
-    assert num_tokens == 8
-    assert loss.item() == pytest.approx(8 * torch.tensor(259.0).log().item(), rel=1e-5)
-
-
-class Undecided:
-    """A stand-in for the network, all of whose logits are equal."""
-
-    def __call__(self, *, input_ids: torch.Tensor) -> Any:
-        return type("Output", (), {"logits": torch.zeros(*input_ids.shape, 259)})

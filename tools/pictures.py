@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from grpo.run_files import read_run
-from grpo.view.traces import rollouts_of, trace_steps
+from grpo.view.traces import rollouts_of
+from transport.traces import traced_steps
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 WIDTH, HEIGHT = 1200, 720
@@ -36,7 +37,7 @@ def take(address: str, run: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     FOLDER.mkdir(exist_ok=True)
-    steps, name = trace_steps(run), quote(run.resolve().name)
+    steps, name = traced_steps(run), quote(run.resolve().name)
     step = steps[len(steps) // 4]
     rollout = max(rollouts_of(run, step), key=lambda row: row["mean_entropy"] or 0.0)["rollout"]
     with sync_playwright() as playwright:

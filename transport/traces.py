@@ -85,6 +85,13 @@ def trace_path(run: Path, step: int, *, evaluation: bool = False) -> Path:
     return run / FOLDER / f"{'eval' if evaluation else 'step'}_{step:06d}.parquet"
 
 
+def traced_steps(run: Path, *, evaluation: bool = False) -> list[int]:
+    """The steps, or evaluated versions, that there are traces of, ascending."""
+    start = "eval_" if evaluation else "step_"
+    found = (path.stem.removeprefix(start) for path in (run / FOLDER).glob(f"{start}*.parquet"))
+    return sorted(int(number) for number in found if number.isdecimal())
+
+
 def trained_path(run: Path, step: int, rank: int) -> Path:
     """Where a rank of the trainer leaves its part."""
     return run / FOLDER / "trained" / f"step_{step:06d}.rank_{rank}.parquet"

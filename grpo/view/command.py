@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvicorn
 
-from grpo.run_files import NoRun
+from grpo.errors import NoRun
 from grpo.view.data import find_runs
 from grpo.view.export import export
 from grpo.view.server import HOST, make_app

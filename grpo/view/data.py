@@ -8,13 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from grpo.errors import NoRun
 from grpo.ledger import LedgerError, open_ledger, totals
 from grpo.ledger_check import check
-from grpo.run_files import METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file
+from grpo.run_files import METRICS_FILE, REWARD, STEP, metrics, read_file
 from grpo.status import run_status
 from grpo.view import traces
 from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
 from transport.run import RUN_FILE
+from transport.traces import traced_steps
 
 _SPARKS = 60
 """Points of a small curve."""
@@ -66,13 +68,13 @@ def overview(name: str, run: Path) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(run),
-        **{key: status[key] for key in ("state", "waits", "max_steps", "processes", "restarts", "live", "published")},
+        **{key: status[key] for key in ("state", "waits", "max_steps", "processes", "live", "published")},
         "step": steps,
         "reward": rewards[-1] if rewards else None,
         "rewards": _thinned(rewards),
         "accuracies": accuracies,
-        "traced": traces.trace_steps(run),
-        "evaluated": traces.trace_steps(run, evaluation=True),
+        "traced": traced_steps(run),
+        "evaluated": traced_steps(run, evaluation=True),
     }
 
 
@@ -154,7 +156,7 @@ def _busy(spans: Sequence[Span], seconds: float) -> float | None:
 def step(run: Path, number: int, *, evaluation: bool) -> dict[str, Any]:
     """Every rollout of a step in its trace, and those of the ledger that never reached it."""
     rows = traces.rollouts_of(run, number, evaluation=evaluation)
-    return {"rollouts": rows, "traced": traces.trace_steps(run, evaluation=evaluation)}
+    return {"rollouts": rows, "traced": traced_steps(run, evaluation=evaluation)}
 
 
 def rollout(run: Path, number: int, rollout_id: str, *, evaluation: bool) -> list[dict[str, Any]]:
@@ -166,7 +168,7 @@ def rollout(run: Path, number: int, rollout_id: str, *, evaluation: bool) -> lis
 
 def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
     """Everything that was answered to one example, in training and evaluation, by version."""
-    steps = traces.trace_steps(run)
+    steps = traced_steps(run)
     try:
         with open_ledger(run, limit_s=_CHECK_S) as database:
             asked = "SELECT DISTINCT step FROM rollouts WHERE env = ? AND example = ? AND step IS NOT NULL"
@@ -174,7 +176,7 @@ def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
         steps = [number for number in steps if number in known]
     except LedgerError:
         pass
-    evaluations = traces.trace_steps(run, evaluation=True)
+    evaluations = traced_steps(run, evaluation=True)
     return {
         "train": traces.versions_of(run, steps, env, example, evaluation=False),
         "eval": traces.versions_of(run, evaluations, env, example, evaluation=True),
@@ -183,7 +185,7 @@ def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
 
 def evaluation(run: Path, before: int | None, after: int | None) -> dict[str, Any]:
     """Two evaluations beside each other, example by example, and pass@k of all."""
-    versions = traces.trace_steps(run, evaluation=True)
+    versions = traced_steps(run, evaluation=True)
     if not versions:
         return {"versions": [], "examples": [], "pass": {}}
     chosen = [versions[0] if before is None else before, versions[-1] if after is None else after]

@@ -10,10 +10,11 @@ from urllib.parse import quote
 
 import msgspec
 
+from grpo.errors import NoRun
 from grpo.ledger import LedgerError
-from grpo.run_files import NoRun
 from grpo.view import data, traces
 from grpo.view.server import STATIC, static
+from transport.traces import traced_steps
 
 NUM_STEPS = 3
 """Of so many steps, the last ones, a report has the rollouts' table."""
@@ -30,7 +31,7 @@ def export(runs: Mapping[str, Path]) -> str:
 
 
 def _answers(start: str, name: str, run: Path) -> dict[str, Any]:
-    steps = traces.trace_steps(run)[-NUM_STEPS:]
+    steps = traced_steps(run)[-NUM_STEPS:]
     answers: dict[str, Any] = {start: data.overview(name, run) | {"traced": steps}, f"{start}/curves": data.curves(run)}
     asked: dict[str, Callable[[], dict[str, Any]]] = {
         "settings": lambda: data.settings(run),

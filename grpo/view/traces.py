@@ -18,16 +18,6 @@ _DECIMALS = 5
 """Of log-probabilities and the like; the fifth is below a server's rounding."""
 
 
-def trace_steps(run: Path, *, evaluation: bool = False) -> list[int]:
-    """The steps, or evaluated versions, that there are traces of, ascending."""
-    start = "eval_" if evaluation else "step_"
-    try:
-        names = [path.stem for path in (run / FOLDER).iterdir() if path.suffix == ".parquet"]
-    except OSError:
-        return []
-    return sorted(int(name[5:]) for name in names if name.startswith(start) and name[5:].isdecimal())
-
-
 def _open(run: Path, step: int, *, evaluation: bool) -> pq.ParquetFile | None:
     path = trace_path(run, step, evaluation=evaluation)
     try:

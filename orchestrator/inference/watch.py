@@ -6,6 +6,7 @@ import logging
 import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -110,7 +111,10 @@ class ServerWatch:
                 if info.load is not None:
                     self._loads[server].append(info.load)
                 pause_s = MIN_PAUSE_S
-                await self._change_of(server, within_s=self._interval_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        while server in self._pool.routed:
+                            await self._pool.changed.wait()
             except (ServerError, ValueError) as error:
                 if not isinstance(error, Unreachable):
                     self._sync.refused(server, error)
@@ -120,15 +124,6 @@ class ServerWatch:
                     self._client.abandon(server, f"{silent}: {error}")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-    async def _change_of(self, server: str, *, within_s: float) -> None:
-        """Returns when the server has left the routing, or after some time."""
-        try:
-            async with asyncio.timeout(within_s):
-                while server in self._pool.routed:
-                    await self._pool.changed.wait()
-        except TimeoutError:
-            return
 
     async def _discover(self, elastic: ElasticSettings) -> None:
         """Keeps the known servers equal to the addresses of one name, or to those that the folder tells. Where a

@@ -69,8 +69,9 @@ class Intake:
                 self.ledger.dropped([result.id], result.failure.reason)
                 self.traces.dropped([result], result.failure.reason)
                 continue
-            self.recorder.sampled(result.num_tokens)
-            self.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
+            num_tokens = result.num_tokens
+            self.recorder.sampled(num_tokens)
+            self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
             usable.append(result)
         shaped, unshaped = await self.shaping.shaped(usable)
         for rollout_id, why in unshaped.items():
@@ -226,8 +227,14 @@ class Sampling:
                 spans.enter_context(self.intake.timeline.group(ticket.group))
                 results = await self.intake.engine.run_group(group, sampled=self._sampled, delayed=park)
         except PromptTooLong as error:
-            self._skip(ticket, task, error)
-            return
+            self._ledger.dropped(self._rollout_ids(ticket), "prompt_too_long")
+            self._drop(ticket, [], "prompt_too_long")
+            self._num_too_long[task.env] += 1
+            if self._num_too_long[task.env] < sum(self.buffer.num_examples(task.env).values()):
+                return
+            raise ValueError(
+                f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}"
+            ) from None
         self._num_too_long[task.env] = 0
         self._sampled()
         was_parked = rolling in self._parked
@@ -272,11 +279,3 @@ class Sampling:
         self.buffer.closed(ticket.group)
         self.intake.timeline.came_to_nothing(ticket.group)
         self._scheduler.failed(ticket.group)
-
-    def _skip(self, ticket: Ticket, task: Task, error: PromptTooLong) -> None:
-        """Drops a group whose prompt is too long. Raises ValueError where all prompts of its environment are."""
-        self._ledger.dropped(self._rollout_ids(ticket), "prompt_too_long")
-        self._drop(ticket, [], "prompt_too_long")
-        self._num_too_long[task.env] += 1
-        if self._num_too_long[task.env] >= sum(self.buffer.num_examples(task.env).values()):
-            raise ValueError(f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}")

@@ -5,7 +5,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -161,7 +161,9 @@ class MetricsFile:
     def cut_after(self, step: int) -> list[dict[str, float]]:
         """Returns what is there of the steps up to `step`. The rest goes."""
         kept = [line for line in self.lines() if line[STEP] <= step]
-        self._write_anew(kept)
+        self._file.close()
+        write_atomic(self._path, "".join(map(_line, kept)).encode())
+        self._file = self._path.open("a", encoding="utf-8")
         return kept
 
     def write(self, metrics: Mapping[str, float]) -> None:
@@ -174,12 +176,6 @@ class MetricsFile:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-    def _write_anew(self, lines: Iterable[Mapping[str, float]]) -> None:
-        data = "".join(map(_line, lines)).encode()
-        self._file.close()
-        write_atomic(self._path, data)
-        self._file = self._path.open("a", encoding="utf-8")
 
 
 def _line(metrics: Mapping[str, float]) -> str:

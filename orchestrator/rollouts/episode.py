@@ -169,7 +169,9 @@ class ChatEpisode(Episode):
         state.messages.append(reply.message if len(self.roles) == 1 else {**reply.message, "name": reply.role})
         if self.is_done(state) or (response := await self.respond(state, ctx)) is None:
             return True
-        state.messages += _messages(response)
+        if isinstance(response, str):
+            response = {"role": "user", "content": response}
+        state.messages += [response] if isinstance(response, Mapping) else response
         if not (is_last := state.done or self._has_had_all_turns(state)):
             state.role = self.next_role(state)
         return is_last
@@ -270,9 +272,3 @@ class AlternatingRolesEpisode(MultiTurnEpisode):
                 own["content"] = f"{shown.pop()['content']}\n\n{own['content']}"
             shown.append(own)
         return shown
-
-
-def _messages(response: str | Message | Sequence[Message]) -> list[Message]:
-    if isinstance(response, str):
-        return [{"role": "user", "content": response}]
-    return [response] if isinstance(response, Mapping) else list(response)

@@ -1,6 +1,5 @@
 """Episodes that run in this process, for arenas; those of environments run in workers."""
 
-import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -88,12 +87,3 @@ class LocalPool:
             if broken:
                 raise broken[0] from None
             return Failure(reason=reason_of(error), message=f"{name}: {type(error).__name__}: {error}")
-
-    @property
-    def num_at_code(self) -> int:
-        """Not known."""
-        return 0
-
-    async def close(self) -> None:
-        """Nothing is open."""
-        await asyncio.sleep(0)

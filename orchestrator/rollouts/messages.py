@@ -86,7 +86,19 @@ def _checked(message: Message, index: int) -> dict[str, Any]:
     if len(message) == 2 and isinstance(content, str) and is_text(content):
         return {"role": role, "content": content}
     copy: dict[str, Any] = plain(dict(message), f"message {index}, of {role},")
-    return copy
+    return copy | ({"content": text_of(content)} if isinstance(content, list) else {})
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, which may come in parts: as one, because a control token could be spelled over
+    several. Raises ValueError for what is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        return "".join(str(part["text"]) for part in content)
+    raise ValueError(
+        f"a message's content is {str(content)[:200]}, expected text; images and sound cannot be trained on"
+    )
 
 
 def is_text(content: str) -> bool:

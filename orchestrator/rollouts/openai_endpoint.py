@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.rollouts.clock import together
 from orchestrator.rollouts.context import ContextFull, RolloutContext
+from orchestrator.rollouts.messages import text_of
 from orchestrator.rollouts.state import Reply
 from orchestrator.rollouts.tool_calls import UNKNOWN_TOOL, parse_tagged
 
@@ -194,17 +195,6 @@ class Endpoint:
             return {"role": message["role"].replace("developer", "system"), "content": content}
         written = self._written.get((content, tuple(str(call.get("id")) for call in calls)))
         return {"role": "assistant", "content": _as_written(content, calls) if written is None else written}
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content, which may come in parts. Raises BadRequest for what is no text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, Sequence) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
-        return "".join(str(part["text"]) for part in content)
-    raise BadRequest(
-        f"a message's content is {str(content)[:200]}, expected text; images and sound cannot be trained on"
-    )
 
 
 def _check(body: Mapping[str, Any]) -> None:

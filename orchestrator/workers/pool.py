@@ -18,7 +18,7 @@ MAX_SPARES = 2
 """Workers without rollouts that are kept once one has ended."""
 MAX_WORKERS = 8
 """Or as many as were asked for."""
-MAX_ALONE = 4
+MAX_ALONE = 16
 """Rollouts that run alone at a time."""
 
 
@@ -44,14 +44,14 @@ class WorkerPool:
         memory_bytes: int | None = None,
         hidden: Collection[str] = (),
         start_timeout_s: float = START_TIMEOUT_S,
-        record: Callable[[str, Failure | None], None] = lambda label, failure: None,
+        record: Callable[[Failure | None], None] = lambda failure: None,
     ) -> None:
         """`timeout_s`: for constructing the environment or a split, and for all that a rollout's code does between two
         calls of a model. `hash_keys`: fields by which training examples are known. `address`: of the environment server
         that has the workers; None for our own. `memory_bytes`: what the code of one worker may allocate. `hidden`:
         environment variables that it does not get. `record` is told of each outcome as it comes, and may raise
         EnvironmentFailed."""
-        self.label, self._hash_keys, self._record = label, hash_keys, record
+        self.label, self._hash_keys, self.record = label, hash_keys, record
         self._load = Load(env_id=env_id, args=args, timeout_s=timeout_s, memory_bytes=memory_bytes)
         self._address, self._start_s, self._forks = address, start_timeout_s, ForkServer(env_id, hidden=hidden)
         self._sessions = [self._session() for _ in range(num_workers)]
@@ -126,10 +126,6 @@ class WorkerPool:
             finally:
                 self._running_alone.remove(session)
                 self._keep_spare(session)
-
-    def record(self, failure: Failure | None) -> None:
-        """Counts what a rollout has come to. Raises EnvironmentFailed where too many fail."""
-        self._record(self.label, failure)
 
     async def close(self) -> None:
         """Ends all workers."""

@@ -96,12 +96,10 @@ class Worker:
         """Code of rollouts that are over, which has been told to end."""
         self._is_out_of_memory = False
         self._outgoing: list[bytes] = []
-        self._has_outgoing = asyncio.Event()
 
     async def serve(self) -> None:
         """Ends only with the process, or where the orchestrator says something that nobody understands."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send_all())
             tasks.create_task(self._say_alive())
             while True:
                 for message in decode_to_worker(await self._socket.recv()):
@@ -110,16 +108,14 @@ class Worker:
     # --- messages ---
 
     def send(self, data: bytes) -> None:
-        """Queues a message."""
+        """Sends a message, with all that is said at the same time."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(data)
-        self._has_outgoing.set()
 
-    async def _send_all(self) -> None:
-        while True:
-            await self._has_outgoing.wait()
-            self._has_outgoing.clear()
-            messages, self._outgoing = self._outgoing, []
-            await self._socket.send(frame_of(*messages))
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        self._socket.send(frame_of(*messages))
 
     async def _say_alive(self) -> None:
         while True:
@@ -203,7 +199,9 @@ class Worker:
                 f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had {run.prompt!r} "
                 "before; it must be the same at every call: seed what it draws at random"
             )
-        return _copied(examples[run.index])
+        example = examples[run.index]
+        is_flat = type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values())
+        return dict(example) if is_flat else copy.deepcopy(example)
 
     # --- one rollout ---
 
@@ -259,13 +257,6 @@ class Worker:
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
-
-
-def _copied(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a rollout does to its example is nobody else's."""
-    if type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values()):
-        return example.copy()
-    return copy.deepcopy(example)
 
 
 SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, BadData)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,12 +11,10 @@ from pathlib import Path
 import psutil
 
 from benchmarks.kills import MODULES, is_engine
+from tests.e2e.runs import END_S, ROOT, until
 
-ROOT = Path(__file__).parent.parent.parent
 MARK = "GRPO_CHAOS_TEST"
-END_S = 90.0
-"""How long a whole run may take to end on a machine that does much else."""
-SMALL = (*("--orch.batch_size", "32", "--orch.eval.eval_base_model", "false", "--orch.sampling.max_tokens", "4"),)
+SMALL = ("--orch.batch_size", "32", "--orch.sampling.max_tokens", "4", "--orch.eval.num_examples", "0")
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -30,15 +27,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def expect_nothing_left(mark: str, within_s: float) -> None:
-    """Returns when nothing with this mark lives; fails after the time."""
-    deadline = time.monotonic() + within_s
-    while left := marked(mark):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-class Run:
+class Launched:
     """A launcher that was started, and all processes that carry its mark in their environment."""
 
     def __init__(self, output_dir: Path, *options: str) -> None:
@@ -49,7 +38,7 @@ class Run:
             [sys.executable, "-m", "grpo.cli", *arguments],
             cwd=ROOT,
             env=os.environ | {MARK: self.mark},
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -63,23 +52,14 @@ class Run:
                     return process
         return None
 
-    def until(self, reached: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    def until(self, reached: Callable[[], object]) -> None:
         """Fails where the run ends before, or does not get that far."""
-        deadline = time.monotonic() + timeout_s
-        while not reached():
-            assert self.launcher.poll() is None, self.launcher.communicate()[1]
-            assert time.monotonic() < deadline, "the run did not get that far"
-            time.sleep(0.05)
+        until(reached, self.launcher)
 
-    def until_step(self, step: int) -> None:
-        """Until so many lines are in metrics.jsonl."""
-        metrics = self.output_dir / "metrics.jsonl"
-        self.until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= step)
-
-    def end(self, timeout_s: float = END_S) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Exit code and standard error; fails unless everything has ended in time."""
-        _, errors = self.launcher.communicate(timeout=timeout_s)
-        expect_nothing_left(self.mark, END_S)
+        _, errors = self.launcher.communicate(timeout=END_S)
+        until(lambda: not marked(self.mark), log=lambda: str(marked(self.mark)))
         return self.launcher.returncode, errors
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ GROUPS_PER_BATCH = 4
 NUM_RANDOM_KILLS = int(os.environ.get("GRPO_TEST_KILLS", "5"))
 CALLS = [call for call in DISK_CALLS if call not in ("unlink", "rmdir", "fsync")]
 CALLS.append("fsync")  # of files that are made at the end of a run
-END_S = 120.0
+END_S = 300.0
 
 
 @contextmanager
@@ -50,11 +50,11 @@ def serving(latency_s: float) -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert up.wait(10)
+    assert up.wait(60)
     yield server
-    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 

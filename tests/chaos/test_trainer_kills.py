@@ -20,7 +20,7 @@ pytestmark = pytest.mark.chaos
 KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 12)]
 """Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
 NUM_RANDOM_KILLS = 12
-END_S = 60.0
+END_S = 300.0
 
 
 @pytest.fixture(scope="module")

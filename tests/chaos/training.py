@@ -49,7 +49,7 @@ class Training:
             "max_steps": NUM_STEPS,
             "optimizer": self.optimizer,
             "loss": LOSS,
-            "wait_timeout_s": 20.0,
+            "wait_timeout_s": 120.0,
             "output_dir": str(self.folder.path),
             "run_id": self.folder.run_id,
             "ckpt": {"interval": 2, "keep_last": 2, "keep_interval": 8},

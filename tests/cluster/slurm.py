@@ -49,7 +49,7 @@ class Slurm:
         self._start("controller", "slurmctld", "-c", "-D")
         for name in self.nodes:
             self._start(name, "slurmd", "-D", "-N", name)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.run("sinfo", "--noheader", "--format=%T %D").split() != ["idle", str(len(self.nodes))]:
             assert time.monotonic() < deadline, [path.read_text() for path in self.folder.glob("*.log")]
             time.sleep(0.2)
@@ -62,7 +62,7 @@ class Slurm:
 
     def run(self, *command: str) -> str:
         """What a command of Slurm prints."""
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300).stdout
 
     def lose(self, node: str) -> None:
         """Kills a machine's slurmd and all that jobs have there, as a failure of its power would."""

@@ -4,12 +4,11 @@ FAKE_RESTARTS, how often in a row each is started again."""
 
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 from deploy import programs
-from deploy.launcher import explain, start_all
-from deploy.programs import Program, Signals
+from deploy.launcher import explain
+from deploy.programs import Program, Signals, run_programs
 from transport.errors import RunFolderError
 from transport.run import only_one, open_run
 
@@ -34,7 +33,7 @@ def main() -> None:
                 for role, steps in zip(("infer", "train", "orch"), sys.argv[2:5], strict=True)
             ]
             restarts = int(os.environ.get("FAKE_RESTARTS", 3))
-            outcome = start_all(started, run, restarts, signals, lambda _: nullcontext(lambda: None))
+            outcome = run_programs(started, restarts=restarts, signals=signals, tick=lambda: None)
     except RunFolderError as error:
         sys.exit(f"error: {error}")
     explain(outcome)

@@ -26,22 +26,19 @@ def plan(*argv: str) -> Plan:
     return resolve(load_run(PRESET, argv))
 
 
-def problems(*argv: str) -> str:
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        (("--orch.run_id", "x"), "run_id"),
+        (("--orch.client.base_url", "http://far:8000/v1"), "client.base_url"),
+        (("--orch.client.elastic.hostname", "servers"), "client.elastic"),
+        (("--train.nodes", "2", "--train.rendezvous", "one:29400", "--train.optimizer", "adamw"), "nodes"),
+    ],
+)
+def test_what_grpo_chooses_itself_is_refused(argv: tuple[str, ...], key: str) -> None:
     with pytest.raises(SettingsError) as caught:
         plan(*argv)
-    return str(caught.value)
-
-
-def test_run_ids_and_other_servers_are_refused_because_grpo_chooses_them() -> None:
-    text = problems("--orch.run_id", "x", "--orch.client.base_url", "http://far:8000/v1")
-    assert "orch.run_id = 'x'" in text
-    assert "client.base_url = ('http://far:8000/v1',): grpo starts the server at http://127.0.0.1:8000/v1" in text
-
-
-def test_servers_that_are_found_by_name_and_machines_are_refused_because_grpo_starts_one_machines_programs() -> None:
-    assert "client.elastic = {" in problems("--orch.client.elastic.hostname", "servers")
-    words = ["--train.nodes", "2", "--train.rendezvous", "one:29400", "--train.optimizer", "adamw"]
-    assert "grpo launch" in problems(*words)
+    assert key in {problem.key.removeprefix("orch.").removeprefix("train.") for problem in caught.value.problems}
 
 
 def test_several_servers_have_ports_of_their_own() -> None:
@@ -73,11 +70,6 @@ def test_versions_over_http_get_a_free_port_too_and_the_server_is_led_to_it() ->
     assert ready.infer.weight_broadcast_url == f"http://localhost:{port}"
     chosen = with_run(plan("--weight_broadcast.type", "http", "--weight_broadcast.port", "4321"), "abc")
     assert chosen.infer.weight_broadcast_url == "http://localhost:4321"
-
-
-def test_a_server_on_all_addresses_is_reached_over_the_loopback() -> None:
-    ready = with_run(plan("--infer.host", "0.0.0.0"), "abc")
-    assert ready.orch.client.base_url == (f"http://127.0.0.1:{ready.infer.port}/v1",)
 
 
 def test_threads_are_given_only_on_a_cpu_and_where_the_user_left_them_open() -> None:
@@ -138,14 +130,14 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(
 ) -> None:
     output_dir = tmp_path / "run"
     assert run(load_run(PRESET, ["--model", "./no/model", "--output_dir", str(output_dir)]), shown) == 2
-    assert "error: model './no/model': no such folder" in capsys.readouterr().err
+    assert "./no/model" in capsys.readouterr().err
     assert not output_dir.exists()
 
 
 def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier = create_run(tmp_path / "run")
     assert run(load_run(PRESET, ["--output_dir", str(earlier.path), "--resume", "never"]), shown) == 2
-    assert f"holds the run {earlier.run_id}" in capsys.readouterr().err
+    assert earlier.run_id in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -182,7 +174,7 @@ def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
 ) -> None:
     with only_one(tmp_path, "launcher"):
         assert run(load_run(PRESET, ["--overwrite_output_dir", "--output_dir", str(tmp_path)]), shown) == 2
-        assert "another grpo-launcher is at work" in capsys.readouterr().err
+        assert "grpo-launcher" in capsys.readouterr().err
         with pytest.raises(RunFolderError), only_one(tmp_path, "launcher"):
             pass
     with only_one(tmp_path, "launcher"):

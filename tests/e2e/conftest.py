@@ -1,27 +1,35 @@
-"""What takes long to make and several modules only look at."""
+"""What takes long to make and several tests only look at."""
 
-import os
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
+import venv
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.plain_server import Live, plain_server
-from tests.e2e.readme import NUM_STEPS, command, run
+from tests.e2e.runs import END_S, ROOT
+
+
+def pip(*words: object) -> None:
+    subprocess.run([sys.executable, "-m", "pip", *map(str, words)], check=True, capture_output=True, timeout=END_S)
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server that its users leave as it is: versions 0 to 2 stay live, what they load besides they number from 10."""
-    with plain_server(tmp_path_factory.mktemp("plain")) as live:
-        yield live
-
-
-@pytest.fixture(scope="session")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The finished run of README.md's one command, with NUM_STEPS steps."""
-    folder = tmp_path_factory.mktemp("first")
-    steps = {f"GRPO_{program}_MAX_STEPS": str(NUM_STEPS) for program in ("ORCH", "TRAIN")}
-    done = run(command("grpo quickstart --output_dir outputs/first"), folder, os.environ | steps)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "outputs/first"
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of an environment that has the wheel, and sees the libraries of this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / "source" / name)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source")
+    shutil.rmtree(folder / "source")
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "empty", with_pip=False)
+    (packages,) = (folder / "empty").glob("lib/python*/site-packages")
+    pip("--python", folder / "empty/bin/python", "install", "--no-deps", "--no-index", wheel)
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "libraries.pth").write_text("\n".join(libraries))
+    return folder / "empty/bin"

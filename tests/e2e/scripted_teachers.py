@@ -1,33 +1,31 @@
 """The scripted teachers in a process of their own."""
 
+import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import yaml
 
+from tests.e2e.runs import ROOT, until
 from tests.infer.server_process import free_port
-
-START_S = 30.0
 
 
 @contextmanager
-def scripted_teachers() -> Iterator[str]:
-    """The address of the server, in a process of its own."""
-    port = free_port()
-    process = subprocess.Popen([sys.executable, "-m", "configs.preferences.teachers", "--port", str(port)])
-    address, deadline = f"http://127.0.0.1:{port}/v1", time.monotonic() + START_S
+def scripted_teachers(preset: str) -> Iterator[list[str]]:
+    """Options of `grpo` by which the preset's teachers are asked at a server that runs meanwhile."""
+    named = yaml.safe_load((ROOT / "configs" / preset / "run.yaml").read_text())["orch"]["preferences"]["teachers"]
+    address = f"http://127.0.0.1:{(port := free_port())}/v1"
+    process = subprocess.Popen([sys.executable, "-m", "configs.preferences.teachers", "--port", str(port)], cwd=ROOT)
     try:
-        while not _is_up(address):
-            assert process.poll() is None, "the teachers have ended"
-            assert time.monotonic() < deadline, f"no teachers at {address} after {START_S:g} s"
-            time.sleep(0.05)
-        yield address
+        until(lambda: _is_up(address), process)
+        teachers = [{**teacher, "base_url": address} for teacher in named]
+        yield ["--orch.preferences.teachers", json.dumps(teachers)]
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait()
 
 
 def _is_up(address: str) -> bool:

@@ -1,90 +1,62 @@
 """An adapter for each role, real vLLM included: self-play of which each side has its own."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tests.e2e.runs import ROOT, Run, options, trained
 from transport.codec import decode
 from transport.records import Canary
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
+NUM_STEPS = 3
 NAMES = '["solver", "proposer"]'
 FOLDERS = {"solver": "", "proposer": "adapters/proposer"}
 ARGS = {"num_solvers": 4, "proposer_prompt": "Ask a sum like {question}.", "solver_prompt": "Compute: {question}"}
 ROLES = {"Compute:": 0, "Ask a sum like": 1}
 """Which adapter is whose, by how the prompt begins."""
-ADAPTERS = {
+ADAPTERS: dict[str, object] = {
     "train.lora_adapters": NAMES,
     "orch.model.lora_adapters": NAMES,
     "infer.max_loras": "22",
     "orch.max_async_level": "0",
     "orch.batch_size": "32",
+    "max_steps": NUM_STEPS,
     "orch.eval.eval_base_model": "false",
     "orch.eval.num_examples": "4",
 }
 
 
-ITS_OWN_TEACHER = {"train.loss.teacher_tau": "0.1", "orch.teacher_model": '{"policy_every": 1}'}
-"""The version that samples teaches, too: it says of every token what it said when it sampled it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A finished run."""
-
-    folder: Path
-    num_steps: int
-    summary: dict[str, Any]
-    metrics: list[dict[str, Any]]
-
-    def file(self, version: int, adapter: str, name: str) -> bytes:
-        return (self.folder / f"broadcasts/step_{version:06d}" / FOLDERS[adapter] / name).read_bytes()
-
-    def weights(self, adapter: str) -> list[bytes]:
-        """By version."""
-        return [self.file(version, adapter, "adapter_model.safetensors") for version in range(self.num_steps + 1)]
-
-
-def played(folder: Path, env_id: str, *, num_steps: int, more: Mapping[str, str] | None = None) -> Run:
-    """`grpo configs/proposer_solver` with an adapter for each role, and `more` settings."""
-    env: Mapping[str, Any] = {"id": env_id, "name": "play", "args": ARGS, "adapters": {"Proposer": "proposer"}}
-    options = ADAPTERS | {"orch.env": json.dumps([env]), "max_steps": str(num_steps)} | dict(more or {})
-    words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "grpo.cli", "configs/proposer_solver", "--output_dir", str(folder), *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Run(
-        folder=folder,
-        num_steps=num_steps,
-        summary=json.loads((folder / "summary.json").read_text()),
-        metrics=[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
-    )
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("adapters") / "run"
-    return played(folder, "proposer-solver", num_steps=4, more=ITS_OWN_TEACHER)
+    """`grpo configs/proposer_solver` with an adapter for each role."""
+    env: Mapping[str, Any] = {"id": "proposer-solver", "name": "play", "args": ARGS}
+    words = options(ADAPTERS | {"orch.env": json.dumps([env | {"adapters": {"Proposer": "proposer"}}])})
+    return trained("configs/proposer_solver", tmp_path_factory.mktemp("adapters") / "run", *words)
+
+
+def file(run: Run, version: int, adapter: str, name: str) -> bytes:
+    return (run.folder / f"broadcasts/step_{version:06d}" / FOLDERS[adapter] / name).read_bytes()
+
+
+def weights(run: Run, adapter: str) -> list[bytes]:
+    """By version."""
+    return [file(run, version, adapter, "adapter_model.safetensors") for version in range(NUM_STEPS + 1)]
 
 
 def test_both_adapters_are_trained_and_none_is_the_other(run: Run) -> None:
     for adapter in FOLDERS:
-        assert len(set(run.weights(adapter))) == run.num_steps + 1
-    assert not set(run.weights("solver")) & set(run.weights("proposer"))
+        assert len(set(weights(run, adapter))) == NUM_STEPS + 1
+    assert not set(weights(run, "solver")) & set(weights(run, "proposer"))
     assert run.summary["rollouts_dropped"] == {}
-    assert run.summary["rollouts_trained"] == run.summary["rollouts_issued"] == run.num_steps * 32
+    assert run.summary["rollouts_trained"] == run.summary["rollouts_issued"] == NUM_STEPS * 32
     tokens = [line for line in run.metrics if "policy/tokens" in line]
-    assert len(tokens) == run.num_steps
+    assert len(tokens) == NUM_STEPS
     for line in tokens:
         own = [line[f"policy/adapter_tokens_{adapter}"] for adapter in FOLDERS]
         assert min(own) > 0
@@ -92,10 +64,10 @@ def test_both_adapters_are_trained_and_none_is_the_other(run: Run) -> None:
 
 
 def test_each_adapter_of_each_version_was_proved_by_a_canary_of_its_own(run: Run) -> None:
-    assert run.summary["versions_served"] == list(range(run.num_steps + 1))
+    assert run.summary["versions_served"] == list(range(NUM_STEPS + 1))
     assert run.summary["canary_max_abs"] < 1e-4
-    for version in range(1, run.num_steps + 1):
-        canaries = [Canary.from_json(run.file(version, adapter, "canary.json")) for adapter in FOLDERS]
+    for version in range(1, NUM_STEPS + 1):
+        canaries = [Canary.from_json(file(run, version, adapter, "canary.json")) for adapter in FOLDERS]
         assert {canary.version for canary in canaries} == {version}
         solver, proposer = (np.array(canary.logprobs) for canary in canaries)
         assert np.abs(solver - proposer).max() > 1e-3  # so that the proof of one is none of the other
@@ -104,11 +76,11 @@ def test_each_adapter_of_each_version_was_proved_by_a_canary_of_its_own(run: Run
 def test_each_role_is_sampled_and_trained_by_its_own_adapter(run: Run) -> None:
     """The largest mismatch of all tokens at lag 0, those of both roles, is that of one and the same adapter."""
     worst = [line["policy/mismatch_max_lag0"] for line in run.metrics if "policy/mismatch_max_lag0" in line]
-    assert len(worst) == run.num_steps
+    assert len(worst) == NUM_STEPS
     assert max(worst) < 1e-4
     tokenizer = Tokenizer.from_file(str(ROOT / "configs/tiny/model/tokenizer.json"))
     seen: set[int] = set()
-    for step in range(1, run.num_steps + 1):
+    for step in range(1, NUM_STEPS + 1):
         for batch in decode((run.folder / f"batches/step_{step:06d}/rank_0.msgpack").read_bytes()):
             assert batch.adapters is not None
             for start, length, adapter in zip(batch.starts, batch.sequence_lengths, batch.adapters, strict=True):
@@ -116,9 +88,3 @@ def test_each_role_is_sampled_and_trained_by_its_own_adapter(run: Run) -> None:
                 assert [own for begin, own in ROLES.items() if begin in text] == [adapter], text
                 seen.add(int(adapter))
     assert seen == {0, 1}
-
-
-def test_an_earlier_version_that_teaches_scores_what_each_role_said_by_the_roles_own_adapter(run: Run) -> None:
-    gaps = [abs(line["policy/teacher_kl"]) for line in run.metrics if "policy/teacher_kl" in line]
-    assert len(gaps) == run.num_steps
-    assert max(gaps) < 1e-4

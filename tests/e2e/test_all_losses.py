@@ -1,61 +1,27 @@
 """Rewards, hints and teachers' disagreement in one run, with real vLLM and teachers behind a real HTTP server."""
 
 import json
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
+from tests.e2e.runs import Run, trained
 from tests.e2e.scripted_teachers import scripted_teachers
 from transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
-ROOT = Path(__file__).parents[2]
-PRESET = ROOT / "configs/all_channels"
 NUM_STEPS, BATCH_SIZE = 5, 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A finished run."""
-
-    summary: dict[str, Any]
-    steps: list[dict[str, float]]
-    """Metrics."""
-    traces: list[dict[str, Any]]
-    """Rows of the first step."""
-
-    def held_out(self, measure: str) -> tuple[float, float]:
-        """Before and after."""
-        before, after = (
-            self.summary["evaluations"][version][f"eval/measure/{measure}/zorplex"] for version in ("0", str(NUM_STEPS))
-        )
-        return before, after
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`grpo configs/all_channels`, for fewer steps."""
+    """`grpo configs/all_channels`, for fewer steps, with weights by which they suffice."""
     folder = tmp_path_factory.mktemp("all_channels") / "run"
-    named = yaml.safe_load((PRESET / "run.yaml").read_text())["orch"]["preferences"]["teachers"]
-    command = [sys.executable, "-m", "grpo.cli", str(PRESET), "--output_dir", str(folder)]
-    command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
-    with scripted_teachers() as address:
-        teachers = [{**teacher, "base_url": address} for teacher in named]
-        command += ["--orch.preferences.teachers", json.dumps(teachers)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Run(
-        summary=json.loads((folder / "summary.json").read_text()),
-        steps=[line for line in lines if "loss/total" in line],
-        traces=pq.read_table(trace_path(folder, 1)).to_pylist(),
-    )
+    words = ("--max_steps", NUM_STEPS, "--orch.eval.num_examples", "40")
+    words += ("--train.loss.alpha_sdpo", "1", "--train.loss.beta_replay", "0.1")
+    with scripted_teachers("all_channels") as teachers:
+        return trained("configs/all_channels", folder, *words, *teachers)
 
 
 def test_every_step_learns_from_rewards_and_hints_and_from_pairs_once_teachers_have_answered(run: Run) -> None:
@@ -79,14 +45,16 @@ def test_no_rollout_is_lost_and_what_is_trained_is_what_was_sampled(run: Run) ->
 
 
 def test_calls_that_fail_become_rarer(run: Run) -> None:
-    before, after = run.held_out("tool_error_rate")
+    versions = (run.summary["evaluations"][version] for version in ("0", str(NUM_STEPS)))
+    before, after = (found["eval/measure/tool_error_rate/zorplex"] for found in versions)
     assert before > 0.3
     assert after < 0.6 * before
 
 
 def test_a_failed_call_of_a_conversation_has_its_hint_beside_it(run: Run) -> None:
-    errors = [[one["error"] for one in json.loads(row["messages"]) if "error" in one] for row in run.traces]
+    traces: list[dict[str, Any]] = pq.read_table(trace_path(run.folder, 1)).to_pylist()
+    errors = [[one["error"] for one in json.loads(row["messages"]) if "error" in one] for row in traces]
     assert sum(map(bool, errors)) > BATCH_SIZE * 0.5
-    for row, messages in zip(run.traces, errors, strict=True):
+    for row, messages in zip(traces, errors, strict=True):
         assert (row["hint"] is not None) == bool(messages)
         assert not messages or row["hint"].endswith(tuple(messages))

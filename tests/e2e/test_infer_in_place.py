@@ -22,7 +22,7 @@ from transport.weights.identity import base_identity
 from transport.weights.shards import Weight
 from transport.weights.store import CANARY_FILE, PolicyPublisher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 FULL = PolicySpec(

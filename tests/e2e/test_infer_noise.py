@@ -16,7 +16,6 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
-from tests.e2e import plain_server
 from tests.e2e.plain_server import MODEL
 from tests.e2e.test_infer_policies import EXACT, largest, prompt
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
@@ -25,7 +24,7 @@ from transport.records import Canary
 from transport.run import create_run
 from transport.weights.store import CANARY_FILE, NOISE_FILE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 NOISY = {1: 0.1, 2: 0.05, 4: 5e-4}
 """Versions with noise and their sigma; 0 and 3 have none."""
@@ -208,20 +207,6 @@ def test_the_noise_of_a_version_is_no_model_of_the_chat_routes(live: Live) -> No
     served = [model["id"] for model in live.server.get("/v1/models").json()["data"]]
     assert "policy-v1" in served
     assert not any("noise" in name for name in served)
-
-
-def test_the_same_scores_come_from_a_server_without_norm_noise(live: Live, plain: plain_server.Live) -> None:
-    """Bit for bit: a server that can give noise and is not asked for it, and one that cannot."""
-    ids = prompt(8, 60)
-    scored = plain.server.answer("/policy/score", version=1, token_ids=ids)["logprobs"]
-    base = plain.server.answer("/policy/score", version=None, token_ids=ids)["logprobs"]
-    assert live.score((1, False), ids) == scored
-    assert live.score((None, False), ids) == base
-    publisher = plain.publisher
-    publisher.publish(10, publisher.files(version=10, seed=2), structs.replace(publisher.spec(), norm_noise=True))
-    refused = plain.load(10)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (409, "norm_noise")
-    assert "start it with norm_noise: true" in refused.json()["error"]["message"]
 
 
 FOLLOWED = {11: 1, 12: 4, 13: 21}

@@ -1,7 +1,7 @@
 """The real server on the tiny model: policy versions against Hugging Face PEFT, and everything it must refuse."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,12 +14,12 @@ from msgspec import structs
 from peft import PeftModel
 
 from infer.checks import PEFT_PREFIX
-from tests.e2e.plain_server import MODEL, SCALES, Live
+from tests.e2e.plain_server import MODEL, SCALES, Live, plain_server
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
 from transport.run import RunFolder
 from transport.weights.store import ADAPTER_FILE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 EXACT = 1e-4
 VOCAB = 256
@@ -28,16 +28,17 @@ KV_BYTES = 2 * 4 * 2 * 32 * 4
 Q0 = f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj"
 
 
-@pytest.fixture
-def live(plain: Live) -> Live:
-    return plain
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with plain_server(tmp_path_factory.mktemp("plain")) as live:
+        yield live
 
 
 @pytest.fixture(scope="module")
-def truth(plain: Live) -> Callable[[int | None, Sequence[int], float], list[float]]:
+def truth(live: Live) -> Callable[[int | None, Sequence[int], float], list[float]]:
     """Log-probabilities by Hugging Face in float32."""
     models: dict[int | None, Any] = {
-        version: reference(MODEL, plain.publisher.run.broadcasts / f"step_{version:06d}") for version in SCALES
+        version: reference(MODEL, live.publisher.run.broadcasts / f"step_{version:06d}") for version in SCALES
     }
 
     def logprobs(version: int | None, ids: Sequence[int], temperature: float) -> list[float]:
@@ -252,6 +253,12 @@ def other_run(publisher: Publisher, version: int) -> None:
     stranger.publish(version, publisher.files(version=version, seed=version))
 
 
+def with_noise(publisher: Publisher, version: int) -> None:
+    """A version for servers that can give noise."""
+    spec = structs.replace(publisher.spec(), norm_noise=True)
+    publisher.publish(version, publisher.files(version=version, seed=version), spec)
+
+
 def other_weights(publisher: Publisher, version: int) -> None:
     """The canary of one adapter with the weights of another."""
     changed(publisher, version, lambda t: t.update(random_tensors(MODEL, seed=99, rank=publisher.rank, scale=0.1)))
@@ -297,6 +304,7 @@ def test_the_server_says_what_runs_and_what_waits_and_how_full_its_cache_is(live
         (outside, "outside", "outside the run's broadcasts"),
         (other_run, "stale_run", "belongs to run 000000000000"),
         (other_weights, "canary_mismatch", "differ from the trainer's"),
+        (with_noise, "norm_noise", "norm_noise: true"),
         (nothing, "missing", "is not published"),
     ],
 )

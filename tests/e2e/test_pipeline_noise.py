@@ -1,9 +1,10 @@
-"""The whole pipeline with noise on the norm weights. The learning rate leaves the policy as it is and the noise is
-large, so that whatever differs between versions is the noise."""
+"""The whole pipeline with noise on the norm weights, and two servers. The learning rate leaves the policy as it is and
+the noise is large, so that whatever differs between versions is the noise."""
 
 import pytest
 
-from tests.e2e.test_pipeline import ROOT, grpo, metrics
+from tests.e2e.runs import ROOT, Run, trained
+from transport.status import FINISHED, read_status
 
 pytestmark = pytest.mark.e2e
 SIGMAS = {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.1, 5: 0.1, 6: 0.0}
@@ -11,44 +12,44 @@ SIGMAS = {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.1, 5: 0.1, 6: 0.0}
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """What a finished run has measured; batch n is sampled under version n - 1."""
-    folder = tmp_path_factory.mktemp("pipeline") / "run"
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run; batch n is sampled under version n - 1."""
     page = (ROOT / "docs" / "noise.md").read_text()
-    [command] = [line.split() for line in page.splitlines() if line.startswith("    grpo ")]
-    done = grpo(
-        *(*command[1:], "--train.noise_scheduler.num_stages", "3"),
+    [(_, preset, *words)] = [line.split() for line in page.splitlines() if line.startswith("    grpo ")]
+    return trained(
+        *(preset, tmp_path_factory.mktemp("pipeline") / "run", *words, "--train.noise_scheduler.num_stages", "3"),
         *("--train.noise_scheduler.sigma_start", "1.0", "--train.noise_scheduler.sigma_end", "0.1"),
-        *("--output_dir", str(folder), "--max_steps", "6", "--train.learning_rate", "1e-9"),
-        *("--orch.max_async_level", "0", "--orch.eval.interval", "1", "--orch.eval.num_examples", "100"),
+        *("--max_steps", "6", "--train.learning_rate", "1e-9", "--infer_replicas", "2", "--orch.batch_size", "128"),
+        *("--orch.max_async_level", "0", "--orch.eval.interval", "1", "--orch.eval.num_examples", "40"),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(folder)
 
 
-def by_step(lines: list[dict[str, float]], key: str) -> dict[int, float]:
-    return {int(line["progress/step"]): line[key] for line in lines if key in line}
+def test_each_version_has_the_noise_of_its_stage(run: Run) -> None:
+    assert run.by_step("policy/noise_sigma") == pytest.approx(SIGMAS)
 
 
-def test_each_version_has_the_noise_of_its_stage(lines: list[dict[str, float]]) -> None:
-    assert by_step(lines, "policy/noise_sigma") == pytest.approx(SIGMAS)
+def test_every_version_was_proved_with_and_without_its_noise(run: Run) -> None:
+    assert len(run.by_step("policy/canary_max_abs")) == 6
+    assert max(run.by_step("policy/canary_max_abs").values()) < 1e-4
 
 
-def test_every_version_was_proved_with_and_without_its_noise(lines: list[dict[str, float]]) -> None:
-    assert len(by_step(lines, "policy/canary_max_abs")) == 6
-    assert max(by_step(lines, "policy/canary_max_abs").values()) < 1e-4
-
-
-def test_the_trainer_computes_without_the_noise_that_the_server_samples_with(lines: list[dict[str, float]]) -> None:
-    mismatch = by_step(lines, "policy/mismatch_max_lag0")
+def test_the_trainer_computes_without_the_noise_that_the_server_samples_with(run: Run) -> None:
+    mismatch = run.by_step("policy/mismatch_max_lag0")
     assert max(mismatch[step] for step in (1, 2)) < 1e-4  # versions 0 and 1
     assert min(mismatch[step] for step in (3, 4)) > 1.0  # versions 2 and 3, sigma 1.0
     assert min(mismatch[step] for step in (5, 6)) > 0.05  # versions 4 and 5, sigma 0.1
 
 
-def test_rollouts_explore_and_evaluation_does_not(lines: list[dict[str, float]]) -> None:
-    rewards, accuracies = by_step(lines, "reward/mean"), by_step(lines, "eval/accuracy")
+def test_rollouts_explore_and_evaluation_does_not(run: Run) -> None:
+    rewards, accuracies = run.by_step("reward/mean"), run.by_step("eval/accuracy")
     assert max(rewards[step] for step in (3, 4)) < 0.05 < min(rewards[step] for step in (1, 2))
     assert len(accuracies) == 7
     assert set(accuracies.values()) == {accuracies[0]}
-    assert accuracies[0] > 0.2
+    assert accuracies[0] > 0.1
+
+
+def test_both_servers_served_and_ended(run: Run) -> None:
+    states = [(read_status(path) or {})["state"] for path in (run.folder / "status").glob("infer.*.json")]
+    assert states == [FINISHED, FINISHED]
+    assert {path.name for path in (run.folder / "logs").glob("infer*")} == {"infer.0.log", "infer.1.log"}
+    assert 2 in run.by_step("perf/servers").values()  # one may be there before the other

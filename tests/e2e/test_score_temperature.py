@@ -1,5 +1,5 @@
 """The real server scores what it sampled at the temperature of the sampling: base and versions, several temperatures
-in one step, prompts that are read in parts."""
+in one step, prompts that are read in parts; and as a teacher over OpenAI's routes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from configs.auxiliary import TeacherSettings
+from orchestrator.teacher.served import ServedTeacher
 from tests.e2e.plain_server import MODEL, Live
 from tests.infer.published import Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
@@ -85,3 +88,21 @@ def test_other_temperatures_give_other_numbers(live: Live) -> None:
     at = {temperature: score(live.server, None, ids, temperature) for temperature in TEMPERATURES}
     assert largest(at[0.7], at[1.0]) > 100 * EXACT
     assert largest(at[1.3], at[1.0]) > 100 * EXACT
+
+
+async def test_openais_routes_of_a_real_vllm_score_as_ours_do(live: Live) -> None:
+    # The base's name in vLLM; asked as our kind, the teacher would be its newest policy.
+    [base] = [one["id"] for one in live.server.get("/v1/models").json()["data"] if one["parent"] is None]
+    settings = TeacherSettings.model_validate(
+        {"model": {"name": base}, "client": {"base_url": [f"{live.server.url}/v1"]}}
+    )
+    rows = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"Reverse: hello", b"Reverse: word", b"a b")]
+    found = []
+    for ours in (False, True):
+        teacher = ServedTeacher(settings, api_key=None, seq_len=512, ours=ours)
+        try:
+            found.append([await teacher.score(row, 1.0) for row in rows])
+        finally:
+            await teacher.close()
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=EXACT)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from configs.train import TrainSettings
 from tests.e2e.importer import CPU, anonymous_bytes, logprobs
+from tests.e2e.runs import END_S, ROOT, until
 from tests.infer.server_process import Server, running, wait_until_gone
 from tools.random_models import make_hundred
 from trainer.distributed import ONE
@@ -27,8 +27,6 @@ from transport.run import create_run
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0
 IDS = [(7 * i * i + 3) % 300 for i in range(60)]
 
 
@@ -138,7 +136,9 @@ def exporting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield Exporting(model=model, folder=folder, server=server, run_id=run_id)
 
 
-def test_there_is_one_copy_and_both_compute_on_it(exporting: Exporting, alone: Alone, base_bytes: int) -> None:
+def test_there_is_one_copy_on_which_both_compute_and_which_a_step_leaves_alone(
+    exporting: Exporting, alone: Alone, base_bytes: int
+) -> None:
     with importer(exporting.model, exporting.folder) as trainer:
         trainers, engine = trainer.ask("logprobs", token_ids=IDS), engine_of(exporting.server)
         servers = scored(exporting.server)
@@ -149,6 +149,11 @@ def test_there_is_one_copy_and_both_compute_on_it(exporting: Exporting, alone: A
         # And neither has another copy in memory of its own.
         assert anonymous_bytes(engine) < alone.anonymous - 0.95 * base_bytes
         assert trainer.grown < 0.1 * base_bytes
+        # A step changes the policy, and not a byte of the base.
+        digests = trainer.ask("step", token_ids=IDS)
+        assert digests["before"] == digests["after"]
+        assert largest(trainer.ask("logprobs", token_ids=IDS), trainers) > 0.1
+    assert scored(exporting.server) == servers
     own = load_policy(
         TrainSettings(model=str(exporting.model), recipe="fp32", lora_rank=8, lora_alpha=16), exporting.model, CPU, ONE
     )
@@ -156,16 +161,6 @@ def test_there_is_one_copy_and_both_compute_on_it(exporting: Exporting, alone: A
         assert largest(trainers, logprobs(own, IDS).tolist()) < 1e-5
     assert largest(servers, alone.logprobs) < 1e-5
     assert largest(trainers, servers) < 1e-4
-
-
-def test_a_step_changes_the_policy_and_not_a_byte_of_the_base(exporting: Exporting) -> None:
-    before = scored(exporting.server)
-    with importer(exporting.model, exporting.folder) as trainer:
-        first = trainer.ask("logprobs", token_ids=IDS)
-        digests = trainer.ask("step", token_ids=IDS)
-        assert digests["before"] == digests["after"]
-        assert largest(trainer.ask("logprobs", token_ids=IDS), first) > 0.1
-    assert scored(exporting.server) == before
 
 
 def test_grpo_train_on_the_servers_base_proves_its_version_0_and_ends_with_75_when_the_server_is_killed(
@@ -179,18 +174,14 @@ def test_grpo_train_on_the_servers_base_proves_its_version_0_and_ends_with_75_wh
     with log.open("w") as file, child("trainer.cli", *words, stdout=file, stderr=file) as process:
         try:
             published = exporting.folder / "broadcasts/step_000000/STABLE"
-            deadline_s = time.monotonic() + WAIT_S
-            while not published.exists():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline_s, log.read_text()
-                time.sleep(0.1)
+            until(published.exists, process, log=log.read_text)
             loaded = server.answer("/policy/load", run_id=exporting.run_id, version=0)
             assert loaded["canary"]["max_abs"] < 1e-4
             engines = server.engine_pids()
             server.process.kill()
             server.process.wait()
             wait_until_gone(engines)
-            assert process.wait(WAIT_S) == START_AGAIN, log.read_text()
+            assert process.wait(END_S) == START_AGAIN, log.read_text()
         finally:
             process.kill()
     assert not [file for file in Path("/dev/shm").iterdir() if "grpo" in file.name]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e.runs import ROOT, until
 from tests.infer.server_process import children_of, end, free_port, start, wait_until_gone, wait_until_healthy
 from transport.run import create_run
 from transport.weights.store import PolicyReader
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.alone]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "configs/quickstart"
 BATCH_SIZE, GROUP_SIZE = 64, 16
 TRAIN = ("--num_threads", "1", "--max_steps", "2000")
@@ -33,15 +33,6 @@ def program(name: str, preset: str, log: Path, *options: str) -> subprocess.Pope
     command = [sys.executable, "-m", f"{name}.cli", str(PRESET / preset), *options]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT)
-
-
-def until(condition: Callable[[], bool], *processes: subprocess.Popen[bytes], timeout_s: float = 240) -> None:
-    """Returns when it holds; fails after the time, or when one of the processes ends."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert all(process.poll() is None for process in processes), "a program has ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def make_way(*processes: subprocess.Popen[bytes]) -> None:

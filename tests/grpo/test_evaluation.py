@@ -38,7 +38,7 @@ def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server()
         target,
         options("--max_model_len", "64", env=["reverse-text", '{"id": "arithmetic", "name": "sums"}'], max_tokens=7),
     )
-    assert (target.run, target.version) == (None, None)
+    assert target.version is None
     assert [(env.label, env.max_tokens, env.num_examples) for env in orch.held_out] == [
         ("reverse-text", 7, -1),
         ("sums", 7, -1),
@@ -48,8 +48,8 @@ def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server()
 
 
 async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(run: Path) -> None:
-    assert find_target(str(run), None).version == 3
-    assert find_target(str(run), 2).version == find_target(str(run / "broadcasts" / "step_000002"), None).version == 2
+    assert find_target(str(run), None).number == 3
+    assert find_target(str(run), 2).number == find_target(str(run / "broadcasts" / "step_000002"), None).number == 2
     orch, _ = settings_of(find_target(str(run), None), options())
     assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("reverse-text", 3, 5)]
     orch, _ = settings_of(find_target(str(run), None), options(env=["arithmetic"], num_examples=9))

@@ -127,16 +127,6 @@ def test_a_run_that_goes_on_may_have_open_ends(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_many_violations_of_a_kind_are_counted(run: Path) -> None:
-    numbers = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 19) "
-    columns, row = (
-        "group_id, number, env, example, version, issued_at, changed_at, state",
-        "9, i, 'e', 0, 0, 0, 0, 'odd'",
-    )
-    change(run, f"{numbers} INSERT INTO rollouts ({columns}) SELECT {row} FROM n")
-    assert len(violations(run)[FATES]) == 11
-
-
 async def test_what_an_orchestrator_leaves_agrees_with_its_batches(tmp_path: Path) -> None:
     server = await FakeServer(lambda prompt, version: "x").start()
     trainer = FakeTrainer(tmp_path)

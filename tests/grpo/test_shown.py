@@ -5,10 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from grpo.run_files import metrics
-from grpo.status import run_status, shown, table
+from grpo.status import shown
 from tests.grpo.run_folder import found, says
 
 STEP = {
@@ -58,18 +56,3 @@ def test_a_run_folder_that_is_removed_meanwhile_is_the_launchers_to_see(run: Pat
     with shown(run) as tick:
         shutil.rmtree(run)
         tick()
-
-
-def test_the_table_shows_step_reward_speed_policy_lag_evaluation_and_states(run: Path) -> None:
-    def drawn() -> str:
-        console = Console(width=160, force_terminal=False)
-        with console.capture() as capture:
-            console.print(table(run_status(run), metrics(run), "7 s"))
-        return capture.get()
-
-    assert "step 0/2" in drawn()
-    write(run, STEP, EVALUATION)
-    says(run, "orch", "sampling", step=13)
-    text = drawn()
-    assert all(part in text for part in (*STEP_LINE.split("  "), EVALUATION_LINE))
-    assert "sampling in step 13" in text

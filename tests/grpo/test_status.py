@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo.run_files import NoRun, Said
+from grpo.errors import NoRun
+from grpo.run_files import Said
 from grpo.status import ProcessStatus, RunStatus, run_status
 from tests.grpo.run_folder import found, gone_pid, grpo, says, write_ledger, write_metrics
 from transport.status import process_start
@@ -106,7 +107,7 @@ def test_a_damaged_file_counts_as_missing(run: Path, text: str) -> None:
     write_ledger(run)
     says(run, "orch", "sampling")
     (run / "metrics.jsonl").write_text(f'{text}\n{{"progress/step": 1e999, "reward/mean": 1.0}}\n')
-    for name in ("status/train.json", "broadcasts/in_use.json", "status/restarts.json"):
+    for name in ("status/train.json", "broadcasts/in_use.json"):
         (run / name).write_text(text)
     status = run_status(run)
     assert states(status) == {"grpo-infer": "not started", "grpo-orch": "sampling", "grpo-train": "joined"}

@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 
 from infer.canary import check_effect
-from infer.checks import BaseModel, check_version, read_version, tensor_shapes, version_folder
+from infer.checks import BaseModel, check_version, read_version, version_folder
 from tests.infer.versions_fakes import (
     ADAPTER,
     BASE,
@@ -192,13 +192,6 @@ def test_a_setting_that_changes_what_an_adapter_computes_is_refused(
     config = json.loads(adapter_files()[ADAPTER_CONFIG_FILE]) | setting
     publish(run, 3, adapter_config__json=json.dumps(config).encode())
     assert refusal(run).reason == reason
-
-
-def test_shapes_come_from_the_headers_of_all_weight_files(tmp_path: Path) -> None:
-    safetensors.torch.save_file({"a.weight": torch.zeros(6, 4)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    safetensors.torch.save_file({"b": torch.zeros(3)}, tmp_path / "b.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    assert tensor_shapes(tmp_path) == {"a.weight": (6, 4), "b": (3,)}
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -48,7 +47,6 @@ class FakeServer:
         self.scores: list[dict[str, Any]] = []
         """Requests for log-probabilities."""
         self.scored = -0.75
-        self.num_by_version: dict[int, int] = defaultdict(int)
         self.refuse_version: int | None = None
         self.noisy: set[int] = set()
         """Versions for which it gives proof of noise."""
@@ -120,8 +118,12 @@ class FakeServer:
         self.asleep = False
         return web.json_response({"seconds": 0.1})
 
+    async def answering(self, request: web.Request) -> None:
+        """Returns when a request may be answered."""
+
     @web.middleware
     async def _unless_asleep(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        await self.answering(request)
         needs_engine = request.path.removeprefix("/policy/") in ("load", "unload", "generate", "score")
         if self.asleep and needs_engine:
             return web.json_response({"error": {"type": "asleep", "message": "sleeps"}}, status=503)
@@ -162,7 +164,6 @@ class FakeServer:
         if began is not None and began not in self.live:
             return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
         self.requests.append(body)
-        self.num_by_version[version] += 1
         await self.sampling(body)
         ended = max(began, *self.live) if follows and self.live else began
         prompt = bytes(i for i in body["prompt_token_ids"] if i < 256).decode()

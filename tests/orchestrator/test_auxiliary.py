@@ -85,7 +85,7 @@ async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_tempe
     server.answer = lambda prompt, version: "a" * 100
     sampling = {"max_tokens": None, "temperature": 1.5}
     batches, steps = await run(
-        tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 0}, sampling=sampling
+        tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"reference": True}, sampling=sampling
     )
     assert {(body["version"], body["temperature"]) for body in server.scores} == {(None, 1.5)}
     for batch in (one for step in batches.values() for one in step):
@@ -95,15 +95,6 @@ async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_tempe
         assert batch.sequence_lengths.max() == 63  # vLLM samples one more than it scores
     assert [line["teacher/rows"] for line in steps] == [16, 16, 16]
     assert total(steps, "teacher/failed") == 0
-
-
-async def test_an_earlier_version_teaches_until_the_next_one_does_and_stays_so_long(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    await run(tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 3}, max_steps=7)
-    taught_by = [body["version"] for body in server.scores]
-    assert list(dict.fromkeys(taught_by)) == [None, 3, 6]
-    assert server.unloads.index(4) < server.unloads.index(3)
 
 
 async def test_what_a_teacher_does_instead_of_answering_costs_these_rollouts_and_is_counted_by_its_reason(
@@ -292,7 +283,7 @@ async def test_nobody_is_asked_once_a_weight_has_fallen_to_0(
 async def test_a_weight_of_0_asks_nobody_and_adds_nothing(
     tmp_path: Path, server: FakeServer, teachers: FakeChatServer
 ) -> None:
-    others: dict[str, Any] = {"teacher_model": {"policy_every": 0}, "hints": {"sources": ["environment"]}}
+    others: dict[str, Any] = {"teacher_model": {"reference": True}, "hints": {"sources": ["environment"]}}
     batches, steps = await run(tmp_path / "run", server, {}, env="Wrong", preferences=asking(teachers), **others)
     assert (server.scores, teachers.requests) == ([], [])
     for batch in (one for step in batches.values() for one in step):

@@ -155,19 +155,6 @@ def test_no_more_groups_are_oversampled_than_can_ship_in_time_or_at_all() -> Non
         assert len(start_all(machine)) == num
 
 
-def test_versions_are_needed_while_something_in_flight_or_an_evaluation_began_with_them() -> None:
-    machine = scheduler(groups=1, level=1)
-    machine.version_live(0)
-    tickets = start_all(machine)
-    machine.pin(0)
-    machine.version_live(1)
-    for ticket in tickets:
-        machine.completed(ticket.group)
-    assert machine.needed_versions() == {0, 1}
-    machine.unpin(0)
-    assert machine.needed_versions() == {1}
-
-
 @given(
     groups=st.integers(1, 4),
     level=st.integers(0, 3),

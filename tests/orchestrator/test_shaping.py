@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from configs.rollouts import DefaultAdvantage, ReinforcePlusPlus, RunningBaseline
+from configs.rollouts import ReinforcePlusPlus, RunningBaseline
 from orchestrator.advantage import group_credit
 from orchestrator.endpoints import EndpointError
 from orchestrator.rollouts.records import EpisodeResult
@@ -52,7 +52,7 @@ class Reference:
     def __init__(self, unscored: Sequence[int] = ()) -> None:
         self.unscored = list(unscored)
 
-    async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
+    async def score(self, token_ids: Int32, temperature: float) -> Float32:
         if self.unscored and token_ids[-len(self.unscored) :].tolist() == self.unscored:
             raise EndpointError("timeout", "no")
         return np.full(len(token_ids), -0.7, np.float32)
@@ -126,11 +126,6 @@ def test_a_baseline_of_the_group_is_subtracted_before() -> None:
     settings = ReinforcePlusPlus(type="reinforce_plus_plus", group_baseline=True)
     found = advantages(BatchAdvantages(settings).applied([finish_group(group, group_credit, group="0")]))
     assert found == [[1, -1]]  # 3 and 1 less 2, over a deviation of 1
-
-
-def test_other_advantages_are_as_their_group_has_made_them() -> None:
-    group = rewarded(1, 2)
-    assert BatchAdvantages(DefaultAdvantage()).applied([group]) == [group]
 
 
 async def test_a_run_with_the_kl_in_the_reward_and_a_running_baseline(tmp_path: Path) -> None:

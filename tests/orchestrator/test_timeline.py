@@ -1,6 +1,5 @@
 """The timeline of a run: what is written, what is read again, and that it stays cheap and small."""
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -90,22 +89,6 @@ def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
         span("grpo-train", "publish", 48.5, 49.0, step=2),
         span("grpo-train", "wait", 49.0, 50.0, step=3),
         span("grpo-train", "train", 50.0, 52.0, step=3),
-    ]
-
-
-def test_a_server_that_loads_has_a_lane_of_its_own(tmp_path: Path, clock: list[float]) -> None:
-    timeline = Timeline(tmp_path)
-    with contextlib.suppress(OSError), timeline.loading("http://a:1", 7):
-        clock[0] = 101.0
-        raise OSError("refused")
-    clock[0] = 102.0
-    with timeline.busy("http://a:1"):
-        clock[0] = 103.0
-    timeline.generated(1, [])
-    timeline.close()
-    assert read_timeline(tmp_path) == [
-        span("grpo-infer http://a:1", "load", 100.0, 101.0, step=7),
-        span("grpo-infer http://a:1", "busy", 102.0, 103.0),
     ]
 
 

@@ -13,6 +13,7 @@ from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import identity_of
+from tests.orchestrator.fakes import until
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
@@ -21,7 +22,6 @@ from tests.orchestrator.worker_pools import (
     says,
     scored,
     task,
-    until,
     until_ended,
 )
 from transport.importing import find
@@ -35,15 +35,11 @@ kept = []
 
 def reward(completion, example):
     if completion == "raise": raise KeyError("my key")
-    if completion == "sys.exit": raise SystemExit(4)
     if completion == "nan": return float("nan")
-    if completion == "block": time.sleep(1000)
     if completion == "spin":
         while True: pass
     if completion == "exit": os._exit(3)
     if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
-    if completion == "fork":
-        if os.fork() == 0: time.sleep(1000)
     if completion == "memory":
         while True: kept.append(bytearray(1 << 20))
     if completion == "flood":
@@ -59,7 +55,6 @@ def reward(completion, example):
     return 1.0
 
 async def waits(completion):
-    if completion == "wait": await asyncio.sleep(1000)
     if completion == "stubborn":
         while True:
             try: await asyncio.sleep(1000)
@@ -79,6 +74,8 @@ class Hostile(Environment):
     def dataset(self, split):
         if split == "slow": time.sleep(1000)
         if split == "empty": return []
+        if split == "killed": os.kill(os.getpid(), signal.SIGKILL)
+        if split == "exits": os._exit(3)
         return [{"prompt": self.prompt}]
 
 slot = asyncio.Semaphore(1)
@@ -118,7 +115,7 @@ class Talk(MultiTurnEpisode, Environment):
     ],
 )
 async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, completion: str, why: str) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=6.0, memory_bytes=512 << 20) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=4.0, memory_bytes=512 << 20) as pool:
         before, broken, beside = await asyncio.gather(*(scored(pool, text) for text in ("ok", completion, "sleep")))
         after = await scored(pool, "flood")
     assert [reason(one) for one in (before, broken, beside, after)] == ["", why, "", ""]
@@ -129,7 +126,7 @@ async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str
 ) -> None:
     monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=5.0) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
 
@@ -149,14 +146,14 @@ async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> Non
 
 
 async def test_waiting_for_a_slot_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=4.0) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(20)))  # the last one waits for 5.7 s
-        assert [reason(one) for one in outcomes] == [""] * 20
+    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=2.5) as pool:
+        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(12)))  # the last one waits for 3.3 s
+        assert [reason(one) for one in outcomes] == [""] * 12
 
 
 async def test_waiting_for_a_model_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=4.0) as pool:
-        slow = says("on", "bye", wait=lambda: asyncio.sleep(2.5))
+    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=2.5) as pool:
+        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.5))
         outcome = await pool.run(task(), seed=0, begin=lambda: slow)
         assert isinstance(outcome, EpisodeResult)
         assert outcome.rewards == {"policy": 2.0}
@@ -226,31 +223,21 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=8) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=4) as pool:
         with pytest.raises(EnvironmentFailed, match="empty"):
             await pool.prompts("empty")
         with pytest.raises(EnvironmentFailed, match="reward_timeout_s"):
             await pool.prompts("slow")
 
 
-@pytest.mark.parametrize(("how", "killed"), [("os.kill(os.getpid(), 9)", True), ("os._exit(3)", False)])
+@pytest.mark.parametrize("split", ["killed", "exits"])
 async def test_a_process_that_was_killed_before_it_said_anything_may_be_started_again(
-    tmp_path: Path, how: str, killed: bool
+    tmp_path: Path, split: str
 ) -> None:
-    source = f"""
-import os
-from grpo import Environment, Rubric
-
-class Ends(Environment):
-    rubric = Rubric([lambda completion: 0.0])
-
-    def dataset(self, split):
-        {how}
-"""
-    with pytest.raises(EnvironmentFailed) as failed:
-        async with pool_of(tmp_path, source, "Ends") as pool:
-            await pool.prompts("train")
-    assert isinstance(failed.value, EnvironmentKilled) is killed
+    async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
+        with pytest.raises(EnvironmentFailed) as failed:
+            await pool.prompts(split)
+    assert isinstance(failed.value, EnvironmentKilled) is (split == "killed")
 
 
 async def test_a_worker_that_does_not_start_is_a_failed_environment(

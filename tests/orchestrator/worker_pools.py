@@ -67,13 +67,6 @@ def reason(outcome: EpisodeResult | Failure) -> str:
     return outcome.reason if isinstance(outcome, Failure) else ""
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Returns when it holds; fails after `LIMIT_S`."""
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 - it stands for many conditions
-            await asyncio.sleep(0.02)
-
-
 def is_alive(pid: int) -> bool:
     """Whether a process runs."""
     try:

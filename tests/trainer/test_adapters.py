@@ -15,18 +15,7 @@ from safetensors.torch import load
 
 from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
-from tests.trainer.models import (
-    CPU,
-    TARGETS,
-    canary_of,
-    files_of,
-    hint_for,
-    is_zero,
-    pair_of,
-    tiny_batch,
-    tiny_policy,
-    tiny_settings,
-)
+from tests.trainer.models import CPU, TARGETS, files_of, hint_for, pair_of, tiny_batch, tiny_policy, tiny_settings
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
 from trainer.batch import counts_of
 from trainer.checkpoint import restore, state_parts
@@ -208,16 +197,6 @@ def test_a_checkpoint_before_an_adapters_first_step_continues_both_bit_for_bit(
         assert torch.equal(parameter, resumed.named_parameters[name]), name
 
 
-def test_the_first_adapter_begins_as_an_only_one_does_and_the_others_otherwise(tiny_model: Path) -> None:
-    joint, single = tiny_policy(tiny_model, moved=False, lora_adapters=NAMES), tiny_policy(tiny_model, moved=False)
-    pairs = list(zip(joint.weights.parameters(0), single.weights.parameters(0), strict=True))
-    assert all(torch.equal(ours, alone) for ours, alone in pairs)
-    first, second = (joint.weights.parameters(adapter)[0] for adapter in (0, 1))
-    assert not torch.equal(first, second)
-    assert is_zero(joint, adapter=0)
-    assert is_zero(joint, adapter=1)
-
-
 def test_the_files_of_each_adapter_are_those_of_a_model_that_has_it_alone(tiny_model: Path) -> None:
     joint, singles = joint_and_single(tiny_model)
     files, folders = files_of(joint), ("", "adapters/proposer/")
@@ -227,15 +206,6 @@ def test_the_files_of_each_adapter_are_those_of_a_model_that_has_it_alone(tiny_m
         alone = files_of(single)
         for name in names:
             assert files[f"{folder}{name}"] == alone[name]
-
-
-def test_each_adapter_has_a_canary_of_its_own(tiny_model: Path) -> None:
-    joint, singles = joint_and_single(tiny_model)
-    ids = (3, 9, 27, 17, 51)
-    ours = [canary_of(joint, ids, version=1, adapter=adapter).logprobs for adapter in (0, 1)]
-    for one, single in zip(ours, singles, strict=True):
-        assert one == pytest.approx(canary_of(single, ids, version=1).logprobs, abs=1e-6)
-    assert max(abs(x - y) for x, y in zip(*ours, strict=True)) > 0.1
 
 
 def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model: Path, tmp_path: Path) -> None:

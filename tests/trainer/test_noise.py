@@ -12,11 +12,12 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
 from configs.train import NoiseSettings
+from tests.infer.published import logprobs_of
+from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import canary_of, tiny_batch, tiny_policy
-from tests.trainer.test_loop import Bench, canary_by_hugging_face, on_policy
 from tests.trainer.test_model import write_files
 from trainer.errors import ModelError
-from trainer.noise import NormNoise, hidden_norms, noise_files, noisy_weight, rms_norm, sigma_of
+from trainer.noise import NormNoise, hidden_norms, noisy_weight, rms_norm, sigma_of
 from trainer.publishing import canary_ids
 from transport.records import Canary
 
@@ -40,18 +41,6 @@ def test_the_first_stage_has_no_noise_and_the_others_fall_geometrically_from_sta
     # 8 steps in 4 stages of 2. Noisy stages 1, 2, 3 with exponents 0, 1/2, 1 of 0.02 / 0.08 = 1/4:
     # 0.08, 0.08 * (1/4)^(1/2) = 0.04, 0.08 * 1/4 = 0.02. Version 8 samples no batch.
     assert sigmas == pytest.approx([0, 0, 0.08, 0.08, 0.04, 0.04, 0.02, 0.02, 0])
-
-
-def test_stages_are_equal_to_a_step_where_the_steps_do_not_divide() -> None:
-    sigmas = [sigma_of(stages(1.0, 0.25, 3), version, max_steps=10) for version in range(10)]
-    # stage of version v is 3 v // 10: 0 for 0-3 (3 * 3 = 9), 1 for 4-6 (12, 15, 18), 2 for 7-9 (21, 24, 27)
-    assert sigmas == [0, 0, 0, 0, 1.0, 1.0, 1.0, 0.25, 0.25, 0.25]
-
-
-def test_without_the_scheduler_no_version_has_noise(tiny_model: Path) -> None:
-    noise = NormNoise({}, NoiseSettings(), seed=7, max_steps=-1)
-    assert [sigma_of(NoiseSettings(), version, max_steps=9) for version in (0, 1, 8)] == [0.0, 0.0, 0.0]
-    assert (noise.weights(100), noise.metrics(100), noise_files({})) == ({}, {}, {})
 
 
 # --- the sample ---
@@ -118,7 +107,7 @@ def test_the_canary_with_noise_is_hugging_faces_with_noisy_norms(tiny_model: Pat
     served = PeftModel.from_pretrained(
         hugging_face_with(tiny_model, weights), write_files(policy.weights.files(policy.weights.snapshot()), tmp_path)
     )
-    assert canary.noisy_logprobs == pytest.approx(canary_by_hugging_face(served, canary), abs=1e-5)
+    assert canary.noisy_logprobs == pytest.approx(logprobs_of(served, canary.token_ids), abs=1e-5)
     changes = np.abs(np.subtract(canary.noisy_logprobs, canary.logprobs))  # type: ignore[arg-type]
     assert changes.max() > 0.01
 

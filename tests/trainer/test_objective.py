@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
+from tests.trainer.test_attention import eager_model
 from trainer.distributed import ONE, Ranks
 from trainer.metrics import numbers_of
 from trainer.model import Policy
@@ -135,13 +136,6 @@ def assert_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
 
 
 # A naive computation: Hugging Face's own attention on one sample at a time, all logits, formulas written out.
-
-
-def eager_model(policy: Policy) -> torch.nn.Module:
-    """The policy's own network with Hugging Face's attention and head."""
-    policy.causal_lm.set_attn_implementation("eager")
-    model: torch.nn.Module = policy.causal_lm
-    return model
 
 
 def logits_of(model: torch.nn.Module, token_ids: Int32) -> torch.Tensor:
@@ -349,21 +343,6 @@ def test_a_stream_of_weight_zero_makes_no_forward_pass_and_changes_no_bit(
     assert result.metrics == without.metrics
 
 
-def test_a_stream_without_data_makes_no_forward_pass_and_changes_no_bit(tiny_model: Path, step: Step) -> None:
-    policy = tiny_policy(tiny_model)
-    (batch,) = step.micro_batches([range(5)], hints=(), pairs=())
-    with Forwards(policy) as forwards:
-        result = accumulated(policy, [batch], ALL_ON)
-    assert forwards.count == 1
-    plain = accumulated(policy, [batch], POLICY_ONLY)
-    assert_equal(result.gradients, plain.gradients)
-    assert result.metrics["loss/total"] == plain.metrics["loss/total"]
-    assert "loss/sdpo" not in result.metrics
-    norm = float(torch.cat([gradient.flatten() for gradient in plain.gradients]).norm())
-    assert result.metrics["optim/grad_norm_policy"] == pytest.approx(norm, rel=1e-5)
-    assert (result.metrics["optim/grad_share_policy"], result.metrics["optim/grad_share_sdpo"]) == (1.0, 0.0)
-
-
 def move(policy: Policy, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -424,51 +403,3 @@ def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny
     loss = naive_sdpo(eager_model(policy), step, settings_of(EMA), teacher=eager_model(averaged))
     assert metrics["loss/sdpo"] == pytest.approx(loss.item(), rel=1e-4)
     assert_close(gradients, torch.autograd.grad(0.7 * loss, policy.parameters), tolerance=1e-4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Busier(Ranks):
-    """Another rank has two more passes of every stream."""
-
-    def all_reduce_max(self, number: int) -> int:
-        return number + 2
-
-
-def test_passes_that_only_keep_ranks_in_step_run_the_same_modules_and_change_no_bit(
-    tiny_model: Path, step: Step
-) -> None:
-    policy, batches = tiny_policy(tiny_model), step.micro_batches([range(5)])
-    options = settings_of(ALL_ON | {"sdpo": EMA["sdpo"]})
-    several = Busier()
-    objectives = [Objective(policy, options, ranks, sequence_len=SEQUENCE_LEN) for ranks in (ONE, several)]
-    # the averages stay behind: where teacher and student are the same, self-distillation has no gradient anyway
-    move(policy, seed=3)
-    results, counts = [], []
-    for objective in objectives:
-        for parameter in policy.parameters:
-            parameter.grad = None
-        with Forwards(policy) as forwards:
-            metrics = numbers_of(objective.accumulate(batches, step=3))
-        results.append(([p.grad for p in policy.parameters if p.grad is not None], metrics))
-        counts.append(forwards.count)
-    # three passes of each stream instead of one; self-distillation's are two forwards each
-    assert counts == [1 + 2 + 1, 3 + 2 * 3 + 3]
-    (alone, alone_metrics), (gradients, metrics) = results
-    assert_equal(gradients, alone)
-    assert metrics == alone_metrics
-
-
-def test_a_rank_without_any_data_takes_part_with_gradients_of_zero(tiny_model: Path, step: Step) -> None:
-    policy = tiny_policy(tiny_model)
-    (batch,) = step.micro_batches([range(5)], loss_mask=np.zeros_like(step.whole.loss_mask), hints=(), pairs=())
-    with Forwards(policy) as forwards:
-        result = accumulated(policy, [batch], ALL_ON, ranks=Busier(rank=1))
-    assert forwards.count == 2 + 2 * 2 + 2
-    assert not any(gradient.any() for gradient in result.gradients)
-    assert all(p.grad is not None for p in policy.parameters)
-
-
-def test_a_loss_that_is_not_finite_is_the_total(tiny_model: Path, step: Step) -> None:
-    policy = tiny_policy(tiny_model)
-    (batch,) = step.micro_batches([range(5)], advantages=np.full(sum(LENGTHS), 3e38, np.float32))
-    assert not np.isfinite(accumulated(policy, [batch], ALL_ON).metrics["loss/total"])

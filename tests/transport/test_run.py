@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.kill_points import start
-from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
+from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError
 from transport.run import (
     KEY_FILE,
     changes_of,
@@ -119,14 +119,6 @@ def test_a_run_of_other_settings_or_another_base_is_refused_with_the_difference(
     assert recorded_settings(tmp_path, "train") == {"a": 1, "b": 2}
 
 
-def test_a_run_is_gone_on_with_unless_that_is_never_wanted_or_it_is_overwritten(tmp_path: Path) -> None:
-    first = open_run(tmp_path / "run", resume="auto")
-    assert open_run(tmp_path / "run", resume="auto") == first
-    with pytest.raises(RunFolderError, match=first.run_id):
-        open_run(tmp_path / "run", resume="never")
-    assert open_run(tmp_path / "run", resume="auto", overwrite=True) != first
-
-
 def test_a_second_program_of_a_role_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
     code = "import sys, time; from transport.run import only_one\nwith only_one(sys.argv[1], 'train'):\n"
     code += "    print('in', flush=True); time.sleep(60)"
@@ -226,11 +218,6 @@ def test_a_damaged_run_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content.replace('{"run_id": "a"}', '{"schema_version": 99, "run_id": "a"}'))
     with pytest.raises(RunFolderError):
         current_run_id(tmp_path)
-
-
-def test_a_folder_that_is_removed_meanwhile_is_an_error_of_the_storage_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="status"):
-        StatusFile(tmp_path / "status" / "train.json").set("waiting")
 
 
 def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
 _WAIT_MS = 200
 _MAX_ASK_BYTES = 4096
+_HELD_BYTES = 1 << 28
 
 
 class Ask(Record, frozen=True, kw_only=True):
@@ -92,7 +93,8 @@ def _address(host: str, port: int) -> str:
 
 
 class ZmqBatchSender(BatchSender):
-    """Binds to `host:port` and serves the store, the newest step from memory."""
+    """Binds to `host:port` and serves the store, steps that are still to be received from memory where they are not too
+    large."""
 
     def __init__(
         self, folder: Path, *, host: str = "localhost", port: int = 5555, key: SharedKey, **options: Any
@@ -100,8 +102,8 @@ class ZmqBatchSender(BatchSender):
         """`options` are those of every sender."""
         super().__init__(folder, **options)
         self._key, self._received = key, dict.fromkeys(range(self._num_ranks), 0)
-        self._newest: tuple[int, Sequence[tuple[Buffer, FileEntry]]] = (0, ())
-        """The step that was written last, and its messages."""
+        self._held: dict[int, Sequence[tuple[Buffer, FileEntry]]] = {}
+        """Messages of steps that are on disk and still to be received."""
         self._open: dict[int, tuple[bytes, Ask]] = {}
         """The question of each rank that has no answer yet, and from whom it came."""
         self._error: BaseException | None = None
@@ -149,7 +151,12 @@ class ZmqBatchSender(BatchSender):
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
         entries = self._store.write(step, messages, checkpointed=self._checkpointed())
-        self._newest = step, list(zip(messages, entries, strict=True))
+        received = min(self._received.values())
+        held = {one: parts for one, parts in self._held.items() if one > received}
+        size = sum(len(message) for parts in held.values() for message, _ in parts) + sum(map(len, messages))
+        if not held or size <= _HELD_BYTES:
+            held[step] = list(zip(messages, entries, strict=True))
+        self._held = held
         os.eventfd_write(self._news, 1)
 
     def _somebody_waits(self) -> bool:
@@ -191,10 +198,9 @@ class ZmqBatchSender(BatchSender):
                 raise StaleRunError("it serves another run")
             for part in parts_of(ask.step, self._num_ranks, ask.rank, ask.num_ranks):
                 self._received[part] = max(0, ask.step - 1)
-            step, messages = self._newest
             found: Sequence[tuple[Buffer, FileEntry]] | None
-            if ask.step == step:
-                found = [messages[part] for part in parts_of(step, len(messages), ask.rank, ask.num_ranks)]
+            if (held := self._held.get(ask.step)) is not None:
+                found = [held[part] for part in parts_of(ask.step, len(held), ask.rank, ask.num_ranks)]
             else:
                 found = self._store.read_messages(ask.step, ask.rank, ask.num_ranks)
         except TransportError as error:

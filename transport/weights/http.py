@@ -10,12 +10,12 @@ a folder of its own, from which it is loaded and proved like any other. The toke
 import hmac
 import json
 import logging
-import os
-import shutil
+import math
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -26,7 +26,16 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from transport.errors import CorruptError, DeadlineError, PolicyRefused, TransportError
-from transport.folders import MANIFEST, STABLE, check_file, digest_of, fsync, remove_folder, step_folder, steps_in
+from transport.folders import (
+    MANIFEST,
+    STABLE,
+    digest_of,
+    remove_folder,
+    remove_leftovers,
+    step_folder,
+    steps_in,
+    write_folder,
+)
 from transport.keys import SharedKey
 from transport.records import FileEntry, PolicyManifest
 
@@ -87,6 +96,7 @@ class FetchedVersions:
         self._folder, self._url, self._timeout_s = folder.absolute(), url.rstrip("/"), timeout_s
         self._headers = {"Authorization": f"Bearer {key.token}"}
         self._one, self._closing = threading.Lock(), threading.Event()
+        remove_leftovers(self._folder)
 
     def fetch(self, run_id: str, version: int) -> Path:
         """Returns the version's folder, which is whole; at once where it is here already, and the same.
@@ -97,72 +107,57 @@ class FetchedVersions:
         final, address = step_folder(self._folder, version), f"{self._url}/{run_id}/{version}"
         deadline = time.monotonic() + self._timeout_s
         with self._one, httpx.Client(headers=self._headers, timeout=_SILENCE_S, trust_env=False) as client:
-            while True:
-                try:
-                    return self._attempt(client, address, final)
-                except CorruptError as error:
-                    raise PolicyRefused("corrupt", f"version {version} from {self._url}: {error}") from error
-                except httpx.TransportError as error:
-                    log.warning("version %d from %s: %s; goes on", version, self._url, error or type(error).__name__)
-                    if self._closing.wait(_PAUSE_S) or time.monotonic() > deadline:
-                        waited = f"waited {self._timeout_s:g} s for version {version} from {self._url}"
-                        raise DeadlineError(
-                            f"{waited} (weight_broadcast_url): {error or type(error).__name__}"
-                        ) from error
 
-    def _attempt(self, client: httpx.Client, address: str, final: Path) -> Path:
-        """Goes on with what an earlier attempt, of this process or another, has left."""
-        marker, about = (_get(client, f"{address}/{name}") for name in (STABLE, MANIFEST))
-        if marker != digest_of(about).encode():
-            raise CorruptError(f"its manifest has digest {digest_of(about)}, its marker says {marker[:100]!r}")
-        if final.exists() and (final / STABLE).read_bytes() == marker:
-            return final
-        part = final.with_name(f".{final.name}.{marker[-16:].decode()}.part")
-        for name, entry in PolicyManifest.from_json(about).files.items():
-            (part / name).parent.mkdir(parents=True, exist_ok=True)
-            _fetch_file(client, f"{address}/{name}", part, name, entry)
-        (part / MANIFEST).write_bytes(about)
-        (part / STABLE).write_bytes(marker)
-        if final.exists():
-            remove_folder(final)
-        part.rename(final)
-        fsync(self._folder)
-        return final
+            def pieces(name: str, size: float = math.inf) -> Iterator[bytes]:
+                return self._pieces(client, f"{address}/{name}", size, deadline)
+
+            try:
+                marker, about = b"".join(pieces(STABLE)), b"".join(pieces(MANIFEST))
+                if marker != digest_of(about).encode():
+                    raise CorruptError(f"its manifest has digest {digest_of(about)}, its marker says {marker[:100]!r}")
+                if final.exists() and (final / STABLE).read_bytes() == marker:
+                    return final
+                listed = PolicyManifest.from_json(about).files
+                files = {name: partial(pieces, name, entry.size_bytes) for name, entry in listed.items()}
+                write_folder(final, files, lambda received: _as_listed(received, listed, about), replace=True)
+                return final
+            except CorruptError as error:
+                raise PolicyRefused("corrupt", f"version {version} from {self._url}: {error}") from error
+
+    def _pieces(self, client: httpx.Client, address: str, size: float, deadline: float) -> Iterator[bytes]:
+        """Yields a file of at most `size` bytes, and goes on where a connection breaks. Raises `DeadlineError`."""
+        have = 0
+        while have < size:
+            try:
+                with client.stream("GET", address, headers={"Range": f"bytes={have}-"}) as answer:
+                    _check_status(answer)
+                    for piece in answer.iter_raw():
+                        have += len(piece)
+                        yield piece
+                return
+            except httpx.TransportError as error:
+                why = str(error) or type(error).__name__
+                log.warning("%s: %s; goes on", address, why)
+                if self._closing.wait(_PAUSE_S) or time.monotonic() > deadline:
+                    waited = f"waited {self._timeout_s:g} s for {address} (weight_broadcast_url)"
+                    raise DeadlineError(f"{waited}: {why}") from error
 
     def close(self) -> None:
         """Tries no more to reach the store."""
         self._closing.set()
 
     def keep_only(self, versions: Collection[int]) -> None:
-        """Removes all other copies, and what is left of attempts."""
+        """Removes all other copies."""
         for version in set(steps_in(self._folder)) - set(versions):
             remove_folder(step_folder(self._folder, version))
-        for leftover in self._folder.glob(".step_*"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _fetch_file(client: httpx.Client, address: str, folder: Path, name: str, entry: FileEntry) -> None:
-    """Fetches what is missing of a file. One that is torn is removed, so that the next attempt begins anew."""
-    with (folder / name).open("ab") as file:
-        have = os.fstat(file.fileno()).st_size
-        if have < entry.size_bytes:
-            with client.stream("GET", address, headers={"Range": f"bytes={have}-"}) as answer:
-                _check_status(answer)
-                if answer.status_code != httpx.codes.PARTIAL_CONTENT:
-                    file.truncate(0)
-                for piece in answer.iter_raw():
-                    file.write(piece)
-    try:
-        check_file(folder, name, entry)
-    except CorruptError:
-        (folder / name).unlink()
-        raise
-
-
-def _get(client: httpx.Client, address: str) -> bytes:
-    answer = client.get(address)
-    _check_status(answer)
-    return answer.content
+def _as_listed(received: Mapping[str, FileEntry], listed: Mapping[str, FileEntry], about: bytes) -> bytes:
+    """The manifest's bytes, where the files are those that it lists. Raises `CorruptError`."""
+    for name, entry in listed.items():
+        if received[name] != entry:
+            raise CorruptError(f"{name} is {received[name]}, the manifest says {entry}")
+    return about
 
 
 def _check_status(answer: httpx.Response) -> None:

@@ -1,5 +1,6 @@
 """Which base model is it: a digest that trainer, server and orchestrator compute alike, without loading weights."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,16 +26,11 @@ def resolve_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
     try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError:
-        if offline:
-            raise FileNotFoundError(
-                f"model {name!r}: neither a folder here nor in the local Hugging Face cache, and HF_HUB_OFFLINE=1 "
-                "forbids fetching it"
-            ) from None
-    try:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return Path(snapshot_download(name, local_files_only=True))
+        if os.environ.get("HF_HUB_OFFLINE") == "1":  # which the library reads only when it is imported
+            raise OSError("HF_HUB_OFFLINE=1 forbids it")
         return Path(snapshot_download(name))
     except (OSError, HfHubHTTPError, ValueError) as error:
         raise FileNotFoundError(

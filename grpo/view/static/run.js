@@ -88,8 +88,7 @@ function nearest(steps, step) {
 
 function Head({ one }) {
   return html`<p><${State} state=${one.state} /> step ${figure(one.step)}${one.max_steps ? ` of ${one.max_steps}` : ""},
-    reward ${figure(one.reward)}, policy ${one.live === null ? "–" : `v${one.live}`}${Object.keys(one.restarts ?? {}).length
-    ? html`, restarted: ${Object.entries(one.restarts).map(([name, times]) => `${name} ${times}×`).join(", ")}` : ""}</p>
+    reward ${figure(one.reward)}, policy ${one.live === null ? "–" : `v${one.live}`}</p>
     <p class="quiet">${one.waits}</p>`;
 }
 

@@ -1,7 +1,5 @@
 """The built-in `arithmetic`."""
 
-import pytest
-
 from orchestrator.envs import arithmetic
 from orchestrator.envs.arithmetic import Arithmetic
 from tests.orchestrator.rollouts.contexts import score_of
@@ -40,18 +38,9 @@ async def test_an_answer_is_right_as_a_number_alone_or_at_the_end_of_an_explanat
 
 
 async def test_the_question_itself_is_no_answer_to_it() -> None:
-    environment = Arithmetic(num_train=300)
+    environment = Arithmetic(num_train=30)
     for example in environment.dataset("train"):
         question = example["prompt"].removeprefix("Compute: ")
         for copied in (question, example["prompt"], rf"\boxed{{{question}}}", f"{question} = {question}"):
             assert (await score_of(environment.rubric, copied, example)).reward == 0, copied
         assert (await score_of(environment.rubric, f"{question}={example['answer']}", example)).reward == 1
-
-
-def test_settings_that_make_no_problems_are_errors() -> None:
-    with pytest.raises(ValueError, match="/"):
-        Arithmetic(operations=["+", "/"])
-    with pytest.raises(ValueError, match="operations"):
-        Arithmetic(operations=[])
-    with pytest.raises(ValueError, match="max_operand"):
-        Arithmetic(max_operand=5)

@@ -25,7 +25,6 @@ def test_a_word_counts_once_for_the_side_that_named_it_first() -> None:
         ("Both are good.\nWinner: Aff", "Aff"),
         ("Winner: Aff? No. Winner: Neg", "Neg"),
         ("Aff wins", None),
-        ("The winner is affable: Winner: Affirmation", None),
     ],
 )
 def test_a_verdict_is_the_last_line_that_names_a_winner(text: str, verdict: str | None) -> None:
@@ -39,10 +38,10 @@ ANSWERS = ["good, fun.", "bad.", "safe.", "cold, bad."]
 
 
 async def test_the_rule_names_the_winner_and_the_rewards_sum_to_zero() -> None:
-    outcome = await play(Debate(score=2.0), EXAMPLE, ANSWERS)
-    assert outcome.rewards == {"Aff": 2.0, "Neg": -2.0}
+    outcome = await play(Debate(), EXAMPLE, ANSWERS)
+    assert outcome.rewards == {"Aff": 1.0, "Neg": -1.0}
     points = {"points/Aff": 3.0, "points/Neg": 2.0}
-    assert outcome.metrics == {"verdict/Aff": 2.0, "verdict/Neg": -2.0, "tie": 0.0, "no_verdict": 0.0} | points
+    assert outcome.metrics == {"verdict/Aff": 1.0, "verdict/Neg": -1.0, "tie": 0.0, "no_verdict": 0.0} | points
     assert (outcome.accuracy, outcome.extras) == (0.5, {"topic": "tea", "verdict": "Aff"})
     tied = await play(Debate(num_rounds=1), EXAMPLE, ["good.", "bad."])
     assert (tied.rewards, tied.metrics["tie"]) == ({"Aff": 0.0, "Neg": 0.0}, 1.0)
@@ -107,10 +106,8 @@ def test_no_topic_is_in_both_splits() -> None:
     ("args", "message"),
     [
         ({"num_rounds": 0}, "max_turns"),
-        ({"score": 0.0}, "score"),
         ({"topics": ["tea", "tea", "rain"]}, "topics"),
         ({"topics": ["tea"], "num_eval": 1}, "topics"),
-        ({"judge": "rules"}, "rules"),
     ],
 )
 def test_what_makes_no_debate_is_refused(args: dict[str, Any], message: str) -> None:

@@ -1,6 +1,5 @@
 """Proposed questions: how they are read, what they are worth, and whose reward is compared with whose."""
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,12 @@ EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
         ("Question: 3+", None),
         ("Question: 2**9", None),
         ("Question: 1234567+1", None),
-        ("Question: 1+2+3+4+5+6+7+8+9", None),
-        ("Question: " + "(" * 60 + "1+2" + ")" * 60, None),
         ("Question: __import__('os')", None),
     ],
 )
 def test_only_small_whole_number_arithmetic_is_a_question(text: str, question: str | None) -> None:
     assert task.question_of(text) == question
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [("3+4*2", 11), ("(3+4)*2", 14), ("-3-4", -7), ("7-(2-9)", 14), ("999999*999999", 999998000001)],
-)
-def test_a_question_is_worked_out_here(expression: str, value: int) -> None:
-    assert task.value_of(expression) == value
+    assert question is None or task.value_of(question) == eval(question)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +40,6 @@ def test_a_question_is_worked_out_here(expression: str, value: int) -> None:
 def test_the_last_whole_number_is_the_answer(text: str, right: float) -> None:
     assert task.solved(text, {"question": "2*2"}) == right
     assert task.solved("1,234", {"question": "1000+234"}) == 1.0
-
-
-def test_drawn_questions_are_different_and_can_be_read() -> None:
-    drawn = task.drawn_questions(900, random.Random(1))
-    assert len(set(drawn)) == 900
-    assert all(task.question_of(f"Question: {one}") == one for one in drawn)
-    with pytest.raises(ValueError, match="982"):
-        task.drawn_questions(983, random.Random(1))
 
 
 # --- the environment ---
@@ -82,8 +64,6 @@ async def test_what_is_no_question_is_not_solved_and_costs_the_proposer() -> Non
     outcome = await play(ProposerSolver(), EXAMPLE, ["What about tea?"])
     assert (outcome.rewards, outcome.children) == ({"Proposer": -1.0}, [])
     assert (outcome.metrics["parsable"], outcome.metrics["pass_rate"]) == (0.0, 0.0)
-    other = await play(ProposerSolver(unparsable_reward=-0.25), EXAMPLE, ["What about tea?"])
-    assert other.rewards == {"Proposer": -0.25}
 
 
 # --- the store ---
@@ -125,7 +105,6 @@ async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
     ("args", "split", "prompt"),
     [
         ({"from_store": 1.0, "seed_questions": ["8 - 5"]}, "train", "Like 8-5"),
-        ({"from_store": 1.0}, "train", "Ask a sum like 1+1."),  # the store is empty
         ({"from_store": 1.0, "seed_questions": ["8 - 5"]}, "eval", "Ask a sum like 1+1."),
         ({"seed_questions": ["8 - 5"]}, "train", "Ask a sum like 1+1."),
     ],
@@ -171,12 +150,9 @@ def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"target": 1.5}, "target"),
         ({"seed_questions": ["What is tea?"]}, "tea"),
         ({"proposer_prompt": "Ask."}, "proposer_prompt"),
-        ({"solver_prompt": "Answer."}, "solver_prompt"),
         ({"judge": "base", "seed_questions": ["What is tea?"]}, "num_eval"),
-        ({"judge": "nobody", "seed_questions": ["What is tea?"]}, "nobody"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(args: dict[str, Any], message: str) -> None:

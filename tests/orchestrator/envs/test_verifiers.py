@@ -11,7 +11,6 @@ import pytest_asyncio
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
-from orchestrator.envs.registry import make_environment
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers
 from orchestrator.rollouts.context import CallFailed, ContextFull
 from orchestrator.rollouts.play import play
@@ -65,7 +64,9 @@ def calls(name: str, **arguments: Any) -> str:
 
 
 async def test_their_rubric_scores_what_the_policy_answered() -> None:
-    async with made() as environment:
+    async with made(num_eval=3, num_train=4) as environment:
+        examples = [*environment.dataset("train"), *environment.dataset("eval")]
+        assert len({one["prompt"][0]["content"] for one in examples}) == len({one["task"] for one in examples}) == 7
         word = word_of(environment)
         right = await played(environment, [word[::-1]])
         wrong = await played(environment, [word[::-1][:2] + "z"])
@@ -132,15 +133,6 @@ async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
     await environment.close()
     assert [reply.role for reply in outcome.trajectory] == ["solver", "helper", "helper"]
     assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
-
-
-async def test_the_tasks_held_out_for_evaluation_are_not_trained() -> None:
-    async with made(env_args={"num_tasks": 10}, num_eval=3, num_train=4) as environment:
-        train, evaluated = environment.dataset("train"), environment.dataset("eval")
-    assert (len(train), len(evaluated)) == (4, 3)
-    prompts = [example["prompt"][0]["content"] for example in (*evaluated, *train)]
-    assert len(set(prompts)) == 7
-    assert len({example["task"] for example in (*train, *evaluated)}) == 7
 
 
 @with_tools
@@ -246,9 +238,3 @@ def test_a_package_that_is_not_there_or_of_an_older_library_says_so(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"0\.4"):
         Verifiers(env_id="older-env")
-
-
-async def test_a_package_is_an_environment_by_its_own_name() -> None:
-    environment = make_environment("owner/backwards-env@1.0", {"length": 5})
-    assert isinstance(environment, Verifiers)
-    assert len(word_of(environment)) == 5

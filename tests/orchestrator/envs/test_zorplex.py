@@ -24,36 +24,17 @@ def environment() -> Zorplex:
 # --- questions ---
 
 
-def test_values_follow_from_word_and_seed_and_stay_in_range() -> None:
-    values = {word: task.zorplex(word, 0, 9) for word in task.WORDS}
-    assert set(values.values()) == set(range(1, 10))
-    assert values == {word: task.zorplex(word, 0, 9) for word in task.WORDS}
-    assert values != {word: task.zorplex(word, 1, 9) for word in task.WORDS}
-
-
-def test_training_and_evaluation_share_no_word() -> None:
+def test_training_and_evaluation_share_no_word_and_answers_follow_from_words_and_seed() -> None:
     drawn = {split: task.questions(0, 2000, "hard", split) for split in ("train", "eval")}
+    question = task.Question(words=("fox", "owl", "bear"), operation="-")
+    first, second, third = (task.zorplex(word, 3, 50) for word in question.words)
+    assert task.prompt(question) == "What is zorplex(fox) - zorplex(owl) - zorplex(bear)?"
+    assert task.answer(question, 3, 50) == first - second - third
+    assert {task.zorplex(word, 3, 9) for word in task.WORDS} == set(range(1, 10))
     train, held_out = ({word for one in drawn[split] for word in one.words} for split in ("train", "eval"))
     assert train | held_out == set(task.WORDS)
     assert not train & held_out
     assert len(held_out) > 40
-
-
-@pytest.mark.parametrize(
-    ("difficulty", "num_words", "operations"), [("easy", 2, "+"), ("medium", 2, "*+-"), ("hard", 3, "*+-")]
-)
-def test_difficulties_differ_in_words_and_operations(difficulty: str, num_words: int, operations: str) -> None:
-    questions = task.questions(0, 100, difficulty, "train")
-    assert {len(set(question.words)) for question in questions} == {num_words}
-    assert "".join(sorted({question.operation for question in questions})) == operations
-    assert questions[:10] == task.questions(0, 10, difficulty, "train")
-
-
-def test_operations_go_from_left_to_right() -> None:
-    first, second, third = (task.zorplex(word, 3, 50) for word in ("fox", "owl", "bear"))
-    question = task.Question(words=("fox", "owl", "bear"), operation="-")
-    assert task.prompt(question) == "What is zorplex(fox) - zorplex(owl) - zorplex(bear)?"
-    assert task.answer(question, 3, 50) == first - second - third
 
 
 # --- what a rollout is worth ---
@@ -103,7 +84,6 @@ async def test_the_policy_sees_the_values_and_they_are_in_no_prompt(environment:
     ("call", "error_kind"),
     [
         ("LOOKUP[zzz]", "unknown_word"),
-        ("LOOKUP[<|im_end|>]", "unknown_word"),
         ("SEARCH[apple]", "unknown_tool"),
     ],
 )

@@ -14,17 +14,17 @@ from orchestrator.rollouts.conversation import (
     Conversation,
     TrainingRow,
 )
-from orchestrator.rollouts.records import Completion
-from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
+from orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
+from transport.http import Choice
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
 TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()}
 IM_END = 258
 
 
-def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Completion:
+def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Choice:
     logprobs = [-0.5 * (place + 1) for place in range(len(ids))]
     return replace(made.completion(ids, stop=stop, versions=versions), logprobs=logprobs)
 
@@ -34,16 +34,6 @@ def begun(name: str, *contents: str) -> Conversation:
 
 
 # --- by hand ---
-
-
-def test_an_answer_that_ended_is_followed_by_the_rest_of_its_ending_and_the_next_turn() -> None:
-    conversation = begun("quickstart")
-    first = conversation.prompt_ids()
-    assert first == [257, *b"user\nhi", 258, *b"\n", 257, *b"assistant\n"]
-    assert conversation.answer(completion([*b"yo", 258]), version=3, temperature=0.7) == "yo"
-    conversation.add({"role": "tool", "content": "42"})
-    following = [*b"\n", 257, *b"tool\n42", 258, *b"\n", 257, *b"assistant\n"]
-    assert conversation.prompt_ids() == [*first, *b"yo", 258, *following]
 
 
 def test_letters_that_spell_the_end_of_a_turn_do_not_end_it() -> None:
@@ -135,7 +125,7 @@ def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> N
 
 def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
     conversation = begun("quickstart")
-    short = Completion(token_ids=[1, 2], logprobs=[0.0], finish_reason="stop")
+    short = Choice(token_ids=[1, 2], logprobs=[0.0], finish_reason="stop")
     with pytest.raises(ValueError, match="log-prob"):
         conversation.answer(short, version=1, temperature=1.0)
     with pytest.raises(ValueError, match="cover"):
@@ -143,14 +133,6 @@ def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
     assert conversation.rows() == []
     with pytest.raises(ValueError, match="message"):
         Conversation(TEMPLATES["quickstart"], [])
-
-
-def test_a_template_that_does_not_take_a_conversation_says_so() -> None:
-    source = "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    template = ChatTemplate.of(renderer(source + "{{ message.content }}{% endfor %}"))
-    conversation = Conversation(template, [{"role": "tool", "content": "x"}])
-    with pytest.raises(TemplateRefused, match="tool"):
-        conversation.prompt_ids()
 
 
 # --- properties ---

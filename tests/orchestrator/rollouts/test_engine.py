@@ -15,7 +15,7 @@ from orchestrator.advantage import group_credit
 from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, Task
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import training_samples
@@ -24,6 +24,7 @@ from orchestrator.workers.protocol import Loaded, Sample, decode_from_worker
 from orchestrator.workers.session import Answerer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer
 from tests.orchestrator.running import run
+from transport.http import Choice
 from transport.traces import trace_path
 
 SOURCE = '''
@@ -51,8 +52,6 @@ class Misbehaves(Chat):
     """Does what the first answer says."""
     async def respond(self, state, ctx):
         word = state.trajectory[0].text
-        if word == "raise":
-            raise RuntimeError("boo")
         if word == "mark":
             state.mark_error("kind", "key", 17)
         if word == "poll":
@@ -61,11 +60,7 @@ class Misbehaves(Chat):
                     await ctx.stores["turns"].sample(1)
                 except Exception:
                     pass
-        if word == "nan":
-            state.data["nan"] = True
-            return None
         return await super().respond(state, ctx)
-    rubric = Rubric([lambda completion, state: float("nan") if state.data.get("nan") else 1.0])
 
 class ExitsOnce(Chat):
     """Ends its worker after the second answer, once."""
@@ -139,14 +134,14 @@ class Parrot:
         num: int,
         version: int | None,
         seed: int | None,
-    ) -> list[Completion]:
+    ) -> list[Choice]:
         self.asked.append((list(prompt_token_ids), params, version, seed))
         if seed not in self._given:
             self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
         text = self._given[seed]
         ids = [*text.encode(), END_OF_TURN][: params.max_tokens]
         logprobs = [-(position + 1) / 16 for position in range(len(ids))]
-        return [Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop")] * num
+        return [Choice(token_ids=ids, logprobs=logprobs, finish_reason="stop")] * num
 
 
 class World:
@@ -165,7 +160,7 @@ class World:
             env_id=f"{self.folder / 'envs.py'}:{name}",
             args=args,
             timeout_s=20.0,
-            record=lambda label, failure: self.outcomes.append(failure),
+            record=self.outcomes.append,
         )
         self.prompts = await self.pool.prompts("train")
 
@@ -320,8 +315,6 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("raise", "env_error"),
-        ("nan", "reward_not_finite"),
         ("mark", "env_error"),
         ("poll", "env_error"),
     ],

@@ -42,30 +42,16 @@ async def played(episode: Episode, backend: OpenBackend | None = None, **example
     return await episode.run(ctx)
 
 
-async def test_a_conversation_ends_after_its_turns() -> None:
+async def test_a_conversation_ends_after_its_turns_or_when_the_environment_says_nothing_more() -> None:
     outcome = await played(Echo(max_turns=2))
-    assert outcome.messages == [
-        user("hi"),
-        assistant("a0"),
-        user("again: a0"),
-        assistant("a1"),
-        user("again: a1"),
-    ]
+    answered = [user("hi"), assistant("a0"), user("again: a0"), assistant("a1"), user("again: a1")]
+    assert outcome.messages == answered
     assert (outcome.done, outcome.truncated) == (True, False)
     assert (outcome.rewards, outcome.reward, outcome.accuracy) == ({"policy": 2.0}, 2.0, 2.0)
-
-
-async def test_an_environment_says_a_text_a_message_several_or_nothing_more() -> None:
-    responses = {
-        1: {"role": "tool", "content": "42"},
-        2: [user("one"), user("two")],
-        3: (),
-        4: None,
-    }
-    outcome = await played(Echo(), responses=responses)
-    assert outcome.messages[2:3] == [{"role": "tool", "content": "42"}]
-    assert outcome.messages[4:6] == [user("one"), user("two")]
-    assert outcome.messages[6:] == [assistant("a2"), assistant("a3")]
+    tool, two = {"role": "tool", "content": "42"}, [user("one"), user("two")]
+    outcome = await played(Echo(), responses={1: tool, 2: two, 3: (), 4: None})
+    told = [user("hi"), assistant("a0"), tool, assistant("a1"), *two, assistant("a2"), assistant("a3")]
+    assert outcome.messages == told
 
 
 class Full(OpenBackend):

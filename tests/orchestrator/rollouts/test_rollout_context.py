@@ -108,7 +108,6 @@ async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_
         [],
         [{"role": "user"}],
         [{**user("hi"), "time": math.nan}],
-        [user("\ud83d")],
     ],
 )
 async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any) -> None:
@@ -130,14 +129,6 @@ async def test_what_else_cannot_be_meant_is_an_error() -> None:
         await ctx.spawn("solve", [{}])
     with pytest.raises(KeyError):
         ctx.stores["topics"]
-
-
-def test_roles_that_cannot_be_meant_are_errors() -> None:
-    for wrong in ({"id": ""}, {"id": "a", "temperature": -1.0}, {"id": "a", "max_tokens": 0}):
-        with pytest.raises(ValueError, match="role"):
-            Role(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="roles"):
-        context_on(None, Role(id="a"), Role(id="a"))
 
 
 # --- sub-episodes ---

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.rollouts.tool_calls import (
@@ -212,13 +212,8 @@ def test_bracketed_arguments_are_read_as_the_function_takes_them(
     ],
 )
 def test_a_bracketed_call_that_cannot_be_made_says_why(written: str, kind: str) -> None:
-    error = only_error(parse_bracketed(f"so {written}\nand", WORDS))
+    error = only_error(parse_bracketed(f"list[int] so {written}\nand", WORDS))
     assert (error.error_kind, error.text) == (kind, written)
-
-
-@pytest.mark.parametrize("text", ["list[int]", "X[1]", "FETCH[cat"])
-def test_brackets_of_plain_text_are_no_calls(text: str) -> None:
-    assert parse_bracketed(text, WORDS) == ParsedAnswer(content=text, calls=())
 
 
 @pytest.mark.parametrize(
@@ -251,6 +246,7 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(PIECES | CALLS | JSON.map(str) | st.text(max_size=5), max_size=12).map("".join))
 def test_nothing_that_a_policy_writes_raises(text: str) -> None:
     for parse, tools in ((parse_tagged, TOOLS), (parse_bracketed, WORDS)):

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED, Bench, settings_for
-from tests.trainer.models import pair_of, tiny_batch
+from tests.trainer.models import tiny_batch
 from trainer.checkpoint import CheckpointStore, checkpoint_store
 from trainer.errors import ResumeError
 from trainer.loop import Trainer
@@ -69,32 +69,8 @@ def started(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
         yield one
 
 
-@contextmanager
-def founded_with_pairs(folder: Path, model: Path, *, since: int) -> Iterator[Run]:
-    """Four batches, of which those from `since` on have a pair."""
-    one = create_run(folder)
-    with BatchSender(one.batches, run_id=one.run_id, hwm=4) as sender:
-        for step in range(1, 5):
-            batch = replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)
-            pairs = (pair_of([1, 2], [step, 4], [5]),) if step >= since else ()
-            sender.send(step, [[replace(batch, pairs=pairs)]])
-        sender.finish(4)
-        yield Run(one, model)
-
-
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_run_goes_on_from_a_checkpoint_before_its_first_pair(tmp_path: Path, tiny_model: Path) -> None:
-    loss = {"adv_tau": 0.0, "beta_replay": 1.0}
-    with founded_with_pairs(tmp_path / "whole", tiny_model, since=3) as whole:
-        whole.train(steps=4, loss=loss)
-    with founded_with_pairs(tmp_path / "parts", tiny_model, since=3) as parts:
-        parts.train(steps=2, loss=loss)
-        parts.train(steps=4, loss=loss)
-    assert same(whole.weights(4), parts.weights(4))
-    assert not same(whole.weights(2), whole.weights(4))
 
 
 def test_a_run_in_two_parts_comes_to_the_weights_of_one_in_a_single_part(

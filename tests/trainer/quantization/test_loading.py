@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -86,18 +85,6 @@ def rewritten(folder: Path, target: Path, **changes: torch.Tensor | None) -> Pat
     return target
 
 
-@pytest.mark.parametrize(
-    ("format", "dtype"), [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
-)
-def test_it_computes_what_transformers_does_with_the_dequantized_weights(
-    tiny_model: Path, format: Quantization, dtype: torch.dtype
-) -> None:
-    model = loaded(tiny_model, format, dtype=dtype)
-    assert torch.equal(logits(model), logits(dequantized(tiny_model, model, dtype)))
-    untouched = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype, attn_implementation="eager")
-    assert not torch.allclose(logits(model), logits(untouched))
-
-
 def test_all_linear_layers_of_the_decoder_are_quantized_and_nothing_else(tiny_model: Path) -> None:
     model = loaded(tiny_model, "fp8")
     found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
@@ -123,32 +110,6 @@ def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(tmp_path: Path, t
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     assert (head is embedding) == tied
     assert torch.equal(logits(model), logits(dequantized(folder, model)))
-
-
-def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to_is_not_read(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=True)
-    copy = rewritten(folder, tmp_path / "copy", **{"lm_head.weight": torch.zeros(64, 32)})
-    assert torch.equal(logits(loaded(copy)), logits(loaded(folder)))
-
-
-def test_buffers_and_generation_settings_are_those_that_transformers_loads(tmp_path: Path) -> None:
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
-    folder = save_tiny_model(tmp_path / "model", rope_parameters=scaled)
-    GenerationConfig(eos_token_id=[1, 5], temperature=0.25, do_sample=True).save_pretrained(folder)
-    model = loaded(folder, dtype=torch.bfloat16)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    ours = {
-        n: b
-        for n, b in model.named_buffers()
-        if not isinstance(model.get_submodule(n.rpartition(".")[0]), QuantizedLinear)
-    }
-    theirs = dict(plain.named_buffers())
-    assert ours.keys() == theirs.keys() != set()
-    for name, buffer in theirs.items():
-        assert torch.equal(ours[name], buffer)
-    assert model.generation_config.to_dict() == plain.generation_config.to_dict()
-    assert model.generation_config.temperature == 0.25
-    assert not model.training
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

@@ -16,7 +16,7 @@ from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import bytes_of
 from tests.trainer.quantization.test_loading import loaded, logits, weight_of, written
 from trainer.errors import ModelError
-from trainer.quantization import QuantizedLinear, stored_in
+from trainer.quantization import QuantizedLinear
 
 Tensors = dict[str, torch.Tensor]
 PLAIN_LAYER = "model.layers.1.mlp.up_proj"
@@ -261,13 +261,6 @@ def test_a_setting_that_contradicts_the_checkpoint_is_refused_with_the_key_to_se
 ) -> None:
     with pytest.raises(ModelError, match="qlora_fp8"):
         loaded(with_config(tiny_model, tmp_path / "fp8", FP8_CONFIG), "nf4")
-
-
-def test_bitsandbytes_older_checkpoints_without_a_method_are_known_too(tiny_model: Path, tmp_path: Path) -> None:
-    config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    stored_so = stored_in(with_config(tiny_model, tmp_path / "old", config))
-    assert stored_so is not None
-    assert (stored_so.method, stored_so.format) == ("bitsandbytes", "nf4")
 
 
 FLOAT8 = {"weights": {"num_bits": 8, "type": "float", "symmetric": True}}

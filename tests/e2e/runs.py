@@ -1,0 +1,89 @@
+"""`grpo` as its user runs it, and what a run's folder holds."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(sys.executable).parent
+END_S = 500.0
+"""How long any run, server or step may take: long, since machines may be slow and busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder, whether the run goes on or has ended."""
+
+    folder: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return summary
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of `metrics.jsonl`; one that is being written is left out."""
+        if not (file := self.folder / "metrics.jsonl").exists():
+            return []
+        lines = file.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Those of training steps; the others are of evaluations."""
+        return [line for line in self.metrics if "reward/mean" in line]
+
+    @property
+    def batch_size(self) -> int:
+        settings = json.loads((self.folder / "run.json").read_text())["programs"]["orch"]["settings"]
+        return int(settings["batch_size"])
+
+    def by_step(self, key: str) -> dict[int, float]:
+        """A metric of each line that has it."""
+        return {int(line["progress/step"]): line[key] for line in self.metrics if key in line}
+
+
+def grpo(
+    *words: object, cwd: Path = ROOT, program: Path = PROGRAMS / "grpo", variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    command, environment = [program, *map(str, words)], os.environ | dict(variables or {})
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=END_S)
+
+
+def done(*words: object, **how: Any) -> str:
+    """What the command prints; it must come to a good end."""
+    ended = grpo(*words, **how)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def trained(preset: str, folder: Path, *words: object, **how: Any) -> Run:
+    """A finished run of the preset."""
+    done(preset, "--output_dir", folder, *words, **how)
+    return Run(folder)
+
+
+def options(settings: Mapping[str, object]) -> list[str]:
+    """Words of a command line."""
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def until(
+    reached: Callable[[], object],
+    *processes: "subprocess.Popen[Any]",
+    log: Callable[[], str] = str,
+) -> None:
+    """Returns when it holds; fails after END_S, or when one of the processes ends before."""
+    deadline_s = time.monotonic() + END_S
+    while not reached():
+        assert all(process.poll() is None for process in processes), f"a program has ended: {log()}"
+        assert time.monotonic() < deadline_s, f"it did not get that far within {END_S:g} s: {log()}"
+        time.sleep(0.05)
