@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def test_a_split_by_fraction_follows_content_and_seed_and_stays_where_rows_are_a
     longer = made(write(tmp_path / "longer.csv", sums(600)[::-1]), eval_fraction=0.2)
     assert held_out <= set(prompts(longer, "eval"))
     assert held_out != set(prompts(made(path, eval_fraction=0.2, seed=1), "eval"))
+    with pytest.raises(ValueError, match="eval_fraction"):
+        made(path, eval_fraction=1e-9).dataset("eval")
 
 
 def test_another_file_is_evaluated_on_and_what_it_asks_is_not_trained_on(tmp_path: Path) -> None:
@@ -288,10 +291,10 @@ def test_cells_of_a_csv_file_are_texts_as_they_stand_whatever_the_delimiter(tmp_
 
 def test_messages_and_columns_within_columns(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": 1}, "image": b"\xff"}
-    path = write(tmp_path / "data.parquet", [row])
+    path = write(tmp_path / "data.parquet", [row | {"at": datetime(1970, 1, 1)}])
     environment = Dataset(
         path=path, eval_path=path, answer="reward_model.ground_truth", reward="number", system_prompt="C."
     )
     [first] = environment.dataset("eval")
     assert [message["role"] for message in first["prompt"]] == ["system", "user"]
-    assert (first["answer"], "image" in first) == (1, False)
+    assert (first["answer"], first["at"], "image" in first) == (1, "1970-01-01 00:00:00", False)

@@ -43,7 +43,8 @@ class Chat(MultiTurnEpisode, Environment):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
     stores = {"turns": 10}
     async def respond(self, state, ctx):
-        await ctx.stores["turns"].add({"turn": state.turn})
+        artifact_id = await ctx.stores["turns"].add({"turn": state.turn})
+        assert await ctx.stores["turns"].set_weight(artifact_id, 2.0)
         return f"go on {state.turn}"
     def extras(self, state):
         return {"pid": os.getpid()}
@@ -69,6 +70,11 @@ class ExitsOnce(Chat):
             open(__file__ + ".once", "w").close()
             os._exit(3)
         return f"go on {state.turn}"
+
+class Silent(Chat):
+    """Ends where the first answer would be."""
+    async def rollout(self, ctx, state):
+        return
 
 class Once(Environment):
     rubric = Rubric([lambda completion, example: float(completion == "a")])
@@ -417,3 +423,8 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])
     assert [message["content"] for message in messages[1:]] == ["a", "go on 1", "ab", "go on 2", "ab"]
+
+
+async def test_an_episode_that_ends_without_an_answer_is_a_failure(world: World) -> None:
+    await world.start("Silent")
+    assert failures(await world.group(lambda prompt: "fine", 2)) == ["env_error"] * 2

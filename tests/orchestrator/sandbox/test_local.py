@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.sandbox import Limits, LocalSandbox, SandboxMissing, local
+from orchestrator.sandbox import Limits, LocalSandbox, SandboxError, SandboxMissing, local
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 
@@ -129,3 +129,10 @@ async def test_without_bubblewrap_nothing_is_run_and_the_message_says_what_to_do
 def test_limits_that_are_none_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)
+
+
+async def test_what_cannot_be_run_so_is_no_failure_of_the_program(sandbox: LocalSandbox) -> None:
+    with pytest.raises(SandboxError, match="1099511627776"):
+        await sandbox.run("print(1)", limits=Limits(open_files=2**40))
+    with pytest.raises(ValueError, match="Python"):
+        await sandbox.run("print('\0')")
