@@ -102,25 +102,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def download(hub: Path, name: str, card: str, files: Mapping[str, Rows]) -> None:
+def download(hub: Path, name: str, files: Mapping[str, Rows]) -> None:
     """As if the data set had been downloaded."""
     folder, commit = hub / f"datasets--{name.replace('/', '--')}", "0" * 40
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(commit)
     for path, rows in files.items():
         write(folder / "snapshots" / commit / path, rows)
-    (folder / "snapshots" / commit / "README.md").write_text(f"---\nlicense: mit\n{card}---\n# About\n")
-
-
-GSM8K_CARD = """configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train-*}
-  - {split: test, path: main/test-*}
-- config_name: socratic
-  data_files:
-  - {split: train, path: socratic/train-*}
-"""
 
 
 async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
@@ -130,7 +118,7 @@ async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
         "main/test-00000.parquet": rows[2:],
         "socratic/train-0.parquet": rows,
     }
-    download(hub, "openai/gsm8k", GSM8K_CARD, files)
+    download(hub, "openai/gsm8k", files)
     environment = Dataset(path="openai/gsm8k")
     assert [example["answer"] for example in environment.dataset("train")] == ["2,000", "3,000"]
     [example] = environment.dataset("eval")
@@ -146,7 +134,7 @@ async def test_math_is_known_by_its_name_and_its_answers_are_boxed_in_solutions(
     solution = r"Half of $1$ is $\frac{1}{2}$, so \boxed{\frac{1}{2}}."
     row = {"problem": "What is half of $1$?", "level": "Level 1", "type": "Algebra", "solution": solution}
     files = {"algebra/train-0.parquet": [row], "algebra/test-0.parquet": [{**row, "problem": "And of $2/2$?"}]}
-    download(hub, "EleutherAI/hendrycks_math", "", files)
+    download(hub, "EleutherAI/hendrycks_math", files)
     environment = Dataset(path="EleutherAI/hendrycks_math")
     [example] = environment.dataset("eval")
     assert (await score_of(environment.rubric, r"It is \boxed{0.5}.", example)).reward == 1.0
@@ -158,7 +146,7 @@ async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Pa
         "test_list": ["assert double(2) == 4", "assert double(3) == 6"], "challenge_test_list": [],
     }  # fmt: skip
     files = {"full/train-0.parquet": [row], "full/test-0.parquet": [{**row, "text": "Write double."}]}
-    download(hub, "google-research-datasets/mbpp", "", files)
+    download(hub, "google-research-datasets/mbpp", files)
     patient = {"unit_tests": {"limits": {"wall_s": 60.0, "cpu_s": 60.0}}}
     environment = Dataset(path="google-research-datasets/mbpp", reward=patient)
     [example] = environment.dataset("eval")
@@ -180,6 +168,7 @@ async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Pa
         ({"regex": r"Answer: (\d+)"}, "Answer: 6, no, Answer: 7", 1.0),
         ({"judge": {"mock": ["It is.\nVerdict: right"]}}, "seven", 1.0),
         ({"judge": {"mock": ["Who knows"]}}, "eight", 0.0),
+        ({"regex": r"\bseven\b"}, "It is seven.", 1.0),
     ],
 )
 async def test_rewards_by_name(tmp_path: Path, reward: Any, completion: str, worth: float) -> None:
@@ -200,6 +189,7 @@ async def test_a_function_of_ones_own_sees_all_columns(tmp_path: Path) -> None:
     ("args", "told"),
     [
         ({"reward": "maths"}, "maths"),
+        ({"reward": "regex"}, "pattern"),
         ({"reward": {"regex": "("}}, "regular expression"),
         ({"reward": {"exact": None, "math": None}}, "one name"),
         ({"reward": "json:__name__"}, "function"),
@@ -242,6 +232,10 @@ GOOD = {"sum": "1+1", "result": "2"}
         (of_file("data.txt", "1+1 2"), {}, r"data\.txt: expected .*\.jsonl"),
         (of_file("data.csv", "sum,result\n"), {}, "no rows"),
         (of_file("data.parquet", "no parquet"), {}, r"data\.parquet cannot be read"),
+        (of_file("data.arrow", "no arrow"), {}, r"data\.arrow cannot be read"),
+        (lambda folder: str(Path(write(folder / "a/x.csv", [GOOD])).parent), {"subset": "b"}, "there are default"),
+        (of_rows({"sum": "1", "result": float("nan")}), {}, r":1: answer is None"),
+        (of_rows({"sum": "1", "result": ""}), {}, r":1: answer is empty"),
         (of_file("data.jsonl", "\ufeffx".encode("utf-16")), {}, "UTF-16"),
         (lambda folder: str(folder), {}, "no files with"),
         (lambda folder: str(Path(write(folder / "train.csv", [GOOD])).parent), {"split": "test"}, "there are train"),

@@ -1,6 +1,6 @@
 """Pairs as tokens, and those that a run has kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Action, Preference, Skipped
 from orchestrator.preferences.pairs import PairRecord, answer_ids, kept_pairs, make_pair, pair_record, pairs_of_run
 from orchestrator.preferences.turns import Turn, turns_of
+from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
@@ -100,20 +101,23 @@ def test_had_the_policy_written_what_teachers_did_the_tokens_were_these(template
     assert [*one.prompt_ids, *ids[:-1]] == template.renderer.ids_of(text)
 
 
-class Beginnings:
+class Beginnings(ChatRenderer):
     """A tokenizer that marks the beginning of a text, and makes one token of two line ends."""
+
+    def __init__(self) -> None:
+        pass
 
     def ids_of(self, text: str) -> list[int]:
         return [1, *(99 if letter == "¶" else ord(letter) for letter in text.replace("\n\n", "¶"))]
 
-    def without_control(self, message: dict[str, str]) -> dict[str, str]:
-        return message
+    def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(message)
 
 
 def test_an_answer_is_no_beginning_of_a_text_unless_it_would_melt_into_the_opening() -> None:
     opening = "A:\n"
     template = ChatTemplate(
-        renderer=Beginnings(),  # type: ignore[arg-type]
+        renderer=Beginnings(),
         tools=None,
         opening=opening,
         opening_ids=tuple(Beginnings().ids_of(opening)),

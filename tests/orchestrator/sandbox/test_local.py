@@ -13,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.sandbox import Limits, LocalSandbox, SandboxError, SandboxMissing, local
+from orchestrator.sandbox import local
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.records import Limits, SandboxMissing
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 
@@ -131,8 +133,6 @@ def test_limits_that_are_none_are_refused(limits: dict[str, Any]) -> None:
         Limits(**limits)
 
 
-async def test_what_cannot_be_run_so_is_no_failure_of_the_program(sandbox: LocalSandbox) -> None:
-    with pytest.raises(SandboxError, match="1099511627776"):
-        await sandbox.run("print(1)", limits=Limits(open_files=2**40))
+async def test_what_is_no_program_is_refused() -> None:
     with pytest.raises(ValueError, match="Python"):
-        await sandbox.run("print('\0')")
+        await LocalSandbox().run("print('\0')")
