@@ -74,6 +74,13 @@ class ChatRenderer:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
+    def ids_behind(self, before: str, text: str) -> list[int]:
+        """Ids of text as it stands behind another one, because some tokenizers treat the beginning of a text otherwise
+        than its middle; of the text alone, where the two would become one token."""
+        ids_before, ids = self.ids_of(before), self.ids_of(before + text)
+        num = len(ids_before)
+        return ids[num:] if ids[:num] == ids_before else self.ids_of(text)
+
     def raw_text(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         if self._backend is not None:

@@ -182,23 +182,15 @@ class Conversation:
         if self._next is None:
             before, text = self._text, self._template.render(self._messages)
             if self._num_turns and text.startswith(before) and text.startswith(self._raw, len(before)):
-                ids = self._ids_after_answer(text[len(before) + len(self._raw) :])
+                renderer, end_id = self._template.renderer, self._end_id
+                ended = "" if end_id is None else renderer.raw_text([end_id])
+                ids = renderer.ids_behind(ended, text[len(before) + len(self._raw) :])
                 self._next = _Next(token_ids=ids, new_row=False, text=text)
             elif ids := self._template.renderer.ids_of(text):
                 self._next = _Next(token_ids=ids, new_row=True, text=text)
             else:
                 raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
         return self._next
-
-    def _ids_after_answer(self, text: str) -> list[int]:
-        """Tokenized behind the token that ended the answer, because some tokenizers treat the beginning of a text
-        otherwise than its middle."""
-        renderer = self._template.renderer
-        if self._end_id is not None:
-            ids = renderer.ids_of(renderer.raw_text([self._end_id]) + text)
-            if ids[:1] == [self._end_id]:
-                return ids[1:]
-        return renderer.ids_of(text)
 
 
 def single_row(
