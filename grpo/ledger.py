@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from grpo.errors import CommandError
-from grpo.run_files import read_run
+from grpo.run_files import orch_settings, read_run
 
 LEDGER_FILE = "ledger.sqlite"
 _BUSY_S = 5.0
@@ -242,7 +242,7 @@ def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str | None]]:
     from orchestrator.envs.registry import make_environment
 
     found: list[tuple[str, int, str | None]] = []
-    for env in read_run(folder).settings.env:
+    for env in orch_settings(read_run(folder)).get("env", []):
         try:
             examples = make_environment(env["id"], env["args"]).dataset("train")
         except Exception as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.run_files import REWARD, STATES, STEP, SUMMARY_FILE, Run, Said, metrics, read, read_run
+from grpo.run_files import REWARD, STATES, STEP, SUMMARY_FILE, Said, metrics, orch_settings, read, read_run
 from transport.folders import steps_in
 from transport.status import FINISHED
 
@@ -32,7 +32,9 @@ class _Checked:
     """What the checks look at."""
 
     folder: Path
-    run: Run
+    run_id: str
+    settings: Mapping[str, Any]
+    """The orchestrator's."""
     database: sqlite3.Connection
     metrics: Mapping[int, Mapping[str, float]]
     """Of each step."""
@@ -49,10 +51,12 @@ def check(folder: Path, database: sqlite3.Connection) -> dict[str, list[str]]:
     orch = read(folder / "status" / "orch.json", Said)
     # The orchestrator writes the rest of the ledger last.
     finished = orch is not None and orch.state == FINISHED and orch.alive is not True
+    run = read_run(folder)
     database.execute("BEGIN")
     checked = _Checked(
         folder=folder,
-        run=read_run(folder),
+        run_id=run.run_id,
+        settings=orch_settings(run),
         database=database,
         metrics={int(record[STEP]): record for record in steps},
         lines=Counter(int(record[STEP]) for record in steps),
@@ -98,7 +102,7 @@ def _no_holes(checked: _Checked) -> Iterator[str]:
 
 
 def _lags(checked: _Checked) -> Iterator[str]:
-    limit = checked.run.settings.max_off_policy_steps
+    limit = checked.settings.get("max_off_policy_steps")
     lagging = "SELECT id, step, step - 1 - version AS lag FROM rollouts WHERE lag < 0 OR lag > ?"
     for rollout, step, lag in checked.database.execute(lagging, (2**62 if limit is None else limit,)):
         yield f"rollout {rollout} of step {step} has lag {lag}, expected 0 to max_off_policy_steps = {limit}"
@@ -133,7 +137,7 @@ def _as_in_batches(checked: _Checked) -> Iterator[str]:
     from transport.batches.store import StepStore
     from transport.errors import TransportError
 
-    store = StepStore(checked.folder / "batches", run_id=checked.run.run_id)
+    store = StepStore(checked.folder / "batches", run_id=checked.run_id)
     newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
     for step in [step for step in steps_in(store.folder) if step <= newest]:
         try:
@@ -165,7 +169,7 @@ def _all_steps(checked: _Checked) -> Iterator[str]:
     steps = {step for (step,) in found}
     for step in sorted(steps - checked.metrics.keys()):
         yield f"step {step} has no metrics"
-    expected = checked.run.settings.max_steps
+    expected = checked.settings.get("max_steps")
     if expected is not None and max(steps, default=0) != expected:
         yield f"the last step is {max(steps, default=0)}, expected max_steps = {expected}"
 
@@ -182,7 +186,7 @@ def _as_in_summary(checked: _Checked) -> Iterator[str]:
     dropped = dict(checked.database.execute(reasons).fetchall())
     found = {"rollouts_issued": issued, "rollouts_trained": trained, "rollouts_dropped": dropped}
     for key, value in found.items():
-        if not checked.run.settings.ckpt.get("skip_progress") and checked.summary.get(key) != value:
+        if not checked.settings.get("ckpt", {}).get("skip_progress") and checked.summary.get(key) != value:
             yield f"{key} is {value}, the summary says {checked.summary.get(key)}"
     served = checked.summary.get("versions_served")
     sampled = "SELECT version, COUNT(*) FROM rollouts WHERE state = 'trained' GROUP BY version"

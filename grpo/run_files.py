@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from grpo.errors import NoRun
-from transport.run import RUN_FILE
+from transport.run import RUN_FILE, RunFile
 from transport.status import process_start
 
 T = TypeVar("T")
@@ -19,36 +19,6 @@ STEP, REWARD = "progress/step", "reward/mean"
 """Keys in `metrics.jsonl`: of every line, and of those lines that are of a training step and not of an evaluation."""
 STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
 """Of a rollout in the ledger."""
-
-
-class OrchSettings(msgspec.Struct):
-    """The orchestrator's settings that readers need."""
-
-    max_steps: int | None = None
-    max_off_policy_steps: int | None = None
-    env: list[dict[str, Any]] = []
-    ckpt: dict[str, Any] = {}
-
-
-class Program(msgspec.Struct):
-    """A program that has joined the run."""
-
-    pid: int | None = None
-    host: str | None = None
-    settings: OrchSettings = msgspec.field(default_factory=OrchSettings)
-    """Of another program's settings there are only those keys that have the same name."""
-
-
-class Run(msgspec.Struct):
-    """`run.json`."""
-
-    run_id: str
-    programs: dict[str, Program] = {}
-
-    @property
-    def settings(self) -> OrchSettings:
-        """The orchestrator's; all defaults before it has joined."""
-        return self.programs.get("orch", Program()).settings
 
 
 class Said(msgspec.Struct):
@@ -90,13 +60,19 @@ def read(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunFile:
     """`run.json`. Raises `NoRun`."""
     if not (folder / RUN_FILE).is_file():
         raise NoRun(f"{folder} holds no run: it has no {RUN_FILE}; give the output_dir of a run")
-    if (run := read(folder / RUN_FILE, Run)) is None:
+    if (run := read(folder / RUN_FILE, RunFile)) is None:
         raise NoRun(f"{folder / RUN_FILE} cannot be read, or is not a run of this release")
     return run
+
+
+def orch_settings(run: RunFile) -> dict[str, Any]:
+    """The orchestrator's; none before it has joined."""
+    settings: dict[str, Any] = run.programs.get("orch", {}).get("settings", {})
+    return settings
 
 
 def metrics(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, float]]:

@@ -253,11 +253,9 @@ class Feed:
 
     def _batch(self, step: int) -> list[Example]:
         """The rows of one step: each epoch has an order of its own, which the seed determines."""
-        return [self._row(number) for number in range((step - 1) * self._batch_size, step * self._batch_size)]
-
-    def _row(self, number: int) -> Example:
-        epoch, place = divmod(number, len(self._examples))
-        return self._examples[int(_order(self._settings.seed, epoch, len(self._examples))[place])]
+        numbers, length = range((step - 1) * self._batch_size, step * self._batch_size), len(self._examples)
+        places = (divmod(number, length) for number in numbers)
+        return [self._examples[int(_order(self._settings.seed, epoch, length)[place])] for epoch, place in places]
 
 
 @functools.lru_cache(maxsize=2)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from grpo.errors import NoRun
 from grpo.ledger import LedgerError, open_ledger
-from grpo.run_files import REWARD, STEP, Program, Said, metrics, read, read_run
+from grpo.run_files import REWARD, STEP, Said, metrics, orch_settings, read, read_run
 from transport.checkpoints import TRAINER
 from transport.folders import steps_in
 from transport.status import FAILED, FINISHED
@@ -130,23 +131,22 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
         shipped=max([*steps_in(folder / "batches"), *trained], default=None),
         published=max(steps_in(folder / "broadcasts"), default=None),
         live=max([*([in_use.newest] if in_use else []), *steps], default=None),
-        max_steps=run.settings.max_steps,
+        max_steps=orch_settings(run).get("max_steps"),
         checkpoint=max(steps_in(folder / "checkpoints", part=TRAINER), default=None),
         rewards={step: steps[step][REWARD] for step in sorted(steps)[-NUM_REWARDS:]},
         rollouts=counts,
     )
 
 
-def _processes(folder: Path, programs: Mapping[str, Program]) -> Iterator[ProcessStatus]:
+def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Iterator[ProcessStatus]:
     """One for each program at least, in the order of `ROLES`, and the server of a teacher where there is one."""
     for role in (*ROLES, TEACHER):
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, Said)) is not None}
         if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
-            joined = programs.get(role, Program())
-            state = "joined" if role in programs else "not started"
-            alive = Said(state=state, pid=joined.pid, host=joined.host).alive
-            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.pid, alive=alive)
+            joined, state = programs.get(role, {}), "joined" if role in programs else "not started"
+            alive = Said(state=state, pid=joined.get("pid"), host=joined.get("host")).alive
+            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.get("pid"), alive=alive)
         for name, one in said.items():
             more = name.removesuffix(".json").removeprefix(role).removeprefix(".")
             more = more.replace("_", ":" if role == "infer" else " ")

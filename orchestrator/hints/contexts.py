@@ -80,14 +80,9 @@ class HintWriter:
         return text
 
     def ids(self, hint: str) -> list[int]:
-        """The message's ids, tokenized alone: behind the token that ends a turn, because some tokenizers treat the
-        beginning of a text otherwise than its middle. Raises HintNotWritten."""
-        renderer, end_id, text = self.template.renderer, self.template.end_id, self.text(hint)
-        if end_id is not None:
-            ids = renderer.ids_of(renderer.raw_text([end_id]) + text)
-            if ids[:1] == [end_id]:
-                return ids[1:]
-        return renderer.ids_of(text)
+        """The message's ids behind the token that ends a turn. Raises HintNotWritten."""
+        renderer, end_id = self.template.renderer, self.template.end_id
+        return renderer.ids_behind("" if end_id is None else renderer.raw_text([end_id]), self.text(hint))
 
     def _rendered(self, *messages: dict[str, Any]) -> tuple[str, str]:
         """The messages, and how the policy's turn opens behind them. Raises HintNotWritten."""
