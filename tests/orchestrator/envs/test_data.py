@@ -126,8 +126,6 @@ async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
     assert (await score_of(environment.rubric, "So it is 4000.", example)).reward == 1.0
     assert (await score_of(environment.rubric, "So it is 4.", example)).reward == 0.0
     assert len(Dataset(path="openai/gsm8k", eval_fraction=0.5).loaded.examples["train"]) < 2
-    mine = Dataset(path=write(hub / "mine.jsonl", rows * 9), like="openai/gsm8k", eval_fraction=0.01)
-    assert mine.dataset("train")[0]["answer"].endswith(",000")
 
 
 async def test_math_is_known_by_its_name_and_its_answers_are_boxed_in_solutions(hub: Path) -> None:
