@@ -22,8 +22,9 @@ from benchmarks.report import parser, report
 from grpo import Environment, EpisodeState, MultiTurnEpisode, RolloutContext, Rubric
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import Completion, SamplingParams, Task
+from orchestrator.rollouts.records import SamplingParams, Task
 from orchestrator.workers.pool import WorkerPool
+from transport.http import Choice
 
 MODEL = Path("configs/quickstart/model")
 NUM_IN_FLIGHT, ONE_IN, WARM_UP_S, TIMEOUT_S = 1000, 100, 15.0, 20.0
@@ -64,11 +65,11 @@ class SlowServer:
     def __init__(self, kind: str | None) -> None:
         self._kind, self._numbers, self._draw = kind, itertools.count(1), random.Random(0)
 
-    async def generate(self, prompt: Sequence[int], *, params: SamplingParams, num: int, **_: Any) -> list[Completion]:
+    async def generate(self, prompt: Sequence[int], *, params: SamplingParams, num: int, **_: Any) -> list[Choice]:
         number, wait_s = next(self._numbers), self._draw.uniform(2.0, 6.0)
         await asyncio.sleep(wait_s)
         text = self._kind if self._kind and number % ONE_IN == 0 else "fine"
-        return [Completion(token_ids=[*text.encode()], logprobs=[0.0] * len(text), finish_reason="stop")]
+        return [Choice(token_ids=[*text.encode()], logprobs=[0.0] * len(text), finish_reason="stop")]
 
 
 async def measure(kind: str | None, seconds: float, num_workers: int) -> dict[str, float]:

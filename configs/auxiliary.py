@@ -36,23 +36,26 @@ class TeacherClientSettings(Section):
 
 class TeacherSettings(Section):
     """The teacher of on-policy distillation: its log-probabilities of the sampled tokens go with every batch. Switched
-    on by the trainer's `loss.teacher_tau`. It is either `model.name` or, with `policy_every`, the policy itself."""
+    on by the trainer's `loss.teacher_tau`. It is either `model.name` or the model before training."""
 
     model: TeacherModelSettings = TeacherModelSettings()
     """The model that teaches."""
-    policy_every: NonNegativeInt | None = None
-    """The teacher is the policy itself at its newest version that this divides; at 0 as it was before training, so that
-    `loss.teacher_tau` is the weight of the KL to the reference model (null: the teacher is `model.name`)."""
+    reference: bool = False
+    """The teacher is the model as it was before training, on the run's own servers, so that `loss.teacher_tau` is the
+    weight of the KL to it (false: the teacher is `model.name`)."""
     client: TeacherClientSettings = TeacherClientSettings()
     """How the servers of `model.name` are reached."""
 
     def conflicts(self) -> Conflicts:
-        if self.policy_every is None and self.model.name is None:
-            yield "model.name", "is needed, or teacher_model.policy_every; name the model that teaches"
-        elif self.policy_every is not None:
+        if not self.reference and self.model.name is None:
+            yield "model.name", "is needed, or teacher_model.reference; name the model that teaches"
+        elif self.reference:
             idle = [f"model.{key}" for key in self.model.changed]
             for key in sorted([*idle, *(f"client.{key}" for key in self.client.changed)]):
-                yield key, "has no effect with policy_every, where the run's own servers are asked; remove it"
+                yield (
+                    key,
+                    "has no effect with teacher_model.reference, where the run's own servers are asked; remove it",
+                )
 
 
 class PriceSettings(Section):
@@ -112,7 +115,7 @@ class HintSettings(Section):
     not (privileged self-distillation)."""
     templates: Annotated[str | None, OnlyWith("sources", "templates")] = None
     """Texts of your own by `hint_template_key` or `error_kind`, which replace and extend the built-in ones: a YAML or
-    JSON file, or `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away."""
+    JSON file; null takes a built-in one away."""
     max_per_sample: PositiveInt | None = None
     """Only this many errors of a sample have hints, the first ones (null: all)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)

@@ -71,12 +71,10 @@ def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
 
 def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bool) -> int:
     """Number of adapters that a server is asked for at once: of the `max_off_policy_steps` + 1 newest versions, one of
-    which is being loaded, those that groups were started under; one that is evaluated; one that teaches. Each is there
-    once for each adapter, and once more with noise."""
-    teacher = orch.teacher_model if train.loss.teacher_tau else None
-    num_kept = 3 if teacher is not None and teacher.policy_every else 2
+    which is being loaded, those that groups were started under; one that is evaluated. Each is there once for each
+    adapter, and once more with noise."""
     times = max(1, len(train.lora_adapters)) * (2 if norm_noise else 1)
-    return times * (orch.max_off_policy_steps + num_kept)
+    return times * (orch.max_off_policy_steps + 2)
 
 
 def _differing(programs: Mapping[str, Loaded[Any]], names: Iterable[str]) -> Found:
@@ -119,7 +117,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Foun
     if trainer.weight_broadcast.format != "adapter":
         why = f"needs the base model on the servers, which {trainer.weight_broadcast.format} versions replace"
         for key, asks in {
-            "teacher_model.policy_every": loss.teacher_tau and teacher and teacher.policy_every is not None,
+            "teacher_model.reference": loss.teacher_tau and teacher and teacher.reference,
             "preferences.teachers": asks_teachers and teachers,
             "hints.model.base_url": asks_writer and writer and writer.base_url is None and writer.model is None,
         }.items():

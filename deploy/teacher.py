@@ -18,8 +18,8 @@ def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:
         return "the trainer's loss.teacher_tau is 0"
     if teacher is None:
         return "the orchestrator's teacher_model is not set"
-    if teacher.policy_every is not None:
-        return "the teacher is the policy itself (teacher_model.policy_every)"
+    if teacher.reference:
+        return "the teacher is the model before training (teacher_model.reference)"
     if teacher.client.base_url is not None:
         return f"the teacher is served at {', '.join(teacher.client.base_url)} (teacher_model.client.base_url)"
     return None

@@ -36,7 +36,9 @@ from orchestrator.rollouts.tool_calls import (
     tools_of,
 )
 from orchestrator.rollouts.tool_episode import ToolEpisode
-from orchestrator.sandbox import Limits, LocalSandbox, RemoteSandbox
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.records import Limits
+from orchestrator.sandbox.remote import RemoteSandbox
 
 __all__ = [
     "AlternatingRolesEpisode",

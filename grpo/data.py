@@ -19,7 +19,7 @@ from orchestrator.envs.data.environment import Dataset
 from orchestrator.envs.data.files import Refused
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import messages_of
-from orchestrator.sandbox import SandboxMissing
+from orchestrator.sandbox.records import SandboxMissing
 from transport.importing import NotFound
 from transport.weights.identity import resolve_model
 

@@ -32,10 +32,10 @@ from orchestrator.inference.client import InferenceClient, ServerError
 from orchestrator.inference.pool import ServerPool
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import Completion
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.errors import TransportError
+from transport.http import Choice
 from transport.run import RUN_FILE, recorded_settings
 from transport.weights.identity import resolve_model
 
@@ -217,7 +217,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 class _BaseClient(InferenceClient):
     """Asks for the base model, whatever version is asked for."""
 
-    async def generate(self, *arguments: Any, version: int | None, **named: Any) -> list[Completion]:
+    async def generate(self, *arguments: Any, version: int | None, **named: Any) -> list[Choice]:
         return await super().generate(*arguments, version=None, **named)
 
 

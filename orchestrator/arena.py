@@ -25,12 +25,13 @@ from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.messages import ModelResponse
 from orchestrator.rollouts.play import ScriptedBackend
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, Task
 from orchestrator.rollouts.roles import Role, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.samples import FinishedGroup, finish_group
 from orchestrator.scheduler import Ticket
 from orchestrator.workers.protocol import Ask, Sample, Sampled
+from transport.http import Choice
 from transport.importing import NotFound, find
 from transport.records import TrainingSample
 
@@ -380,7 +381,7 @@ class ClientBackend(ScriptedBackend):
         steps = []
         for step in result.steps:
             said = self.responses[step.call]
-            completion = Completion(
+            completion = Choice(
                 token_ids=[*said.token_ids], logprobs=[logprob for _, logprob in said.tokens], finish_reason="stop"
             )
             steps.append(replace(step, completion=completion, version=said.version or 0))

@@ -31,7 +31,7 @@ from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.shaping import RewardShaping
 from orchestrator.startup import Ready
-from orchestrator.teacher.policy import PolicyTeacher
+from orchestrator.teacher.reference import ReferenceTeacher
 from orchestrator.teacher.scoring import Teaching
 from orchestrator.teacher.served import ServedTeacher, open_teacher
 from orchestrator.workers.pool import WorkerPool
@@ -47,8 +47,6 @@ class AuxiliaryLosses:
     """Those that are on."""
 
     teaching: Teaching | None = None
-    policy_teacher: PolicyTeacher | None = None
-    """Where the teacher is the policy itself."""
     hinter: Hinter | None = None
     asked_pairs: AskedPairs | None = None
     makes_pairs: Callable[[], bool] = lambda: True
@@ -139,10 +137,10 @@ class AuxiliaryLosses:
 async def find_teacher(
     settings: OrchSettings, ready: Ready, environments: Mapping[str, WorkerPool]
 ) -> ServedTeacher | None:
-    """The teacher that serves already, or that the launcher starts; None where there is none, or it is the policy
-    itself. Raises ValueError."""
+    """The teacher that serves already, or that the launcher starts; None where there is none, or it is the model before
+    training. Raises ValueError."""
     chosen = settings.teacher_model
-    if chosen is None or chosen.policy_every is not None or not ready.trainer.loss.teacher_tau:
+    if chosen is None or chosen.reference or not ready.trainer.loss.teacher_tau:
         return None
     ready.status.set("starting", waiting_for=f"the teacher at {', '.join(chosen.client.base_url or ())}")
     schedule, roles = settings.sampling.temp_scheduler, [environments[env.label].loaded.roles for env in settings.env]
@@ -176,22 +174,22 @@ def shortest_server(settings: OrchSettings, ready: Ready) -> int:
     return min(ready.context_len + _servers_score(settings, ready), ready.server_len)
 
 
-def _policy_teaches(settings: OrchSettings, ready: Ready) -> bool:
+def _reference_teaches(settings: OrchSettings, ready: Ready) -> bool:
     chosen = settings.teacher_model
-    return bool(ready.trainer.loss.teacher_tau) and chosen is not None and chosen.policy_every is not None
+    return bool(ready.trainer.loss.teacher_tau) and chosen is not None and chosen.reference
 
 
 def _servers_score(settings: OrchSettings, ready: Ready) -> bool:
     """Whether the run's own servers score samples."""
     scored = settings.reward_shaping.reference_kl > 0 or settings.hints.advantage_weight > 0
-    return _policy_teaches(settings, ready) or scored
+    return _reference_teaches(settings, ready) or scored
 
 
-def make_shaping(settings: OrchSettings, client: InferenceClient, scheduler: Scheduler) -> RewardShaping:
+def make_shaping(settings: OrchSettings, client: InferenceClient) -> RewardShaping:
     """With the model before training as the reference, where the KL to it is taken off rewards."""
     if not settings.reward_shaping.reference_kl:
         return RewardShaping(settings)
-    return RewardShaping(settings, Teaching(PolicyTeacher(client.score, 0, scheduler)))
+    return RewardShaping(settings, Teaching(ReferenceTeacher(client.score)))
 
 
 def make_auxiliary(
@@ -218,9 +216,8 @@ def make_auxiliary(
             log.info("%s is off: the trainer's loss.%s is 0", name, weight)
     auxiliary = AuxiliaryLosses(teaching=None if teacher is None else Teaching(teacher))
     adapters, key_var = settings.model.lora_adapters, settings.client.api_key_var
-    if _policy_teaches(settings, ready) and chosen is not None and chosen.policy_every is not None:
-        auxiliary.policy_teacher = PolicyTeacher(client.score, chosen.policy_every, scheduler, adapters=adapters)
-        auxiliary.teaching = Teaching(auxiliary.policy_teacher)
+    if _reference_teaches(settings, ready):
+        auxiliary.teaching = Teaching(ReferenceTeacher(client.score))
 
     def opened(api: ApiSettings, costs: Costs) -> Endpoint:
         return Endpoint(

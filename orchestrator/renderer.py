@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rollouts.records import Completion, Messages
+from orchestrator.rollouts.records import Messages
+from transport.http import Choice
 
 
 class ChatRenderer:
@@ -40,7 +41,7 @@ class ChatRenderer:
         single: list[str] = self._tokenizer.batch_decode([[number] for number in range(max(names) + 1)])
         return [names.get(number, text) if "\ufffd" in text else text for number, text in enumerate(single)]
 
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
+    def texts(self, completions: Sequence[Choice]) -> list[str]:
         """Each completion without special tokens."""
         ids = [completion.token_ids for completion in completions]
         if self._backend is not None:
@@ -72,6 +73,13 @@ class ChatRenderer:
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def ids_behind(self, before: str, text: str) -> list[int]:
+        """Ids of text as it stands behind another one, because some tokenizers treat the beginning of a text otherwise
+        than its middle; of the text alone, where the two would become one token."""
+        ids_before, ids = self.ids_of(before), self.ids_of(before + text)
+        num = len(ids_before)
+        return ids[num:] if ids[:num] == ids_before else self.ids_of(text)
 
     def raw_text(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""

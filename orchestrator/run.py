@@ -166,7 +166,7 @@ async def _train(
             traces=traces,
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             auxiliary=auxiliary,
-            shaping=make_shaping(settings, client, scheduler),
+            shaping=make_shaping(settings, client),
             story=files.enter_context(closing(Story(run.path))) if settings.verbose else None,
         )
 
@@ -265,7 +265,6 @@ async def _run_loops(
         scheduler=scheduler,
         sync=sync,
         sleep=sleep,
-        policy_teacher=intake.auxiliary.policy_teacher,
         ledger=intake.ledger,
         recorder=intake.recorder,
         timeline=intake.timeline,

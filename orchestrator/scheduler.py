@@ -173,23 +173,17 @@ class Scheduler:
     # --- decisions ---
 
     def start(self) -> Ticket | None:
-        """Leave to start one more group under the newest version, or None where it must wait."""
-        if self.live is None or self.num_startable < 1:
+        """Leave to start one more group under the newest version, or None where it must wait: where the batches up to
+        the newest reachable one lack no more, oversampled, and within concurrency."""
+        if self.live is None or self._held or self._num_pauses or len(self._in_flight) >= self.max_in_flight:
+            return None
+        if len(self._complete) + len(self._in_flight) >= self._num_wanted(self.live):
             return None
         ticket = Ticket(group=self._num_started, version=self.live)
         self._num_started += 1
         self._in_flight[ticket.group] = ticket
         self._num_unshipped[ticket.version] += 1
         return ticket
-
-    @property
-    def num_startable(self) -> int:
-        """Groups that may start now: what the batches up to the newest reachable one lack, oversampled, within
-        concurrency."""
-        if self.live is None or self._held or self._num_pauses:
-            return 0
-        lacking = self._num_wanted(self.live) - len(self._complete) - len(self._in_flight)
-        return max(0, min(lacking, self.max_in_flight - len(self._in_flight)))
 
     def _num_wanted(self, live: int) -> int:
         """Groups that may be on their way: never so many that one could not ship before it is too old, or at all."""

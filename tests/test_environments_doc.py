@@ -16,9 +16,10 @@ from configs.orch import OrchSettings
 from configs.run import load_run
 from orchestrator.advantage import custom_credit
 from orchestrator.envs.registry import BUILT_IN, make_environment
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.records import EpisodeResult, Step, Task
 from orchestrator.workers.worker import identity_of
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
+from transport.http import Choice
 
 FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
 ENVIRONMENTS = sorted(title for title, text in FILES.items() if "Environment):" in text)
@@ -65,7 +66,7 @@ def test_an_environment_of_the_page_is_found_by_its_file_and_has_examples(title:
 
 def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, num_steps: int = 1) -> EpisodeResult:
     """A rollout in which each role acts `num_steps` times."""
-    sampled = Completion(token_ids=[2], logprobs=[0.0], finish_reason="stop")
+    sampled = Choice(token_ids=[2], logprobs=[0.0], finish_reason="stop")
     step = partial(Step, temperature=1.0, completion=sampled, text="", version=0)
     steps = tuple(step(role=role) for role in rewards for _ in range(num_steps))
     task = Task(env="env", split="train", index=0, messages=())

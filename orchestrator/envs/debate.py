@@ -65,7 +65,7 @@ def verdict_of(text: str) -> str | None:
 class Debate(AlternatingRolesEpisode, Environment):
     """`num_rounds` times Aff and then Neg speak; then a judge, who is no role and is never trained, names the winner.
 
-    The winner gets `score`, the other its negative; after a tie, and where the judge's answer names nobody, both get
+    The winner gets 1, the other -1; after a tie, and where the judge's answer names nobody, both get
     0, and the metrics `tie` and `no_verdict` count it. Each role's rewards are compared within the group. With the
     judge `rule` the metrics `points/Aff` and `points/Neg` say how many arguments counted.
 
@@ -81,7 +81,6 @@ class Debate(AlternatingRolesEpisode, Environment):
         num_rounds: int = 2,
         topics: Sequence[str] = TOPICS,
         num_eval: int = 4,
-        score: float = 1.0,
         max_tokens: int = 256,
         aff_prompt: str = AFF_PROMPT,
         neg_prompt: str = NEG_PROMPT,
@@ -93,8 +92,6 @@ class Debate(AlternatingRolesEpisode, Environment):
         prompts = {AFF: aff_prompt, NEG: neg_prompt}
         roles = [Role(id=role, system_prompt=text, max_tokens=max_tokens) for role, text in prompts.items()]
         super().__init__(roles=roles, max_turns=2 * num_rounds)
-        if score <= 0:
-            raise ValueError(f"score={score}: expected more than 0")
         if len(set(topics)) != len(topics) or not 0 <= num_eval < len(topics):
             raise ValueError(
                 f"{len(topics)} topics and num_eval={num_eval}: expected different topics, more than num_eval"
@@ -104,7 +101,6 @@ class Debate(AlternatingRolesEpisode, Environment):
         counts = [self.points] if self._judge is None else []
         measures = [self.tie, self.no_verdict, self.against_base, *counts]
         self.rubric = Rubric([self.verdict], accuracy=self.won, metrics=measures)
-        self._score = score
         shuffled = random.Random(seed).sample(list(topics), len(topics))
         self._topics = {"eval": shuffled[:num_eval] or shuffled, "train": shuffled[num_eval:]}
 
@@ -142,7 +138,7 @@ class Debate(AlternatingRolesEpisode, Environment):
     # --- the rubric ---
 
     async def verdict(self, state: EpisodeState) -> dict[str, float]:
-        """Who gets what: the winner the score, the other its negative."""
+        """Who gets what: the winner 1, the other -1."""
         transcript = _transcript(state)
         if self._judge is None:
             counts = points(transcript)
@@ -153,7 +149,7 @@ class Debate(AlternatingRolesEpisode, Environment):
             state.data["judgement"] = await self._judge.complete([{"role": "user", "content": asked}])
             winner = verdict_of(state.data["judgement"])
         state.data["verdict"] = winner
-        aff = {AFF: self._score, NEG: -self._score}.get(winner or "tie", 0.0)
+        aff = {AFF: 1.0, NEG: -1.0}.get(winner or "tie", 0.0)
         return {AFF: aff, NEG: -aff}
 
     def won(self, state: EpisodeState) -> float:

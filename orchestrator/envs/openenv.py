@@ -7,13 +7,12 @@ is lost later costs the rollout, because nobody can tell what became of its envi
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
@@ -46,8 +45,9 @@ class ServerError(RuntimeError):
         super().__init__(f"{self.code}: {self.message}")
 
 
-class ServerFull(ServerError):
-    """It has as many sessions as it may have."""
+def _may_pass(error: BaseException) -> bool:
+    """Whether nobody is there, or has a session left."""
+    return isinstance(error, SessionLost) or (isinstance(error, ServerError) and error.code == "CAPACITY_REACHED")
 
 
 class Observed(BaseModel):
@@ -109,13 +109,13 @@ async def _ask(socket: ClientConnection, kind: str, limit_s: float, data: Mappin
         raise SessionLost(f"the OpenEnv server closed the session at {kind}: {error}") from None
     about = answer.get("data", {})
     if answer.get("type") == "error":
-        raise ServerFull(about) if about.get("code") == "CAPACITY_REACHED" else ServerError(about)
+        raise ServerError(about)
     return about
 
 
 def total_reward(state: EpisodeState) -> float:
-    """The sum of the steps' rewards, or the last one that there was."""
-    return float(state.data["reward"])
+    """The sum of the steps' rewards."""
+    return float(sum(state.data["rewards"]))
 
 
 def num_steps(state: EpisodeState) -> float:
@@ -143,7 +143,6 @@ class OpenEnv(MultiTurnEpisode, Environment):
         observation_field: str | None = None,
         codec: str | None = None,
         max_turns: int = 8,
-        reward: Literal["sum", "last"] = "sum",
         solved_at: float = 1.0,
         reset: Mapping[str, Any] | None = None,
         observes_state: bool = False,
@@ -153,21 +152,18 @@ class OpenEnv(MultiTurnEpisode, Environment):
     ) -> None:
         """`base_url`: of the server. `prompt`: a text, or messages, before the first observation. `action_field`: the
         field of an action that takes the answer; `observation_field`: the field of an observation that is shown (null:
-        all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for both (see `Codec`). `reward`: of the
-        steps, their `sum` or the `last`. `solved_at`: from which reward on an episode counts as solved, which
-        evaluation reports. `reset`: arguments of every `reset`; each example adds its seed: `num_eval` of them from
-        `seed` on are evaluated, the next `num_train` trained. `observes_state`: every observation tells the whole
-        state, as a board does, so that teachers are shown the prompt and the newest one instead of the conversation.
-        """
+        all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for both (see `Codec`). `solved_at`: from
+        which reward on an episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each
+        example adds its seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained.
+        `observes_state`: every observation tells the whole state, as a board does, so that teachers are shown the
+        prompt and the newest one instead of the conversation."""
         super().__init__(max_turns=max_turns)
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url = {base_url!r}, expected an address such as http://127.0.0.1:8000")
-        if reward not in ("sum", "last") or not math.isfinite(solved_at):
-            raise ValueError(f"reward = {reward!r}, solved_at = {solved_at}: expected sum or last, a finite number")
         if "seed" in (reset or {}):
             raise ValueError("reset has a seed, with which all episodes would be one; remove it: examples have theirs")
         self._url, self._codec = base_url.rstrip("/"), _codec(codec, action_field, observation_field)
-        self._prompt, self._reward, self._solved_at = prompt, reward, solved_at
+        self._prompt, self._solved_at = prompt, solved_at
         self._reset, self._seed, self._observes_state = dict(reset or {}), seed, observes_state
         self._num = {"train": num_train, "eval": num_eval}
         self.rubric = Rubric([total_reward], accuracy=self.solved, metrics=[num_steps, finished])
@@ -188,8 +184,6 @@ class OpenEnv(MultiTurnEpisode, Environment):
                 state.data["state"] = await _ask(socket, "state", STATE_LIMIT_S)
             except (ServerError, SessionLost, TimeoutError):
                 state.data["state"] = None
-        rewards = state.data["rewards"]
-        state.data["reward"] = sum(rewards) if self._reward == "sum" else (rewards or [0.0])[-1]
 
     def initial_messages(self, state: EpisodeState) -> Sequence[Message]:
         """The prompt and the newest observation; where the prompt ends with a user's message, both in one."""
@@ -219,15 +213,14 @@ class OpenEnv(MultiTurnEpisode, Environment):
             return f"error: {error.message}"
         state.data["actions"].append(action)
         state.data["observed"] = observed
-        if observed.reward is not None:
-            state.data["rewards"].append(observed.reward)
+        state.data["rewards"].append(observed.reward or 0.0)
         if observed.error is not None:
             state.mark_error(*observed.error)
         return None if observed.done else self._codec.to_text(observed.observation)
 
     def solved(self, state: EpisodeState) -> float:
         """1 where the reward came up to `solved_at`."""
-        return float(state.data["reward"] >= self._solved_at)
+        return float(total_reward(state) >= self._solved_at)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         """What is needed to play the episode again, and the server's state at its end, where it tells."""
@@ -236,18 +229,18 @@ class OpenEnv(MultiTurnEpisode, Environment):
     @asynccontextmanager
     async def _session(self, arguments: Mapping[str, Any]) -> AsyncIterator[tuple[ClientConnection, Observed]]:
         """A session that has been reset. Waits for a server that is away, full or slow."""
-        passing, stop = retry_if_exception_type((SessionLost, ServerFull)), stop_after_delay(WAIT_S)
-        pause = wait_exponential(multiplier=0.1, max=1.0)
-        attempts = AsyncRetrying(retry=passing, stop=stop, wait=pause, reraise=True)
+        stop, pause = stop_after_delay(WAIT_S), wait_exponential(multiplier=0.1, max=1.0)
+        attempts = AsyncRetrying(retry=retry_if_exception(_may_pass), stop=stop, wait=pause, reraise=True)
         begun: tuple[ClientConnection, Observed] = await attempts(self._begin, arguments)
+        socket, observed = begun
         try:
-            yield begun
+            yield socket, observed
         finally:
             with suppress(WebSocketException, TimeoutError):
                 async with asyncio.timeout(CLOSE_LIMIT_S):
-                    await begun[0].send(json.dumps({"type": "close"}))
-                    await begun[0].close()
-            begun[0].transport.abort()
+                    await socket.send(json.dumps({"type": "close"}))
+                    await socket.close()
+            socket.transport.abort()
 
     async def _begin(self, arguments: Mapping[str, Any]) -> tuple[ClientConnection, Observed]:
         """Makes one attempt."""
@@ -264,13 +257,11 @@ class OpenEnv(MultiTurnEpisode, Environment):
 
 
 def _codec(location: str | None, action_field: str | None, observation_field: str | None) -> Codec:
-    if (location is None) == (action_field is None):
+    if location is None and action_field is not None:
+        return Codec(action_field, observation_field)
+    if location is None or action_field is not None or observation_field is not None:
         raise ValueError("action_field or codec says what an answer is to the environment: give one of them")
-    if location is None or action_field is not None:
-        return Codec(str(action_field), observation_field)
     codec: Codec = find(location, setting="env.args.codec")()
-    if observation_field is not None or not all(
-        callable(getattr(codec, name, None)) for name in ("to_text", "to_action")
-    ):
-        raise ValueError(f"codec = {location!r}: expected a class with to_text and to_action, and no observation_field")
+    if not all(callable(getattr(codec, name, None)) for name in ("to_text", "to_action")):
+        raise ValueError(f"codec = {location!r}: expected a class with to_text and to_action")
     return codec

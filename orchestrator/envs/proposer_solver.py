@@ -14,6 +14,7 @@ from orchestrator.envs.data.hub import find_files
 from orchestrator.envs.rewards import Reward, asked_verdict
 
 PROPOSER, SOLVER = "Proposer", "Solver"
+UNPARSABLE_REWARD = -1.0
 PROPOSER_PROMPT = (
     "Write one exercise of whole-number arithmetic with +, -, * and brackets, for instance {question}, that is hard "
     "enough to be got wrong about half of the time. Answer with one line:\nQuestion: {question}"
@@ -107,8 +108,8 @@ class ProposerSolver(Episode, Environment):
     Proposer's. Questions are arithmetic, and what is right is computed; or, with a `judge`, they are in words, and a
     model says what is right.
 
-    A Solver gets 1 or 0. The Proposer gets 1 - 2 |pass rate - target|, or `unparsable_reward` for what is no question
-    (see `question_of`), which no Solver sees. Proposers are compared with the others of their group, Solvers with those
+    A Solver gets 1 or 0. The Proposer gets 1 - 2 |pass rate - target|, or -1 for what is no question (see
+    `question_of`), which no Solver sees. Proposers are compared with the others of their group, Solvers with those
     of the same question.
 
     In training, questions that earned more than 0 go into the run's store `questions`, with that reward as weight.
@@ -122,7 +123,6 @@ class ProposerSolver(Episode, Environment):
         *,
         num_solvers: int = 4,
         target: float = 0.5,
-        unparsable_reward: float = -1.0,
         seed_questions: Sequence[str | Mapping[str, Any]] = (),
         questions: str | None = None,
         judge: str | Mapping[str, Any] | None = None,
@@ -159,7 +159,7 @@ class ProposerSolver(Episode, Environment):
         solve = Rubric([solved if judge is None else judged_by(judge)])
         self.episodes = {"solve": SingleTurnEpisode(rubric=solve, roles=[Role(id=SOLVER)])}
         self.rubric = Rubric([self.goldilocks], metrics=[self.parsable, self.pass_rate])
-        self._num_solvers, self._target, self._unparsable_reward = num_solvers, target, unparsable_reward
+        self._num_solvers, self._target = num_solvers, target
         self._proposer_prompt, self._solver_prompt = proposer_prompt, solver_prompt
         self._seeds = [question for question in dict.fromkeys(read) if question is not None]
         self._from_store, self._seeded = from_store, False
@@ -213,7 +213,7 @@ class ProposerSolver(Episode, Environment):
     def goldilocks(self, state: EpisodeState) -> float:
         """The Proposer's reward: 1 for a question that is neither too easy nor too hard."""
         if state.data["question"] is None:
-            return self._unparsable_reward
+            return UNPARSABLE_REWARD
         return 1.0 - 2.0 * abs(float(state.data["pass_rate"]) - self._target)
 
     def parsable(self, state: EpisodeState) -> float:

@@ -16,7 +16,7 @@ BUILT_IN = {
     "zorplex": "orchestrator.envs.zorplex:Zorplex",
     "debate": "orchestrator.envs.debate:Debate",
     "proposer-solver": "orchestrator.envs.proposer_solver:ProposerSolver",
-    "critique": "orchestrator.envs.critique:Critique",
+    "critique": "orchestrator.envs.critique.environment:Critique",
     "dataset": "orchestrator.envs.data.environment:Dataset",
     "verifiers": "orchestrator.envs.verifiers:Verifiers",
     "openenv": "orchestrator.envs.openenv:OpenEnv",

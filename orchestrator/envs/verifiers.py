@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -68,9 +69,8 @@ class Verifiers(Episode, Environment):
         self._role_of = {name: name if len(agents) > 1 else POLICY for name in agents}
         self.roles = [Role(id=role) for role in self._role_of.values()]
         self.rubric = Rubric([total_reward], metrics=[verifiers])
-        self._stack, self._starting = AsyncExitStack(), None
-
-    _starting: "asyncio.Task[vf.ModelContext] | None"
+        self._stack = AsyncExitStack()
+        self._starting: asyncio.Task[vf.ModelContext] | None = None
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         """Their tasks, in their order."""
@@ -93,7 +93,10 @@ class Verifiers(Episode, Environment):
         state.truncated = endpoint.full
         if not self._env.complete(episode) or (endpoint.full and not state.trajectory):
             raise _failure(episode, endpoint, state)
-        _mark_failed_calls(episode, state)
+        for trace in episode.traces:
+            for call_id, kind, message in trace.info.get(_verifiers_chat.FAILED_CALLS, []):
+                if (index := int(call_id.split("_")[1])) >= 0:
+                    state.mark_error(kind, kind, message, index=index)
         _keep_scores(episode, endpoint.speakers, state)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
@@ -118,16 +121,14 @@ class Verifiers(Episode, Environment):
 
     async def _served(self) -> vf.ModelContext:
         """Their shared servers, which stay for as long as the process does, and where their agents find the policy.
-        All wait for one start; where it fails, the next rollout begins another."""
-        if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
+        All wait for one start."""
+        if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> vf.ModelContext:
-        async with AsyncExitStack() as stack:
-            base_url, key = await stack.enter_async_context(shared())
-            await stack.enter_async_context(self._env.serving())
-            self._stack = stack.pop_all()
+        base_url, key = await self._stack.enter_async_context(shared())
+        await self._stack.enter_async_context(self._env.serving())
         client = vf.EvalClientConfig(base_url=base_url, api_key_var="GRPO_NO_KEY", headers={KEY_HEADER: key})
         return vf.ModelContext(model=POLICY, client=client)
 
@@ -193,25 +194,16 @@ def _failure(episode: vf.Episode, endpoint: Endpoint, state: EpisodeState) -> Ba
     return RolloutFailed("\n\n".join(told) or f"{state.example['task']} did not complete, and gave no error")
 
 
-def _mark_failed_calls(episode: vf.Episode, state: EpisodeState) -> None:
-    """Those that our chat loop made."""
-    for trace in episode.traces:
-        for call_id, kind, message in trace.info.get(_verifiers_chat.FAILED_CALLS, []):
-            if (index := int(call_id.split("_")[1])) >= 0:
-                state.mark_error(kind, kind, message, index=index)
-
-
 def _keep_scores(episode: vf.Episode, speakers: Mapping[str, str | None], state: EpisodeState) -> None:
     """What their rubric said, by role; an agent that ran more than once has the mean."""
-    rewards: dict[str, list[float]] = {}
-    metrics: dict[str, list[float]] = {}
+    rewards, metrics = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for trace in episode.traces:
         if (role := speakers.get(trace.id)) is None:
             continue
-        rewards.setdefault(role, []).append(trace.reward)
+        rewards[role].append(trace.reward)
         scores = {name: given.score for name, given in trace.rewards.items() if given is not None}
         for name, value in {**scores, **trace.metrics}.items():
             if value is not None:
-                metrics.setdefault(name, []).append(value)
+                metrics[name].append(value)
     state.data["rewards"] = {role: statistics.fmean(values) for role, values in rewards.items()}
     state.data["metrics"] = {name: statistics.fmean(values) for name, values in metrics.items()}

@@ -56,11 +56,10 @@ DIFFICULTIES = {"easy": (2, "+"), "medium": (2, "+-*"), "hard": (3, "+-*")}
 
 
 class Question(NamedTuple):
-    """A question without its answer. Example: ``Question(words=("apple", "plum"), operation="+")``"""
+    """Without its answer; the same operation between all words, applied from left to right."""
 
     words: tuple[str, ...]
     operation: str
-    """The same between all words, applied from left to right."""
 
 
 def split_of(word: str) -> str:
@@ -84,8 +83,7 @@ def questions(seed: int, num: int, difficulty: str, split: str) -> list[Question
 
 def prompt(question: Question) -> str:
     """The user's message: `What is zorplex(apple) + zorplex(plum)?`."""
-    terms = f" {question.operation} ".join(f"zorplex({word})" for word in question.words)
-    return f"What is {terms}?"
+    return f"What is {f' {question.operation} '.join(f'zorplex({word})' for word in question.words)}?"
 
 
 def answer(question: Question, seed: int, max_value: int) -> int:

@@ -16,6 +16,7 @@ the earlier hints as well. The teacher's context ends with its last compared tok
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +49,14 @@ class HintWriter:
 
     def __init__(self, template: ChatTemplate) -> None:
         """Tries it once. Raises TemplateRefused where the template takes no further message of the user."""
-        self.template, problem = template, ""
+        self.template = template
         for self._before in _BEFORE:
-            try:
+            with suppress(HintNotWritten):
                 self.text("probe-of-a-hint")
-            except HintNotWritten as error:
-                problem = str(error)
-            else:
                 break
         else:
             raise TemplateRefused(
-                f"the model's chat template takes no hint as a further message of the user: {problem}; use a model "
+                "the model's chat template takes no further message of the user, as which a hint is given; use a model "
                 "whose template does"
             )
         self.opens_turns = bool(self._rendered(*self._before)[1])
@@ -80,14 +78,9 @@ class HintWriter:
         return text
 
     def ids(self, hint: str) -> list[int]:
-        """The message's ids, tokenized alone: behind the token that ends a turn, because some tokenizers treat the
-        beginning of a text otherwise than its middle. Raises HintNotWritten."""
-        renderer, end_id, text = self.template.renderer, self.template.end_id, self.text(hint)
-        if end_id is not None:
-            ids = renderer.ids_of(renderer.raw_text([end_id]) + text)
-            if ids[:1] == [end_id]:
-                return ids[1:]
-        return renderer.ids_of(text)
+        """The message's ids behind the token that ends a turn. Raises HintNotWritten."""
+        renderer, end_id = self.template.renderer, self.template.end_id
+        return renderer.ids_behind("" if end_id is None else renderer.raw_text([end_id]), self.text(hint))
 
     def _rendered(self, *messages: dict[str, Any]) -> tuple[str, str]:
         """The messages, and how the policy's turn opens behind them. Raises HintNotWritten."""

@@ -98,17 +98,17 @@ class Hinter:
         about all errors at once."""
         made = HintedGroup()
         rows = [
-            (root.id in withheld, result, number)
+            self._of_row(result, number, results, made, withheld=root.id in withheld)
             for root in results
             for result in root.walk()
             for number in range(len(result.rows))
         ]
-        await asyncio.gather(*(self._of_row(result, number, results, made, left) for left, result, number in rows))
+        await asyncio.gather(*rows)
         made.counts = +made.counts
         return made
 
     async def _of_row(
-        self, result: EpisodeResult, number: int, group: Sequence[EpisodeResult], made: HintedGroup, withheld: bool
+        self, result: EpisodeResult, number: int, group: Sequence[EpisodeResult], made: HintedGroup, *, withheld: bool
     ) -> None:
         """Hints for the answers of a row that are marked, or with a solution for all."""
         row, every = result.rows[number], "solution" in self._sources
@@ -120,8 +120,23 @@ class Hinter:
         kept = [] if withheld else sites[: self._max_per_sample]
         made.counts["errors"] += len(sites)
         made.leave_out(WITHHELD if withheld else BEYOND_FIRST, num=len(sites) - len(kept))
-        texts = await asyncio.gather(*(self._text(site, made) for site in kept))
-        self._add((result.id, number), [(s, one) for s, one in zip(kept, texts, strict=True) if one is not None], made)
+        insertions, given = [], {}
+        for site, one in zip(kept, await asyncio.gather(*(self._text(site, made) for site in kept)), strict=True):
+            if one is None:
+                continue
+            try:
+                insertions.append(Insertion(turn=site.turn, token_ids=self._writer.ids(one.text)))
+            except HintNotWritten as error:
+                made.leave_out(NOT_WRITTEN, f"the model's chat template makes no message of a hint: {error}")
+            else:
+                given[site.turn.index] = one
+        fitting, left_out = fit(insertions, max_len=self._seq_len, opens_turns=self._writer.opens_turns)
+        for insertion, reason in left_out:
+            length = f"{len(insertion.token_ids)} tokens for an answer that ends with token {insertion.turn.ends}"
+            made.leave_out(reason, f"a hint of {length} is left out as {reason}, and seq_len is {self._seq_len}")
+        if fitting:
+            made.hints[result.id, number] = make_hint(row, fitting)
+            made.given += [given[one.turn.index] for one in fitting]
 
     async def _text(self, site: Site, made: HintedGroup) -> GivenHint | None:
         reasons = []
@@ -138,24 +153,6 @@ class Hinter:
         told = f"error_kind {site.error.error_kind!r} with hint_template_key {site.error.hint_template_key!r}"
         made.leave_out(NO_SOURCE, f"no source has a hint for {told} ({', '.join(reasons)}); add to hints.sources")
         return None
-
-    def _add(self, key: tuple[str, int], texts: Sequence[tuple[Site, GivenHint]], made: HintedGroup) -> None:
-        """The hints of one row."""
-        insertions, given = [], {}
-        for site, one in texts:
-            try:
-                insertions.append(Insertion(turn=site.turn, token_ids=self._writer.ids(one.text)))
-            except HintNotWritten as error:
-                made.leave_out(NOT_WRITTEN, f"the model's chat template makes no message of a hint: {error}")
-            else:
-                given[site.turn.index] = one
-        kept, left_out = fit(insertions, max_len=self._seq_len, opens_turns=self._writer.opens_turns)
-        for insertion, reason in left_out:
-            length = f"{len(insertion.token_ids)} tokens for an answer that ends with token {insertion.turn.ends}"
-            made.leave_out(reason, f"a hint of {length} is left out as {reason}, and seq_len is {self._seq_len}")
-        if kept:
-            made.hints[key] = make_hint(texts[0][0].row, kept)
-            made.given += [given[one.turn.index] for one in kept]
 
     def metrics(self) -> dict[str, float]:
         """Of the model that writes hints, counts since the last call as `hints/model_NAME`: questions that were

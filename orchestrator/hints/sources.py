@@ -13,7 +13,6 @@ from orchestrator.endpoints import Endpoint, EndpointError
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn, walk_all
 from orchestrator.rollouts.state import StepError
-from transport.importing import find
 
 MAX_CHARS, MAX_CONTEXT_CHARS = 1000, 8000
 """Of a hint's text and of what fills a template's placeholders; of what the policy was shown, for a model."""
@@ -29,7 +28,6 @@ NO_SIBLING = "no_sibling"
 MODEL_FAILED, MODEL_SILENT = "model_failed", "model_silent"
 """The model that writes hints did not answer, or said nothing."""
 NO_SOLUTION = "no_solution"
-"""The example has no `solution`."""
 
 SAID = "The answer that was tried here before went wrong: {message}"
 SUCCEEDED = "Another attempt, which succeeded, answered here:\n{answer}"
@@ -110,40 +108,29 @@ PLACEHOLDERS = ("message", "error_kind", "hint_template_key", "answer")
 
 
 def load_templates(location: str | None) -> Texts:
-    """The built-in texts, replaced and extended by those at `location`: a YAML or JSON file of texts by key, or
-    `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away. Raises ValueError."""
+    """The built-in texts, replaced and extended by those of a YAML or JSON file of texts by key; null takes a built-in
+    one away. Raises ValueError."""
     if location is None:
         return BUILT_IN
-    file = location.endswith((".yaml", ".yml", ".json"))  # JSON is YAML
-    given = read_yaml(Path(location)) if file else find(location, setting="hints.templates")
     try:
-        own = TypeAdapter(dict[str, str | None]).validate_python(given)
+        own = TypeAdapter(dict[str, str | None]).validate_python(read_yaml(Path(location)))  # JSON is YAML
         if unknown := [key for key, text in own.items() if text is None and key not in BUILT_IN]:
             raise ValueError(f"{unknown[0]!r} is null, and none of the built-in hints {', '.join(BUILT_IN)}")
         texts = {key: text for key, text in {**BUILT_IN, **own}.items() if text is not None}
         for key, text in texts.items():
-            _check_template(key, text)
-    except ValueError as error:
-        raise ValueError(f"hints.templates = {location!r}: {error}") from error
+            if not text.format_map(dict.fromkeys(PLACEHOLDERS, "x")).strip():
+                raise ValueError(f"the hint for {key!r} is empty; give a text, or null for no hint")
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        known = ", ".join(f"{{{one}}}" for one in PLACEHOLDERS)
+        raise ValueError(
+            f"hints.templates = {location!r}: {error}; a text may have {known}, and {{{{ and }}}} for braces"
+        ) from error
     return texts
 
 
 def template_of(texts: Texts, error: StepError) -> str | None:
     """None for an error that no text is for."""
     return texts.get(error.hint_template_key) or texts.get(error.error_kind)
-
-
-def _check_template(key: str, text: str) -> None:
-    """Raises ValueError for a text that is empty, and for placeholders that nothing fills."""
-    try:
-        filled = text.format_map(dict.fromkeys(PLACEHOLDERS, "x")).strip()
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        raise ValueError(
-            f"the hint for {key!r} cannot be filled ({type(error).__name__}: {error}); there are "
-            f"{', '.join(f'{{{one}}}' for one in PLACEHOLDERS)}; write {{{{ and }}}} where it shall have braces"
-        ) from None
-    if not filled:
-        raise ValueError(f"the hint for {key!r} is empty; give a text, or null for no hint")
 
 
 def from_templates(texts: Texts) -> Source:
@@ -164,16 +151,15 @@ async def from_environment(site: Site) -> str:
 
 async def from_siblings(site: Site) -> str:
     """The answer of the best rollout of the group that did better, where it was asked exactly the same."""
-    shown = [
-        (result.step_reward(index), result.steps[index].text.strip())
-        for result in walk_all(site.group)
-        if result.id != site.rollout.id
-        for index in _at_same_point(result, site)
-        if result.step_reward(index) > site.rollout.step_reward(site.step)
-    ]
-    if not (shown := [(reward, answer) for reward, answer in shown if 0 < len(answer) <= MAX_SHOWN_CHARS]):
+    own, best = site.rollout.step_reward(site.step), None
+    for result in walk_all(site.group):
+        for index in _at_same_point(result, site) if result.id != site.rollout.id else ():
+            answer, reward = result.steps[index].text.strip(), result.step_reward(index)
+            if reward > own and 0 < len(answer) <= MAX_SHOWN_CHARS:
+                own, best = reward, answer
+    if best is None:
         raise NoHint(NO_SIBLING)
-    return SUCCEEDED.format(answer=max(shown, key=lambda one: one[0])[1])
+    return SUCCEEDED.format(answer=best)
 
 
 async def from_solution(site: Site) -> str:
@@ -210,13 +196,8 @@ def _said(text: str) -> str:
 def _fields_of(site: Site) -> dict[str, str]:
     """What fills a template's placeholders."""
     error = site.error
-    fields = {
-        "message": error.message.strip(),
-        "error_kind": error.error_kind,
-        "hint_template_key": error.hint_template_key,
-        "answer": site.answer.text.strip(),
-    }
-    return {name: _cut(value) for name, value in fields.items()}
+    values = (error.message.strip(), error.error_kind, error.hint_template_key, site.answer.text.strip())
+    return {name: _cut(value) for name, value in zip(PLACEHOLDERS, values, strict=True)}
 
 
 def _cut(text: str) -> str:

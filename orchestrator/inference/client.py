@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 
 from orchestrator.inference.pool import ServerPool
-from orchestrator.rollouts.records import Completion, SamplingParams
-from transport.http import Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
+from orchestrator.rollouts.records import SamplingParams
+from transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
 from transport.records import Record
 
 RETRIED_STATUS = {429, 502, 503, 504}
@@ -99,7 +99,7 @@ class InferenceClient:
         num: int,
         version: int | None,
         seed: int | None,
-    ) -> list[Completion]:
+    ) -> list[Choice]:
         """`num` answers of a version, or of the base model, to one prompt by the least loaded server. Where they
         follow, they begin under the newest version that it serves, `version` or a later one, and go on under each newer
         one. Raises ServerError."""
@@ -115,16 +115,7 @@ class InferenceClient:
             had = f"{len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) {pairs}"
             return f"{had}; expected {num} of version {version}, with as many of the one as of the other"
 
-        answer = await self._anywhere("/policy/generate", request, Generated, fault)
-        return [
-            Completion(
-                token_ids=choice.token_ids,
-                logprobs=choice.logprobs,
-                finish_reason=choice.finish_reason,
-                versions=choice.versions or (),
-            )
-            for choice in answer.choices
-        ]
+        return (await self._anywhere("/policy/generate", request, Generated, fault)).choices
 
     async def score(
         self, token_ids: Sequence[int], version: int | None, temperature: float = 1.0, adapter: str | None = None

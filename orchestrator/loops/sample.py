@@ -69,8 +69,9 @@ class Intake:
                 self.ledger.dropped([result.id], result.failure.reason)
                 self.traces.dropped([result], result.failure.reason)
                 continue
-            self.recorder.sampled(result.num_tokens)
-            self.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
+            num_tokens = result.num_tokens
+            self.recorder.sampled(num_tokens)
+            self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
             usable.append(result)
         shaped, unshaped = await self.shaping.shaped(usable)
         for rollout_id, why in unshaped.items():

@@ -17,8 +17,7 @@ from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
 from orchestrator.scheduler import Scheduler
-from orchestrator.teacher.policy import PolicyTeacher
-from transport.errors import CorruptError, DeadlineError, RunFolderError
+from transport.errors import CorruptError, DeadlineError
 from transport.records import parse_json
 from transport.run import RunFolder
 from transport.status import PeerWatch
@@ -42,8 +41,6 @@ class Versions:
     sync: WeightSync
     sleep: SleepScheduler | None
     """In sleep mode."""
-    policy_teacher: PolicyTeacher | None
-    """The earlier version that teaches, where one does."""
     ledger: Ledger
     recorder: Recorder
     timeline: Timeline
@@ -92,11 +89,7 @@ class Versions:
                 await self.scheduler.changed.wait()
         self._digest = self._reader.digest(version)
         proof = await self.sync.load(version, noisy=NOISE_FILE in policy.manifest.files)
-        if version == self.first_version:
-            await self._load_teacher(version)
         self.scheduler.version_live(version)
-        if self.policy_teacher is not None:
-            self.policy_teacher.version_live(version)
         if version > 0:
             self.ledger.trained(version)
             self.shipped_at_s.pop(version, None)
@@ -107,19 +100,6 @@ class Versions:
         self.recorder.live(proof)
         self.timeline.flush()
         self.evaluating.version_live(version)
-
-    async def _load_teacher(self, first: int) -> None:
-        """The earlier version that teaches when a run goes on. Raises RunFolderError where it is gone."""
-        due = None if self.policy_teacher is None else self.policy_teacher.due(first)
-        if due is None or due == first:
-            return
-        if (policy := self._reader.poll(due)) is None:
-            raise RunFolderError(
-                f"version {due} of the policy is to teach it by teacher_model.policy_every, and is no longer in "
-                f"{self.run_folder.broadcasts}; set weight_broadcast.keep_interval of the trainer to that, or resume "
-                "from a step that it divides"
-            )
-        await self.sync.load(due, noisy=NOISE_FILE in policy.manifest.files)
 
     def _say_what_is_in_use(self, versions: frozenset[int], newest: int) -> None:
         """For whoever removes old versions. Where it cannot be written, they stay."""

@@ -124,7 +124,10 @@ def summarise(
         steps=last,
         accuracy_before=accuracy(0),
         accuracy_after=accuracy(last),
-        accuracies={str(version): by_environment(line) for version, line in ordered},
+        accuracies={
+            str(version): {k.removeprefix(ACCURACY): v for k, v in line.items() if k.startswith(ACCURACY)}
+            for version, line in ordered
+        },
         evaluations={str(version): {k: v for k, v in line.items() if k != STEP} for version, line in ordered},
         evaluations_failed=int(evaluated("eval/failed")),
         reward_first=steps[0][REWARD],
@@ -148,8 +151,3 @@ def summarise(
         canary_max_abs=max([first.canary_max_abs, *(line.get("policy/canary_max_abs", 0.0) for line in steps)]),
         mismatch_max_lag0=max(mismatches, default=None),
     )
-
-
-def by_environment(line: Line) -> dict[str, float]:
-    """Held-out accuracies."""
-    return {key.removeprefix(ACCURACY): value for key, value in line.items() if key.startswith(ACCURACY)}

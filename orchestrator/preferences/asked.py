@@ -6,7 +6,7 @@ ledger and, for the next batch, `take`.
 
 import asyncio
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +73,7 @@ class AskedPairs:
         self._costs = Costs(ceiling=ceiling, spent=kept.get("spent", 0.0))
         self._teachers = [open_api(one, self._costs) for one in settings.teachers]
         self._judge = None if settings.judge is None else open_api(settings.judge, self._costs)
-        self._known: OrderedDict[tuple[str, str], asyncio.Task[Action]] = OrderedDict()
+        self._known: dict[tuple[str, str], asyncio.Task[Action]] = {}
         """Answers, there already or under way, by teacher and state."""
         self._ready = [(number, pair_record(data)) for number, data in ledger.pairs_waiting(MAX_READY)]
         """Pairs that wait for a batch, with their numbers in the ledger."""
@@ -230,15 +230,16 @@ class AskedPairs:
     def _asked(
         self, teacher: Endpoint, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
     ) -> asyncio.Task[Action]:
-        known = self._known.get((teacher.name, state))
+        key = (teacher.name, state)
+        known = self._known.pop(key, None)
         if known is not None and not (known.done() and known.exception()):
-            self._known.move_to_end((teacher.name, state))
             teacher.num["cached"] += 1
-            return known
-        self._known[teacher.name, state] = task = asyncio.create_task(_action(teacher, messages, tools))
+        else:
+            known = asyncio.create_task(_action(teacher, messages, tools))
+        self._known[key] = known  # the last, as it was used last
         while len(self._known) > MAX_KNOWN and next(iter(self._known.values())).done():
-            self._known.popitem(last=False)
-        return task
+            del self._known[next(iter(self._known))]
+        return known
 
     async def _judged(self, one: str, other: str) -> bool:
         """By the only one of the words yes and no that the judge answers. Raises EndpointError."""

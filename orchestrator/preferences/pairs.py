@@ -130,19 +130,11 @@ async def make_pair(
 def answer_ids(text: str, turn: Turn, template: ChatTemplate) -> list[int]:
     """An answer that somebody else wrote as the policy would have sampled it: its text, in which nothing is read as a
     control token, and the token that ends an answer. Where the template ends answers with plain text, that is the
-    control token that ended the policy's, if one did.
-
-    The text is tokenized behind the opening of the turn, because some tokenizers treat the beginning of a text
-    otherwise than its middle; alone, where the two would become one token.
-    """
+    control token that ended the policy's, if one did."""
     renderer, opening = template.renderer, template.opening_ids
     harmless: str = renderer.without_control({"role": "assistant", "content": text})["content"]
-    opened = bool(opening) and tuple(turn.prompt_ids[-len(opening) :]) == opening
-    ids = renderer.ids_of(template.opening + harmless) if opened else []
-    if opened and tuple(ids[: len(opening)]) == opening:
-        ids = ids[len(opening) :]
-    else:
-        ids = renderer.ids_of(harmless)
+    opened = tuple(turn.prompt_ids[-len(opening) :]) == opening
+    ids = renderer.ids_behind(template.opening, harmless) if opened else renderer.ids_of(harmless)
     end_id = template.end_id
     if end_id is None and turn.sampled_ids and renderer.is_special(turn.sampled_ids[-1]):
         end_id = turn.sampled_ids[-1]

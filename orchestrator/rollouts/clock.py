@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -152,11 +151,16 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
             await slots.free.acquire()
     else:
         await slots.free.acquire()
-    place = slots.places.pop()
-    slots.board[place] = current_job.get()
+    place, context, job = slots.places.pop(), contextvars.copy_context(), current_job.get()
+
+    def work() -> T:
+        slots.board[place] = job
+        try:
+            return context.run(function, *args, **kwargs)
+        finally:
+            slots.board[place] = 0
 
     def end(call: asyncio.Future[T] | None = None) -> None:
-        slots.board[place] = 0
         slots.places.append(place)
         slots.free.release()
         if call is not None:
@@ -164,7 +168,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
             call.exception()  # nobody may be left to be told
 
     try:
-        call = background.start_in_thread(contextvars.copy_context().run, partial(function, *args, **kwargs))
+        call = background.start_in_thread(work)
     except background.NoThread as error:
         end()
         raise MemoryError(f"{error}; raise env[].memory_gb") from None

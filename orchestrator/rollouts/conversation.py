@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from orchestrator.rollouts.records import Completion, TrainingRow, Turn
+from orchestrator.rollouts.records import TrainingRow, Turn
 from orchestrator.rollouts.templates import ChatTemplate
+from transport.http import Choice
 
 ChatMessage = Mapping[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the template reads."""
@@ -28,14 +29,14 @@ class _Row:
 
     token_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    answers: list[tuple[Completion, float]] = field(default_factory=list)
+    answers: list[tuple[Choice, float]] = field(default_factory=list)
     """Of each turn, with the temperature."""
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def add(
         self,
         told: Sequence[int],
-        completion: Completion,
+        completion: Choice,
         *,
         index: int,
         opening: Sequence[int],
@@ -138,7 +139,7 @@ class Conversation:
         following = self._following()
         return following.token_ids.copy() if following.new_row else self._rows[-1].token_ids + following.token_ids
 
-    def answer(self, completion: Completion, *, version: int, temperature: float) -> str:
+    def answer(self, completion: Choice, *, version: int, temperature: float) -> str:
         """The policy's answer to `prompt_ids`; `version` is the one that was asked for. Returns its text without
         control tokens, and raises ValueError where the completion contradicts itself."""
         following = self._following()
@@ -163,7 +164,7 @@ class Conversation:
 
     # --- how it goes on ---
 
-    def _remember(self, completion: Completion, text: str) -> None:
+    def _remember(self, completion: Choice, text: str) -> None:
         renderer, ids = self._template.renderer, completion.token_ids
         last = ids[-1] if ids else None
         ended = last is not None and (
@@ -181,7 +182,9 @@ class Conversation:
         if self._next is None:
             before, text = self._text, self._template.render(self._messages)
             if self._num_turns and text.startswith(before) and text.startswith(self._raw, len(before)):
-                ids = self._ids_after_answer(text[len(before) + len(self._raw) :])
+                renderer, end_id = self._template.renderer, self._end_id
+                ended = "" if end_id is None else renderer.raw_text([end_id])
+                ids = renderer.ids_behind(ended, text[len(before) + len(self._raw) :])
                 self._next = _Next(token_ids=ids, new_row=False, text=text)
             elif ids := self._template.renderer.ids_of(text):
                 self._next = _Next(token_ids=ids, new_row=True, text=text)
@@ -189,19 +192,9 @@ class Conversation:
                 raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
         return self._next
 
-    def _ids_after_answer(self, text: str) -> list[int]:
-        """Tokenized behind the token that ended the answer, because some tokenizers treat the beginning of a text
-        otherwise than its middle."""
-        renderer = self._template.renderer
-        if self._end_id is not None:
-            ids = renderer.ids_of(renderer.raw_text([self._end_id]) + text)
-            if ids[:1] == [self._end_id]:
-                return ids[1:]
-        return renderer.ids_of(text)
-
 
 def single_row(
-    prompt: Sequence[int], completion: Completion, *, opening: Sequence[int], version: int, temperature: float
+    prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
 ) -> TrainingRow:
     """The row of a prompt with one answer, of a rollout with one step. Raises ValueError where the completion
     contradicts itself."""
@@ -210,7 +203,7 @@ def single_row(
     return replace(row.finished(), steps=(0,))
 
 
-def _checked_versions(completion: Completion, version: int) -> tuple[tuple[int, int], ...]:
+def _checked_versions(completion: Choice, version: int) -> tuple[tuple[int, int], ...]:
     num = len(completion.token_ids)
     if len(completion.logprobs) != num:
         raise ValueError(

@@ -17,15 +17,7 @@ from orchestrator.inference.client import Refused as RefusedByServer
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation, single_row
 from orchestrator.rollouts.local import LocalPool
-from orchestrator.rollouts.records import (
-    Completion,
-    EpisodeResult,
-    Failure,
-    SamplingParams,
-    Step,
-    Task,
-    TrainingRow,
-)
+from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, Task, TrainingRow
 from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.rollouts.templates import TemplateRefused, Templates
@@ -33,6 +25,7 @@ from orchestrator.seeds import mixed_seed
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, Sample, Sampled, Store, Stored
 from orchestrator.workers.session import GivenUp
+from transport.http import Choice
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
 MAX_CALLS = 2000
@@ -127,7 +120,7 @@ class RolloutEngine:
     async def _run_rollout(self, group: Group, number: int, given: "_Given | None", waits: "_Waits") -> EpisodeResult:
         task, pool = group.task, self._pools[group.task.env]
         seed = None if group.seed is None else mixed_seed(group.seed, number)
-        attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[list[Completion]]]()
+        attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[list[Choice]]]()
 
         def begin() -> _Attempt:
             attempts.append(
@@ -179,7 +172,7 @@ class RolloutEngine:
 class _Given:
     """The answer to a rollout's first call, which was sampled in advance together with the others of its group."""
 
-    completion: Completion
+    completion: Choice
     row: TrainingRow
     text: str
 
@@ -217,7 +210,7 @@ class _Attempt:
         pool: "WorkerPool | LocalPool",
         seed: int | None,
         given: _Given | None,
-        generating: "dict[tuple[object, ...], asyncio.Task[list[Completion]]]",
+        generating: "dict[tuple[object, ...], asyncio.Task[list[Choice]]]",
         delayed: Callable[[], None],
     ) -> None:
         """`generating`: what servers were asked in this rollout, answered or not. An attempt that asks the same again
@@ -285,7 +278,7 @@ class _Attempt:
     def _step(
         self,
         role: str,
-        completion: Completion,
+        completion: Choice,
         text: str,
         temperature: float,
         messages: Sequence[Mapping[str, object]],
@@ -349,7 +342,7 @@ class _Attempt:
             raise _CallRefused(CALL_FAILED, str(error)) from None
         return _reply(call.job, call.call, self._engine.renderer.texts([completion])[0], completion)
 
-    async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None) -> Completion:
+    async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None) -> Choice:
         """One answer. Its seed follows from what is asked, and how often it was, because calls that are made at once
         come in no certain order."""
         digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
@@ -437,6 +430,6 @@ class _CallRefused(Exception):
         super().__init__(message)
 
 
-def _reply(job: int, call: int, text: str, completion: Completion) -> Sampled:
+def _reply(job: int, call: int, text: str, completion: Choice) -> Sampled:
     num = len(completion.token_ids)
     return Sampled(job=job, call=call, text=text, finish_reason=completion.finish_reason, num_tokens=num)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.rollouts.state import StepError
+from transport.http import Choice
 from transport.records import Bool, Float32, Int32
 
 Message = Mapping[str, str]
@@ -55,20 +56,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The example's own `solution`, for hints; empty where it has none."""
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server sampled for one prompt, as it came: never decoded and tokenized again."""
-
-    token_ids: list[int]
-    """[L] sampled ids, the end-of-turn token included where it was sampled."""
-    logprobs: list[float]
-    """[L] natural log, at the sampling temperature."""
-    finish_reason: str
-    """`stop` or `length`."""
-    versions: tuple[tuple[int, int], ...] = ()
-    """Runs of (version, number of tokens) in order, which sum to L; empty where one version sampled them all, the one
-    that was asked for."""
-
-
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What hints and teachers say of a step (`hints.advantage_weight`, `preferences.advantage_weight`)."""
 
@@ -90,7 +77,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Its number among all calls of the rollout and of those that it spawned."""
     temperature: float = 1.0
     """That it was sampled at."""
-    completion: Completion = Completion(token_ids=[], logprobs=[], finish_reason="")
+    completion: Choice = Choice(token_ids=[], logprobs=[], finish_reason="")
+    """As the server sampled it, never decoded and tokenized again."""
     text: str = ""
     """The completion decoded without special tokens: for reward functions, never for training."""
     version: int = 0

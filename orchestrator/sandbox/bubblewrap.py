@@ -17,6 +17,7 @@ WHY_NOT = (
     "--cap-add SYS_ADMIN and no seccomp profile; docs/sandbox.md has all of it"
 )
 PROGRAM = "/sandboxed.py"
+OPEN_FILES = 256
 _REFUSED = """
     unshare setns mount umount2 pivot_root chroot open_tree move_mount fsopen fsmount mount_setattr swapon swapoff
     reboot acct quotactl init_module finit_module delete_module kexec_load kexec_file_load syslog
@@ -116,8 +117,8 @@ def kernel_limits(limits: Limits) -> dict[str, int]:
     """Returns what the kernel itself keeps, by the names of `prlimit`. Two processes more than allowed may be made, of
     which one may be bubblewrap's: that there are too many is seen from outside. Raises `SandboxError` for what cannot
     be set here, which would be no failure of the program's."""
-    kept = {"as": limits.memory_bytes, "cpu": int(limits.cpu_s) + 1, "fsize": limits.file_bytes}
-    kept |= {"nofile": limits.open_files, "nproc": limits.processes + 2, "core": 0, "memlock": 0, "msgqueue": 0}
+    kept = {"as": limits.memory_bytes, "cpu": int(limits.cpu_s) + 1, "fsize": limits.disk_bytes}
+    kept |= {"nofile": OPEN_FILES, "nproc": limits.processes + 2, "core": 0, "memlock": 0, "msgqueue": 0}
     for name, asked in kept.items():
         most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
         if most != resource.RLIM_INFINITY and asked > most:

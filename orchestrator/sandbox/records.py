@@ -37,14 +37,10 @@ class Limits:
     """Processes and threads at one time."""
     output_bytes: Annotated[int, Field(ge=1)] = MIB
     """Kept of standard output, and of standard error. A program that writes more is ended."""
-    file_bytes: Annotated[int, Field(ge=1)] = 32 * MIB
-    """The largest file that can be written."""
     disk_bytes: Annotated[int, Field(ge=64 * 1024)] = 64 * MIB
     """Size of `/tmp`, and of `/dev/shm`; they live in memory, beside `memory_bytes`."""
     num_files: Annotated[int, Field(ge=16)] = 4096
     """Files and folders in `/tmp`, and in `/dev/shm`."""
-    open_files: Annotated[int, Field(ge=16)] = 256
-    """Open files of each process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,10 +40,9 @@ class Teacher(Protocol):
     def name(self) -> str:
         """For people: which model, and where."""
 
-    async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
+    async def score(self, token_ids: Int32, temperature: float) -> Float32:
         """[L] natural log of each token at `temperature`, given those before it, the first 0; UNTAUGHT of a token that
-        it does not know. `adapter`: of the sample, by its place among the run's, for a teacher that is the policy.
-        Raises EndpointError with a FailureReason."""
+        it does not know. Raises EndpointError with a FailureReason."""
 
 
 def checked(logprobs: Sequence[float | None], num_tokens: int) -> Float32:
@@ -87,7 +86,7 @@ class Teaching:
         rows = {key: sample for sample in samples for key in _rows_of(sample)}
         self.num_groups += 1
         try:
-            asked = (self._score(sample, temperature) for (*_, temperature), sample in rows.items())
+            asked = (self._score(sample, temperature) for (_, temperature), sample in rows.items())
             scores = dict(zip(rows, await asyncio.gather(*asked), strict=True))
         finally:
             self.num_groups -= 1
@@ -109,7 +108,7 @@ class Teaching:
     async def _score(self, sample: TrainingSample, temperature: float) -> Float32 | EndpointError:
         self._num["tokens"] += len(sample.token_ids)
         try:
-            return await self.teacher.score(sample.token_ids, temperature, adapter=sample.adapter)
+            return await self.teacher.score(sample.token_ids, temperature)
         except EndpointError as failure:
             return failure
 
@@ -122,9 +121,9 @@ class Teaching:
         return {f"teacher/{name}": float(num - told[name]) for name, num in now.items()}
 
 
-def _rows_of(sample: TrainingSample) -> list[tuple[int, bytes, float]]:
-    """What is asked about a sample: its adapter, its tokens, and each temperature of its loss tokens; one, but in
-    conversations during which it changed."""
+def _rows_of(sample: TrainingSample) -> list[tuple[bytes, float]]:
+    """What is asked about a sample: its tokens, and each temperature of its loss tokens; one, but in conversations
+    during which it changed."""
     temperatures = np.broadcast_to(np.asarray(sample.temperatures, np.float64), sample.loss_mask.shape)
     row = sample.token_ids.tobytes()
-    return [(sample.adapter, row, float(one)) for one in np.unique(temperatures[sample.loss_mask])]
+    return [(row, float(one)) for one in np.unique(temperatures[sample.loss_mask])]

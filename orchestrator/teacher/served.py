@@ -79,7 +79,7 @@ class ServedTeacher:
         """Closes all connections."""
         await self._client.close()
 
-    async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
+    async def score(self, token_ids: Int32, temperature: float) -> Float32:
         """By the server whose turn it is."""
         theirs = token_ids if self._tokens is None else self._tokens.translated(token_ids)
         try:

@@ -13,7 +13,7 @@ import zmq.asyncio
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.rollouts.roles import Role
 
-MAX_FRAME_BYTES = 1 << 30
+MAX_FRAME_BYTES = 1 << 31
 """A peer that sends more is cut off."""
 ALIVE_INTERVAL_S = 1.0
 """How often either side says that its event loop turns."""

@@ -163,8 +163,8 @@ TRAINED = {"env": [{"id": "a", "adapters": {"Proposer": "proposer"}}]}
         ({"eval": {"sampling": {"max_tokens": 512}}}, "eval.sampling.max_tokens"),
         ({"eval": {"num_examples": 0, "interval": 5}}, "eval.interval"),
         ({"teacher_model": {}}, "teacher_model.model.name"),
-        ({"teacher_model": {"policy_every": 0, "model": {"name": "m"}}}, "teacher_model.model.name"),
-        ({"teacher_model": {"policy_every": 5, "client": {"timeout": 1}}}, "teacher_model.client.timeout"),
+        ({"teacher_model": {"reference": True, "model": {"name": "m"}}}, "teacher_model.model.name"),
+        ({"teacher_model": {"reference": True, "client": {"timeout": 1}}}, "teacher_model.client.timeout"),
         ({"hints": {"sources": ["sibling", "sibling"]}}, "hints.sources"),
         ({"hints": {"sources": ["environment"], "templates": "t.yaml"}}, "hints.templates"),
         ({"hints": {"sources": ["model"]}}, "hints.model"),
@@ -217,7 +217,7 @@ MERGING = {"recipe": "fp32", "weight_broadcast": MERGED}
 IN_PLACE = {"enable_lora": False}
 READS = {"weight_broadcast": MERGED}
 SEVERAL = {"model": {"name": "m", "lora_adapters": TWO_ADAPTERS}}
-BY_ITSELF = {"teacher_model": {"policy_every": 10}}
+BY_ITSELF = {"teacher_model": {"reference": True}}
 WRITER = {"sources": ["model"], "model": {"name": "w"}}
 
 
@@ -270,7 +270,6 @@ WRITER = {"sources": ["model"], "model": {"name": "w"}}
         ({}, {}, {"buffer": SKIP}, "buffer.skip_verification"),
         ({}, {}, {"buffer": SKIP, "advantage": {"type": "custom", "import_path": "m:f"}}, None),
         ({"loss": {"teacher_tau": 0.5}}, {}, {}, "teacher_model"),
-        ({"loss": {"teacher_tau": 0.5}}, {"max_loras": 10}, BY_ITSELF, "max_loras"),
         ({"loss": {"beta_replay": 0.5}}, {}, {}, "preferences.teachers"),
         ({"loss": {"beta_replay": 0.5}}, {}, {"preferences": {"pairs": "pairs.jsonl"}}, None),
         (
@@ -279,7 +278,7 @@ WRITER = {"sources": ["model"], "model": {"name": "w"}}
             READS | {"preferences": {"teachers": TWO}},
             "preferences.teachers",
         ),
-        (MERGING | {"loss": {"teacher_tau": 0.5}}, IN_PLACE, READS | BY_ITSELF, "teacher_model.policy_every"),
+        (MERGING | {"loss": {"teacher_tau": 0.5}}, IN_PLACE, READS | BY_ITSELF, "teacher_model.reference"),
         (MERGING | {"loss": {"alpha_sdpo": 0.5}}, IN_PLACE, READS | {"hints": WRITER}, "hints.model.base_url"),
         (MERGING, IN_PLACE, READS | {"hints": WRITER}, None),
     ],

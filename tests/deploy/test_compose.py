@@ -26,8 +26,9 @@ from configs.infer import InferSettings
 from configs.orch import OrchSettings
 from configs.run import load_part
 from configs.train import TrainSettings
-from tests.deploy.containers import free_port, start, substituted
+from tests.deploy.containers import start, substituted
 from tests.e2e.runs import END_S
+from tests.transport.samples import free_port
 from transport.run import current_run_id
 from transport.status import server_file
 

@@ -15,8 +15,9 @@ import yaml
 from configs.run import load_run
 from deploy.cluster import check
 from deploy.kubernetes import OVERLAYS, files
-from tests.deploy.containers import free_port, start, substituted
+from tests.deploy.containers import start, substituted
 from tests.e2e.runs import END_S, Run
+from tests.transport.samples import free_port
 from transport.errors import START_AGAIN
 
 VERSION = "1.32.0"

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from deploy.launcher import last_error
+from tests.infer.server_process import runs
 from transport.errors import START_AGAIN
 from transport.status import AWAY, read_status
 
@@ -54,18 +54,11 @@ class Run:
 def gone(pids: list[int], within_s: float = 0.0) -> bool:
     """Whether none of the processes lives, now or in a while."""
     deadline = time.monotonic() + within_s
-    while any(map(_alive, pids)):
+    while any(map(runs, pids)):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture
@@ -73,7 +66,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "run"
     pids = tmp_path / "pids"
     for line in pids.read_text().split() if pids.exists() else []:
-        if _alive(int(line)):
+        if runs(int(line)):
             os.kill(int(line), signal.SIGKILL)
 
 

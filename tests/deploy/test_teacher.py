@@ -42,7 +42,7 @@ def test_a_teachers_server_is_started_only_with_a_weight_and_a_model_that_nobody
     assert plan(*TAUGHT).teacher is not None
     assert plan().teacher is None
     assert plan(*NAMED).teacher is None
-    assert plan(*TAUGHT[:2], "--orch.teacher_model.policy_every", "0").teacher is None
+    assert plan(*TAUGHT[:2], "--orch.teacher_model.reference", "true").teacher is None
     assert plan(*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1").teacher is None
 
 
@@ -76,7 +76,7 @@ def test_its_own_settings_come_from_options_before_its_environment_before_its_fi
     "argv",
     [
         NAMED,
-        (*TAUGHT[:2], "--orch.teacher_model.policy_every", "4", "--infer.max_loras", "11"),
+        (*TAUGHT[:2], "--orch.teacher_model.reference", "true"),
         (*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1"),
     ],
 )

@@ -32,17 +32,11 @@ ADAPTERS: dict[str, object] = {
 }
 
 
-ITS_OWN_TEACHER: dict[str, object] = {"train.loss.teacher_tau": "0.1", "orch.teacher_model": '{"policy_every": 1}'}
-"""The version that samples teaches, too: it says of every token what it said when it sampled it."""
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`grpo configs/proposer_solver` with an adapter for each role."""
     env: Mapping[str, Any] = {"id": "proposer-solver", "name": "play", "args": ARGS}
-    words = options(
-        ADAPTERS | ITS_OWN_TEACHER | {"orch.env": json.dumps([env | {"adapters": {"Proposer": "proposer"}}])}
-    )
+    words = options(ADAPTERS | {"orch.env": json.dumps([env | {"adapters": {"Proposer": "proposer"}}])})
     return trained("configs/proposer_solver", tmp_path_factory.mktemp("adapters") / "run", *words)
 
 
@@ -94,9 +88,3 @@ def test_each_role_is_sampled_and_trained_by_its_own_adapter(run: Run) -> None:
                 assert [own for begin, own in ROLES.items() if begin in text] == [adapter], text
                 seen.add(int(adapter))
     assert seen == {0, 1}
-
-
-def test_an_earlier_version_that_teaches_scores_what_each_role_said_by_the_roles_own_adapter(run: Run) -> None:
-    gaps = [abs(line["policy/teacher_kl"]) for line in run.metrics if "policy/teacher_kl" in line]
-    assert len(gaps) == NUM_STEPS
-    assert max(gaps) < 1e-4

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,16 +14,11 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.transport.samples import free_port
+
 START_S = 500.0
 GONE_S = 120.0
 """Long, because the machine may be busy: an engine learns of its server's death at once."""
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +57,15 @@ def children_of(pid: int) -> list[int]:
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:
-    """Returns when none of these processes runs any more (a zombie does not); fails after GONE_S."""
+    """Returns when none of these processes runs any more; fails after GONE_S."""
     deadline_s = time.monotonic() + GONE_S
-    while left := [pid for pid in pids if _runs(pid)]:
+    while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline_s, f"{left} outlived the server"
         time.sleep(0.05)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether there is such a process; a zombie is none."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False

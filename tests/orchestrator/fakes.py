@@ -118,8 +118,12 @@ class FakeServer:
         self.asleep = False
         return web.json_response({"seconds": 0.1})
 
+    async def answering(self, request: web.Request) -> None:
+        """Returns when a request may be answered."""
+
     @web.middleware
     async def _unless_asleep(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        await self.answering(request)
         needs_engine = request.path.removeprefix("/policy/") in ("load", "unload", "generate", "score")
         if self.asleep and needs_engine:
             return web.json_response({"error": {"type": "asleep", "message": "sleeps"}}, status=503)

@@ -5,16 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.records import EpisodeResult, Step, Task
+from transport.http import Choice
 from transport.records import TrainingSample
 
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
 
 
-def completion(ids: Sequence[int], *, logprob: float = -0.5, stop: bool = True, versions: Any = ()) -> Completion:
+def completion(ids: Sequence[int], *, logprob: float = -0.5, stop: bool = True, versions: Any = ()) -> Choice:
     """Tokens of that log-probability each."""
     reason = "stop" if stop else "length"
-    return Completion(token_ids=[*ids], logprobs=[logprob] * len(ids), finish_reason=reason, versions=versions)
+    return Choice(token_ids=[*ids], logprobs=[logprob] * len(ids), finish_reason=reason, versions=versions)
 
 
 def step(role: str = "policy", ids: Sequence[int] = (2,), **more: Any) -> Step:

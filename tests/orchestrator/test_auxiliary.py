@@ -85,7 +85,7 @@ async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_tempe
     server.answer = lambda prompt, version: "a" * 100
     sampling = {"max_tokens": None, "temperature": 1.5}
     batches, steps = await run(
-        tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 0}, sampling=sampling
+        tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"reference": True}, sampling=sampling
     )
     assert {(body["version"], body["temperature"]) for body in server.scores} == {(None, 1.5)}
     for batch in (one for step in batches.values() for one in step):
@@ -283,7 +283,7 @@ async def test_nobody_is_asked_once_a_weight_has_fallen_to_0(
 async def test_a_weight_of_0_asks_nobody_and_adds_nothing(
     tmp_path: Path, server: FakeServer, teachers: FakeChatServer
 ) -> None:
-    others: dict[str, Any] = {"teacher_model": {"policy_every": 0}, "hints": {"sources": ["environment"]}}
+    others: dict[str, Any] = {"teacher_model": {"reference": True}, "hints": {"sources": ["environment"]}}
     batches, steps = await run(tmp_path / "run", server, {}, env="Wrong", preferences=asking(teachers), **others)
     assert (server.scores, teachers.requests) == ([], [])
     for batch in (one for step in batches.values() for one in step):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -130,32 +129,23 @@ def environment_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
-async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_key(env_file: Path) -> None:
+async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_key(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env_id = f"{env_file}:Hostile"
-    program = subprocess.Popen(  # noqa: ASYNC220 (returns at once)
-        [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ) | {"GRPO_ENV_KEY": KEY},
-    )
+    monkeypatch.setenv("GRPO_ENV_KEY", KEY)
+    command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]
+    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
     assert program.stderr is not None
     try:
-        address = program.stderr.readline().split()[-1]
-        before = os.environ.get("GRPO_ENV_KEY")
-        os.environ["GRPO_ENV_KEY"] = KEY
-        try:
-            async with pool_at(address, env_id) as pool:
-                assert KEY.encode() not in environment_of(program.pid)
-                found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
-                seen, *pids = [int(one.accuracy) for one in found if isinstance(one, EpisodeResult)]
-                assert seen == 0
-                assert all(map(is_alive, pids))
-                program.send_signal(signal.SIGTERM)
-                await until(lambda: program.poll() is not None)
-        finally:
-            os.environ.pop("GRPO_ENV_KEY")
-            if before is not None:
-                os.environ["GRPO_ENV_KEY"] = before
+        async with pool_at(program.stderr.readline().split()[-1], env_id) as pool:
+            assert KEY.encode() not in environment_of(program.pid)
+            found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
+            seen, *pids = [int(one.accuracy) for one in found if isinstance(one, EpisodeResult)]
+            assert seen == 0
+            assert all(map(is_alive, pids))
+            program.send_signal(signal.SIGTERM)
+            await until(lambda: program.poll() is not None)
         assert program.returncode == 143
         for pid in pids:
             until_ended(pid)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import math
 import sqlite3
 from collections import Counter
@@ -19,7 +18,7 @@ from orchestrator.evaluate import due, evaluate, figures_of, ks_of, pass_at_k
 from orchestrator.rollouts.engine import Group, RolloutEngine
 from orchestrator.rollouts.records import EpisodeResult, Failure, Step
 from tests.orchestrator import made
-from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.fakes import FakeServer, settings_for, until
 from tests.orchestrator.running import run
 
 # --- figures ---
@@ -184,28 +183,19 @@ async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: 
 
 
 class SlowToEvaluate(FakeServer):
-    """EpisodeResults the first evaluation once a later version is there."""
+    """Has answered the first evaluation once a later version is there."""
 
-    def __init__(self, *, until: int) -> None:
+    def __init__(self, *, last: int) -> None:
         super().__init__()
-        self.until, self.reached = until, asyncio.Event()
+        self.last = last
         self.answered: Counter[int] = Counter()
         """Of evaluations, by version."""
         self.answered_at_unload: dict[int, int] = {}
 
-    async def _load(self, request: web.Request) -> web.Response:
-        response = await super()._load(request)
-        if self.until in self.live:
-            self.reached.set()
-        return response
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
+    async def sampling(self, body: dict[str, Any]) -> None:
         if of_evaluation(body) and body["version"] == 0:
-            await self.reached.wait()
-        response = await super()._generate(request)
+            await until(lambda: self.last in self.live)
         self.answered[body["version"]] += of_evaluation(body)
-        return response
 
     async def _unload(self, request: web.Request) -> web.Response:
         version = (await request.json())["version"]
@@ -216,7 +206,7 @@ class SlowToEvaluate(FakeServer):
 async def test_training_goes_on_while_a_version_is_evaluated_which_stays_and_the_next_ones_queue_up(
     tmp_path: Path,
 ) -> None:
-    server = SlowToEvaluate(until=3)
+    server = SlowToEvaluate(last=3)
     await server.start()
     await run(tmp_path, server, max_steps=4, eval={"interval": 1})
     await server.stop()
@@ -233,16 +223,12 @@ class Straggling(FakeServer):
     def __init__(self, *, num_at_once: int) -> None:
         super().__init__()
         self.num_left, self.never = num_at_once, asyncio.Event()
-        self.begun: list[dict[str, Any]] = []
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
-        self.begun.append(body)
+    async def sampling(self, body: dict[str, Any]) -> None:
         if not of_evaluation(body) and body["version"] == 0:
             self.num_left -= 1
             if self.num_left < 0:
                 await self.never.wait()
-        return await super()._generate(request)
 
 
 async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evaluations_are_to_run_alone(
@@ -270,7 +256,7 @@ async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evalua
     assert asked_after == cancelled
     assert len(cancelled) == 4
     # No training rollout begins between the first and the last answer of an evaluation.
-    kinds = [of_evaluation(request) for request in server.begun]
+    kinds = [of_evaluation(request) for request in server.requests]
     for version in (0, 1):
-        asked = [n for n, one in enumerate(server.begun) if of_evaluation(one) and one["version"] == version]
+        asked = [n for n, one in enumerate(server.requests) if of_evaluation(one) and one["version"] == version]
         assert all(kinds[asked[0] : asked[-1] + 1])

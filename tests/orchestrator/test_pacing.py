@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -23,9 +24,8 @@ class Held(FakeServer):
         self.num_infos += 1
         return await super()._info(request)
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def sampling(self, body: dict[str, Any]) -> None:
         await self.answers.wait()
-        return await super()._generate(request)
 
 
 async def test_a_steps_metrics_have_the_load_of_the_servers(tmp_path: Path) -> None:

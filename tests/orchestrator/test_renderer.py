@@ -5,9 +5,9 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import checked_messages
-from orchestrator.rollouts.records import Completion
 from orchestrator.seeds import group_seed
 from tests.orchestrator.fakes import MODEL
+from transport.http import Choice
 
 
 def test_every_group_has_its_own_seed_and_without_one_the_server_decides() -> None:
@@ -25,7 +25,7 @@ def test_ids_and_texts_are_those_of_the_tokenizer_itself(clean_up: bool) -> None
     ids = own.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     assert renderer.ids_of(renderer.render(messages, opened=True)) == ids
     text = own.decode(ids, skip_special_tokens=True)
-    assert renderer.texts([Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")]) == [text]
+    assert renderer.texts([Choice(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")]) == [text]
 
 
 def test_a_tokenizer_that_was_set_to_pad_and_to_cut_does_neither() -> None:

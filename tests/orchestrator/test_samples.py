@@ -9,9 +9,10 @@ from orchestrator.advantage import group_credit, length_weighted
 from orchestrator.filters import Filter, is_gibberish, is_repetition
 from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.records import Completion, EpisodeResult
+from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import finish_group, judge_group, training_samples
 from tests.orchestrator import made
+from transport.http import Choice
 
 
 def last_of_three(*, enforce: bool) -> Filter:
@@ -20,7 +21,7 @@ def last_of_three(*, enforce: bool) -> Filter:
     return Filter(name="gibberish", finds=finds, enforce=enforce)
 
 
-def single(number: int, completion: Completion, *, version: int = 5) -> EpisodeResult:
+def single(number: int, completion: Choice, *, version: int = 5) -> EpisodeResult:
     """The group's rollout `number`, a single answer whose reward is that number."""
     step = made.step(temperature=0.7, completion=completion, version=version)
     row = single_row([1, 2], completion, opening=(2,), version=version, temperature=0.7)
@@ -29,9 +30,7 @@ def single(number: int, completion: Completion, *, version: int = 5) -> EpisodeR
 
 def group_of(num: int) -> list[EpisodeResult]:
     """`num` rollouts with the rewards 2, 3, … whose only tokens are 12, 13, …"""
-    return [
-        single(n, Completion(token_ids=[10 + n], logprobs=[-0.1 * n], finish_reason="stop")) for n in range(2, num + 2)
-    ]
+    return [single(n, Choice(token_ids=[10 + n], logprobs=[-0.1 * n], finish_reason="stop")) for n in range(2, num + 2)]
 
 
 def test_a_group_of_single_answers_becomes_samples_with_credit() -> None:
@@ -49,7 +48,7 @@ def test_a_group_of_single_answers_becomes_samples_with_credit() -> None:
 
 def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_that_of_the_first() -> None:
     runs = ((5, 1), (6, 2), (8, 1))
-    one = single(2, Completion(token_ids=[12] * 4, logprobs=[-0.1] * 4, finish_reason="stop", versions=runs))
+    one = single(2, Choice(token_ids=[12] * 4, logprobs=[-0.1] * 4, finish_reason="stop", versions=runs))
     [_, other] = group_of(2)
     assert (one.versions, other.versions) == ([5, 6, 8], [5])
     group = finish_group([one, other], group_credit, group="9")
@@ -63,7 +62,7 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
 def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_tokens() -> None:
     one, _ = group_of(2)
     # The second answers with three tokens: (2·1 + 3·3) / 4 = 2.75.
-    long = single(3, Completion(token_ids=[13] * 3, logprobs=[-0.3] * 3, finish_reason="stop"))
+    long = single(3, Choice(token_ids=[13] * 3, logprobs=[-0.3] * 3, finish_reason="stop"))
     advantages = group_credit([one, long], advantage=length_weighted)
     assert advantages == {("9/2", 0): -0.75, ("9/3", 0): 0.25}
 

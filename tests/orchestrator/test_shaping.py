@@ -52,7 +52,7 @@ class Reference:
     def __init__(self, unscored: Sequence[int] = ()) -> None:
         self.unscored = list(unscored)
 
-    async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
+    async def score(self, token_ids: Int32, temperature: float) -> Float32:
         if self.unscored and token_ids[-len(self.unscored) :].tolist() == self.unscored:
             raise EndpointError("timeout", "no")
         return np.full(len(token_ids), -0.7, np.float32)

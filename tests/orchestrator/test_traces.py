@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from configs.reporting import TraceSettings
 from orchestrator.monitoring.traces import Traces
 from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.records import Completion, EpisodeResult, Failure
+from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.samples import FinishedGroup
 from tests.orchestrator import made
+from transport.http import Choice
 from transport.traces import SCHEMA, TRAINED_SCHEMA, make_table, merge_trained, token_key, trace_path, trained_path
 from transport.traces import write_table as write
 
@@ -23,7 +24,7 @@ TASK = replace(made.TASK, env="reverse-text", index=3)
 
 
 def result(name: str, reward: float) -> EpisodeResult:
-    completion = Completion(token_ids=[8, 9], logprobs=[-0.5, -0.25], finish_reason="stop")
+    completion = Choice(token_ids=[8, 9], logprobs=[-0.5, -0.25], finish_reason="stop")
     row = single_row([5, 6], completion, opening=(6,), version=1, temperature=1.0)
     row = replace(row, versions=((1, 3), (2, 1)))
     step = made.step(completion=completion, text="ab", version=1)

@@ -35,15 +35,11 @@ kept = []
 
 def reward(completion, example):
     if completion == "raise": raise KeyError("my key")
-    if completion == "sys.exit": raise SystemExit(4)
     if completion == "nan": return float("nan")
-    if completion == "block": time.sleep(1000)
     if completion == "spin":
         while True: pass
     if completion == "exit": os._exit(3)
     if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
-    if completion == "fork":
-        if os.fork() == 0: time.sleep(1000)
     if completion == "memory":
         while True: kept.append(bytearray(1 << 20))
     if completion == "flood":
@@ -59,7 +55,6 @@ def reward(completion, example):
     return 1.0
 
 async def waits(completion):
-    if completion == "wait": await asyncio.sleep(1000)
     if completion == "stubborn":
         while True:
             try: await asyncio.sleep(1000)

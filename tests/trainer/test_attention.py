@@ -8,7 +8,7 @@ import torch
 from msgspec import structs
 
 from tests.trainer.models import CPU, tiny_batch, tiny_policy
-from trainer.attention import Kernel, _repeated, padded, varlen
+from trainer.attention import _repeated, padded, varlen
 from trainer.model import Policy
 from trainer.packing import Layout, packed_tokens
 from transport.records import MicroBatch
@@ -94,33 +94,6 @@ def streams(num_tokens: int, *, heads: int = 4, shared_heads: int = 2, seed: int
     ]
 
 
-def layout_with_sharing() -> Layout:
-    """Samples [0 1 2 3 4], [0 1 2 5 6 7 8], [9]: the second's first three tokens are the first's."""
-    source = np.array([0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9])
-    kept = np.array([0, 1, 2, 3, 4, 8, 9, 10, 11, 12])
-    return Layout(np.array([5, 7, 1]), kept, source, CPU)
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
-    """All scores of the packed tokens in one matrix."""
-    lengths = layout.boundaries.diff()
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    mask = (sample[:, None] == sample).tril()
-    group = q.shape[1] // k.shape[1]
-    k, v = (stream.repeat_interleave(group, dim=1) for stream in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scaling
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
-
-
-def repeated(kernel: Kernel) -> Kernel:
-    """The same kernel for computed tokens."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
-        return kernel(*(_repeated(x, layout) for x in (q, k, v)), scaling, layout).index_select(0, layout.kept)
-
-    return attend
-
-
 def test_the_gradient_of_a_shared_token_is_accumulated_in_float32() -> None:
     # 1 + 300·2⁻⁹: bfloat16 has steps of 2⁻⁷ above 1, so that a sum in it would stay at 1
     layout = Layout(np.ones(301, int), np.array([0]), np.zeros(301, int), CPU)
@@ -128,18 +101,6 @@ def test_the_gradient_of_a_shared_token_is_accumulated_in_float32() -> None:
     weights = torch.cat([torch.ones(1), torch.full((300,), 2.0**-9)]).bfloat16()[:, None, None]
     (grad,) = torch.autograd.grad(_repeated(shared, layout), shared, weights)
     assert grad.item() == torch.tensor(1 + 300 * 2.0**-9).bfloat16().item()
-
-
-@pytest.mark.parametrize("layout", [layout_with_sharing(), layout_without_sharing([5, 7, 1, 30])])
-def test_every_kernel_sees_what_is_shared_as_if_it_were_repeated(layout: Layout) -> None:
-    results = []
-    for kernel in (padded, repeated(dense)):
-        inputs = streams(len(layout.kept))
-        output = kernel(*inputs, 0.3, layout)
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-        results.append([output, *torch.autograd.grad((output * weights).sum(), inputs)])
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared_heads", [2, 4])

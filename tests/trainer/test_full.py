@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from configs.loss import LossSettings
 from configs.train import TrainSettings
+from tests.infer.published import logprobs_of
 from tests.trainer.bench import settings_for
 from tests.trainer.models import CPU, canary_of, save_tiny_model, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
-from tests.trainer.test_loop import canary_by_hugging_face
 from trainer.checkpoint import restore, state_parts
 from trainer.distributed import ONE, full_tensor
 from trainer.errors import ModelError
@@ -169,7 +169,7 @@ def test_a_run_publishes_versions_that_load_into_hugging_face_and_fit_their_cana
         assert not served.load_state_dict(shards, strict=False).unexpected_keys
         canary = Canary.from_json(files["canary.json"])
         assert canary.is_zero == (version == 0)
-        theirs = canary_by_hugging_face(served, canary)
+        theirs = logprobs_of(served, canary.token_ids)
         assert np.abs(np.subtract(canary.logprobs, theirs)).mean() < 1e-5
         assert canary.logprobs != earlier
         earlier = canary.logprobs

@@ -4,13 +4,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 from msgspec.structs import replace
 
+from tests.infer.server_process import runs
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 from transport.batches.filesystem import BatchSender
@@ -43,13 +43,6 @@ def trainer(model: Path, tmp_path: Path) -> Iterator[tuple[Forked, RunFolder]]:
         yield launcher, run
 
 
-def is_there(pid: int) -> bool:
-    """Whether it runs; one that nobody has waited for yet does not."""
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def last_error(errors: str) -> str:
     return [line for line in errors.splitlines() if line.startswith("error: ")][-1]
 
@@ -61,7 +54,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tiny_model: Path, tm
         assert launcher.end() == START_AGAIN
         assert all(named in last_error(launcher.stderr) for named in ("rank 1", str(pids[1]), "SIGKILL"))
         assert "rank 1" in status(run, 0)["message"]
-        assert not any(map(is_there, pids))
+        assert not any(map(runs, pids))
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_own_error(tiny_model: Path, tmp_path: Path) -> None:
@@ -83,6 +76,6 @@ def test_ranks_whose_launcher_is_killed_do_not_stay_behind(tiny_model: Path, tmp
         pids = [status(run, rank)["pid"] for rank in (0, 1)]
         launcher.process.kill()
         deadline = time.monotonic() + 60
-        while any(map(is_there, pids)):
+        while any(map(runs, pids)):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
+from tests.infer.published import logprobs_of
 from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import CPU, files_of, pair_of, tiny_batch, tiny_policy
@@ -27,13 +28,6 @@ from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.records import Canary, MicroBatch, PolicyManifest
 from transport.run import RunFolder
 from transport.status import StatusFile, read_status
-
-
-def canary_by_hugging_face(model: torch.nn.Module, canary: Canary) -> list[float]:
-    ids = torch.tensor(canary.token_ids)
-    with torch.no_grad():
-        logprobs = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
 
 
 def test_two_steps_publish_three_versions_whose_canaries_hugging_face_confirms(
@@ -51,11 +45,11 @@ def test_two_steps_publish_three_versions_whose_canaries_hugging_face_confirms(
         canary = Canary.from_json(files["canary.json"])
         assert (canary.version, canary.is_zero, canary.dtype) == (version, version == 0, "float32")
         base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
-        assert canary.base_logprobs == pytest.approx(canary_by_hugging_face(base, canary), abs=1e-5)
+        assert canary.base_logprobs == pytest.approx(logprobs_of(base, canary.token_ids), abs=1e-5)
         folder = tmp_path / str(version)
         folder.mkdir()
         served = PeftModel.from_pretrained(base, write_files(files, folder))
-        assert canary.logprobs == pytest.approx(canary_by_hugging_face(served, canary), abs=1e-5)
+        assert canary.logprobs == pytest.approx(logprobs_of(served, canary.token_ids), abs=1e-5)
         assert canary.logprobs != earlier
         earlier = canary.logprobs
 
@@ -214,7 +208,7 @@ def test_merged_versions_load_into_hugging_face_and_fit_their_canaries(tiny_mode
         result = model.load_state_dict(merged, strict=False)
         assert not result.unexpected_keys
         canary = Canary.from_json(files["canary.json"])
-        assert canary.logprobs == pytest.approx(canary_by_hugging_face(model, canary), abs=1e-5)
+        assert canary.logprobs == pytest.approx(logprobs_of(model, canary.token_ids), abs=1e-5)
     assert bench.policies.versions[1][0].spec.kind == "merged"
 
 

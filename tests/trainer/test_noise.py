@@ -12,8 +12,9 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
 from configs.train import NoiseSettings
+from tests.infer.published import logprobs_of
+from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import canary_of, tiny_batch, tiny_policy
-from tests.trainer.test_loop import Bench, canary_by_hugging_face, on_policy
 from tests.trainer.test_model import write_files
 from trainer.errors import ModelError
 from trainer.noise import NormNoise, hidden_norms, noisy_weight, rms_norm, sigma_of
@@ -106,7 +107,7 @@ def test_the_canary_with_noise_is_hugging_faces_with_noisy_norms(tiny_model: Pat
     served = PeftModel.from_pretrained(
         hugging_face_with(tiny_model, weights), write_files(policy.weights.files(policy.weights.snapshot()), tmp_path)
     )
-    assert canary.noisy_logprobs == pytest.approx(canary_by_hugging_face(served, canary), abs=1e-5)
+    assert canary.noisy_logprobs == pytest.approx(logprobs_of(served, canary.token_ids), abs=1e-5)
     changes = np.abs(np.subtract(canary.noisy_logprobs, canary.logprobs))  # type: ignore[arg-type]
     assert changes.max() > 0.01
 

@@ -79,12 +79,6 @@ def receive(receiver: BatchReceiver, step: int, timeout_s: float = 60) -> MicroB
     return batch
 
 
-def send_now(sender: BatchSender, batch: MicroBatch) -> None:
-    """Returns when it is on disk."""
-    sender.send(batch.step, [[batch]])
-    sender.flush()
-
-
 # --- both backends ---
 
 

@@ -44,14 +44,6 @@ def test_going_back_sets_aside_what_came_later_once(run: RunFolder) -> None:
     assert names(aside / "checkpoints") == ["step_000004"]
 
 
-def test_going_back_to_the_newest_changes_nothing(run: RunFolder) -> None:
-    trainer_writes(run, 2)
-    step_folder(run.batches, 3).mkdir()
-    Checkpoints(run).go_back_to(2, role="orch")
-    assert names(run.batches) == ["step_000003"]
-    assert not run.superseded.exists()
-
-
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_have_one(run: RunFolder) -> None:
     with pytest.raises(RunFolderError, match="resume_step"):
         Checkpoints(run).go_back_to(3, role="train")

@@ -2,6 +2,7 @@
 enters the sandbox."""
 
 import asyncio
+import contextlib
 import json
 import re
 import secrets
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.rollouts.clock import waiting
-from orchestrator.sandbox import LimitName, Limits, LocalSandbox, RemoteSandbox, Sandbox, key_of
 from orchestrator.sandbox.bubblewrap import find_bubblewrap
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.normalise import key_of
+from orchestrator.sandbox.records import LimitName, Limits, Sandbox
+from orchestrator.sandbox.remote import RemoteSandbox
 
 _HARNESS = Path(__file__).with_name("harness.py").read_text()
-MOST_KEPT = 100_000
+MOST_KEPT = 10_000
 """Rewards of programs that are kept in memory."""
 
 
@@ -88,8 +92,8 @@ class ProgramScorer:
             raise ValueError(f"counting is {counting!r}, expected pass_rate or all_or_nothing")
         self._all_or_nothing, self._limits = counting == "all_or_nothing", Limits(**(limits or {}))
         self.sandbox = make_sandbox(sandbox, parallel)
-        self._rewards: dict[bytes, float] = {}
-        self._running: dict[bytes, asyncio.Task[float]] = {}
+        self._rewards: dict[bytes, asyncio.Task[float]] = {}
+        """Those that are known, and those that are being found out."""
 
     async def score(self, program: str | None, tests: Sequence[Test], *, digest: str, names: frozenset[str]) -> float:
         """Returns the share of tests that the program passes, or 1 for all and 0 for less; 0 where there is no program.
@@ -97,26 +101,23 @@ class ProgramScorer:
         if program is None or "\0" in program:
             return 0.0
         key = key_of(program, digest, keep=names)
-        if key in self._rewards:
-            return self._rewards[key]
-        if (running := self._running.get(key)) is not None:
-            with waiting():
-                return await asyncio.shield(running)
-        run = self._running[key] = asyncio.create_task(self._run(key, program, tests))
-        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # those that waited may be gone
-        return await asyncio.shield(run)
+        with waiting() if key in self._rewards else contextlib.nullcontext():
+            if key not in self._rewards:
+                self._rewards[key] = asyncio.create_task(self._run(key, program, tests))
+            return await asyncio.shield(self._rewards[key])
 
     async def _run(self, key: bytes, program: str, tests: Sequence[Test]) -> float:
         """Returns the reward, which is kept unless a busy machine may have caused it."""
+        keep = False
         try:
             reward, limits = await run_tests(
                 tests, program, self.sandbox, self._limits, all_or_nothing=self._all_or_nothing
             )
+            keep = not limits & {"wall", "killed"} and len(self._rewards) < MOST_KEPT
+            return reward
         finally:
-            del self._running[key]
-        if not limits & {"wall", "killed"} and len(self._rewards) < MOST_KEPT:
-            self._rewards[key] = reward
-        return reward
+            if not keep:
+                del self._rewards[key]
 
 
 def make_sandbox(where: Literal["local"] | Mapping[str, Any], parallel: int | None) -> Sandbox:

@@ -2,11 +2,7 @@
 downloaded before is used."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from orchestrator.envs.data.files import READERS, BadData
 
@@ -54,33 +50,13 @@ def _downloaded(name: str) -> Path:
 
 
 def _named_files(folder: Path) -> dict[str, dict[str, list[Path]]]:
-    """Files by subset and split: as the data set's card says, or else by the names of files and folders."""
-    card = folder / "README.md"
-    head = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8"), re.DOTALL) if card.is_file() else None
-    about = yaml.safe_load(head[1]) if head is not None else None
-    listed = (about.get("configs") or []) if isinstance(about, Mapping) else []
-    named = {str(one.get("config_name")): _of_card(folder, one.get("data_files")) for one in listed}
-    return {name: splits for name, splits in named.items() if splits} or _of_names(folder)
-
-
-def _of_card(folder: Path, given: Any) -> dict[str, list[Path]]:
-    splits: dict[str, list[Path]] = {}
-    for entry in given if isinstance(given, list) else [given] if given else []:
-        one = entry if isinstance(entry, Mapping) else {"split": "train", "path": entry}
-        patterns = one["path"] if isinstance(one["path"], list) else [one["path"]]
-        found = sorted(path for pattern in patterns if pattern for path in folder.glob(str(pattern)))
-        if found:
-            splits.setdefault(str(one["split"]), []).extend(found)
-    return splits
-
-
-def _of_names(folder: Path) -> dict[str, dict[str, list[Path]]]:
-    """A split's name is a word of the file's name or of its folder's; where none has one, all is `train`. A folder in
-    between is a subset."""
+    """Files by subset and split. A split's name is a word of the file's name or of its folder's; where none has one,
+    all is `train`. A folder in between is a subset."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in READERS and path.is_file())
-    files = [path for path in files if path.name not in ("dataset_dict.json", "dataset_info.json", "state.json")]
     named: dict[str, dict[str, list[Path]]] = {}
     for path in files:
+        if path.name in ("dataset_dict.json", "dataset_info.json", "state.json"):
+            continue
         parts = path.relative_to(folder).parts
         split = next((word for part in reversed(parts) for word in _words(part) if word in _SPLITS), "train")
         above = [part for part in parts[:-1] if part != "data" and not set(_words(part)) & {*_SPLITS}]

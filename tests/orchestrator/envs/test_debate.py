@@ -38,10 +38,10 @@ ANSWERS = ["good, fun.", "bad.", "safe.", "cold, bad."]
 
 
 async def test_the_rule_names_the_winner_and_the_rewards_sum_to_zero() -> None:
-    outcome = await play(Debate(score=2.0), EXAMPLE, ANSWERS)
-    assert outcome.rewards == {"Aff": 2.0, "Neg": -2.0}
+    outcome = await play(Debate(), EXAMPLE, ANSWERS)
+    assert outcome.rewards == {"Aff": 1.0, "Neg": -1.0}
     points = {"points/Aff": 3.0, "points/Neg": 2.0}
-    assert outcome.metrics == {"verdict/Aff": 2.0, "verdict/Neg": -2.0, "tie": 0.0, "no_verdict": 0.0} | points
+    assert outcome.metrics == {"verdict/Aff": 1.0, "verdict/Neg": -1.0, "tie": 0.0, "no_verdict": 0.0} | points
     assert (outcome.accuracy, outcome.extras) == (0.5, {"topic": "tea", "verdict": "Aff"})
     tied = await play(Debate(num_rounds=1), EXAMPLE, ["good.", "bad."])
     assert (tied.rewards, tied.metrics["tie"]) == ({"Aff": 0.0, "Neg": 0.0}, 1.0)

@@ -24,6 +24,7 @@ EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
         ("Question: 1+2\nQuestion: -5-6.", "-5-6"),
         ("Question: 3+", None),
         ("Question: 2**9", None),
+        ("Question: 3(4)", None),
         ("Question: 1234567+1", None),
         ("Question: __import__('os')", None),
     ],
@@ -64,8 +65,6 @@ async def test_what_is_no_question_is_not_solved_and_costs_the_proposer() -> Non
     outcome = await play(ProposerSolver(), EXAMPLE, ["What about tea?"])
     assert (outcome.rewards, outcome.children) == ({"Proposer": -1.0}, [])
     assert (outcome.metrics["parsable"], outcome.metrics["pass_rate"]) == (0.0, 0.0)
-    other = await play(ProposerSolver(unparsable_reward=-0.25), EXAMPLE, ["What about tea?"])
-    assert other.rewards == {"Proposer": -0.25}
 
 
 # --- the store ---

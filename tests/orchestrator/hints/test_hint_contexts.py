@@ -1,17 +1,10 @@
 """The contexts of teacher and student, by hand and for any conversation."""
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, HintWriter, Insertion, fit, make_hint
-from orchestrator.rollouts.conversation import ChatMessage, Conversation
 from orchestrator.rollouts.records import TrainingRow, Turn
 from tests.orchestrator.hints.played import TINY, played, wrong
-from tests.orchestrator.rollouts.test_conversation import TEMPLATES, completion, conversations
-from transport.records import Hint
-
-WRITERS = {name: HintWriter(template) for name, template in TEMPLATES.items()}
 
 
 def turn(index: int, opens: int, begins: int, ends: int) -> Turn:
@@ -90,57 +83,3 @@ def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
     ]
     text = TINY.render(messages) + "b<|im_end|>"
     assert made.teacher_token_ids.tolist() == TINY.renderer.ids_of(text)
-
-
-# --- properties ---
-
-Drawn = tuple[str, list[ChatMessage], list[tuple[list[int], bool, list[ChatMessage]]]]
-TEXTS = st.text(st.sampled_from("ab \n.é🙂<>|"), max_size=12).map(lambda text: f"h{text}")
-
-
-def rows_of(drawn: Drawn) -> list[TrainingRow]:
-    name, before, turns = drawn
-    conversation = Conversation(TEMPLATES[name], before)
-    for ids, _, after in turns:
-        conversation.answer(completion(ids, stop=bool(ids)), version=1, temperature=1.0)
-        conversation.add(*after)
-    return conversation.rows()
-
-
-def without(made: Hint, insertions: list[Insertion]) -> list[int]:
-    """The teacher's context with the hints taken out again, each where it must stand; they must be there."""
-    ids: list[int] = made.teacher_token_ids.tolist()
-    for one in sorted(insertions, key=lambda insertion: insertion.turn.opens):
-        opens, num = one.turn.opens, len(one.token_ids)
-        assert ids[opens : opens + num] == list(one.token_ids)
-        del ids[opens : opens + num]
-    return ids
-
-
-@given(conversations(), st.data())
-def test_the_teacher_reads_the_row_and_the_hints_and_the_same_tokens_are_compared(
-    drawn: Drawn, data: st.DataObject
-) -> None:
-    writer = WRITERS[drawn[0]]
-    for one in rows_of(drawn):
-        chosen = data.draw(st.lists(st.sampled_from(one.turns), unique_by=lambda turn: turn.index))
-        asked = [Insertion(turn=turn, token_ids=writer.ids(data.draw(TEXTS))) for turn in chosen]
-        max_len = data.draw(st.integers(1, 2 * len(one.token_ids) + 200))
-        kept, left_out = fit(asked, max_len=max_len)
-        assert len(kept) + len(left_out) == len(asked)
-        reasons = {reason for _, reason in left_out}
-        assert reasons <= {TOO_LONG, EMPTY_ANSWER}
-        if not kept:
-            continue
-        made = make_hint(one, kept)
-        assert len(made.teacher_token_ids) <= max_len
-        student = one.token_ids[: int(made.student_index[-1]) + 1].tolist()
-        assert without(made, list(kept)) == student
-        hinted = [other.turn for other in kept]
-        assert made.student_index.tolist() == [place for turn in hinted for place in range(turn.begins, turn.ends)]
-        assert one.token_ids[made.student_index].tolist() == made.teacher_token_ids[made.teacher_index].tolist()
-        assert one.sampled[made.student_index].all()
-        for turn in hinted:  # what the teacher has read more than the student, when the turn begins
-            earlier = sum(len(other.token_ids) for other in kept if other.turn.index <= turn.index)
-            at = made.student_index.tolist().index(turn.begins)
-            assert made.teacher_index[at] - turn.begins == earlier

@@ -18,26 +18,13 @@ class Silent(FakeServer):
         self.speaks = asyncio.Event()
         self.speaks.set()
 
-    async def _info(self, request: web.Request) -> web.Response:
+    async def answering(self, request: web.Request) -> None:
         await self.speaks.wait()
-        return await super()._info(request)
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        await self.speaks.wait()
-        return await super()._generate(request)
-
-    async def _load(self, request: web.Request) -> web.Response:
-        await self.speaks.wait()
-        return await super()._load(request)
-
-    async def _unload(self, request: web.Request) -> web.Response:
-        await self.speaks.wait()
-        return await super()._unload(request)
 
 
 async def test_what_a_server_was_asked_that_falls_silent_goes_elsewhere_and_it_returns_when_it_speaks() -> None:
     silent, sound = Silent(), FakeServer()
-    async with watched(silent, sound, silence_s=3) as (client, sync, _):
+    async with watched(silent, sound, silence_s=1.5) as (client, sync, _):
         await sync.load(0)
         silent.speaks.clear()
         assert await asyncio.gather(*(ask(client) for _ in range(6))) == [1] * 6

@@ -221,6 +221,7 @@ FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4}
     ("changes", "noisy", "says"),
     [
         ({}, False, None),
+        ({"version": 2}, False, "version 2"),
         ({"noise": FIGURES}, False, "noise"),
         ({}, True, "noise"),
         ({"adapters": {}}, False, "proposer"),

@@ -1,6 +1,6 @@
 """Pairs as tokens, and those that a run has kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Action, Preference, Skipped
 from orchestrator.preferences.pairs import PairRecord, answer_ids, kept_pairs, make_pair, pair_record, pairs_of_run
 from orchestrator.preferences.turns import Turn, turns_of
+from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
@@ -50,6 +51,8 @@ async def test_a_pair_is_the_prompt_the_teachers_text_and_what_the_policy_sample
     assert found.chosen_ref_logprob == pytest.approx(-0.1 - 0.2 - 25.8)
     assert found.rejected_ref_logprob == pytest.approx(-0.3 - 0.4 - 0.5)
     assert (found.rejected, found.version, found.rollout_id, found.env) == ("Y", 7, "0/0", "e")
+    with pytest.raises(ValueError, match="pair"):
+        pair_record("{}")
     pair = pair_record(msgspec.json.encode(found)).pair
     assert pair.prompt_ids.dtype == np.int32
     assert pair.rejected_ids.tolist() == [3, 4, 5]
@@ -98,20 +101,23 @@ def test_had_the_policy_written_what_teachers_did_the_tokens_were_these(template
     assert [*one.prompt_ids, *ids[:-1]] == template.renderer.ids_of(text)
 
 
-class Beginnings:
+class Beginnings(ChatRenderer):
     """A tokenizer that marks the beginning of a text, and makes one token of two line ends."""
+
+    def __init__(self) -> None:
+        pass
 
     def ids_of(self, text: str) -> list[int]:
         return [1, *(99 if letter == "¶" else ord(letter) for letter in text.replace("\n\n", "¶"))]
 
-    def without_control(self, message: dict[str, str]) -> dict[str, str]:
-        return message
+    def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(message)
 
 
 def test_an_answer_is_no_beginning_of_a_text_unless_it_would_melt_into_the_opening() -> None:
     opening = "A:\n"
     template = ChatTemplate(
-        renderer=Beginnings(),  # type: ignore[arg-type]
+        renderer=Beginnings(),
         tools=None,
         opening=opening,
         opening_ids=tuple(Beginnings().ids_of(opening)),
@@ -178,6 +184,9 @@ def test_the_pairs_of_another_run_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_pairs_that_this_run_cannot_train_are_refused(tmp_path: Path, records: list[PairRecord], told: str) -> None:
+    with pytest.raises(ValueError, match="run"):
+        pairs_of_run(tmp_path, base_model="identity-1", seq_len=4)
+    assert not list(tmp_path.iterdir())
     keep(tmp_path, *records)
     with pytest.raises(ValueError, match=told):
         pairs_of_run(tmp_path, base_model="identity-1", seq_len=4)

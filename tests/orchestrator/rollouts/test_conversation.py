@@ -14,17 +14,17 @@ from orchestrator.rollouts.conversation import (
     Conversation,
     TrainingRow,
 )
-from orchestrator.rollouts.records import Completion
 from orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
+from transport.http import Choice
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
 TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()}
 IM_END = 258
 
 
-def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Completion:
+def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Choice:
     logprobs = [-0.5 * (place + 1) for place in range(len(ids))]
     return replace(made.completion(ids, stop=stop, versions=versions), logprobs=logprobs)
 
@@ -125,7 +125,7 @@ def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> N
 
 def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
     conversation = begun("quickstart")
-    short = Completion(token_ids=[1, 2], logprobs=[0.0], finish_reason="stop")
+    short = Choice(token_ids=[1, 2], logprobs=[0.0], finish_reason="stop")
     with pytest.raises(ValueError, match="log-prob"):
         conversation.answer(short, version=1, temperature=1.0)
     with pytest.raises(ValueError, match="cover"):

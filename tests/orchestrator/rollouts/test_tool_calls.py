@@ -209,16 +209,12 @@ def test_bracketed_arguments_are_read_as_the_function_takes_them(
         ("LOOKUP[cat", UNCLOSED_CALL),
         ("FETCH[cat]", UNKNOWN_TOOL),
         ("ADD[one]", WRONG_ARGUMENTS),
+        ("ADD[1, 2, well, 4]", WRONG_ARGUMENTS),
     ],
 )
 def test_a_bracketed_call_that_cannot_be_made_says_why(written: str, kind: str) -> None:
-    error = only_error(parse_bracketed(f"so {written}\nand", WORDS))
+    error = only_error(parse_bracketed(f"list[int] so {written}\nand", WORDS))
     assert (error.error_kind, error.text) == (kind, written)
-
-
-@pytest.mark.parametrize("text", ["list[int]", "X[1]", "FETCH[cat"])
-def test_brackets_of_plain_text_are_no_calls(text: str) -> None:
-    assert parse_bracketed(text, WORDS) == ParsedAnswer(content=text, calls=())
 
 
 @pytest.mark.parametrize(

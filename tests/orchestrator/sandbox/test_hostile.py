@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.sandbox import Limits, LocalSandbox
-from orchestrator.sandbox.records import MIB
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.records import MIB, Limits
 
 pytestmark = pytest.mark.chaos
 
 LIMITS = Limits(
-    wall_s=20.0, cpu_s=1.0, memory_bytes=128 * MIB, processes=8, output_bytes=100_000, file_bytes=4 * MIB,
-    disk_bytes=8 * MIB, num_files=200, open_files=32,
+    wall_s=20.0, cpu_s=1.0, memory_bytes=128 * MIB, processes=8, output_bytes=100_000,
+    disk_bytes=8 * MIB, num_files=200,
 )  # fmt: skip
 ENOUGH = Limits(wall_s=60.0)
 
@@ -235,7 +235,8 @@ os.kill(-1, signal.SIGKILL)
 
 OWNER = """
 import asyncio
-from orchestrator.sandbox import Limits, LocalSandbox
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.records import Limits
 
 async def main():
     sandbox = LocalSandbox(limits=Limits(disk_bytes={size}, wall_s=1000), parallel=4)

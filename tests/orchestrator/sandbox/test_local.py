@@ -13,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.sandbox import Limits, LocalSandbox, SandboxMissing, local
+from orchestrator.sandbox import local
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.records import Limits, SandboxMissing
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 
@@ -129,3 +131,8 @@ async def test_without_bubblewrap_nothing_is_run_and_the_message_says_what_to_do
 def test_limits_that_are_none_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)
+
+
+async def test_what_is_no_program_is_refused() -> None:
+    with pytest.raises(ValueError, match="Python"):
+        await LocalSandbox().run("print('\0')")

@@ -8,7 +8,9 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from orchestrator.sandbox import Limits, RemoteSandbox, SandboxError, remote
+from orchestrator.sandbox import remote
+from orchestrator.sandbox.records import Limits, SandboxError
+from orchestrator.sandbox.remote import RemoteSandbox
 
 
 def finished(stdout: str = "", code: int = 0, **more: Any) -> dict[str, Any]:

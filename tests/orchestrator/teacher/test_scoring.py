@@ -30,7 +30,7 @@ class Tokens:
 
     name, num_requests = "tokens", 0
 
-    async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
+    async def score(self, token_ids: Int32, temperature: float) -> Float32:
         self.num_requests += 1
         if token_ids[-1] == 0:
             raise EndpointError("timeout", "no")

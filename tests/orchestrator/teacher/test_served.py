@@ -114,7 +114,7 @@ async def test_what_does_not_pass_ends_after_the_tries(
 
 
 async def test_a_teacher_that_is_down_is_tried_until_the_deadline() -> None:
-    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=1.0)
+    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=4.0)
     found = await failure(by)
     assert found.reason == "timeout"
     assert by.num_requests > 1
@@ -129,13 +129,17 @@ async def test_vllms_own_routes_score_at_temperature_1_alone(server: FakeTeacher
 
 
 async def opened(
-    *servers: FakeTeacher, name: str = str(MODEL), tokenizer: str | None = None, temperature: float = 1.0
+    *servers: FakeTeacher,
+    name: str = str(MODEL),
+    tokenizer: str | None = None,
+    temperature: float = 1.0,
+    wait_s: float = 10.0,
 ) -> ServedTeacher:
     model = {"name": name, "tokenizer": tokenizer}
     client = {"base_url": [one.url for one in servers]}
     settings = TeacherSettings.model_validate({"model": model, "client": client})
     found = await open_teacher(
-        settings, model_folder=MODEL, api_key=None, temperatures=[temperature], seq_len=100, wait_s=2.0
+        settings, model_folder=MODEL, api_key=None, temperatures=[temperature], seq_len=100, wait_s=wait_s
     )
     await found.close()
     return found
@@ -159,7 +163,7 @@ async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
 
 async def test_a_teacher_that_never_comes_up_is_named_and_one_whose_tokenizer_is_not_here_is_asked_for_it() -> None:
     with pytest.raises(ValueError, match="did not come up"):
-        await opened(FakeTeacher())
+        await opened(FakeTeacher(), wait_s=0.3)
     theirs = await FakeTeacher(ours=False, model="served").start()
     with pytest.raises(ValueError, match="teacher_model"):
         await opened(theirs, name="served")

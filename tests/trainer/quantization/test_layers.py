@@ -65,18 +65,6 @@ def outcome(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("format", KINDS)
-def test_it_computes_what_a_plain_layer_does_with_its_dequantized_weight(
-    format: Quantization, dtype: torch.dtype, bias: bool
-) -> None:
-    layer = quantized(format, dtype=dtype, bias=bias)
-    results = outcome(layer, inputs(dtype)), outcome(plain(layer, dtype), inputs(dtype))
-    assert len(results[0]) == 2
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("format", KINDS)
 def test_an_adapter_on_it_computes_what_one_on_the_dequantized_weight_does(
     format: Quantization, dtype: torch.dtype, bias: bool
 ) -> None:

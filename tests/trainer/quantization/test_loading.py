@@ -85,18 +85,6 @@ def rewritten(folder: Path, target: Path, **changes: torch.Tensor | None) -> Pat
     return target
 
 
-@pytest.mark.parametrize(
-    ("format", "dtype"), [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
-)
-def test_it_computes_what_transformers_does_with_the_dequantized_weights(
-    tiny_model: Path, format: Quantization, dtype: torch.dtype
-) -> None:
-    model = loaded(tiny_model, format, dtype=dtype)
-    assert torch.equal(logits(model), logits(dequantized(tiny_model, model, dtype)))
-    untouched = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype, attn_implementation="eager")
-    assert not torch.allclose(logits(model), logits(untouched))
-
-
 def test_all_linear_layers_of_the_decoder_are_quantized_and_nothing_else(tiny_model: Path) -> None:
     model = loaded(tiny_model, "fp8")
     found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
@@ -143,3 +131,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
 ) -> None:
     with pytest.raises(ModelError, match=named):
         loaded(rewritten(tiny_model, tmp_path / "changed", **changes))
+
+
+def test_shards_are_read_through_their_index(tiny_model: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    assert torch.equal(logits(loaded(tmp_path / "sharded")), logits(loaded(tiny_model)))

@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from grpo import MockClient
-from orchestrator.envs.critique import Critique, feedback, operators
+from orchestrator.envs.critique import feedback, operators
+from orchestrator.envs.critique.environment import Critique
 from orchestrator.envs.critique.operators import judgement_of
 from orchestrator.envs.critique.testing import extract_program
 from orchestrator.rollouts.play import play
-from orchestrator.sandbox import LimitName, Limits, Result, SandboxError
+from orchestrator.sandbox.records import LimitName, Limits, Result, SandboxError
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 
 __all__ = ["needs_bubblewrap"]
@@ -137,6 +138,7 @@ async def test_a_sandbox_that_fails_costs_the_rollout_and_is_tried_again_for_the
     [
         ({"counting": "some"}, "counting"),
         ({"reviser": "rule", "problems": "a.jsonl", "eval_problems": "a.jsonl"}, "rule"),
+        ({"sandbox": "docker"}, "docker"),
         ({"limits": {"wall": 3}}, "wall"),
         ({"prompt": "{question}"}, "program"),
     ],
@@ -234,6 +236,6 @@ async def test_critiques_that_worked_are_kept_with_the_prompt_of_the_policy(file
 
     environment = critique(files, FakeSandbox(), RIGHT, "print(0)")
     [example] = environment.dataset("train")
-    rows = [row async for row in feedback.critiques(environment, MockClient(write), 4)]
+    rows = await feedback.critiques(environment, MockClient(write), 4)
     assert rows == [{"prompt": example["prompt"], "answer": f"Use * 2. {JUDGED}"}]
     assert all("passes 25% of them" in prompt for prompt in told)

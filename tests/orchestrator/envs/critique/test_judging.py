@@ -7,7 +7,8 @@ import pytest
 
 from orchestrator.envs.critique.problems import problem_from_record
 from orchestrator.envs.critique.testing import run_tests
-from orchestrator.sandbox import Limits, LocalSandbox
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.records import Limits
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap, sandbox
 
 __all__ = ["needs_bubblewrap", "sandbox"]
