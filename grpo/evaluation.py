@@ -121,8 +121,8 @@ def evaluate(
         `accuracy` by environment, all figures in `metrics`, and every answer in `results`.
 
     Raises:
-        ValueError: For what cannot be evaluated, and for settings that cannot be honoured.
-        ServerError: The server has failed; it says what the server said.
+        ValueError: For what cannot be evaluated, settings that cannot be honoured, and a server that does not start.
+        ServerError: The server has ended meanwhile; it says what the server said.
 
     Example:
         ```python

@@ -16,6 +16,7 @@ the earlier hints as well. The teacher's context ends with its last compared tok
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +49,14 @@ class HintWriter:
 
     def __init__(self, template: ChatTemplate) -> None:
         """Tries it once. Raises TemplateRefused where the template takes no further message of the user."""
-        self.template, problem = template, ""
+        self.template = template
         for self._before in _BEFORE:
-            try:
+            with suppress(HintNotWritten):
                 self.text("probe-of-a-hint")
-            except HintNotWritten as error:
-                problem = str(error)
-            else:
                 break
         else:
             raise TemplateRefused(
-                f"the model's chat template takes no hint as a further message of the user: {problem}; use a model "
+                "the model's chat template takes no further message of the user, as which a hint is given; use a model "
                 "whose template does"
             )
         self.opens_turns = bool(self._rendered(*self._before)[1])

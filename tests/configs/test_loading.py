@@ -114,6 +114,7 @@ def test_values_that_are_none_are_errors(orch_file: Path, arguments: list[str], 
     ("cls", "given"),
     [
         *((TrainSettings, one) for one in ("learning_rate=inf", f"seed={10**20}", "loss.kl_tau=1e308", "output_dir= ")),
+        *((TrainSettings, one) for one in ("weight_decay=inf", "wait_timeout_s=1e-9")),
         *((InferSettings, one) for one in ("canary_tolerance=1e30", "canary_timeout_s=1e-9")),
         *((OrchSettings, one) for one in ("sampling.temperature=1e-9", "oversampling_factor=1e308")),
     ],

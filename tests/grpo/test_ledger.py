@@ -135,3 +135,12 @@ def test_a_query_that_takes_too_long_is_given_up(run: Path) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
     with pytest.raises(sqlite3.OperationalError, match="interrupted"), open_ledger(run, limit_s=0.05) as database:
         database.execute(endless).fetchone()
+
+
+def test_an_environment_that_cannot_be_constructed_is_named(run: Path) -> None:
+    fields = json.loads((run / "run.json").read_text())
+    fields["programs"]["orch"]["settings"]["env"] = [{"id": "no-such-environment", "name": None, "args": {}}]
+    (run / "run.json").write_text(json.dumps(fields))
+    done = grpo("ledger", run, "--prompt", "word")
+    assert done.returncode == 2
+    assert "no-such-environment" in done.stderr

@@ -154,3 +154,9 @@ def test_a_process_is_known_by_its_start_whatever_the_clock_says() -> None:
     assert Said(state="", pid=gone_pid(), host=here).alive is False
     assert Said(state="", pid=1, host="elsewhere").alive is None
     assert Said(state="").alive is None
+
+
+def test_a_status_folder_that_is_a_file_counts_as_missing(run: Path) -> None:
+    (run / "status").rmdir()
+    (run / "status").touch()
+    assert run_status(run).state == "starting"

@@ -125,6 +125,7 @@ def test_a_version_for_another_server_is_refused_with_the_way_out(
         (b"{}", "corrupt"),
         (canary_of(4).to_json(), "corrupt"),
         (canary_of(3, token_ids=(5, 6, 10**9)).to_json(), "corrupt"),
+        (canary_of(3, token_ids=(5, 6, -1)).to_json(), "corrupt"),
         (canary_of(3, token_ids=(1,) * 9, logprobs=(0.0,) * 8, base_logprobs=(0.0,) * 8).to_json(), "corrupt"),
     ],
 )

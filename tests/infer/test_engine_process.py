@@ -1,12 +1,15 @@
 """An engine's process: that it ends with its server, however it was started, and when it may be forked."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+
+from infer.engine_process import FollowServer
 
 SPAWNED = """
 import subprocess, sys, time
@@ -104,3 +107,9 @@ def test_the_server_computes_with_as_many_threads_as_its_settings_say_and_starts
     command = [sys.executable, "-c", THREADS, "--model", "m", "--num_threads", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
     assert done.stdout.decode() == "2 1\n"
+
+
+def test_compiled_models_with_and_without_noise_are_not_taken_for_each_other() -> None:
+    follows = [pickle.loads(pickle.dumps(FollowServer(os.getpid(), norm_noise))) for norm_noise in (False, True)]
+    assert [one.norm_noise for one in follows] == [False, True]
+    assert follows[0].compute_hash() != follows[1].compute_hash()

@@ -59,6 +59,8 @@ def test_an_example_that_occurs_again_is_left_out_and_counted_by_its_environment
     assert Counter(asked(buffer, 4)) == {"x": 1, "y": 1, "z": 2}
     assert buffer.num_duplicates == {"a": 1, "b": 1}
     assert buffer.metrics()["progress/examples_duplicate"] == 2
+    with pytest.raises(ValueError, match="duplicates"):
+        Buffer({"a": ["x"], "b": ["x", "x"]}, seed=1)
 
 
 # --- difficulty ---

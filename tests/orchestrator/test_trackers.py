@@ -202,3 +202,9 @@ def test_of_settings_only_what_is_known_to_be_no_secret_is_told() -> None:
         "cookies": [],
         "seed": 42,
     }
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="trackio"):
+        check_reports(ReportSettings(to=("trackio",)))

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,12 @@ def test_an_fp32_head_is_computed_in_float32_on_bfloat16_hidden_states(tiny_mode
         expected = logits.log_softmax(-1).gather(1, tokens.targets[:, None])[:, 0]
         torch.testing.assert_close(wide.logprobs(tokens), expected, atol=1e-5, rtol=0)
         assert (rounded.logprobs(tokens) - expected).abs().max() > 1e-3
+
+
+def test_a_config_of_layers_that_nobody_knows_is_an_error_that_names_the_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = json.loads((tiny_model / "config.json").read_bytes()) | {"layer_types": ["newest", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="layer_types"):
+        load_tiny(tmp_path)

@@ -41,6 +41,7 @@ class FakeEngine:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> FakeEngine:
+    Source(WEIGHTS).metadata()  # imports vLLM, which may take longer than the deadlines below
     return FakeEngine(tmp_path)
 
 

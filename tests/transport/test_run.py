@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.kill_points import start
-from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError
+from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
 from transport.run import (
     KEY_FILE,
     changes_of,
@@ -270,3 +270,8 @@ def test_a_missing_model_says_where_was_looked(tmp_path: Path, monkeypatch: pyte
         resolve_model(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
         resolve_model("nobody/nothing")
+
+
+def test_a_folder_that_is_removed_meanwhile_is_an_error_of_the_storage_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="status"):
+        StatusFile(tmp_path / "status" / "train.json").set("waiting")

@@ -36,10 +36,6 @@ _MOST_BYTES = 1 << 28
 """The largest unpacked list of private tests."""
 
 
-class UnknownRecord(ValueError):
-    """A problem record in none of the styles, or with contents that its style does not have."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A question and the tests that a program has to pass.
@@ -53,7 +49,7 @@ class Problem:
     question: str
     tests: tuple[Test, ...]
     program: str
-    """The candidate program that comes with the problem; may be empty."""
+    """The candidate; may be empty."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -74,7 +70,7 @@ def load_problems(path: str) -> list[Problem]:
     def parse(record: Mapping[str, Any], place: str) -> Problem:
         problem = problem_from_record(record)
         if not problem.program:
-            raise UnknownRecord("there is no candidate program to criticise: give it a 'program'")
+            raise ValueError("there is no candidate program to criticise: give it a 'program'")
         return problem
 
     made, refused = parse_rows(find_files(path, subset=None, split="train"), parse)
@@ -83,10 +79,10 @@ def load_problems(path: str) -> list[Problem]:
 
 
 def problem_from_record(record: Mapping[str, Any]) -> Problem:
-    """Reads a record of any style. Raises `UnknownRecord`, which names the keys that were found."""
+    """Reads a record of any style. Raises ValueError, which names the keys that were found."""
     question, tests = _first(record, _QUESTION), tuple(_tests(record))
     if not isinstance(question, str) or not question.strip() or not tests:
-        raise UnknownRecord(
+        raise ValueError(
             f"expected a question (one of {', '.join(_QUESTION)}) and its tests: {', '.join(_UNIT_TESTS)} (pieces of "
             f"Python), inputs and outputs, input_output, {_CONTEST[0]} or {_CASES[0]}; got the keys {sorted(record)}"
         )
@@ -115,7 +111,7 @@ def _unit_tests(record: Mapping[str, Any]) -> Iterator[Test]:
     setup = "\n".join(line for key in _SETUP for line in _pieces(record.get(key)) if line.strip())
     for piece in _pieces(_first(record, _UNIT_TESTS)):
         if "assert" not in piece and "raise" not in piece:
-            raise UnknownRecord(f"the unit test {piece[:100]!r} would pass every program: let it assert something")
+            raise ValueError(f"the unit test {piece[:100]!r} would pass every program: let it assert something")
         yield Test(job={"setup": setup, "code": piece, "entry_point": entry_point})
 
 
@@ -124,16 +120,14 @@ def _pieces(found: Any) -> list[str]:
     if isinstance(found, str):
         found = ast.literal_eval(found.strip()) if found.lstrip().startswith("[") else [found]
     if not all(isinstance(piece, str) for piece in found or []):
-        raise UnknownRecord(f"{str(found)[:200]} is given as Python: expected a piece of it, or a list of pieces")
+        raise ValueError(f"{str(found)[:200]} is given as Python: expected a piece of it, or a list of pieces")
     return list(found or [])
 
 
 def _inputs_and_outputs(record: Mapping[str, Any]) -> Iterator[Test]:
     inputs, outputs, name = record.get("inputs"), record.get("outputs"), record.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise UnknownRecord(
-            f"expected inputs and outputs, as many of both, got {str(inputs)[:99]}, {str(outputs)[:99]}"
-        )
+        raise ValueError(f"expected inputs and outputs, as many of both, got {str(inputs)[:99]}, {str(outputs)[:99]}")
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
     for given, output in zip(inputs, outputs, strict=True):
         if not name:
@@ -141,7 +135,7 @@ def _inputs_and_outputs(record: Mapping[str, Any]) -> Iterator[Test]:
         elif isinstance(given, list):
             yield _call(name, given, output, *(output if wrapped else ()))
         else:
-            raise UnknownRecord(f"with fn_name ({name!r}) each of inputs must be the list of its arguments")
+            raise ValueError(f"with fn_name ({name!r}) each of inputs must be the list of its arguments")
 
 
 def _call(function: str, arguments: list[Any], *accepted: Any) -> Test:
@@ -157,9 +151,7 @@ def _livecodebench(record: Mapping[str, Any]) -> Iterator[Test]:
             arguments = [json.loads(line) for line in case["input"].splitlines() if line.strip()]
             yield _call(function, arguments, json.loads(case["output"]))
         else:
-            raise UnknownRecord(
-                f"a test is {case['testtype']!r}: expected stdin, or functional with metadata.func_name"
-            )
+            raise ValueError(f"a test is {case['testtype']!r}: expected stdin, or functional with metadata.func_name")
 
 
 def _cases(value: Any) -> list[Any]:
@@ -169,7 +161,7 @@ def _cases(value: Any) -> list[Any]:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(value, validate=True), _MOST_BYTES)
         if unpacker.unconsumed_tail:
-            raise UnknownRecord(f"packed tests of more than {_MOST_BYTES} bytes")
+            raise ValueError(f"packed tests of more than {_MOST_BYTES} bytes")
         [value] = [argument for _, argument, _ in pickletools.genops(data) if isinstance(argument, str)]
     cases: list[Any] = _parsed(value)
     return cases

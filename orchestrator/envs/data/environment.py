@@ -47,7 +47,7 @@ KNOWN: dict[str, dict[str, Any]] = {
         "reward": "unit_tests",
     },
 }
-"""Arguments of data sets of the Hub, where they are not given. Other data of these columns may name one as `like`."""
+"""Arguments of data sets of the Hub, where they are not given."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +72,6 @@ class Dataset(Environment):
         self,
         *,
         path: str,
-        like: str | None = None,
         subset: str | None = None,
         split: str | None = None,
         prompt: str | None = None,
@@ -86,16 +85,17 @@ class Dataset(Environment):
         seed: int = 0,
         skip_refused: bool = False,
     ) -> None:
-        """`path`: of the data. `like`: a data set of KNOWN whose columns and reward these have (null: `path`, where
-        it is one). `subset` and `split`: of a folder or a data set (`train`). `prompt`: a column (`prompt`) or a
-        template with columns in braces; a column within a column is `outer.inner`. `system_prompt`: a message before
-        it. `answer`: a column (`answer`). `answer_after`: the answer is what stands behind the last of these words.
-        `reward`: `exact`, `number`, `math`, `{regex: PATTERN}`, `judge`, `unit_tests`, or `my_rewards.py:score`.
+        """`path`: of the data. `subset` and `split`: of a folder or a data set (`train`). `prompt`: a column (`prompt`)
+        or a template with columns in braces; a column within a column is `outer.inner`. `system_prompt`: a message
+        before it. `answer`: a column (`answer`). `answer_after`: the answer is what stands behind the last of these
+        words. `reward`: `exact`, `number`, `math`, `{regex: PATTERN}`, `judge`, `unit_tests`, or `my_rewards.py:score`.
 
         Evaluation is on `eval_path`, or on `eval_split` of `path`, or else on `eval_fraction` of the rows (a tenth),
         which a hash of the prompt and `seed` chooses and which are not trained on. A row that cannot be used is an
         error, unless `skip_refused`, which leaves it out and counts it. Raises ValueError."""
-        known = _known(path, like, evaluated_otherwise=eval_path is not None or eval_fraction is not None)
+        known = dict(KNOWN.get(path, {}))
+        if eval_path is not None or eval_fraction is not None:
+            known.pop("eval_split", None)
         subset, split = subset or known.get("subset"), split or known.get("split", "train")
         eval_split = eval_split or known.get("eval_split")
         evaluation, fraction = [eval_path, eval_split, eval_fraction], 0.1 if eval_fraction is None else eval_fraction
@@ -180,17 +180,6 @@ class Dataset(Environment):
             return found[0][0] if found[1] is None else _text(_column(row, found[1]))
 
         return _PLACE.sub(value, self._prompt)
-
-
-def _known(path: str, like: str | None, *, evaluated_otherwise: bool) -> dict[str, Any]:
-    """What need not be given."""
-    if like is None:
-        left_out = {"eval_split"} if evaluated_otherwise else set()
-    elif like in KNOWN:
-        left_out = {"subset", "split", "eval_split"}
-    else:
-        raise ValueError(f"like = {like!r}: expected one of {', '.join(KNOWN)}")
-    return {key: value for key, value in KNOWN.get(like or path, {}).items() if key not in left_out}
 
 
 def _evaluated(path: str, eval_path: str | None, subset: str | None, eval_split: str | None) -> Any:

@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def test_a_split_by_fraction_follows_content_and_seed_and_stays_where_rows_are_a
     longer = made(write(tmp_path / "longer.csv", sums(600)[::-1]), eval_fraction=0.2)
     assert held_out <= set(prompts(longer, "eval"))
     assert held_out != set(prompts(made(path, eval_fraction=0.2, seed=1), "eval"))
+    with pytest.raises(ValueError, match="eval_fraction"):
+        made(path, eval_fraction=1e-9).dataset("eval")
 
 
 def test_another_file_is_evaluated_on_and_what_it_asks_is_not_trained_on(tmp_path: Path) -> None:
@@ -123,8 +126,6 @@ async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
     assert (await score_of(environment.rubric, "So it is 4000.", example)).reward == 1.0
     assert (await score_of(environment.rubric, "So it is 4.", example)).reward == 0.0
     assert len(Dataset(path="openai/gsm8k", eval_fraction=0.5).loaded.examples["train"]) < 2
-    mine = Dataset(path=write(hub / "mine.jsonl", rows * 9), like="openai/gsm8k", eval_fraction=0.01)
-    assert mine.dataset("train")[0]["answer"].endswith(",000")
 
 
 async def test_math_is_known_by_its_name_and_its_answers_are_boxed_in_solutions(hub: Path) -> None:
@@ -165,6 +166,7 @@ async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Pa
         ({"regex": r"Answer: (\d+)"}, "Answer: 6, no, Answer: 7", 1.0),
         ({"judge": {"mock": ["It is.\nVerdict: right"]}}, "seven", 1.0),
         ({"judge": {"mock": ["Who knows"]}}, "eight", 0.0),
+        ({"regex": r"\bseven\b"}, "It is seven.", 1.0),
     ],
 )
 async def test_rewards_by_name(tmp_path: Path, reward: Any, completion: str, worth: float) -> None:
@@ -185,6 +187,7 @@ async def test_a_function_of_ones_own_sees_all_columns(tmp_path: Path) -> None:
     ("args", "told"),
     [
         ({"reward": "maths"}, "maths"),
+        ({"reward": "regex"}, "pattern"),
         ({"reward": {"regex": "("}}, "regular expression"),
         ({"reward": {"exact": None, "math": None}}, "one name"),
         ({"reward": "json:__name__"}, "function"),
@@ -227,6 +230,10 @@ GOOD = {"sum": "1+1", "result": "2"}
         (of_file("data.txt", "1+1 2"), {}, r"data\.txt: expected .*\.jsonl"),
         (of_file("data.csv", "sum,result\n"), {}, "no rows"),
         (of_file("data.parquet", "no parquet"), {}, r"data\.parquet cannot be read"),
+        (of_file("data.arrow", "no arrow"), {}, r"data\.arrow cannot be read"),
+        (lambda folder: str(Path(write(folder / "a/x.csv", [GOOD])).parent), {"subset": "b"}, "there are default"),
+        (of_rows({"sum": "1", "result": float("nan")}), {}, r":1: answer is None"),
+        (of_rows({"sum": "1", "result": ""}), {}, r":1: answer is empty"),
         (of_file("data.jsonl", "\ufeffx".encode("utf-16")), {}, "UTF-16"),
         (lambda folder: str(folder), {}, "no files with"),
         (lambda folder: str(Path(write(folder / "train.csv", [GOOD])).parent), {"split": "test"}, "there are train"),
@@ -276,10 +283,10 @@ def test_cells_of_a_csv_file_are_texts_as_they_stand_whatever_the_delimiter(tmp_
 
 def test_messages_and_columns_within_columns(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": 1}, "image": b"\xff"}
-    path = write(tmp_path / "data.parquet", [row])
+    path = write(tmp_path / "data.parquet", [row | {"at": datetime(1970, 1, 1)}])
     environment = Dataset(
         path=path, eval_path=path, answer="reward_model.ground_truth", reward="number", system_prompt="C."
     )
     [first] = environment.dataset("eval")
     assert [message["role"] for message in first["prompt"]] == ["system", "user"]
-    assert (first["answer"], "image" in first) == (1, False)
+    assert (first["answer"], first["at"], "image" in first) == (1, "1970-01-01 00:00:00", False)

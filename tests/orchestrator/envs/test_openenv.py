@@ -12,7 +12,7 @@ from orchestrator.envs import openenv
 from orchestrator.envs.openenv import OpenEnv, ServerError, SessionLost
 from orchestrator.rollouts.play import play
 from orchestrator.rollouts.state import EpisodeState
-from tests.orchestrator.envs.others.openenv_server import app
+from tests.orchestrator.envs.others.openenv_server import Backwards, app
 
 EXAMPLE = 3
 
@@ -175,3 +175,11 @@ def test_settings_that_cannot_be_are_errors_that_say_what_to_do(settings: dict[s
     given = {"base_url": "http://127.0.0.1:1", "action_field": "message", **settings}
     with pytest.raises(ValueError, match=told):
         OpenEnv(**given)
+
+
+async def test_a_rollout_is_complete_without_a_state_that_takes_too_long(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backwards, "state", lambda self: asyncio.sleep(60))
+    monkeypatch.setattr(openenv, "STATE_LIMIT_S", 0.1)
+    assert (await played(made(server.url, max_turns=1), "x")).extras["state"] is None

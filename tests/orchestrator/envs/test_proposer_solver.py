@@ -24,6 +24,7 @@ EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
         ("Question: 1+2\nQuestion: -5-6.", "-5-6"),
         ("Question: 3+", None),
         ("Question: 2**9", None),
+        ("Question: 3(4)", None),
         ("Question: 1234567+1", None),
         ("Question: __import__('os')", None),
     ],

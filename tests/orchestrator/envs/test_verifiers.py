@@ -229,9 +229,11 @@ async def test_an_agent_sampled_as_cannot_be_trained_costs_its_rollouts_with_the
         assert (await played(environment, ["x"])).turn == 1
 
 
-def test_a_package_that_is_not_there_or_of_an_older_library_says_so(
+def test_a_package_that_is_not_there_or_of_an_older_library_or_with_too_few_tasks_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ValueError, match="train"):
+        Verifiers(env_id=ENV_ID, env_args={"num_tasks": 5}, num_eval=5).dataset("train")
     with pytest.raises(ModuleNotFoundError):
         Verifiers(env_id="no-such-env")
     (tmp_path / "older_env.py").write_text("def load_environment():\n    return None\n")

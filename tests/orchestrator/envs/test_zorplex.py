@@ -96,3 +96,8 @@ async def test_failed_calls_are_told_and_marked(environment: Zorplex, call: str,
     assert outcome.messages[2]["role"] == "tool"
     assert "<|" not in outcome.messages[2]["content"]
     assert (outcome.metrics["num_tool_calls"], outcome.metrics["tool_error_rate"]) == (2, 0.5)
+
+
+async def test_a_script_that_is_too_short_says_who_is_asked(environment: Zorplex) -> None:
+    with pytest.raises(ValueError, match="policy"):
+        await play(environment, EXAMPLE, [LOOK_UPS[0]])

@@ -19,6 +19,11 @@ FIRST_ALONE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
+UNLIKE = "{% if add_generation_prompt %}open {% endif %}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+OPENS_AS_ASKED = """
+{%- for m in messages -%}{{ m.role + ':' + m.content + '\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'assistant on ' + messages[-1].content + ':' }}{%- endif -%}
+"""
 LOUD = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 
 
@@ -54,6 +59,8 @@ def test_a_hint_cannot_end_its_own_message() -> None:
     "source",
     [
         LOUD,  # changes it
+        OPENS_AS_ASKED,  # changes the turn behind it
+        UNLIKE,
         FIRST_ALONE,  # leaves it out
     ],
 )

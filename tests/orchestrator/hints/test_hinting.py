@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from orchestrator.hints.contexts import HintWriter
 from orchestrator.hints.hinting import HintedGroup, Hinter
-from orchestrator.hints.sources import Site, Source, from_environment, from_siblings, from_templates
+from orchestrator.hints.sources import Site, Source, from_environment, from_siblings, from_solution, from_templates
 from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
@@ -98,3 +100,11 @@ async def test_sources_are_asked_in_their_order() -> None:
         made = await hinted(group, sources)
         assert [one.source for one in made.given] == [next(iter(sources))]
         assert not [name for name in made.counts if name.startswith("declined")]
+
+
+async def test_the_solution_is_a_hint_for_every_answer() -> None:
+    group = [played("g/0", [Answer(text="a"), wrong("x", key="words")]), played("g/1", [Answer(text="b")])]
+    tasks = [replace(one, task=replace(one.task, solution="42")) for one in group]
+    made = await hinted(tasks, {"templates": WORDS, "solution": from_solution})
+    sources = [(one.rollout_id, one.step, one.source) for one in made.given]
+    assert sources == [("g/0", 0, "solution"), ("g/0", 1, "templates"), ("g/1", 0, "solution")]

@@ -51,6 +51,8 @@ async def test_a_pair_is_the_prompt_the_teachers_text_and_what_the_policy_sample
     assert found.chosen_ref_logprob == pytest.approx(-0.1 - 0.2 - 25.8)
     assert found.rejected_ref_logprob == pytest.approx(-0.3 - 0.4 - 0.5)
     assert (found.rejected, found.version, found.rollout_id, found.env) == ("Y", 7, "0/0", "e")
+    with pytest.raises(ValueError, match="pair"):
+        pair_record("{}")
     pair = pair_record(msgspec.json.encode(found)).pair
     assert pair.prompt_ids.dtype == np.int32
     assert pair.rejected_ids.tolist() == [3, 4, 5]
@@ -182,6 +184,9 @@ def test_the_pairs_of_another_run_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_pairs_that_this_run_cannot_train_are_refused(tmp_path: Path, records: list[PairRecord], told: str) -> None:
+    with pytest.raises(ValueError, match="run"):
+        pairs_of_run(tmp_path, base_model="identity-1", seq_len=4)
+    assert not list(tmp_path.iterdir())
     keep(tmp_path, *records)
     with pytest.raises(ValueError, match=told):
         pairs_of_run(tmp_path, base_model="identity-1", seq_len=4)

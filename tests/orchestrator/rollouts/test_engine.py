@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.advantage import group_credit
+from orchestrator.inference.client import Refused
 from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
@@ -43,7 +44,8 @@ class Chat(MultiTurnEpisode, Environment):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
     stores = {"turns": 10}
     async def respond(self, state, ctx):
-        await ctx.stores["turns"].add({"turn": state.turn})
+        artifact_id = await ctx.stores["turns"].add({"turn": state.turn})
+        assert await ctx.stores["turns"].set_weight(artifact_id, 2.0)
         return f"go on {state.turn}"
     def extras(self, state):
         return {"pid": os.getpid()}
@@ -54,6 +56,8 @@ class Misbehaves(Chat):
         word = state.trajectory[0].text
         if word == "mark":
             state.mark_error("kind", "key", 17)
+        if word == "cold":
+            await ctx.ask([{"role": "user", "content": "advice"}], temperature=-1)
         if word == "poll":
             while True:
                 try:
@@ -69,6 +73,11 @@ class ExitsOnce(Chat):
             open(__file__ + ".once", "w").close()
             os._exit(3)
         return f"go on {state.turn}"
+
+class Silent(Chat):
+    """Ends where the first answer would be."""
+    async def rollout(self, ctx, state):
+        return
 
 class Once(Environment):
     rubric = Rubric([lambda completion, example: float(completion == "a")])
@@ -135,6 +144,8 @@ class Parrot:
         version: int | None,
         seed: int | None,
     ) -> list[Choice]:
+        if params.temperature < 0:
+            raise Refused(400, "bad_request", f"temperature is {params.temperature}, expected 0 or more")
         self.asked.append((list(prompt_token_ids), params, version, seed))
         if seed not in self._given:
             self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
@@ -316,6 +327,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     ("word", "reason"),
     [
         ("mark", "env_error"),
+        ("cold", "env_error"),
         ("poll", "env_error"),
     ],
 )
@@ -338,15 +350,26 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
 
 
 class Forging:
-    """Stands for workers whose code cannot be trusted: it tells one call of a rollout twice."""
+    """Stands for workers whose code cannot be trusted: it makes two calls, and tells what it wants of them."""
 
     loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
 
+    def __init__(self, outcome: EpisodeResult) -> None:
+        self.outcome = outcome
+
     async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
-        await begin()(Sample(call=0, role="policy", conversation=0, messages=[{"role": "user", "content": "hi"}]))
-        return EpisodeResult(steps=(Step(role="policy", call=0),) * 2, rewards={"policy": 1.0})
+        answer = begin()
+        for call in range(2):
+            message = {"role": "user", "content": "hi"}
+            await answer(Sample(call=call, role="policy", conversation=0, messages=[message]))
+        return self.outcome
 
     def record(self, failure: Failure | None) -> None: ...
+
+
+def telling(*calls: int, children: Sequence[EpisodeResult] = ()) -> EpisodeResult:
+    steps = tuple(Step(role="policy", call=call) for call in calls)
+    return EpisodeResult(steps=steps, rewards={"policy": 1.0}, children=tuple(children))
 
 
 def asking(content: str) -> Group:
@@ -354,8 +377,9 @@ def asking(content: str) -> Group:
     return Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
-async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout() -> None:
-    policy, pools = cast(Any, Parrot(lambda prompt: "x")), {"e": cast(Any, Forging())}
+@pytest.mark.parametrize("outcome", [telling(0, 0), telling(1, children=[telling(0)])], ids=["twice", "another's"])
+async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(outcome: EpisodeResult) -> None:
+    policy, pools = cast(Any, Parrot(lambda prompt: "x")), {"e": cast(Any, Forging(outcome))}
     engine = RolloutEngine(pools, policy, ChatRenderer.of_model(MODEL), context_len=512, seed=0)
     assert failures(await engine.run_group(asking("hi"))) == ["env_error"]
 
@@ -417,3 +441,8 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])
     assert [message["content"] for message in messages[1:]] == ["a", "go on 1", "ab", "go on 2", "ab"]
+
+
+async def test_an_episode_that_ends_without_an_answer_is_a_failure(world: World) -> None:
+    await world.start("Silent")
+    assert failures(await world.group(lambda prompt: "fine", 2)) == ["env_error"] * 2

@@ -79,8 +79,9 @@ async def test_a_prompt_may_be_messages_and_an_example_without_one_is_an_error()
     backend = OpenBackend()
     await played(Echo(max_turns=1), backend, prompt=[system, user("hi")])
     assert backend.calls[0].messages == [system, user("hi")]
-    with pytest.raises(ValueError, match="prompt"):
-        await played(Echo(), prompt=5)
+    for prompt in (5, [user("\ud83d")]):
+        with pytest.raises(ValueError, match="prompt"):
+            await played(Echo(), prompt=prompt)
 
 
 async def test_what_extras_say_is_taken_before_scoring_and_after_it() -> None:

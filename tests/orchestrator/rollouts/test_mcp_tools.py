@@ -37,6 +37,11 @@ def key() -> str:
     """What it was given, and what it was not."""
     return str([os.environ.get(name) for name in ("SHOP_KEY", "RUN_KEY")])
 
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
 if len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))
 else:
@@ -102,8 +107,16 @@ def test_a_program_is_called_its_errors_are_told_and_it_sees_its_own_keys(
     assert told[3] == "['a', None]"
     assert "fruit" in told[4]
     assert state.data == {"num_tool_calls": 5, "tool_errors": 3}
-    assert {tool["function"]["name"] for tool in shop.tools_for("policy", state) or ()} == {"price", "slow", "key"}
+    names = {tool["function"]["name"] for tool in shop.tools_for("policy", state) or ()}
+    assert names == {"price", "slow", "key", "die"}
     assert asyncio.run(played(shop, call("price", fruit="apple")))[1] == ["5"]  # another event loop
+
+
+async def test_a_program_that_ended_is_started_again_for_the_next_rollout(program: McpServer) -> None:
+    shop = Shop(program, timeout_s=5)
+    state, _ = await played(shop, call("die"))
+    assert state.data["tool_errors"] == 1
+    assert (await played(shop, call("price", fruit="apple")))[1] == ["5"]
 
 
 def test_a_server_over_http_is_called_and_only_the_tools_that_are_named(address: McpServer) -> None:

@@ -106,6 +106,7 @@ async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_
     "messages",
     [
         [],
+        "hi",
         [{"role": "user"}],
         [{**user("hi"), "time": math.nan}],
     ],

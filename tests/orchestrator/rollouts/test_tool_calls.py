@@ -209,6 +209,7 @@ def test_bracketed_arguments_are_read_as_the_function_takes_them(
         ("LOOKUP[cat", UNCLOSED_CALL),
         ("FETCH[cat]", UNKNOWN_TOOL),
         ("ADD[one]", WRONG_ARGUMENTS),
+        ("ADD[1, 2, well, 4]", WRONG_ARGUMENTS),
     ],
 )
 def test_a_bracketed_call_that_cannot_be_made_says_why(written: str, kind: str) -> None:

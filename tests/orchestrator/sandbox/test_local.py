@@ -131,3 +131,8 @@ async def test_without_bubblewrap_nothing_is_run_and_the_message_says_what_to_do
 def test_limits_that_are_none_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)
+
+
+async def test_what_is_no_program_is_refused() -> None:
+    with pytest.raises(ValueError, match="Python"):
+        await LocalSandbox().run("print('\0')")

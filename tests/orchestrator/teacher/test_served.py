@@ -114,7 +114,7 @@ async def test_what_does_not_pass_ends_after_the_tries(
 
 
 async def test_a_teacher_that_is_down_is_tried_until_the_deadline() -> None:
-    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=1.0)
+    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=4.0)
     found = await failure(by)
     assert found.reason == "timeout"
     assert by.num_requests > 1

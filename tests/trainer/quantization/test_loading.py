@@ -131,3 +131,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
 ) -> None:
     with pytest.raises(ModelError, match=named):
         loaded(rewritten(tiny_model, tmp_path / "changed", **changes))
+
+
+def test_shards_are_read_through_their_index(tiny_model: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    assert torch.equal(logits(loaded(tmp_path / "sharded")), logits(loaded(tiny_model)))

@@ -138,6 +138,7 @@ async def test_a_sandbox_that_fails_costs_the_rollout_and_is_tried_again_for_the
     [
         ({"counting": "some"}, "counting"),
         ({"reviser": "rule", "problems": "a.jsonl", "eval_problems": "a.jsonl"}, "rule"),
+        ({"sandbox": "docker"}, "docker"),
         ({"limits": {"wall": 3}}, "wall"),
         ({"prompt": "{question}"}, "program"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.envs.critique.problems import UnknownRecord, load_problems, problem_from_record
+from orchestrator.envs.critique.problems import load_problems, problem_from_record
 from orchestrator.envs.critique.testing import Test as ProblemTest
 from orchestrator.envs.critique.testing import same_output, same_value
 from orchestrator.envs.data.files import BadData
@@ -96,6 +96,7 @@ def test_packed_tests_are_read_without_running_what_they_hold() -> None:
     "record",
     [
         {"question": "Q"},
+        {"question": "Q", "tests": [1]},
         # would pass every program
         {"question": "Q", "tests": ["import f\nX = 1\n'text'"]},
         {"question": "Q", "inputs": ["1"], "outputs": []},
@@ -103,7 +104,7 @@ def test_packed_tests_are_read_without_running_what_they_hold() -> None:
     ],
 )
 def test_records_that_cannot_be_judged_are_refused(record: dict[str, Any]) -> None:
-    with pytest.raises(UnknownRecord):
+    with pytest.raises(ValueError):  # noqa: PT011
         problem_from_record(record)
 
 
@@ -114,6 +115,7 @@ RECORD = {"question": "Double n.", "inputs": ["2"], "outputs": ["4"], "program":
     "line",
     [
         "{",
+        json.dumps({**RECORD, "program": None}),
         json.dumps({"question": "Q", "private_test_cases": "%%%"}),
     ],
 )
@@ -131,6 +133,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, line: s
         ("  3  \n4\n\n", "3\n4", True),
         ("1.50 2", "1.5 2.0", True),
         ("3 4", "3\n4", False),
+        ("yes", "YES", False),
     ],
 )
 def test_outputs_are_compared_by_lines_and_numbers(printed: str, expected: str, same: bool) -> None:
