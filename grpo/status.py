@@ -5,11 +5,12 @@ import argparse
 import contextlib
 import json
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +20,9 @@ from grpo.run_files import REWARD, STEP, Said, metrics, orch_settings, read, rea
 from transport.checkpoints import TRAINER
 from transport.folders import steps_in
 from transport.status import FAILED, FINISHED
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 ROLES = ("infer", "orch", "train")
 TEACHER = "teacher"
@@ -273,15 +277,23 @@ def _shown(number: int | None) -> str:
 
 @contextlib.contextmanager
 def shown(folder: Path) -> Iterator[Callable[[], None]]:
-    """Prints what is new of the run while it is entered: a line for each step and, before the first one, for each new
-    state. What it gives is called often."""
+    """Shows the run while it is entered: on a terminal a table that is drawn anew, else a line for each step and,
+    before the first one, for each new state. What it gives is called often."""
+    from rich.live import Live
+
     print(f"run folder {folder}", flush=True)
     began_s, next_s = time.monotonic(), 0.0
+    live = Live(auto_refresh=False) if sys.stdout.isatty() else None
     lines = _Lines(folder)
 
     def show() -> None:
+        elapsed = f"{time.monotonic() - began_s:.0f} s"
         with contextlib.suppress(NoRun):  # the folder is gone: the launcher finds out what that means
-            lines.print_new(run_status(folder, count=False), f"{time.monotonic() - began_s:.0f} s")
+            status = run_status(folder, count=False)
+            if live is None:
+                lines.print_new(status, elapsed)
+            else:
+                live.update(_table(status, metrics(folder, last_bytes=_TAIL_BYTES), elapsed), refresh=True)
 
     def tick() -> None:
         nonlocal next_s
@@ -289,10 +301,28 @@ def shown(folder: Path) -> Iterator[Callable[[], None]]:
             show()
             next_s = time.monotonic() + REFRESH_S
 
-    try:
-        yield tick
-    finally:
-        show()
+    with live or contextlib.nullcontext():
+        try:
+            yield tick
+        finally:
+            show()
+
+
+def _table(status: RunStatus, records: Sequence[Mapping[str, float]], elapsed: str) -> "Group":
+    """The newest step with the share of all, the newest evaluation, and what each program does."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    newest = {REWARD in record: record for record in records}
+    done = newest.get(True, {}).get(STEP, 0.0)
+    head, programs = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    bar = "" if status.max_steps is None else ProgressBar(total=status.max_steps, completed=done, width=24)
+    head.add_row(elapsed, bar, _line_of(newest.get(True, {REWARD: 0.0, STEP: 0.0}), status.max_steps))
+    for process in status.processes:
+        programs.add_row(process.name, doing(process))
+    evaluated = [_line_of(newest[False], None)] if False in newest else []
+    return Group(head, *evaluated, programs)
 
 
 class _Lines:

@@ -1,7 +1,13 @@
 """What `grpo` shows of a run while it goes on."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +62,21 @@ def test_a_run_folder_that_is_removed_meanwhile_is_the_launchers_to_see(run: Pat
     with shown(run) as tick:
         shutil.rmtree(run)
         tick()
+
+
+def test_on_a_terminal_a_table_shows_the_newest_step_and_evaluation_and_what_each_program_does(run: Path) -> None:
+    write(run, EVALUATION, STEP)
+    says(run, "orch", "sampling", step=13)
+    code = f"from pathlib import Path; from grpo.status import shown\nwith shown(Path({str(run)!r})): pass"
+    reader, terminal = pty.openpty()
+    with os.fdopen(terminal, "wb") as screen:
+        environment = os.environ | {"COLUMNS": "160", "TERM": "xterm"}
+        subprocess.run([sys.executable, "-c", code], stdout=screen, check=True, env=environment, timeout=60)
+    drawn = b""
+    with contextlib.suppress(OSError):  # Linux says so when all has been read
+        while piece := os.read(reader, 65_536):
+            drawn += piece
+    os.close(reader)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())
+    for part in (*STEP_LINE.split("  "), *EVALUATION_LINE.split("  "), "sampling in step 13"):
+        assert part in text
