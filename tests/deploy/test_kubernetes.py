@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import subprocess
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.deploy.containers import start, substituted
 from tests.e2e.runs import END_S, Run
 from tests.transport.samples import free_port
 from transport.errors import START_AGAIN
+from transport.run import current_run_id
 
 VERSION = "1.32.0"
 TOPOLOGY = {
@@ -126,8 +128,8 @@ def test_a_run_of_ones_own_brings_its_file_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_the_containers_commands_train(tmp_path: Path) -> None:
-    words = ["--max_steps", "2", "--orch.batch_size", "32", "--orch.eval.num_examples", "0"]
+def test_the_containers_commands_killed_and_started_again_go_on_with_the_run(tmp_path: Path) -> None:
+    words = ["--max_steps", "3", "--orch.batch_size", "32", "--orch.eval.num_examples", "0"]
     words += ["--infer.num_threads", "1", "--train.num_threads", "1", "--train.ckpt.interval", "1"]
     one_machine = {"infer": {"replicas": 1}, "train": {"nodes": 2, "gpus": 1}, "env": {"replicas": 1}}
     run = load_run("quickstart", [*words, "--topology", json.dumps(one_machine), "--device", "cpu"])
@@ -139,21 +141,31 @@ def test_the_containers_commands_train(tmp_path: Path) -> None:
     hosts = ("quickstart-train-0.quickstart-train", "quickstart-infer", "quickstart-env-0")
     folder = tmp_path / "quickstart"
 
-    def started(stack: ExitStack) -> dict[str, subprocess.Popen[bytes]]:
+    def started(stack: ExitStack, number: int) -> dict[str, subprocess.Popen[bytes]]:
         found = {}
         for name in ("env-0", "infer", "train", "train-1", "orch"):
             argv = substituted(
                 commands[name.removesuffix("-1")], volume=("/outputs", tmp_path), names=names, hosts=hosts
             )
             more = {"VLLM_API_KEY": "a-secret-of-this-test", "GRPO_ENV_KEY": "another-secret-of-this-test"}
-            found[name] = start(stack, argv, tmp_path / f"{name}.log", **more)
+            found[name] = start(stack, argv, tmp_path / f"{name}.{number}.log", **more)
         return found
 
     with ExitStack() as stack:
-        programs = started(stack)
-        assert programs["orch"].wait(timeout=END_S) == 0, (tmp_path / "orch.log").read_text()
+        first, deadline = started(stack, 1), time.monotonic() + END_S
+        while not (folder / "broadcasts" / "step_000001").exists():
+            assert time.monotonic() < deadline, "\n".join(path.read_text()[-2000:] for path in tmp_path.glob("*.log"))
+            time.sleep(0.1)
+        for process in first.values():
+            process.kill()
+            process.wait()
+        run_id = current_run_id(folder)
+        time.sleep(1)  # until what they have started has ended with them
+        programs = started(stack, 2)
+        assert programs["orch"].wait(timeout=END_S) == 0, (tmp_path / "orch.2.log").read_text()
         assert [programs[name].wait(timeout=END_S) for name in ("train", "train-1")] == [0, 0]
-        assert [line["progress/step"] for line in Run(folder).steps] == [1, 2]
+        assert current_run_id(folder) == run_id
+        assert [line["progress/step"] for line in Run(folder).steps] == [1, 2, 3]
         for name in ("infer", "env-0"):
             programs[name].send_signal(signal.SIGTERM)
         assert [programs[name].wait(timeout=END_S) for name in ("infer", "env-0")] == [143, 143]
