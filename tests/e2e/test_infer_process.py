@@ -38,9 +38,13 @@ def children_with_engine(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def is_engine(pid: int) -> bool:
-    """Whether a server's child is its engine, by the name that vLLM gives it first."""
+    """Whether a server's child is its engine: it has the name that vLLM gives it, or, forked, the server's own words
+    for longer than a program that is about to be started."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return "EngineCore" in " ".join(psutil.Process(pid).cmdline())
+        child = psutil.Process(pid)
+        server, words, age_s = child.parent(), child.cmdline(), time.time() - child.create_time()
+        forked = server is not None and words == server.cmdline() and age_s > 0.3
+        return forked or "EngineCore" in " ".join(words)
     return False
 
 
