@@ -80,9 +80,19 @@ class EnvironmentServer:
                 if frame == GONE:
                     self._end(who, None)
                 elif frame != ALIVE:
-                    await session.process.socket.send(frame)
+                    await self._to_worker(session, frame)
         finally:
             watching.cancel()
+
+    async def _to_worker(self, session: _Session, frame: bytes) -> None:
+        """Waits for a worker that is still coming up. A session that ends meanwhile closes the socket, which cancels
+        the sending and not this task."""
+        try:
+            await session.process.socket.send(frame)
+        except (asyncio.CancelledError, zmq.ZMQError):
+            task = asyncio.current_task()
+            if session in self._sessions.values() or (task is not None and task.cancelling()):
+                raise
 
     async def close(self) -> None:
         """Listens no more, and ends all workers and what they started."""

@@ -14,6 +14,7 @@ import zmq.asyncio
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import ALIVE
 from orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
@@ -65,6 +66,22 @@ async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_
         assert [one.rewards for one in outcomes if isinstance(one, EpisodeResult)] == [{"policy": 2.0}] * 2
         crashed, beside = await asyncio.gather(rolled_out(one, "exit"), rolled_out(two, "on", "bye"))
         assert (reason(crashed), reason(beside)) == ("env_crashed", "")
+
+
+async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_server_to_others(env_file: Path) -> None:
+    env_id = f"{env_file}:Talk"
+    async with serving(env_id) as server:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
+            orchestrator.connect(server.address)
+            await orchestrator.send(ALIVE)
+            assert await asyncio.wait_for(orchestrator.recv(), 20) == ALIVE
+            await orchestrator.send(b"for the worker")
+            await asyncio.sleep(0.1)  # the server waits for the worker
+            [who] = server._sessions
+            server._end(who, None)
+        async with pool_at(server.address, env_id) as pool:
+            outcome = await rolled_out(pool, "on", "bye")
+            assert isinstance(outcome, EpisodeResult)
 
 
 async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_is_not_there_is_named(
