@@ -67,10 +67,12 @@ def _resources(part: Part) -> list[str]:
 def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     """Queues the run, and says so. Raises `SettingsError`, `RunFolderError`, and OSError where Slurm refuses."""
     train = run.train.settings
-    why = "is not set, and the programs reach each other over a network; set it: export X=$(openssl rand -hex 32)"
+    why = "is not set, and the programs reach each other over a network; set it: export {}=$(openssl rand -hex 32)"
     missing = [name for name in secrets(parts(run, Places()), run) if not os.environ.get(name)]
     if missing:
-        raise SettingsError([Problem(origin="environment", key=name, value=None, message=why) for name in missing])
+        raise SettingsError(
+            [Problem(origin="environment", key=name, value=None, message=why.format(name)) for name in missing]
+        )
     folder = open_run(train.output_dir, resume=train.resume, overwrite=train.overwrite_output_dir)
     (folder.path / "settings").mkdir(exist_ok=True)
     folder.logs.mkdir(exist_ok=True)

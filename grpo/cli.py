@@ -40,6 +40,8 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = UNREAD
+    except KeyboardInterrupt:
+        code = 130
     raise SystemExit(code)
 
 
@@ -66,8 +68,6 @@ def _answered(module: Any, options: argparse.Namespace) -> int:
     """The command's exit code; what a person can mend is told in a line."""
     try:
         return int(module.main(options))
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         raise
     except (CommandError, TransportError, OSError) as error:
