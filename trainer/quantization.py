@@ -306,18 +306,13 @@ def check_setting(folder: Path, stored: Stored | None, quantization: Quantizatio
 def _expected(format: Quantization, shape: Shape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The types and shapes of the tensors of a layer of `shape` that `dequantize` takes."""
     rows, columns = shape
+    blocks, byte, number = -(-rows * columns // NF4_BLOCK), torch.uint8, torch.float32
     if format == "nf4":
-        blocks = -(-rows * columns // NF4_BLOCK)
-        nested = (torch.float32, (-(-blocks // NF4_NESTED_BLOCK),))
-        codes = (torch.uint8, (rows * columns // 2,))
-        return {
-            "codes": codes,
-            "absmax": (torch.uint8, (blocks,)),
-            "nested_absmax": nested,
-            "offset": (torch.float32, ()),
-        }
+        nested = (number, (-(-blocks // NF4_NESTED_BLOCK),))
+        codes = (byte, (rows * columns // 2,))
+        return {"codes": codes, "absmax": (byte, (blocks,)), "nested_absmax": nested, "offset": (number, ())}
     if format == "fp8":
-        scale: tuple[int, ...] = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-        return {"codes": (torch.float8_e4m3fn, shape), "scale": (torch.float32, scale)}
-    scale, codes = (rows, columns // NVFP4_BLOCK), (torch.uint8, (rows, columns // 2))
-    return {"codes": codes, "scale": (torch.float8_e4m3fn, scale), "global_scale": (torch.float32, ())}
+        scale = (number, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
+        return {"codes": (torch.float8_e4m3fn, shape), "scale": scale}
+    scale = (torch.float8_e4m3fn, (rows, columns // NVFP4_BLOCK))
+    return {"codes": (byte, (rows, columns // 2)), "scale": scale, "global_scale": (number, ())}
