@@ -1,6 +1,5 @@
-"""README.md's commands, run as they stand there; the first one is in test_pipeline.py."""
+"""README.md's commands, run as they stand there; those of a run and of a comparison are in test_pipeline.py."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -33,16 +32,6 @@ def test_the_first_environment_is_learned(tmp_path: Path) -> None:
     assert summary["rollouts_trained"] == summary["rollouts_issued"] == 9 * 256
     # In 15 steps it goes from 0.01 to about 0.9; the mean of 256 rewards has a standard error of at most 0.03.
     assert summary["reward_last"] > summary["reward_first"] + 0.2
-
-
-def test_a_comparison_has_a_table_and_pictures(tmp_path: Path) -> None:
-    words = command("grpo compare quickstart --arms async")
-    words[words.index("--steps") + 1] = "2"
-    done(*words, "--output_dir", tmp_path / "compared", variables={"GRPO_ORCH_EVAL__NUM_EXAMPLES": "8"}, cwd=tmp_path)
-    arms = json.loads((tmp_path / "compared/summary.json").read_text())["arms"]
-    assert [arms[name]["mean"]["lag, largest"] for name in ("sync", "async")] == [0, 1]
-    assert (tmp_path / "compared/curves.png").exists()
-    assert (tmp_path / "compared/gantt.png").exists()
 
 
 def test_every_path_that_the_readme_names_is_there() -> None:
