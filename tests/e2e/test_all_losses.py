@@ -23,7 +23,7 @@ from tests.grpo.view.served import served
 from transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
-NUM_STEPS, BATCH_SIZE = 5, 64
+NUM_STEPS, BATCH_SIZE = 5, 32
 MODES = ("success", "wrong_format", "tool_spam", "wrong_answer")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
@@ -42,7 +42,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     """`grpo configs/all_channels --view`, for fewer steps, with weights by which they suffice; the page has answered
     meanwhile."""
     run = Run(tmp_path_factory.mktemp("all_channels") / "run")
-    words = ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
+    words = ["--max_steps", str(NUM_STEPS), "--orch.batch_size", str(BATCH_SIZE), "--orch.eval.num_examples", "24"]
     words += ["--train.loss.alpha_sdpo", "1", "--train.loss.beta_replay", "0.1"]
     command = [str(PROGRAMS / "grpo"), "configs/all_channels", "--output_dir", str(run.folder), "--view", *words]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

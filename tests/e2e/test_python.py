@@ -23,7 +23,7 @@ NUM_STEPS = 9
 SMALL = TRAIN.replace("steps=20", f"steps={NUM_STEPS}")
 ASKED = "print(run, len(run.metrics), len(run.evaluations), len(run.rollouts(2)), run.summary['steps'])"
 LEARNED = "print(run.summary['reward_last'] - run.summary['reward_first'])"
-EXPORT = "print(sorted(path.name for path in run.export('exported', step=1).iterdir())[:2])"
+EXPORT = "print(sorted(path.name for path in run.export('exported', step=5).iterdir())[:2])"
 OTHER = SMALL.replace("letters=4", "letters=3")
 CELLS = (
     *DEFINITIONS.strip().split("\n\n\n"),
