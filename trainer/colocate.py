@@ -72,8 +72,8 @@ def model_on(folder: Path, imported: ImportedBase, *, dtype: torch.dtype, attent
         )
     tensors = ImportedTensors(folder, imported, dtype)
     model = filled_model(tensors, dtype=dtype, attention=attention, device=tensors.device)
-    own = sorted(tensors.used - tensors.shared.keys())
-    log.info("base weights: %d tensors are the server's; read from disk: %s", len(tensors.shared), own or "none")
+    read = sorted(tensors.used - tensors.shared.keys())
+    log.info("base weights: %d tensors are the server's; read from disk: %s", len(tensors.shared), read or "none")
     return model
 
 
