@@ -13,11 +13,11 @@ import torch
 
 from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
-from trainer.checkpoint import Resumed, checkpoint_store, checkpoint_to_resume
+from trainer.checkpoint import CheckpointStore, Resumed, checkpoint_to_resume
 from trainer.colocate import imported_for
-from trainer.dequantized import publish_dequantized
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
 from trainer.errors import ExporterGone, ModelError, RankFailed
+from trainer.loading import publish_dequantized
 from trainer.loop import Trainer
 from trainer.low_precision import check_device
 from trainer.memory import keep_freed_memory
@@ -195,7 +195,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
     if not ranks.is_main:
         run_id, step = ranks.broadcast(None)
         run = RunFolder(path=path, run_id=run_id)
-        yield run, None if step is None else checkpoint_store(run).read(step)
+        yield run, None if step is None else CheckpointStore(run).read(step)
         return
     with only_one(path, "train"):
         run = open_run(path, resume=settings.resume, overwrite=settings.overwrite_output_dir)
