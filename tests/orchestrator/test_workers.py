@@ -61,6 +61,9 @@ async def waits(completion):
             except asyncio.CancelledError: pass
     if completion == "hold": time.sleep(1000)
     if completion == "pause": await asyncio.sleep(0.2)
+    if completion == "exit later":
+        await asyncio.sleep(0.1)
+        os._exit(3)
     if completion == "forge":
         [socket] = [one for one in gc.get_objects() if isinstance(one, zmq.asyncio.Socket)]
         await socket.send(b"\\xc1\\xc1")
@@ -129,6 +132,13 @@ async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
     async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
+
+
+async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_along_once(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
+        outcomes = await asyncio.gather(*(scored(pool, text) for text in ("exit later", "pause", "pause")))
+        assert [reason(one) for one in outcomes] == ["env_crashed", "", ""]
+        assert pool.num_restarted <= 3
 
 
 async def test_async_rewards_of_many_groups_run_at_the_same_time_and_plain_ones_in_threads(tmp_path: Path) -> None:
