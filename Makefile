@@ -35,14 +35,13 @@ define HINT
 @command -v bwrap >/dev/null || echo 'no bubblewrap here: $(1); install it with: apt-get install bubblewrap'
 endef
 
-# What needs a real vLLM runs two at a time; what does not, and mostly waits, three. Tests of one file share its runs.
+# Three at a time, since many wait more than they compute. Tests of one file share its runs.
 test: $(STAMP)
 	$(call HINT,tests of the sandbox are skipped)
 ifdef ARGS
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 else
-	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 3 --dist loadfile
-	$(BIN)/python -m pytest -m 'not gpu and e2e' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not gpu' -n 3 --dist loadfile --no-loadscope-reorder
 endif
 
 check: $(STAMP)

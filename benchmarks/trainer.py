@@ -1,6 +1,6 @@
 """The trainer's step beside TRL's on the same samples, and its time a token as the packed length grows.
 
-    python -m benchmarks.trainer [--check] [--dtype bfloat16] [--threads 2]
+    python -m benchmarks.trainer [--check] [--part trl|lengths] [--dtype bfloat16] [--threads 2]
 
 A random Qwen3 on the CPU: 4 layers of hidden size 256, a vocabulary of 151,936, LoRA 16 on all linear layers; 16
 samples in 2 groups of 8, prompts and completions log-normal with median 64 and at most 512 tokens. What a step is, and
@@ -191,20 +191,21 @@ def us_per_token(folder: str, *, dtype: str, num_threads: int) -> dict[int, floa
     return {length: statistics.median(times[length] for times in rounds) for length in PACKED_TOKENS}
 
 
-def measure(*, dtype: str, num_threads: int) -> dict[str, float]:
-    """All figures; tells TRL's trials as they come."""
-    options: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads}
-    with tempfile.TemporaryDirectory() as folder:
-        _in_a_process(save_model, Path(folder), dtype)
-        tried = trials(folder, **options)
-        for name, turns in tried.items():
-            for size, turn in turns.items():
-                speed = num_tokens(samples()[:GROUP]) / turn.seconds
-                print(f"TRL, {name}, {size} at a time: {speed:.0f} tokens/s, {turn.peak_bytes / 2**20:.0f} MiB")
-        best = {name: min(turns, key=lambda size: turns[size].seconds) for name, turns in tried.items()}
-        figures = comparison(compared(folder, best, **options))
-        times_us = us_per_token(folder, **options)
-    figures |= {f"us_per_token_{length}": time_us for length, time_us in times_us.items()}
+def beside_trl(folder: str, **options: Any) -> dict[str, float]:
+    """The figures of the comparison; tells TRL's trials as they come."""
+    tried = trials(folder, **options)
+    for name, turns in tried.items():
+        for size, turn in turns.items():
+            speed = num_tokens(samples()[:GROUP]) / turn.seconds
+            print(f"TRL, {name}, {size} at a time: {speed:.0f} tokens/s, {turn.peak_bytes / 2**20:.0f} MiB", flush=True)
+    best = {name: min(turns, key=lambda size: turns[size].seconds) for name, turns in tried.items()}
+    return comparison(compared(folder, best, **options))
+
+
+def by_length(folder: str, **options: Any) -> dict[str, float]:
+    """The figures of packed lengths."""
+    times_us = us_per_token(folder, **options)
+    figures = {f"us_per_token_{length}": time_us for length, time_us in times_us.items()}
     return figures | {"largest_to_smallest_us_per_token": max(times_us.values()) / min(times_us.values())}
 
 
@@ -214,15 +215,23 @@ def _in_a_process(work: Any, *arguments: Any) -> None:
     process.join()
 
 
+PARTS = {"trl": beside_trl, "lengths": by_length}
+
+
 def main() -> int:
     """The command."""
     command = parser(__doc__)
+    command.add_argument("--part", choices=tuple(PARTS), help="only this one; both take some ten minutes")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of model and computation")
     command.add_argument("--threads", type=int, default=os.cpu_count(), help="of every process")
     options = command.parse_args()
     print(f"{len(samples())} samples, {num_tokens(samples())} tokens; {options.dtype}, {options.threads} threads")
     print(f"{os.cpu_count()} cores, {platform.machine()}\n")
-    figures = measure(dtype=options.dtype, num_threads=options.threads)
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        _in_a_process(save_model, Path(folder), options.dtype)
+        for measure in (PARTS[options.part],) if options.part else PARTS.values():
+            figures |= measure(folder, dtype=options.dtype, num_threads=options.threads)
     return report("trainer", figures, TARGETS, check=options.check)
 
 

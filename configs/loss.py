@@ -36,8 +36,6 @@ class SdpoSettings(Section):
     the reverse. Near 0 and 1, but not at them, the divergence is small: that KL times the smaller share."""
     temperature: Temperature = 1.0
     """Both distributions are softened by this temperature before they are compared."""
-    top_k: PositiveInt | None = None
-    """Only the teacher's likeliest tokens, this many, are compared, renormalised (null: the whole vocabulary)."""
     token_clip: PositiveFloat | None = 10.0
     """Upper bound, in nats, of what one token of the vocabulary adds to a position's divergence (null: none)."""
     clip_by: Annotated[Literal["entry", "position"], OnlyWith("token_clip")] = "entry"

@@ -17,6 +17,8 @@ from deploy.teacher import why_not_started
 
 _BESIDE_FILES = (COMMAND_LINE, "environment variable")
 ALL_INTERFACES = "0.0.0.0"
+ANSWER_S = 600.0
+"""How long a command of an engine may take; SkyPilot makes machines meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,12 +205,14 @@ def secrets(parts: Sequence[Part], run: Run) -> tuple[str, ...]:
 
 
 def said_by(*command: str) -> str:
-    """What a command of an engine prints. Raises OSError where it is not there, ValueError where it fails."""
+    """What a command of an engine prints. Raises OSError where it is not there, fails, or does not answer in time."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:
         message = f"there is no {command[0]} here; give the command where the engine's own are, or see --dry-run"
         raise OSError(message) from None
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{command[0]} has not answered within {ANSWER_S:g} s; see whether the engine is up") from None
     if done.returncode:
-        raise ValueError(f"{command[0]}: {done.stderr.strip().rpartition(chr(10))[2]}")
+        raise OSError(f"{command[0]}: {done.stderr.strip().rpartition(chr(10))[2]}")
     return done.stdout.strip()

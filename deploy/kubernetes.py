@@ -85,7 +85,7 @@ def _yaml(*documents: Any) -> str:
 
 
 def submit(run: Run, target: str, overlay: str) -> str:
-    """Hands the run to the cluster that kubectl is set up for. Raises OSError and ValueError."""
+    """Hands the run to the cluster that kubectl is set up for. Raises OSError."""
     folder = Path(f"{run.train.settings.output_dir}-kubernetes")
     for path, text in files(run, target).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

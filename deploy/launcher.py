@@ -45,10 +45,7 @@ Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
     """Everything `grpo` does once the settings are loaded; the exit code."""
     try:
-        plan = resolve(asked)
-        for env in (*plan.orch.env, *plan.orch.eval.env):
-            if env.address is None:
-                check_id(env.id)
+        plan = checked(asked)
     except SettingsError as error:
         exit_with_problems(error)
     except UnknownEnvironment as error:
@@ -59,6 +56,15 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
         return 0
     hide_environment(key_variables(plan.orch.model_dump()))
     return run_plan(plan, show)
+
+
+def checked(asked: Run) -> Plan:
+    """What a run's settings come to. Raises `SettingsError`, and `UnknownEnvironment`, which are ValueErrors."""
+    plan = resolve(asked)
+    for env in (*plan.orch.env, *plan.orch.eval.env):
+        if env.address is None:
+            check_id(env.id)
+    return plan
 
 
 def run_plan(plan: Plan, show: Show) -> int:
@@ -167,7 +173,9 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
             name = f"{role}.{number}" if len(ports) > 1 else role
-            gpus = plan.gpus.get(role, ())[number :: len(ports)]
+            gpus = plan.gpus.get(role, ())
+            num_gpus = len(gpus) // len(ports)
+            gpus = gpus[number * num_gpus : (number + 1) * num_gpus]
             programs.append(
                 Program(
                     role=name,

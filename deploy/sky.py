@@ -55,7 +55,7 @@ def _task(run: Run, part: Part, name: str, mounts: dict[str, str], names: tuple[
 
 
 def submit(run: Run, target: str) -> str:
-    """Hands the group to SkyPilot. Raises OSError and ValueError."""
+    """Hands the group to SkyPilot. Raises OSError."""
     file = Path(f"{run.train.settings.output_dir}-sky.yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(group(run, target), encoding="utf-8")

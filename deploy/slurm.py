@@ -70,9 +70,8 @@ def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     why = "is not set, and the programs reach each other over a network; set it: export {}=$(openssl rand -hex 32)"
     missing = [name for name in secrets(parts(run, Places()), run) if not os.environ.get(name)]
     if missing:
-        raise SettingsError(
-            [Problem(origin="environment", key=name, value=None, message=why.format(name)) for name in missing]
-        )
+        problems = [Problem(origin="environment", key=n, value=None, message=why.format(n)) for n in missing]
+        raise SettingsError(problems)
     folder = open_run(train.output_dir, resume=train.resume, overwrite=train.overwrite_output_dir)
     (folder.path / "settings").mkdir(exist_ok=True)
     folder.logs.mkdir(exist_ok=True)
@@ -88,7 +87,7 @@ def state(folder: Path) -> str | None:
     try:
         number = (folder / "settings" / JOB_FILE).read_text()
         said = said_by("squeue", "--noheader", f"--jobs={number}", "--format=%i %T %M %N %r")
-    except (FileNotFoundError, ValueError):
+    except OSError:  # nothing was queued, or Slurm does not know the job any more
         return None
     return said or None
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from configs.errors import SettingsError, exit_with_problems
 from grpo.errors import CommandError
-from transport.errors import TransportError
+from transport.errors import RunFolderError, TransportError
 from transport.parent import end_with_starter
 
 COMMANDS = {
@@ -27,6 +28,7 @@ COMMANDS = {
     "compare": ("grpo.compare", "the same training with different settings, compared in a table and pictures"),
 }
 """Commands besides `run`: the module that answers, and what it does."""
+_NOT_THERE = (FileNotFoundError, RunFolderError)
 UNREAD = 141
 """The exit code of a command whose output nobody reads any more, as in `grpo … | head`: 128 + SIGPIPE."""
 
@@ -65,14 +67,21 @@ def _command(argv: list[str]) -> int:
 
 
 def _answered(module: Any, options: argparse.Namespace) -> int:
-    """The command's exit code; what a person can mend is told in a line."""
+    """The command's exit code; what a person can mend is told in a line: 2 for what was asked wrongly, 1 for what
+    failed."""
     try:
         return int(module.main(options))
     except BrokenPipeError:
         raise
-    except (CommandError, TransportError, OSError) as error:
+    except SettingsError as error:
+        exit_with_problems(error)
+    except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, CommandError) else 1
+        return error.exit_code
+    except (ValueError, TransportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        failed = isinstance(error, (TransportError, OSError)) and not isinstance(error, _NOT_THERE)
+        return 1 if failed else 2
 
 
 def _run(argv: list[str]) -> int:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from configs.errors import SettingsError
 from configs.run import load_run
-from deploy.plan import resolve
+from deploy.launcher import checked
 from grpo.errors import CommandError
 from grpo.handle import GRPO
 from grpo.run_files import SUMMARY_FILE, read
@@ -168,8 +167,8 @@ def _check_settings(runs: Sequence[Run]) -> None:
     for run in {run.arm: run for run in runs}.values():
         is_named = bool(run.words) and not run.words[0].startswith("--")
         try:
-            plan = resolve(load_run(run.words[0] if is_named else None, run.words[is_named:]))
-        except SettingsError as error:
+            plan = checked(load_run(run.words[0] if is_named else None, run.words[is_named:]))
+        except ValueError as error:
             raise CannotCompare(f"arm {run.arm} has settings that cannot be honoured:\n{error}") from error
         settings = plan.effective().replace(str(run.folder), "")
         if same := [arm for arm, one in effective.items() if one == settings]:

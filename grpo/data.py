@@ -5,14 +5,12 @@ import inspect
 import logging
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from configs.errors import SettingsError
 from configs.orch import OrchSettings
 from configs.run import load_part, presets
 from orchestrator.envs.data.environment import Dataset
@@ -20,7 +18,6 @@ from orchestrator.envs.data.files import Refused
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import messages_of
 from orchestrator.sandbox.records import SandboxMissing
-from transport.importing import NotFound
 from transport.weights.identity import resolve_model
 
 EPILOG = """\
@@ -51,17 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints the data set of each environment, and returns the exit code."""
     logging.getLogger("orchestrator").setLevel(logging.ERROR)  # what is left out is told below
-    try:
-        asked, model, longest = _asked(options)
-        renderer, code = _renderer(model, needed=options.model is not None), 0
-        for args in asked:
+    asked, model, longest = _asked(options)
+    renderer, code = _renderer(model, needed=options.model is not None), 0
+    for args in asked:
+        try:
             dataset = Dataset(**{**args, "skip_refused": True})
-            print("\n".join(_told(dataset, args["path"], renderer, longest, options)))
-            code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
-        return code
-    except (ValueError, TypeError, OSError, SettingsError, NotFound, SandboxMissing) as error:
-        print(f"grpo data: {error}", file=sys.stderr)
-        return 2
+        except (TypeError, SandboxMissing, OSError) as error:
+            raise ValueError(str(error)) from error
+        print("\n".join(_told(dataset, args["path"], renderer, longest, options)))
+        code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
+    return code
 
 
 def _asked(options: argparse.Namespace) -> tuple[Sequence[Mapping[str, Any]], str | None, int | None]:

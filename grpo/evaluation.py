@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from configs.errors import SettingsError
 from configs.infer import InferSettings
 from configs.loading import load
 from configs.orch import OrchSettings
+from grpo.errors import CommandError
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, free_port, served
 from grpo.sources import env_settings
@@ -34,7 +33,6 @@ from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
-from transport.errors import TransportError
 from transport.http import Choice
 from transport.run import RUN_FILE, recorded_settings
 from transport.weights.identity import resolve_model
@@ -148,20 +146,11 @@ def evaluate(
 
 def main(options: argparse.Namespace) -> int:
     """Prints the figures of each environment, and returns the exit code."""
+    target = find_target(options.target, options.step)
     try:
-        target = find_target(options.target, options.step)
-        orch, infer = settings_of(target, options)
-    except (SettingsError, ValueError, OSError, TransportError) as error:
-        print(f"grpo evaluate: {error}", file=sys.stderr)
-        return 2
-    try:
-        evaluation = _figures(target, orch, infer)
-    except (ServerError, EnvironmentFailed, TransportError, ValueError, OSError) as error:
-        print(f"grpo evaluate: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    _print(target, evaluation, options)
+        _print(target, _figures(target, *settings_of(target, options)), options)
+    except (ServerError, EnvironmentFailed) as error:
+        raise CommandError(str(error)) from error
     return 0
 
 

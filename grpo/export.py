@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import math
 import shutil
 from collections.abc import Sequence
@@ -148,6 +149,7 @@ def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, fl
     from infer.canary import tolerance_of
 
     disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT looks for kernels of it that nobody needs here
     canary = version.canary
     computed = canary.dtype if kind == "adapter" else dtype
     source = version.base if kind == "adapter" else folder

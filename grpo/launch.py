@@ -1,15 +1,11 @@
 """`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from configs.errors import SettingsError, exit_with_problems
 from configs.run import Run, load_run
 from deploy import cluster, kubernetes, sky, slurm
-from grpo.errors import NoRun
 from grpo.status import run_status, shown, text
-from transport.errors import RunFolderError
 from transport.run import current_run_id
 from transport.status import FINISHED
 
@@ -32,21 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    try:
-        run = load_run(options.run, options.others)
-        cluster.check(run)
-        if options.inside:
-            return slurm.inside(run, options.run, shown)
-        on = {"slurm": _on_slurm, "kubernetes": _on_kubernetes, "sky": _on_sky}[options.on]
-        print(on(run, options))
-    except SettingsError as error:
-        exit_with_problems(error)
-    except (RunFolderError, NoRun) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    run = load_run(options.run, options.others)
+    cluster.check(run)
+    if options.inside:
+        return slurm.inside(run, options.run, shown)
+    on = {"slurm": _on_slurm, "kubernetes": _on_kubernetes, "sky": _on_sky}[options.on]
+    print(on(run, options))
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from grpo.handle import Run
 from grpo.run_files import REWARD, STEP, metrics
 from grpo.version import Version, settings_of
+from transport.run import recorded_settings
 
 CURVE_FILE = "curve.png"
 _TRAIN = (
@@ -27,10 +28,13 @@ _NUM_ROWS = 10
 def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[str, float]) -> None:
     """Writes the card and its picture. `figures` are those of the proof."""
     run, step, spec = Run(version.run), version.manifest.version, version.manifest.spec
-    train, orch = settings_of(version.run, "train"), settings_of(version.run, "orch")
-    run.plot().savefig(folder / CURVE_FILE)
+    train, orch = settings_of(version.run, "train"), recorded_settings(version.run, "orch") or {}
+    rewards = _rewards(version.run, step)
+    if rewards:
+        run.plot().savefig(folder / CURVE_FILE)
     base = Path(version.base_name).name if Path(version.base_name).exists() else version.base_name
-    environments = ", ".join(str(one.get("id") or one.get("address")) for one in orch.get("env", []))
+    environments = [str(one.get("id") or one.get("address")) for one in orch.get("env", [])]
+    how = f"reinforcement learning on {', '.join(environments)}" if environments else "supervised learning"
     settings = {key: train[key] for key in _TRAIN if train.get(key) is not None}
     settings |= {key: orch[key] for key in _ORCH if orch.get(key) is not None}
     if spec.quantization:
@@ -40,10 +44,10 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
     what = "A LoRA adapter for" if kind == "adapter" else "A model trained from"
     parts = [
         _front_matter(base, kind),
-        f"# {base}, trained on {environments}\n",
-        f"{what} `{base}`: version {step} of a run of `grpo`, reinforcement learning on {environments}.\n",
-        f"![Reward by step]({CURVE_FILE})\n",
-        _table(("step", "mean reward"), _rewards(version.run, step)),
+        f"# {base}, trained by {how}\n",
+        f"{what} `{base}`: version {step} of a run of `grpo`, {how}.\n",
+        f"![Reward by step]({CURVE_FILE})\n" if rewards else "",
+        _table(("step", "mean reward"), rewards) if rewards else "",
         "## Settings\n",
         _table(("setting", "value"), [(key, _shown(value)) for key, value in settings.items()]),
         _evaluations(version.run),

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from configs.errors import SettingsError, exit_with_problems
+from configs.errors import SettingsError
 from configs.loading import load, value_at
 from configs.train import TrainSettings
 from deploy.launcher import explain
@@ -34,7 +34,6 @@ from transport.batches.channel import open_sender
 from transport.batches.filesystem import BatchSender
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
-from transport.errors import RunFolderError, StorageError
 from transport.folders import step_folder, steps_in
 from transport.hidden import key_variables
 from transport.records import TrainingSample
@@ -90,31 +89,21 @@ def _positive(text: str) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
-    try:
-        settings = settings_of(options.config, options.others)
-        model = resolve_model(settings.model)
-        if options.data.is_dir():
-            found = rollouts_of(options.data, ChatRenderer.of_model(model), min_reward=options.min_reward)
-        else:
-            found = examples_of(rows_of(options.data, prompt=options.prompt, answer=options.answer), model)
-        examples = fitting(found, sequence_len=settings.sequence_len)
-        if settings.max_steps == -1:
-            num_steps = -(-len(examples) * options.epochs // options.batch_size)
-            settings = settings_of(options.config, [*options.others, "--max_steps", str(num_steps)])
-    except SettingsError as error:
-        exit_with_problems(error)
-    except (BadData, ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    settings = settings_of(options.config, options.others)
+    model = resolve_model(settings.model)
+    if options.data.is_dir():
+        found = rollouts_of(options.data, ChatRenderer.of_model(model), min_reward=options.min_reward)
+    else:
+        found = examples_of(rows_of(options.data, prompt=options.prompt, answer=options.answer), model)
+    examples = fitting(found, sequence_len=settings.sequence_len)
+    if settings.max_steps == -1:
+        num_steps = -(-len(examples) * options.epochs // options.batch_size)
+        settings = settings_of(options.config, [*options.others, "--max_steps", str(num_steps)])
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        try:
-            stack.enter_context(only_one(settings.output_dir, "launcher"))
-            run = open_run(settings.output_dir, resume=settings.resume, overwrite=settings.overwrite_output_dir)
-            StepStore(run.batches, run_id=run.run_id).remove_finished()
-        except (RunFolderError, StorageError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        stack.enter_context(only_one(settings.output_dir, "launcher"))
+        run = open_run(settings.output_dir, resume=settings.resume, overwrite=settings.overwrite_output_dir)
+        StepStore(run.batches, run_id=run.run_id).remove_finished()
         transport = settings.rollout_transport.model_dump()
         sender = stack.enter_context(open_sender(run, num_ranks=settings.gpus, **transport))
         feed = Feed(examples, settings, run, sender, batch_size=options.batch_size)

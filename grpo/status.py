@@ -24,6 +24,7 @@ from transport.status import FAILED, FINISHED
 if TYPE_CHECKING:
     from rich.console import Group
 
+_NOT_STARTED = "not started"
 ROLES = ("infer", "orch", "train")
 TEACHER = "teacher"
 """The server of a teacher is there only in runs that start one."""
@@ -148,9 +149,12 @@ def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Itera
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, Said)) is not None}
         if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
-            joined, state = programs.get(role, {}), "joined" if role in programs else "not started"
-            alive = Said(state=state, pid=joined.get("pid"), host=joined.get("host")).alive
-            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.get("pid"), alive=alive)
+            joined = programs.get(role, {})
+            alive = Said(state="joined", **{key: joined.get(key) for key in ("pid", "host", "started")}).alive
+            if role not in programs or alive is False:  # that of an earlier start
+                yield ProcessStatus(name=f"grpo-{role}", state=_NOT_STARTED)
+            else:
+                yield ProcessStatus(name=f"grpo-{role}", state="joined", pid=joined.get("pid"), alive=alive)
         for name, one in said.items():
             more = name.removesuffix(".json").removeprefix(role).removeprefix(".")
             more = more.replace("_", ":" if role == "infer" else " ")
@@ -169,12 +173,12 @@ def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Itera
 def _state(processes: Sequence[ProcessStatus]) -> str:
     by_name = {process.name: process for process in processes}
     orch, train = by_name["grpo-orch"], by_name["grpo-train"]
-    if orch.state == train.state == FINISHED:
+    if train.state == FINISHED and orch.state in (FINISHED, _NOT_STARTED):  # a supervised stage has no orchestrator
         return FINISHED
     # A server may go: others may be left, and the orchestrator says where none is.
     if any(process.failed for process in processes if not process.name.startswith(_REPLACEABLE)):
         return FAILED
-    return "starting" if {orch.state, train.state} & {"not started", "joined"} else "running"
+    return "starting" if {orch.state, train.state} & {_NOT_STARTED, "joined"} else "running"
 
 
 def _ledger(folder: Path) -> tuple[dict[str, int] | None, list[int]]:

@@ -37,7 +37,7 @@ def guarded(app: ASGIApp, *, key: str | None, host: str, key_var: str) -> ASGIAp
 def _without_key(headers: Mapping[str, str], path: str, key: str) -> str | None:
     """Every route but /health asks for `Authorization: Bearer KEY`."""
     scheme, _, sent = headers.get("authorization", "").partition(" ")
-    right = secrets.compare_digest(sent.strip().encode(), key.encode())
+    right = secrets.compare_digest(sent.strip().encode("latin-1"), key.encode())
     if path in OPEN_PATHS or (scheme.lower() == "bearer" and right):
         return None
     return "this server asks for its API key: send Authorization: Bearer KEY"

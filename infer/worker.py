@@ -15,11 +15,8 @@ class PolicyWorker:
     """What the engine asks of a worker by `collective_rpc`."""
 
     def install_ours(self, on_cpu: bool, lora: bool, norms: Sequence[str]) -> dict[str, int]:
-        """Puts our parts in the place of vLLM's, once the model is loaded.
-
-        `norms` are candidates of norm weights that can carry noise, where it is served. Returns the sizes of those that
-        can.
-        """
+        """Puts our parts in the place of vLLM's, once the model is loaded. `norms` are candidates of norm weights that
+        can carry noise, where it is served. Returns the sizes of those that can."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         model: Any = self.get_model()  # type: ignore[attr-defined]
         if on_cpu:

@@ -6,8 +6,30 @@ import os
 # here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import hypothesis
+import pytest
 
 # Two shared cores: an example that takes long says nothing about the code.
 hypothesis.settings.register_profile("grpo", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("grpo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests start servers, which compute, are spread among the others, which mostly wait: so the cores are
+    busy from the first test to the last one."""
+    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
+    heavy = [tests for tests in files if any(item.get_closest_marker("e2e") for item in tests)]
+    light = [tests for tests in files if tests not in heavy]
+    items[:] = [item for tests in _spread(heavy, light) for item in tests]
+
+
+def _spread(heavy: list[list[pytest.Item]], light: list[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
+    """As many light ones after each heavy one; a few of them are left for the end."""
+    each = len(light) // (len(heavy) + 1)
+    for number, tests in enumerate(heavy):
+        yield tests
+        yield from light[number * each : (number + 1) * each]
+    yield from light[len(heavy) * each :]

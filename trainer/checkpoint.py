@@ -3,7 +3,7 @@ which one a run goes on.
 
 One safetensors file for each part of the state, `manifest.json` with everything else, and `STABLE`, written last, with
 the manifest's digest. The folder appears whole or not at all, and is never written twice. Tensors are whole, so that
-any number of ranks can go on from them. torch.distributed.checkpoint is not used: its metadata are a pickle.
+any number of ranks can go on from them (why not torch.distributed.checkpoint: docs/checkpoints.md).
 """
 
 import logging
@@ -119,10 +119,10 @@ def _check_same(policy: Policy, tensors: Mapping[str, torch.Tensor], what: str) 
 
 
 class CheckpointStore:
-    """The checkpoints of one run below `folder`. One process writes; others may read."""
+    """The checkpoints of one run. One process writes; others may read."""
 
-    def __init__(self, folder: Path, *, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
+    def __init__(self, run: RunFolder) -> None:
+        self._folder, self._run_id = run.checkpoints, run.run_id
 
     def path(self, step: int) -> Path:
         """Returns where the checkpoint of `step` is, or would be."""
@@ -180,27 +180,16 @@ def _file(tensors: Mapping[str, torch.Tensor]) -> Content:
     return lambda: (save(dict(sorted(tensors.items()))),)
 
 
-def checkpoint_store(run: RunFolder) -> CheckpointStore:
-    """Returns the checkpoints of a run."""
-    return CheckpointStore(run.checkpoints, run_id=run.run_id)
-
-
 def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: AbstractSet[str]) -> Resumed | None:
     """Returns the newest checkpoint, or the one that `ckpt.resume_step` names; None where there is none yet: the seed
     determines the state that the run began with. `changed` are the keys of settings that differ from the earlier start.
 
     What came after the checkpoint is set aside where the run goes back to it, or where the settings train it otherwise.
-    Raises `ResumeError` where there is no such checkpoint, and `RunFolderError` where the orchestrator is at work on
-    what came after it.
+    Raises `RunFolderError` where there is no such checkpoint, or the orchestrator is at work on what came after it.
     """
-    store, asked = checkpoint_store(run), settings.ckpt.resume_step
+    store, asked = CheckpointStore(run), settings.ckpt.resume_step
     store.remove_leftovers()
     steps = store.steps()
-    if asked is not None and asked not in (-1, *steps):
-        raise ResumeError(
-            f"ckpt.resume_step is {asked}, and the run in {run.path} has checkpoints of "
-            f"{f'the steps {steps}' if steps else 'no step'}; name one of those, or -1 for the newest"
-        )
     step = max(steps, default=0) if asked is None or asked == -1 else asked
     found = store.read(step) if step in steps else None
     if found is not None:
@@ -241,7 +230,7 @@ class Checkpointing:
         status: StatusFile,
     ) -> None:
         """A checkpoint may take `wait_timeout_s` seconds more where it is waited for."""
-        self._settings, self._ckpt, self._store = settings, settings.ckpt, checkpoint_store(run)
+        self._settings, self._ckpt, self._store = settings, settings.ckpt, CheckpointStore(run)
         self._state, self._base_model = state, base_model
         self._ranks, self._status = ranks, status
         waits_for = "a checkpoint to be written; see whether its disk answers, or raise wait_timeout_s"

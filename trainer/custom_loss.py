@@ -2,7 +2,6 @@
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +14,7 @@ from trainer.metrics import Mean, Sum
 from transport.importing import NotFound, find
 
 
-@dataclass(frozen=True, slots=True)
-class LossFunction:
-    """The user's function."""
-
-    location: str
-    """As `import_path` names it."""
-    call: Callable[[PolicyTokens], Any]
-
-
-def loss_function(import_path: str) -> LossFunction:
+def loss_function(import_path: str) -> Callable[[PolicyTokens], Any]:
     """Returns what `loss.import_path` names. Raises `LossError` where that is no function."""
     try:
         found = find(import_path, setting="loss.import_path")
@@ -34,44 +24,40 @@ def loss_function(import_path: str) -> LossFunction:
         raise LossError(f"loss.import_path = {import_path!r} cannot be imported: {_where(error)}") from error
     if not callable(found):
         raise LossError(f"loss.import_path = {import_path!r} is {found!r}, expected a function of the step's tokens")
-    return LossFunction(import_path, found)
+    return found  # type: ignore[no-any-return]
 
 
-def custom_loss(function: LossFunction, tokens: PolicyTokens, settings: LossSettings, counts: StepCounts) -> Loss:
+def custom_loss(
+    function: Callable[[PolicyTokens], Any], tokens: PolicyTokens, settings: LossSettings, counts: StepCounts
+) -> Loss:
     """Returns -Σ w · (-loss_t + entropy_tau · entropy_t) of the user's `loss_t` [K], with `token_weights` for w, and
     metrics, the user's own among them as means over the loss tokens. Raises `LossError` where what was returned has
     other shapes, or does not depend on the log-probabilities."""
+    who = f"loss.import_path = {settings.import_path!r}"
     try:
-        returned = function.call(tokens)
+        returned = function(tokens)
     except Exception as error:
-        raise LossError(f"loss.import_path = {function.location!r} raised {_where(error)}") from error
+        raise LossError(f"{who} raised {_where(error)}") from error
     losses, own = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    for name, values in {"its loss": losses, **_named(function, own)}.items():
+    if not isinstance(own, Mapping) or not all(str(name).isidentifier() for name in own):
+        raise LossError(f"{who} returned {own!r:.80} as metrics, expected a dict of names like `my_kl` to tensors")
+    for name, values in {"its loss": losses, **{f"its metric {name}": values for name, values in own.items()}}.items():
         if not isinstance(values, torch.Tensor) or values.shape != tokens.logprobs.shape:
             shown = f"a tensor of shape {list(values.shape)}" if isinstance(values, torch.Tensor) else repr(values)[:80]
             raise LossError(
-                f"loss.import_path = {function.location!r}: {name} is {shown}, expected one number for each token, "
-                f"shape {list(tokens.logprobs.shape)}; return losses before they are summed"
+                f"{who}: {name} is {shown}, expected one number for each token, shape {list(tokens.logprobs.shape)}; "
+                "return losses before they are summed"
             )
     if not losses.requires_grad:
         raise LossError(
-            f"loss.import_path = {function.location!r} returned a loss without gradient, which would train nothing; "
-            "compute it from tokens.logprobs, not detached"
+            f"{who} returned a loss without gradient, which would train nothing; compute it from tokens.logprobs, not "
+            "detached"
         )
     per_token = losses - settings.entropy_tau * tokens.entropies if settings.entropy_tau else losses
     loss = (token_weights(tokens, counts, settings) * per_token).sum()
     count = number_of(tokens.logprobs)
     metrics = {f"policy/custom_{name}": Mean(values.detach().sum(), count) for name, values in own.items()}
     return loss, metrics | {"loss/policy": Sum(loss.detach())} | mismatch_metrics(tokens)
-
-
-def _named(function: LossFunction, own: Any) -> Mapping[str, Any]:
-    if not isinstance(own, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in own):
-        raise LossError(
-            f"loss.import_path = {function.location!r} returned {own!r:.80} as metrics, expected a dict of names "
-            "(letters, digits and _) to tensors"
-        )
-    return {f"its metric {name}": values for name, values in own.items()}
 
 
 def _where(error: Exception) -> str:

@@ -1,15 +1,16 @@
 """Generalized Jensen–Shannon divergence between two next-token distributions, fused with the LM head.
 
-Legend: `K` positions, `H` hidden size, `V` vocabulary, `k` the positions of a chunk, `n` the tokens that are compared:
-`V`, or the teacher's `top_k`. The logits of a chunk of positions exist, in forward and in backward, never [K, V].
+Legend: `K` positions, `H` hidden size, `V` vocabulary, `k` the positions of a chunk. The logits of a chunk of positions
+exist, in forward and in backward, never [K, V].
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from configs.loss import SdpoSettings
 from trainer.lm_head import accum_dtype, add_product, blocks, scaled_logits
 from trainer.matmul import product
 
@@ -21,12 +22,8 @@ def generalized_jsd(
     student_hidden: torch.Tensor,
     teacher_hidden: torch.Tensor,
     weight: torch.Tensor,
+    settings: SdpoSettings,
     *,
-    beta: float,
-    temperature: float,
-    top_k: int | None,
-    token_clip: float | None = None,
-    clip_by: Literal["entry", "position"] = "entry",
     teacher_weight: torch.Tensor | None = None,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,28 +41,15 @@ def generalized_jsd(
     has no gradient where it was.
 
     `student_hidden` and `teacher_hidden` are [K, H], `weight` is the LM head's [V, H], and `teacher_weight` the
-    teacher's where it has another. With `top_k` both distributions are renormalised over the teacher's so many
-    likeliest tokens. Differentiable in `student_hidden` and in `weight` as the student's head, at no cost for what
-    needs no gradient; the teacher has none.
+    teacher's where it has another. Differentiable in `student_hidden` and in `weight` as the student's head, at no cost
+    for what needs no gradient; the teacher has none.
     """
     with_gradient = torch.is_grad_enabled() and student_hidden.requires_grad
     heads = weight, weight.detach() if teacher_weight is None else teacher_weight.detach()
     chunk = max(1, logits_at_once // len(weight))
-    clip = math.inf if token_clip is None else token_clip
-    comparison = _Comparison(
-        beta, temperature, None if top_k is None else min(top_k, len(weight)), clip, clip_by == "entry"
-    )
-    inputs = (student_hidden, teacher_hidden.detach(), *heads, comparison, chunk, with_gradient)
+    inputs = (student_hidden, teacher_hidden.detach(), *heads, settings, chunk, with_gradient)
     divergences, clipped = _GeneralizedJsd.apply(*inputs)  # type: ignore[no-untyped-call]
     return divergences, clipped
-
-
-class _Comparison(NamedTuple):
-    beta: float
-    temperature: float
-    top_k: int | None
-    clip: float
-    by_entry: bool
 
 
 class _GeneralizedJsd(torch.autograd.Function):
@@ -79,7 +63,7 @@ class _GeneralizedJsd(torch.autograd.Function):
         teacher_hidden: torch.Tensor,
         weight: torch.Tensor,
         teacher_weight: torch.Tensor,
-        comparison: _Comparison,
+        settings: SdpoSettings,
         chunk: int,
         with_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,13 +72,13 @@ class _GeneralizedJsd(torch.autograd.Function):
         slopes = torch.empty_like(student_hidden) if with_gradient else None
         for part in blocks(len(student_hidden), chunk):
             hidden = student_hidden[part], teacher_hidden[part]
-            divergences[part], logit_slopes, clipped[part] = _chunk(*hidden, weight, teacher_weight, comparison)
+            divergences[part], logit_slopes, clipped[part] = _chunk(*hidden, weight, teacher_weight, settings)
             if slopes is not None:
                 slopes[part] = product(logit_slopes.to(weight.dtype), weight)
             del logit_slopes  # before the next chunk needs the memory
         kept = (student_hidden, teacher_hidden, weight, teacher_weight) if ctx.needs_input_grad[2] else ()
         ctx.save_for_backward(slopes, *kept)
-        ctx.options = {"comparison": comparison, "chunk": chunk}
+        ctx.options = {"settings": settings, "chunk": chunk}
         ctx.mark_non_differentiable(clipped)
         return divergences, clipped
 
@@ -114,14 +98,14 @@ def _weight_gradient(
     weight: torch.Tensor,
     teacher_weight: torch.Tensor,
     *,
-    comparison: _Comparison,
+    settings: SdpoSettings,
     chunk: int,
 ) -> torch.Tensor:
     """[V, H] Σ_k grad · slope ⊗ hidden, summed up wide."""
     total = torch.zeros_like(weight, dtype=accum_dtype(weight.dtype))
     for part in blocks(len(student_hidden), chunk):
         hidden = student_hidden[part], teacher_hidden[part]
-        _, slopes, _ = _chunk(*hidden, weight, teacher_weight, comparison)
+        _, slopes, _ = _chunk(*hidden, weight, teacher_weight, settings)
         slopes.mul_(grad[part, None])
         for tokens in blocks(len(weight), max(1, slopes.numel() // weight.shape[1])):
             add_product(total[tokens], slopes[:, tokens].T, student_hidden[part])
@@ -134,32 +118,16 @@ def _chunk(
     teacher_hidden: torch.Tensor,
     weight: torch.Tensor,
     teacher_weight: torch.Tensor,
-    comparison: _Comparison,
+    settings: SdpoSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[k] divergences, [k, V] their derivatives by the student's logits before the temperature, [k] where clipped."""
-    student = scaled_logits(student_hidden, weight, comparison.temperature)
-    teacher = scaled_logits(teacher_hidden, teacher_weight, comparison.temperature)
-    compared = None
-    if comparison.top_k is not None:
-        teacher, compared = teacher.topk(comparison.top_k, dim=1)
-        student = student.gather(1, compared)
-    divergences, slopes, clipped = _divergence(student.log_softmax(dim=1), teacher.log_softmax(dim=1), comparison)
-    slopes.div_(comparison.temperature)
-    if compared is not None:
-        slopes = slopes.new_zeros(len(slopes), len(weight)).scatter_(1, compared, slopes)
-    return divergences, slopes, clipped
+    """[k] divergences, [k, V] their derivatives by the student's logits before the temperature, [k] where clipped.
 
-
-def _divergence(
-    student: torch.Tensor, teacher: torch.Tensor, comparison: _Comparison
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[k] divergences, [k, n] their derivatives by the student's scaled logits, and [k] where clipped, from
-    log-probabilities [k, n], which are overwritten.
-
-    With q the student, p the teacher and g the derivative of a token's term by its q, the derivative is
-    q g - q Σ q g; g is 0 for terms that are clipped.
+    With q the student, p the teacher and g the derivative of a token's term by its q, the derivative by a scaled logit
+    is q g - q Σ q g; g is 0 for terms that are clipped.
     """
-    beta, clip = comparison.beta, comparison.clip
+    beta, clip = settings.beta, math.inf if settings.token_clip is None else settings.token_clip
+    student = scaled_logits(student_hidden, weight, settings.temperature).log_softmax(dim=1)
+    teacher = scaled_logits(teacher_hidden, teacher_weight, settings.temperature).log_softmax(dim=1)
     gap = teacher - student
     q, p = student.exp_(), teacher.exp_()
     if beta == 0:
@@ -171,7 +139,7 @@ def _divergence(
         student_over_m, teacher_over_m = _log_over_mixture(gap, beta)
         slopes = student_over_m.mul_(q).mul_(1 - beta)
         terms = teacher_over_m.mul_(p).mul_(beta).add_(slopes)
-    if comparison.by_entry and clip < math.inf:
+    if settings.clip_by == "entry" and clip < math.inf:
         above = terms > clip
         terms.clamp_(max=clip)
         slopes.masked_fill_(above, 0.0)
@@ -181,11 +149,12 @@ def _divergence(
         clipped = divergences > clip
         divergences = torch.where(clipped, clip, divergences)
         slopes.masked_fill_(clipped[:, None], 0.0)
-    return divergences, slopes.sub_(q.mul_(slopes.sum(dim=1, keepdim=True))), clipped
+    slopes.sub_(q.mul_(slopes.sum(dim=1, keepdim=True))).div_(settings.temperature)
+    return divergences, slopes, clipped
 
 
 def _log_over_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """log(student / M) and log(teacher / M) from log(teacher / student), [k, n].
+    """log(student / M) and log(teacher / M) from log(teacher / student), [k, V].
 
     From the larger of the two downwards, so that exp never overflows, and exact where they are nearly equal. The
     larger one is at most 1 / (its share of the mixture) times M, which rounding of a share near 1 would lift to

@@ -16,9 +16,19 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from trainer.errors import ModelError
-from trainer.quantization import DEQUANTIZE, QUANTIZE, QuantizedLinear, Stored, Tensors
+from trainer.quantization import (
+    DEQUANTIZE,
+    QUANTIZE,
+    QuantizedLinear,
+    Stored,
+    Tensors,
+    check_setting,
+    stored_in,
+)
 from transport.records import Quantization
-from transport.weights.shards import Weight
+from transport.run import RunFolder
+from transport.weights.dequantized import write_dequantized
+from transport.weights.shards import Weight, checkpoint_files
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +72,6 @@ class CheckpointTensors:
                 f"of shape {list(expected.shape)}"
             )
         return tensor.to(self._dtype)
-
-    def ends(self, name: str) -> torch.Tensor:
-        """Returns [2, ...] the first and the last row of one tensor; one without rows itself."""
-        with safe_open(self._files[name], framework="pt") as tensors:
-            rows = tensors.get_slice(name)
-            return torch.cat([rows[:1], rows[-1:]]) if rows.get_shape() else tensors.get_tensor(name)
 
     def check_all_used(self, model: Any, tied: str | None) -> None:
         """Raises `ModelError` where there is something that the model has no place for."""
@@ -121,32 +125,48 @@ def filled_model(
     return model.eval()
 
 
-def dequantized_weights(
-    folder: Path, quantization: Quantization, stored: Stored | None, *, dtype: torch.dtype, device: torch.device
-) -> list[Weight]:
-    """Returns all weights of the model in `folder` in `dtype`, those of its decoder's linear layers as they are once
-    they have been quantized. Each is made when it is read, on `device`, as `quantized_model` makes it there."""
+def publish_dequantized(
+    folder: Path,
+    run: RunFolder,
+    *,
+    base_model: str,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    device: torch.device,
+    colocate: bool,
+) -> None:
+    """Writes the checkpoint in `folder`, as it is once `quantized_model` has quantized it on `device`, in `dtype`,
+    beside the run: for servers, and for the trainer itself where it computes on theirs (`colocate`). Nothing where it
+    is there already, or where servers on GPUs read the same format (not yet run on a GPU). `base_model` is its
+    identity. Raises `ModelError` and `StorageError`."""
+    stored, type_name = stored_in(folder), str(dtype).removeprefix("torch.")
+    check_setting(folder, stored, quantization)
+    if stored is not None and device.type == "cuda" and not colocate:
+        return
     tensors = CheckpointTensors(folder, device=device, dtype=dtype)
     model, tied = _empty_model(folder, dtype=dtype, attention="sdpa")
     linears = {f"{name}.weight": name for name in decoder_linears(model)}
 
     def values(name: str, empty: torch.Tensor) -> torch.Tensor:
-        if (layer := linears.get(name)) is None:
+        found = _quantized_parts(linears[name], empty, tensors, stored, quantization) if name in linears else None
+        if found is None:
             return tensors.plain(name, empty)
-        shape = (empty.shape[0], empty.shape[1])
-        found = _quantized_parts(layer, empty, tensors, stored, quantization)
-        return tensors.plain(name, empty) if found is None else DEQUANTIZE[found[1]](found[0], shape, dtype)
+        return DEQUANTIZE[found[1]](found[0], (empty.shape[0], empty.shape[1]), dtype)
 
-    return [
-        Weight(
-            name=name,
-            dtype=str(dtype).removeprefix("torch."),
-            shape=tuple(empty.shape),
-            tensor=functools.partial(values, name, empty),
-        )
+    weights = [
+        Weight(name=name, dtype=type_name, shape=tuple(empty.shape), tensor=functools.partial(values, name, empty))
         for name, empty in model.named_parameters()
         if name != tied
     ]
+    written = write_dequantized(
+        run,
+        base_model=base_model,
+        quantization=quantization,
+        dtype=type_name,
+        files=checkpoint_files(folder, dtype=type_name),
+        weights=weights,
+    )
+    log.info("the base's values in %s are in %s, for servers to have the same", quantization, written)
 
 
 def _empty_model(folder: Path, *, dtype: torch.dtype, attention: str) -> tuple[Any, str | None]:

@@ -12,9 +12,8 @@ from trainer.checkpoint import Checkpointing, Resumed, restore
 from trainer.colocate import check_exporter, while_exported
 from trainer.distributed import ONE, Ranks
 from trainer.errors import EndedEarly, NonFiniteError
-from trainer.failed import keep_batch
 from trainer.flops import peak_flops, step_flops
-from trainer.memory import released
+from trainer.memory import release_memory
 from trainer.metrics import State, numbers_of, reduced
 from trainer.model import Policy
 from trainer.objective import Objective, mean_over_steps
@@ -22,6 +21,7 @@ from trainer.optim import Optimizer, learning_rate, signal_factor
 from trainer.publishing import Publishing
 from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
+from transport.folders import step_folder
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
 from transport.shared_base import ImportedBase
@@ -102,7 +102,7 @@ class Trainer:
             log.info("resumed from the checkpoint of step %d", step)
         self._checkpoints.newest = step
         if self._settings.sleep_mode:
-            released(self._policy.device)  # what loading took
+            release_memory(self._policy.device)  # what loading took
         self.publish(step)
         return step
 
@@ -130,7 +130,7 @@ class Trainer:
     def update(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """Trains batch `step`, in one optimizer step or several.
 
-        Raises `NonFiniteError` for a step that is not finite: it is not applied, and the batch is kept.
+        Raises `NonFiniteError` for a step that is not finite: it is not applied.
         """
         self._status.set("training", step=step)
         signal = self._signal(batches)
@@ -151,7 +151,7 @@ class Trainer:
         if (peak := peak_flops(self._policy.device)) is not None:
             self._metrics["perf/train_mfu"] = speed / (peak * self._ranks.size)
         if self._settings.sleep_mode:
-            self._metrics |= released(self._policy.device)
+            release_memory(self._policy.device)  # for the server, which wakes now
         if step % self._settings.logging_steps:
             return
         shown = ("loss/total", "policy/kl", "policy/masked", "optim/grad_norm", "perf/train_tokens_per_s")
@@ -196,7 +196,7 @@ class Trainer:
                 try:
                     states.append(self._optimizer_step(step, part, rate))
                 except NonFiniteError as error:
-                    raise self._refused(step, batches, error, untouched=untouched) from error
+                    raise self._refused(step, error, untouched=untouched) from error
                 if untouched:
                     first = {key: state for key, state in states[0].items() if key.startswith("policy/mismatch_")}
                 untouched = False
@@ -211,20 +211,17 @@ class Trainer:
         self._objective.stepped()
         return states | mean_over_steps({"optim/grad_norm": norm})
 
-    def _refused(
-        self, step: int, batches: Sequence[MicroBatch], error: NonFiniteError, *, untouched: bool
-    ) -> NonFiniteError:
-        """Keeps the batch of a step that is not finite, and the state before it, where that is `untouched`."""
+    def _refused(self, step: int, error: NonFiniteError, *, untouched: bool) -> NonFiniteError:
+        """Keeps the state before a step that is not finite, where that is `untouched`."""
         said = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
         if (own := self._settings.loss.import_path) is not None:
             said += f"; the loss is that of {own}"
         try:
-            folder = keep_batch(self._run_folder, self._ranks, batches, why=said)
             if untouched:
                 self._checkpoints.now(step - 1, self._metrics)
         except OSError as failure:
-            return NonFiniteError(f"{said}; it could not be kept: {failure}")
-        return NonFiniteError(f"{said}; its micro-batches are in {folder}")
+            said += f"; the state before it could not be kept: {failure}"
+        return NonFiniteError(f"{said}; its batch is {step_folder(self._run_folder.batches, step)}")
 
     def _signal(self, batches: Sequence[MicroBatch]) -> float:
         """The share of the batch's loss tokens that have anything to teach."""

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -52,19 +51,6 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def released(device: torch.device) -> dict[str, float]:
-    """`release_memory` of a GPU between two steps, for a server that wakes now. Returns metrics: the most that torch's
-    allocator held since the last call, what it holds now, and how long this took. Not yet run on a GPU."""
-    peak, started_s = torch.cuda.max_memory_reserved(device), time.perf_counter()
-    release_memory(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return {
-        "perf/train_peak_bytes": float(peak),
-        "perf/train_stays_bytes": float(torch.cuda.memory_reserved(device)),
-        "time/release_memory_s": time.perf_counter() - started_s,
-    }
 
 
 def prepare_layers(

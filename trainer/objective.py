@@ -210,19 +210,9 @@ class Objective:
     def _divergences(self, student: PackedTokens, teacher: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """[K] with gradient to the student, and [K] where they are clipped. The teacher goes first: its weights may be
         the average in place of the current ones, which no forward pass that waits for its backward pass may see."""
-        settings = self._settings.sdpo
         teacher_hidden, teacher_head = self._teacher(teacher)
-        return generalized_jsd(
-            self._policy.hidden(student),
-            teacher_hidden,
-            self._policy.head,
-            teacher_weight=teacher_head,
-            beta=settings.beta,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            token_clip=settings.token_clip,
-            clip_by=settings.clip_by,
-        )
+        hidden, settings = self._policy.hidden(student), self._settings.sdpo
+        return generalized_jsd(hidden, teacher_hidden, self._policy.head, settings, teacher_weight=teacher_head)
 
     @torch.no_grad()
     def _teacher(self, tokens: PackedTokens) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
+from configs.train import QUANTIZED
 from trainer.errors import ModelError
 from transport.records import Quantization
 
@@ -46,14 +47,14 @@ def quantize_nf4(weight: torch.Tensor) -> Tensors:
 
 
 def dequantize_nf4(tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Returns level · absmax, multiplied in float32 and rounded once. Without `nested_absmax`, `absmax` is float32."""
+    """Returns level · absmax, multiplied in float32 and rounded once."""
     from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
 
-    codes, absmax = tensors["codes"], tensors["absmax"]
-    if "nested_absmax" in tensors:
-        code, nested = _nested_levels(absmax.device), tensors["nested_absmax"]
-        absmax = dequantize_blockwise(absmax, absmax=nested, code=code, blocksize=NF4_NESTED_BLOCK)
-        absmax += tensors["offset"]
+    codes, absmax, nested = tensors["codes"], tensors["absmax"], tensors["nested_absmax"]
+    levels = _nested_levels(absmax.device)
+    absmax = dequantize_blockwise(absmax, absmax=nested, code=levels, blocksize=NF4_NESTED_BLOCK).add_(
+        tensors["offset"]
+    )
     # As rows of one block: with other row lengths the CPU kernel of bitsandbytes 0.50 takes the wrong block's absmax.
     rows = (len(absmax), NF4_BLOCK)
     whole = pad(codes, (0, len(absmax) * NF4_BLOCK // 2 - len(codes)))
@@ -73,15 +74,11 @@ def quantize_fp8(weight: torch.Tensor) -> Tensors:
 
 
 def dequantize_fp8(tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Returns e4m3 · scale, multiplied in float32 and rounded once. `scale` is [1, 1], [out, 1] or one for each
-    block."""
-    (rows, columns), scale = shape, tensors["scale"]
+    """Returns e4m3 · scale, multiplied in float32 and rounded once."""
     weights = tensors["codes"].to(dtype)
-    if scale.shape[1] > 1:
-        scale = scale.repeat_interleave(FP8_BLOCK, dim=1)[:, :columns]
-    height = {1: rows, rows: 1}.get(len(scale), FP8_BLOCK)
-    whole = rows // height * height
-    weights[:whole].unflatten(0, (-1, height)).mul_(scale[: whole // height, None])
+    scale = tensors["scale"].repeat_interleave(FP8_BLOCK, dim=1)[:, : shape[1]]
+    whole = shape[0] // FP8_BLOCK * FP8_BLOCK
+    weights[:whole].unflatten(0, (-1, FP8_BLOCK)).mul_(scale[: whole // FP8_BLOCK, None])
     weights[whole:].mul_(scale[-1:])
     return weights
 
@@ -207,19 +204,6 @@ class _FrozenLinear(torch.autograd.Function):
 
 # --- checkpoints that are stored quantized ---
 
-SETTINGS: Mapping[Quantization, str] = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
-"""The setting of grpo-train that holds a base in each format."""
-_NF4_ENDS = {
-    "nested_absmax": "weight.nested_absmax",
-    "nested_map": "weight.nested_quant_map",
-    "absmax": "weight.absmax",
-    "map": "weight.quant_map",
-    "state": "weight.quant_state.bitsandbytes__nf4",
-}
-_FP8_ENDS = {"codes": "weight", "scale": "weight_scale"}
-_NVFP4_ENDS = {"codes": "weight", "scale": "weight_scale", "global_scale": "weight_scale_2"}
-_PACKED_ENDS = {"codes": "weight_packed", "scale": "weight_scale", "global_scale": "weight_global_scale"}
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -229,6 +213,8 @@ class Stored:
     method: str
     """`quant_method`, as the checkpoint calls it."""
     format: Quantization
+    asks: Mapping[str, Any]
+    """What the checkpoint's `quantization_config` says."""
     ends: Mapping[str, str]
     """Our name of each of a layer's tensors → what its name ends in. The last is no plain layer's."""
 
@@ -240,108 +226,90 @@ class Stored:
         wanted = {key: f"{layer}.{end}" for key, end in self.ends.items()}
         if list(wanted.values())[-1] not in names:
             return None
-        if missing := sorted(name for key, name in wanted.items() if name not in names and "nested" not in key):
+        if missing := sorted(set(wanted.values()) - names):
             raise ModelError(f"{layer} is stored by {self.method} without {missing}")
-        tensors = {key: read(name) for key, name in wanted.items() if name in names}
+        tensors = {key: read(name) for key, name in wanted.items()}
         if self.format == "nf4":
-            tensors = _stored_nf4(tensors)
-        elif self.format == "fp8":
-            scale = tensors["scale"].float()
-            tensors["scale"] = scale.reshape(-1, scale.shape[-1] if scale.ndim > 1 else 1)
-        else:
-            whole = tensors["global_scale"].float().reshape(())  # a reciprocal is rounded as vLLM rounds it
-            tensors["global_scale"] = whole.reciprocal() if self.ends is _PACKED_ENDS else whole
+            state = json.loads(bytes(tensors.pop("state").numpy(force=True)))
+            tensors["codes"] = tensors["codes"].flatten().view(torch.uint8)
+            tensors["offset"] = torch.tensor(
+                state["nested_offset"], dtype=torch.float32, device=tensors["codes"].device
+            )
+            del tensors["map"], tensors["nested_map"]  # which quantized the same way in every checkpoint
         found = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-        if found not in (expected := _expected(self.format, shape)):
+        if found != (expected := _expected(self.format, shape)):
             raise ModelError(
-                f"{layer} is stored by {self.method} as {found}, expected one of {expected}; use a 16-bit checkpoint"
+                f"{layer} is stored by {self.method} as {found}, expected {expected}; use a 16-bit checkpoint"
             )
         return tensors
+
+
+STORED = (
+    Stored(
+        "bitsandbytes",
+        "nf4",
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        {
+            "codes": "weight",
+            "absmax": "weight.absmax",
+            "nested_absmax": "weight.nested_absmax",
+            "map": "weight.quant_map",
+            "nested_map": "weight.nested_quant_map",
+            "state": "weight.quant_state.bitsandbytes__nf4",
+        },
+    ),
+    Stored(
+        "fp8",
+        "fp8",
+        {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
+        {"codes": "weight", "scale": "weight_scale_inv"},
+    ),
+    Stored(
+        "modelopt",
+        "nvfp4",
+        {"quant_algo": "NVFP4"},
+        {"codes": "weight", "scale": "weight_scale", "global_scale": "weight_scale_2"},
+    ),
+)
+"""What is read, as docs/quantization.md has it."""
 
 
 def stored_in(folder: Path) -> Stored | None:
     """Returns how the checkpoint is stored; None in plain 16 or 32 bits. Raises `ModelError` for what is not read
     here."""
     config: dict[str, Any] | None = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
-    if config is None and (separate := folder / "hf_quant_config.json").is_file():  # modelopt's older file
-        config = {"quant_method": "modelopt"} | json.loads(separate.read_bytes())
     if config is None:
         return None
-    method = str(config.get("quant_method", "bitsandbytes" if "load_in_4bit" in config else "")).lower()
-    stored = _stored("modelopt" if method.startswith("modelopt") else method, config)
-    if stored is None:
-        shown = {key: value for key, value in config.items() if isinstance(value, str | int | list)}
-        raise ModelError(
-            f"the checkpoint in {folder} is stored quantized, as {shown}; expected bitsandbytes NF4, FP8 with a scale "
-            "for the matrix, each row or each block of 128 by 128, or NVFP4; use a 16-bit checkpoint"
-        )
-    return stored
+    for one in STORED:
+        if (one.method, one.asks) == (config.get("quant_method"), {key: config.get(key) for key in one.asks}):
+            return one
+    shown = {key: value for key, value in config.items() if isinstance(value, str | int | list)}
+    read = " or ".join(f"{one.method} with {dict(one.asks)}" for one in STORED)
+    raise ModelError(
+        f"the checkpoint in {folder} is stored quantized, as {shown}, expected {read}; use a 16-bit checkpoint"
+    )
 
 
 def check_setting(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
     """Raises `ModelError`, which names the setting to change, where the checkpoint is stored in another format."""
     if stored is not None and stored.format != quantization:
-        now = "no qlora_* setting is true" if quantization is None else f"{SETTINGS[quantization]} is true"
+        [setting] = [key for key, format in QUANTIZED.items() if format == stored.format]
         raise ModelError(
-            f"the checkpoint in {folder} is stored as {stored.format} (by {stored.method}), and {now}; set "
-            f"{SETTINGS[stored.format]}: true instead, or use a 16-bit checkpoint of the model"
+            f"the checkpoint in {folder} is stored as {stored.format} (by {stored.method}), and the base is to be held "
+            f"as {quantization or 'it is'}; set {setting}: true alone, or use a 16-bit checkpoint of the model"
         )
 
 
-def _stored(method: str, config: Mapping[str, Any]) -> Stored | None:
-    if method == "bitsandbytes" and config.get("load_in_4bit") and config.get("bnb_4bit_quant_type") == "nf4":
-        return Stored(method, "nf4", {"codes": "weight", **_NF4_ENDS})
-    if method == "fp8" and config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK]):
-        return Stored(method, "fp8", {"codes": "weight", "scale": "weight_scale_inv"})
-    if method == "modelopt":
-        algorithm = str((config.get("quantization") or config).get("quant_algo", "")).upper()
-        if algorithm in ("NVFP4", "W4A16_NVFP4"):
-            return Stored(method, "nvfp4", _NVFP4_ENDS)
-        return Stored(method, "fp8", _FP8_ENDS) if algorithm == "FP8" else None
-    if method == "compressed-tensors":
-        groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
-        sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
-        plain = all(group.get("type") == "float" and group.get("symmetric", True) for group in groups)
-        bits = {group.get("num_bits") for group in groups}
-        if sparse or config.get("transform_config") or not plain:
-            return None
-        if config.get("format") in ("float-quantized", "naive-quantized") and bits == {8}:
-            return Stored(method, "fp8", _FP8_ENDS)
-        if config.get("format") == "nvfp4-pack-quantized" and bits == {4}:
-            return Stored(method, "nvfp4", _PACKED_ENDS)
-    return None
-
-
-def _stored_nf4(tensors: Tensors) -> Tensors:
-    """bitsandbytes' own tensors, whose state says the rest."""
-    from bitsandbytes.functional import get_4bit_type
-
-    state = json.loads(bytes(tensors.pop("state").numpy()))
-    own: dict[str, torch.Tensor] = {
-        "map": get_4bit_type("nf4", device="cpu"),  # type: ignore[no-untyped-call]
-        "nested_map": _nested_levels(torch.device("cpu")),
-    }
-    maps = {key: tensors.pop(key).float().cpu() for key in own if key in tensors}
-    same = all(torch.allclose(levels, own[key], rtol=0, atol=1e-6) for key, levels in maps.items())
-    if state["blocksize"] != NF4_BLOCK or not same:
-        raise ModelError(f"NF4 in blocks of {state['blocksize']} with levels {maps}, expected QLoRA's")
-    tensors["codes"] = tensors["codes"].flatten().view(torch.uint8)
-    if "nested_map" in maps:
-        tensors["offset"] = torch.tensor(state["nested_offset"], dtype=torch.float32, device=tensors["codes"].device)
-    return tensors
-
-
-def _expected(format: Quantization, shape: Shape) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+def _expected(format: Quantization, shape: Shape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The types and shapes of the tensors of a layer of `shape` that `dequantize` takes."""
     rows, columns = shape
+    blocks, byte, number = -(-rows * columns // NF4_BLOCK), torch.uint8, torch.float32
     if format == "nf4":
-        blocks = -(-rows * columns // NF4_BLOCK)
-        codes, number = (torch.uint8, (rows * columns // 2,)), (torch.float32, ())
-        nested = (torch.float32, (-(-blocks // NF4_NESTED_BLOCK),))
-        double = {"codes": codes, "nested_absmax": nested, "absmax": (torch.uint8, (blocks,)), "offset": number}
-        return [double, {"codes": codes, "absmax": (torch.float32, (blocks,))}]
+        nested = (number, (-(-blocks // NF4_NESTED_BLOCK),))
+        codes = (byte, (rows * columns // 2,))
+        return {"codes": codes, "absmax": (byte, (blocks,)), "nested_absmax": nested, "offset": (number, ())}
     if format == "fp8":
-        scales = ((1, 1), (rows, 1), (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
-        return [{"codes": (torch.float8_e4m3fn, shape), "scale": (torch.float32, scale)} for scale in scales]
+        scale = (number, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
+        return {"codes": (torch.float8_e4m3fn, shape), "scale": scale}
     scale = (torch.float8_e4m3fn, (rows, columns // NVFP4_BLOCK))
-    return [{"codes": (torch.uint8, (rows, columns // 2)), "scale": scale, "global_scale": (torch.float32, ())}]
+    return {"codes": (byte, (rows, columns // 2)), "scale": scale, "global_scale": (number, ())}

@@ -13,11 +13,11 @@ import torch
 
 from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
-from trainer.checkpoint import Resumed, checkpoint_store, checkpoint_to_resume
+from trainer.checkpoint import CheckpointStore, Resumed, checkpoint_to_resume
 from trainer.colocate import imported_for
-from trainer.dequantized import publish_dequantized
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
 from trainer.errors import ExporterGone, ModelError, RankFailed
+from trainer.loading import publish_dequantized
 from trainer.loop import Trainer
 from trainer.low_precision import check_device
 from trainer.memory import keep_freed_memory
@@ -44,14 +44,12 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     if settings.num_ranks > 1:
         local_rank, num_local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = device_for(settings.device, local_rank=local_rank)
-    if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
-        raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
+    of_gpus = {"offload": settings.offload, "sleep_mode": settings.sleep_mode}
+    of_gpus |= {"weight_broadcast.type: nccl": settings.weight_broadcast.type == "nccl"}
+    if device.type != "cuda" and (asked := [key for key, is_on in of_gpus.items() if is_on]):
+        raise ModelError(f"{asked[0]} needs a GPU, and the trainer runs on a CPU; remove it")
     if settings.low_precision is not None:
         check_device(settings.low_precision, device)
-    if settings.offload and device.type != "cuda":
-        raise ModelError("offload: moves what a GPU holds to main memory, and the trainer runs on a CPU; remove it")
-    if settings.sleep_mode and device.type != "cuda":
-        raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
     set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
     if device.type == "cpu":
         keep_freed_memory()
@@ -195,7 +193,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
     if not ranks.is_main:
         run_id, step = ranks.broadcast(None)
         run = RunFolder(path=path, run_id=run_id)
-        yield run, None if step is None else checkpoint_store(run).read(step)
+        yield run, None if step is None else CheckpointStore(run).read(step)
         return
     with only_one(path, "train"):
         run = open_run(path, resume=settings.resume, overwrite=settings.overwrite_output_dir)

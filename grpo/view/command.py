@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,10 +35,12 @@ def main(options: argparse.Namespace) -> int:
         return find_runs(folders)
 
     if not runs() and (missing := [folder for folder in folders if not folder.is_dir()]):
-        print(f"error: {missing[0]}: no such folder; give the output_dir of a run", file=sys.stderr)
-        return 2
+        raise NoRun(f"{missing[0]}: no such folder; give the output_dir of a run")
     if options.export is not None:
-        return _written(options.export, export(runs()))
+        page = export(runs())
+        options.export.write_text(page)
+        print(f"{options.export}: {len(page) / 1e6:.1f} MB")
+        return 0
     with _listening(runs, options.port) as (server, listener), contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0
@@ -67,13 +68,3 @@ def _listening(runs: Callable[[], Mapping[str, Path]], port: int) -> Iterator[tu
         app = make_app(runs, token, port)
         config = uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=1)
         yield uvicorn.Server(config), listener
-
-
-def _written(path: Path, page: str) -> int:
-    try:
-        path.write_text(page)
-    except (OSError, NoRun) as error:
-        print(f"error: {path} cannot be written: {error}; give another FILE", file=sys.stderr)
-        return 2
-    print(f"{path}: {len(page) / 1e6:.1f} MB")
-    return 0

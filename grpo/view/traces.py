@@ -19,11 +19,13 @@ _DECIMALS = 5
 
 
 def _open(run: Path, step: int, *, evaluation: bool) -> pq.ParquetFile | None:
+    """None where there is no trace, or only one of another release."""
     path = trace_path(run, step, evaluation=evaluation)
     try:
-        return pq.ParquetFile(read_file(run, path))
+        file = pq.ParquetFile(read_file(run, path))
     except (OSError, pa.ArrowException):
         return None
+    return file if file.schema_arrow.equals(SCHEMA) else None
 
 
 def rollouts_of(run: Path, step: int, *, evaluation: bool = False) -> list[dict[str, Any]]:
@@ -32,7 +34,7 @@ def rollouts_of(run: Path, step: int, *, evaluation: bool = False) -> list[dict[
     if file is None:
         return []
     with file:
-        rows = file.read(columns=[name for name in _PER_ROLLOUT if name in file.schema_arrow.names]).to_pylist()
+        rows = file.read(columns=_PER_ROLLOUT).to_pylist()
     return [_plain(row) for row in rows]
 
 

@@ -42,11 +42,11 @@ pairs/made pairs/too_old pairs/not_taken pairs/turns_seen pairs/turns_asked pair
 pairs/turns_waiting pairs/skipped_REASON pairs/broken pairs/questions_asked pairs/questions_answered
 pairs/questions_cached pairs/questions_REASON pairs/questions_REASON/TEACHER pairs/requests
 pairs/judge_asked pairs/judge_answered pairs/judge_REASON pairs/ready pairs/cost pairs/cost_per_rollout
-perf/train_tokens perf/train_tokens_per_s perf/train_tflops perf/train_mfu perf/train_peak_bytes perf/train_stays_bytes
+perf/train_tokens perf/train_tokens_per_s perf/train_tflops perf/train_mfu
 perf/generate_tokens perf/generate_tokens_per_s perf/max_concurrent_groups
 perf/servers perf/server_running perf/server_waiting perf/server_kv_use
 time/wait_batch_s time/wait_batch_at_s time/train_s time/train_at_s time/publish_s time/publish_at_s
-time/write_version_s time/checkpoint_s time/write_checkpoint_s time/release_memory_s
+time/write_version_s time/checkpoint_s time/write_checkpoint_s
 time/generate_s time/wait_trainer_s time/load_s time/step_s time/sleep_s time/wake_s time/evaluate_s time/evaluate_s/ENV
 progress/step progress/examples_POOL
 eval/accuracy eval/accuracy/ENV eval/accuracy_stderr/ENV eval/reward/ENV eval/reward_stderr/ENV eval/pass@K/ENV

@@ -18,6 +18,9 @@ MAX_FRAME_BYTES = 1 << 31
 ALIVE_INTERVAL_S = 1.0
 """How often either side says that its event loop turns."""
 
+SILENCE_LIMIT_S = 10.0
+"""An orchestrator, or an environment server, that says nothing for so long is gone."""
+
 BOARD = "board"
 """The file beside a worker's socket that tells whose code runs; see `orchestrator.rollouts.clock.show_on`."""
 
@@ -221,6 +224,8 @@ def frame_of(*messages: bytes) -> bytes:
 
 
 ALIVE, GONE = frame_of(encode(Alive())), frame_of(encode(Gone(how="")))
+HERE = frame_of()
+"""An environment server's answer to a heartbeat, whatever its worker does."""
 
 
 def encode_checked(message: FromWorker) -> bytes:

@@ -20,6 +20,7 @@ from orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
     GONE,
+    SILENCE_LIMIT_S,
     Alive,
     AnyCall,
     Cancel,
@@ -121,8 +122,8 @@ class Session:
         self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._heard_s = 0.0
-        """When the worker last said something."""
+        self._heard_s = self._reached_s = 0.0
+        """When the worker last said something; when it, or the environment server that has it, did."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
         self.over = self.killed = False
@@ -137,7 +138,7 @@ class Session:
         """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
+        return self._opening.result() if self._opening.done() else await asyncio.shield(self._opening)
 
     async def request(self, message: Load | Dataset, what: str) -> Any:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
@@ -182,7 +183,7 @@ class Session:
             if self._address is None or time.monotonic() >= deadline_s:
                 raise failed
             await asyncio.sleep(WATCH_INTERVAL_S)
-        self._heard_s = time.monotonic()
+        self._heard_s = self._reached_s = time.monotonic()
         self._tasks = [asyncio.create_task(one) for one in (self._read(), self._watch())]
         try:
             loaded: Loaded = await self.request(self._load, f"constructing {self._load.env_id}")
@@ -208,7 +209,7 @@ class Session:
                 if await worker.socket.poll(50):
                     worker.connected()
                     return None
-            if worker.how is not None:
+            if worker.exit_code is not None:
                 kind, why = EnvironmentKilled if worker.was_killed else EnvironmentFailed, f"it {worker.how}"
         except OSError as error:
             why = str(error)
@@ -228,8 +229,10 @@ class Session:
         self._send(message)
         try:
             return await job.over
-        except asyncio.CancelledError:
+        except BaseException as error:
             self._send(Cancel(job=number))
+            if isinstance(error, GivenUp):
+                return error.failure
             raise
         finally:
             for task in job.answering:
@@ -252,9 +255,10 @@ class Session:
         """Consumes what the worker says. Ends with the session."""
         try:
             while self._worker is not None:
-                frame = await self._worker.socket.recv()
-                self._heard_s = time.monotonic()
-                for message in decode_from_worker(frame):
+                messages = decode_from_worker(await self._worker.socket.recv())
+                self._reached_s = time.monotonic()
+                self._heard_s = self._reached_s if messages else self._heard_s
+                for message in messages:
                     if isinstance(message, Gone):
                         await self._gone(message.how, CRASHED, at_work=message.at_work)
                         return
@@ -281,10 +285,6 @@ class Session:
     async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
         try:
             self._send(await answer(call))
-        except GivenUp as error:
-            self._send(Cancel(job=call.job))
-            if not job.over.done():
-                job.over.set_result(error.failure)
         except Exception as error:
             if not job.over.done():
                 job.over.set_exception(error)
@@ -295,8 +295,8 @@ class Session:
     # --- how it ends ---
 
     async def _watch(self) -> None:
-        """Notices a worker that has ended, and one that is silent past the deadline of its rollouts; tells an
-        environment server that we are there. Ends with the session."""
+        """Notices a worker that has ended or is not reached, and one that is silent past the deadline of its rollouts;
+        tells an environment server that we are there. Ends with the session."""
         said_s, limit_s = 0.0, self._load.timeout_s + STILL_GRACE_S
         while (worker := self._worker) is not None:
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -306,8 +306,9 @@ class Session:
                 await self._gone(worker.how, CRASHED, at_work=worker.at_work, killed=worker.was_killed)
             elif now_s - self._heard_s > limit_s:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
-                how = f"took longer than {limit}, and held up its worker, or is no longer reached"
-                await self._gone(how, LATE, at_work=worker.at_work)
+                await self._gone(f"took longer than {limit}, and held up its worker", LATE, at_work=worker.at_work)
+            elif self._address is not None and now_s - self._reached_s > SILENCE_LIMIT_S:
+                await self._gone(f"is no longer reached at {self._address}", CRASHED)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
                 self._send(Alive())
@@ -322,8 +323,7 @@ class Session:
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         for number, job in self._jobs.items():
             if not job.over.done():
-                suspect = number in at_work and not job.answering
-                job.over.set_exception(WorkerGone(failure, suspect=suspect, killed=killed))
+                job.over.set_exception(WorkerGone(failure, suspect=number in at_work, killed=killed))
         await self._release()
         for task in self._tasks:
             task.cancel()

@@ -27,7 +27,7 @@ from configs.orch import OrchSettings
 from configs.run import load_part
 from configs.train import TrainSettings
 from tests.deploy.containers import start, substituted
-from tests.e2e.runs import END_S
+from tests.e2e.runs import END_S, until
 from tests.transport.samples import free_port
 from transport.run import current_run_id
 from transport.status import server_file
@@ -138,11 +138,12 @@ def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subproce
     return start(stack, command, outputs / f"{name}.log", **environment)
 
 
-def _start_all(stack: ExitStack, *, outputs: Path, port: int) -> dict[str, subprocess.Popen[bytes]]:
-    """The services of a CPU in the order of the file; the orchestrator once the server is healthy."""
+def _start_all(stack: ExitStack, *, outputs: Path, port: int, wait: bool = True) -> dict[str, subprocess.Popen[bytes]]:
+    """The services of a CPU in the order of the file; the orchestrator once the server is healthy, unless nobody is to
+    `wait`."""
     started = {}
     for name in (name for name in SERVICES if SERVICES[name]["profiles"] == ["cpu"]):
-        if name == "orch":
+        if name == "orch" and wait:
             health = SERVICES["infer"]["healthcheck"]["test"]
             deadline = time.monotonic() + END_S
             probe = _substituted(health[1:], outputs=outputs, port=port)
@@ -158,19 +159,19 @@ def _start_all(stack: ExitStack, *, outputs: Path, port: int) -> dict[str, subpr
 def test_the_services_commands_given_twice_go_on_with_the_run(tmp_path: Path, processes: ExitStack) -> None:
     port = free_port()
     run = tmp_path / "quickstart"
-    first = _start_all(processes, outputs=tmp_path, port=port)
-    deadline = time.monotonic() + END_S
-    while not (run / "broadcasts" / "step_000001").exists():
-        assert time.monotonic() < deadline, (tmp_path / "orch.log").read_text()
-        time.sleep(0.05)
+    first = _start_all(processes, outputs=tmp_path, port=port, wait=False)
+    # As soon as there is a run: the others are still starting.
+    until((run / "broadcasts" / "step_000000" / "STABLE").exists, *first.values())
     for process in first.values():
         process.send_signal(signal.SIGTERM)
     assert [process.wait(timeout=END_S) for process in first.values()] == [143, 143, 143]
+    published_ns = (run / "broadcasts" / "step_000000" / "STABLE").stat().st_mtime_ns
     run_id = current_run_id(run)
     second = _start_all(processes, outputs=tmp_path, port=port)
     assert second["orch"].wait(timeout=END_S) == 0, (tmp_path / "orch.log").read_text()
     assert second["train"].wait(timeout=END_S) == 0, (tmp_path / "train.log").read_text()
     assert current_run_id(run) == run_id
+    assert (run / "broadcasts" / "step_000000" / "STABLE").stat().st_mtime_ns == published_ns
     steps = [json.loads(line)["progress/step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == NUM_STEPS
     assert [path.name for path in (run / "status").glob("infer.*.json")] == [server_file("0.0.0.0", port)]

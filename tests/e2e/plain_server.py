@@ -1,5 +1,6 @@
 """A real server on the tiny model without anything unusual, on which policy versions are live."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from transport.run import create_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 KEY = "a key"
+NUM_BATCHED_TOKENS = 64
+"""Of a step of the engine: so few that long prompts are read in parts."""
 SCALES = {0: 0.0, 1: 0.1, 2: 0.2}
 """By version: of the random weights of its adapter, whose seed is the version."""
 
@@ -35,7 +38,13 @@ def plain_server(folder: Path) -> Iterator[Live]:
     publisher = Publisher(run=create_run(folder / "run"), model_dir=MODEL)
     for version, scale in SCALES.items():
         publisher.publish(version, publisher.files(version=version, seed=version, scale=scale))
-    arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
+    arguments: dict[str, object] = {
+        "model": MODEL,
+        "output_dir": publisher.run.path,
+        "max_lora_rank": 8,
+        "max_model_len": 512,
+    }
+    arguments |= {"vllm": json.dumps({"max_num_batched_tokens": NUM_BATCHED_TOKENS, "max_num_seqs": 64})}
     with running(log=folder / "infer.log", api_key=KEY, **arguments) as server:
         live = Live(server=server, publisher=publisher)
         for version in SCALES:

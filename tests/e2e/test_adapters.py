@@ -1,14 +1,16 @@
-"""An adapter for each role, real vLLM included: self-play of which each side has its own."""
+"""Self-play, real vLLM included: proposers and solvers with an adapter of their own each, and beside them the presets'
+debate and critique, whose revisions run in the sandbox."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tokenizers import Tokenizer
 
 from tests.e2e.runs import ROOT, Run, options, trained
+from tests.orchestrator.sandbox.conftest import why_no_sandbox
 from transport.codec import decode
 from transport.records import Canary
 
@@ -18,8 +20,9 @@ NUM_STEPS = 3
 NAMES = '["solver", "proposer"]'
 FOLDERS = {"solver": "", "proposer": "adapters/proposer"}
 ARGS = {"num_solvers": 4, "proposer_prompt": "Ask a sum like {question}.", "solver_prompt": "Compute: {question}"}
+PRESETS = ("debate", "critique")
 ROLES = {"Compute:": 0, "Ask a sum like": 1}
-"""Which adapter is whose, by how the prompt begins."""
+"""Which adapter is whose, by how the prompt begins; whatever else is asked is for the first one."""
 ADAPTERS: dict[str, object] = {
     "train.lora_adapters": NAMES,
     "orch.model.lora_adapters": NAMES,
@@ -32,11 +35,18 @@ ADAPTERS: dict[str, object] = {
 }
 
 
+def others() -> list[dict[str, Any]]:
+    """The environments of the presets, with their arguments."""
+    presets = [name for name in PRESETS if name != "critique" or why_no_sandbox() is None]
+    files = [yaml.safe_load((ROOT / f"configs/{name}/run.yaml").read_text()) for name in presets]
+    return [env for file in files for env in file["orch"]["env"]]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`grpo configs/proposer_solver` with an adapter for each role."""
-    env: Mapping[str, Any] = {"id": "proposer-solver", "name": "play", "args": ARGS}
-    words = options(ADAPTERS | {"orch.env": json.dumps([env | {"adapters": {"Proposer": "proposer"}}])})
+    """`grpo configs/proposer_solver` with an adapter for each role, and with the environments of other presets."""
+    play = {"id": "proposer-solver", "name": "play", "args": ARGS, "adapters": {"Proposer": "proposer"}}
+    words = options(ADAPTERS | {"orch.env": json.dumps([play, *others()])})
     return trained("configs/proposer_solver", tmp_path_factory.mktemp("adapters") / "run", *words)
 
 
@@ -61,6 +71,8 @@ def test_both_adapters_are_trained_and_none_is_the_other(run: Run) -> None:
         own = [line[f"policy/adapter_tokens_{adapter}"] for adapter in FOLDERS]
         assert min(own) > 0
         assert sum(own) == line["policy/tokens"]
+    for name in ("play", *(env["id"] for env in others())):
+        assert any(f"reward/mean/{name}" in line for line in run.steps)
 
 
 def test_each_adapter_of_each_version_was_proved_by_a_canary_of_its_own(run: Run) -> None:
@@ -85,6 +97,6 @@ def test_each_role_is_sampled_and_trained_by_its_own_adapter(run: Run) -> None:
             assert batch.adapters is not None
             for start, length, adapter in zip(batch.starts, batch.sequence_lengths, batch.adapters, strict=True):
                 text = tokenizer.decode(batch.token_ids[start : start + length].tolist(), skip_special_tokens=False)
-                assert [own for begin, own in ROLES.items() if begin in text] == [adapter], text
+                assert ([own for begin, own in ROLES.items() if begin in text] or [0]) == [adapter], text
                 seen.add(int(adapter))
     assert seen == {0, 1}

@@ -1,20 +1,25 @@
-"""The real server on the tiny model: policy versions against Hugging Face PEFT, and everything it must refuse."""
+"""The real server on the tiny model: policy versions against Hugging Face PEFT, what it scores as a teacher, and
+everything it must refuse. Its steps have few tokens, so that long prompts are read in parts."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from msgspec import structs
 from peft import PeftModel
 
+from configs.auxiliary import TeacherSettings
 from infer.checks import PEFT_PREFIX
-from tests.e2e.plain_server import MODEL, SCALES, Live, plain_server
+from orchestrator.teacher.served import ServedTeacher
+from tests.e2e.plain_server import KEY, MODEL, NUM_BATCHED_TOKENS, SCALES, Live, plain_server
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
 from transport.run import RunFolder
 from transport.weights.store import ADAPTER_FILE
@@ -22,9 +27,7 @@ from transport.weights.store import ADAPTER_FILE
 pytestmark = pytest.mark.e2e
 
 EXACT = 1e-4
-VOCAB = 256
-KV_BYTES = 2 * 4 * 2 * 32 * 4
-"""A token's keys and values in 4 layers, 2 heads of 32 numbers of 4 bytes."""
+TEMPERATURES = (0.7, 1.0, 1.3)
 Q0 = f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj"
 
 
@@ -151,13 +154,67 @@ def test_equal_seeds_give_equal_answers_and_no_seed_gives_different_ones(live: L
 
 def test_seeds_hold_where_prompts_are_read_in_parts(live: Live) -> None:
     def sample(seed: int) -> list[int]:
-        body = {"version": 1, "prompt_token_ids": prompt(seed, 400), "max_tokens": 8, "seed": seed}
+        start = prompt(seed, 3 * NUM_BATCHED_TOKENS + 7)
+        body = {"version": 1, "prompt_token_ids": start, "max_tokens": 8, "seed": seed}
         ids: list[int] = live.server.answer("/policy/generate", **body)["choices"][0]["token_ids"]
         return ids
 
     with ThreadPoolExecutor(16) as pool:
-        together = list(pool.map(sample, range(16)))  # 6,400 tokens where a step reads 2,048
+        together = list(pool.map(sample, range(16)))
     assert together == [sample(seed) for seed in range(16)]
+
+
+def score(live: Live, version: int | None, token_ids: Sequence[int], temperature: float) -> list[float]:
+    body = {"version": version, "token_ids": list(token_ids), "temperature": temperature}
+    logprobs: list[float] = live.server.answer("/policy/score", **body)["logprobs"]
+    return logprobs
+
+
+def test_what_was_sampled_scores_as_it_was_sampled_and_as_hugging_face_does(live: Live, truth: Any) -> None:
+    cases = list(product((None, 1), TEMPERATURES, (5, 40, 3 * NUM_BATCHED_TOKENS + 7)))
+    starts = [prompt(index, length) for index, (_, _, length) in enumerate(cases)]
+
+    def sample(index: int) -> Any:
+        version, temperature, _ = cases[index]
+        body = {"version": version, "prompt_token_ids": starts[index], "temperature": temperature, "max_tokens": 24}
+        return live.server.answer("/policy/generate", **body)["choices"][0]
+
+    def scored(index: int) -> list[float]:
+        version, temperature, _ = cases[index]
+        return score(live, version, starts[index] + sampled[index]["token_ids"], temperature)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        sampled = list(pool.map(sample, range(len(cases))))
+        scores = list(pool.map(scored, range(len(cases))))
+    for case, start, choice, found in zip(cases, starts, sampled, scores, strict=True):
+        version, temperature, length = case
+        assert largest(found[length - 1 :], choice["logprobs"]) < EXACT, case
+        assert largest(found, truth(version, start + choice["token_ids"], temperature)) < EXACT, case
+
+
+def test_other_temperatures_give_other_numbers(live: Live) -> None:
+    ids = prompt(1, 50)
+    at = {temperature: score(live, None, ids, temperature) for temperature in TEMPERATURES}
+    assert largest(at[0.7], at[1.0]) > 100 * EXACT
+    assert largest(at[1.3], at[1.0]) > 100 * EXACT
+
+
+async def test_openais_routes_of_a_real_vllm_score_as_ours_do(live: Live) -> None:
+    # The base's name in vLLM; asked as our kind, the teacher would be its newest policy.
+    [base] = [one["id"] for one in live.server.get("/v1/models").json()["data"] if one["parent"] is None]
+    settings = TeacherSettings.model_validate(
+        {"model": {"name": base}, "client": {"base_url": [f"{live.server.url}/v1"]}}
+    )
+    rows = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"Reverse: hello", b"Reverse: word", b"a b")]
+    found = []
+    for ours in (False, True):
+        teacher = ServedTeacher(settings, api_key=KEY, seq_len=512, ours=ours)
+        try:
+            found.append([await teacher.score(row, 1.0) for row in rows])
+        finally:
+            await teacher.close()
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=EXACT)
 
 
 def _outlasts_its_version(live: Live, start: Sequence[int], old: int, new: int) -> bool:

@@ -1,5 +1,5 @@
-"""Answers that go on under a new version, through the whole pipeline; token by token they are compared with Hugging
-Face's in test_infer_noise.py and test_infer_in_place.py."""
+"""Answers that go on under a new version, through the whole pipeline, with a quantized base of which each program has a
+copy; token by token they are compared with Hugging Face's in test_infer_noise.py and test_infer_in_place.py."""
 
 from pathlib import Path
 
@@ -11,17 +11,11 @@ pytestmark = pytest.mark.e2e
 NUM_STEPS = 4
 
 
-@pytest.mark.parametrize("layout", ["adapter", "merged"])  # the adapter's base is quantized
-def test_a_run_trains_every_token_with_the_version_that_sampled_it(tmp_path: Path, layout: str) -> None:
+def test_a_run_trains_every_token_with_the_version_that_sampled_it(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "inflight.md").read_text()
     [(_, preset, *words)] = [line.split() for line in page.splitlines() if line.startswith("    grpo ")]
-    words += ["--orch.eval.num_examples", "0", "--max_steps", str(NUM_STEPS)]
+    words += ["--orch.eval.num_examples", "0", "--max_steps", str(NUM_STEPS), "--train.qlora_bnb", "true"]
     words += ["--infer.vllm", '{"max_num_seqs": 16}']  # so few that the server is at work when most versions come
-    if layout == "adapter":
-        words += ["--train.qlora_bnb", "true"]
-    else:
-        words += ["--train.weight_broadcast.format", "merged", "--orch.weight_broadcast.format", "merged"]
-        words += ["--infer.enable_lora", "false", "--infer.max_lora_rank", "null"]
     run = trained(preset, tmp_path / "run", *words)
     summary = run.summary
     assert summary["rollouts_trained"] == summary["rollouts_issued"] == NUM_STEPS * run.batch_size

@@ -1,10 +1,9 @@
-"""The whole pipeline with noise on the norm weights, and two servers. The learning rate leaves the policy as it is and
+"""The whole pipeline with noise on the norm weights. The learning rate leaves the policy as it is and
 the noise is large, so that whatever differs between versions is the noise."""
 
 import pytest
 
 from tests.e2e.runs import ROOT, Run, trained
-from transport.status import FINISHED, read_status
 
 pytestmark = pytest.mark.e2e
 SIGMAS = {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.1, 5: 0.1, 6: 0.0}
@@ -19,7 +18,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(
         *(preset, tmp_path_factory.mktemp("pipeline") / "run", *words, "--train.noise_scheduler.num_stages", "3"),
         *("--train.noise_scheduler.sigma_start", "1.0", "--train.noise_scheduler.sigma_end", "0.1"),
-        *("--max_steps", "6", "--train.learning_rate", "1e-9", "--infer_replicas", "2", "--orch.batch_size", "128"),
+        *("--max_steps", "6", "--train.learning_rate", "1e-9", "--orch.batch_size", "128"),
         *("--orch.max_async_level", "0", "--orch.eval.interval", "1", "--orch.eval.num_examples", "40"),
     )
 
@@ -46,10 +45,3 @@ def test_rollouts_explore_and_evaluation_does_not(run: Run) -> None:
     assert len(accuracies) == 7
     assert set(accuracies.values()) == {accuracies[0]}
     assert accuracies[0] > 0.1
-
-
-def test_both_servers_served_and_ended(run: Run) -> None:
-    states = [(read_status(path) or {})["state"] for path in (run.folder / "status").glob("infer.*.json")]
-    assert states == [FINISHED, FINISHED]
-    assert {path.name for path in (run.folder / "logs").glob("infer*")} == {"infer.0.log", "infer.1.log"}
-    assert 2 in run.by_step("perf/servers").values()  # one may be there before the other

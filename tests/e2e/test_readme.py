@@ -1,4 +1,4 @@
-"""README.md's commands, run as they stand there; the first one is in test_pipeline.py."""
+"""README.md's commands, run as they stand there; those of a run and of a comparison are in test_pipeline.py."""
 
 import json
 import re
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.envs.registry import make_environment
 from tests.e2e.readme import README, blocks, command
-from tests.e2e.runs import PROGRAMS, ROOT, Run, done, grpo
-
-pytestmark = pytest.mark.e2e
+from tests.e2e.runs import PROGRAMS, ROOT, grpo
 
 
 def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
@@ -23,26 +22,17 @@ def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
     assert not {"torch", "transformers", "vllm", "openai"} & imported
 
 
-def test_the_first_environment_is_learned(tmp_path: Path) -> None:
+def test_the_first_environment_rewards_its_own_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/python.md has the same, which is learned in test_python.py."""
     (code,) = [block for block in blocks("python") if "class CodeWord" in block]
     (tmp_path / "code_word.py").write_text(code)
-    words = command("grpo quickstart --output_dir outputs/code")
-    words[words.index("--max_steps") + 1] = "9"
-    done(*words, cwd=tmp_path)
-    summary = Run(tmp_path / "outputs/code").summary
-    assert summary["rollouts_trained"] == summary["rollouts_issued"] == 9 * 256
-    # In 15 steps it goes from 0.01 to about 0.9; the mean of 256 rewards has a standard error of at most 0.03.
-    assert summary["reward_last"] > summary["reward_first"] + 0.2
-
-
-def test_a_comparison_has_a_table_and_pictures(tmp_path: Path) -> None:
-    words = command("grpo compare quickstart --arms async")
-    words[words.index("--steps") + 1] = "2"
-    done(*words, "--output_dir", tmp_path / "compared", variables={"GRPO_ORCH_EVAL__NUM_EXAMPLES": "8"}, cwd=tmp_path)
-    arms = json.loads((tmp_path / "compared/summary.json").read_text())["arms"]
-    assert [arms[name]["mean"]["lag, largest"] for name in ("sync", "async")] == [0, 1]
-    assert (tmp_path / "compared/curves.png").exists()
-    assert (tmp_path / "compared/gantt.png").exists()
+    [env] = json.loads(command("grpo quickstart --output_dir outputs/code")[-1])
+    monkeypatch.chdir(tmp_path)
+    made = make_environment(env["id"], {})
+    for split in ("train", "eval"):
+        for example in made.dataset(split):
+            answer = example["prompt"].removeprefix("Code: ")[-4:][::-1]
+            assert sys.modules[type(made).__module__].right(f" {answer} ", example) == 1.0
 
 
 def test_every_path_that_the_readme_names_is_there() -> None:

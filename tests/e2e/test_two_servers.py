@@ -1,14 +1,12 @@
-"""Two real servers, of which one is killed and restarted while the run goes on."""
+"""`grpo` with two real servers, of which one is killed, and started again by the launcher while the run goes on."""
 
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +14,22 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.runs import ROOT, until
-from tests.infer.server_process import children_of, end, free_port, start, wait_until_gone, wait_until_healthy
-from transport.run import create_run
+from tests.chaos.launched import Launched
+from tests.infer.server_process import children_of, wait_until_gone
+from transport.run import current_run_id
+from transport.status import read_status, server_of
 from transport.weights.store import PolicyReader
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
-PRESET = ROOT / "configs/quickstart"
-BATCH_SIZE, GROUP_SIZE = 64, 16
-TRAIN = ("--num_threads", "1", "--max_steps", "2000")
-SETTINGS = ("--max_steps", "2000", "--batch_size", str(BATCH_SIZE), "--eval.num_examples", "0")
+BATCH_SIZE, GROUP_SIZE = 32, 16
 
 
-def program(name: str, preset: str, log: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", f"{name}.cli", str(PRESET / preset), *options]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT)
-
-
-def make_way(*processes: subprocess.Popen[bytes]) -> None:
+def make_way(*pids: int) -> None:
     """Gives the processor to others first: a run at full speed takes it from a server that starts."""
-    for process in processes:
-        for pid in (process.pid, *children_of(process.pid)):
-            for thread in psutil.Process(pid).threads():
-                os.setpriority(os.PRIO_PROCESS, thread.id, 19)
+    for pid in (child for parent in pids for child in (parent, *children_of(parent))):
+        for thread in psutil.Process(pid).threads():
+            os.setpriority(os.PRIO_PROCESS, thread.id, 19)
 
 
 def newest_in_flight(client: httpx.Client) -> int:
@@ -66,56 +55,49 @@ def check_that_nothing_is_lost(rows: Sequence[tuple[Any, ...]]) -> None:
     assert all(step is not None for _, state, _, step in rows if state != "dropped")
 
 
+def pid_of(status: Path) -> int:
+    return int((read_status(status) or {})["pid"])
+
+
 def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_versions_in_use_after_its_restart(
     tmp_path: Path,
 ) -> None:
-    run = create_run(tmp_path / "run")
-    ports = [free_port(), free_port()]
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    orch_log = tmp_path / "orch.log"
+    folder = tmp_path / "run"
+    with closing(Launched(folder, "--infer_replicas", "2")) as launched:
+        launched.until(lambda: len(list((folder / "status").glob("infer.*.json"))) == 2)
+        survivor, victim = sorted((folder / "status").glob("infer.*.json"))
+        run_id = current_run_id(folder)
+        assert run_id is not None
+        reader = PolicyReader(folder / "broadcasts", run_id=run_id)
+        with httpx.Client(base_url=server_of(victim), timeout=30) as second:
+            launched.until(lambda: _answers(second) and newest_in_flight(second) >= 1)
+            make_way(pid_of(survivor), *(pid_of(folder / "status" / f"{role}.json") for role in ("train", "orch")))
 
-    with ExitStack() as stack:
+            pid, pids = pid_of(victim), children_of(pid_of(victim))
+            assert pids
+            died_at = time.time()
+            os.kill(pid, signal.SIGKILL)
+            at_death = reader.latest() or 0
+            wait_until_gone([pid, *pids])
+            launched.until(lambda: (reader.latest() or 0) >= at_death + 3)
 
-        def tracked(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-            stack.callback(lambda: end(process) if process.poll() is None else None)
-            return process
-
-        def start_server(index: int, name: str) -> subprocess.Popen[bytes]:
-            model = {"model": PRESET / "model", "dtype": "float32", "max_model_len": 128}
-            arguments = {"output_dir": run.path, "port": ports[index], **model}
-            return tracked(start(arguments, log=tmp_path / f"{name}.log", environment={}))
-
-        survivor, victim = start_server(0, "infer0"), start_server(1, "infer1")
-        shared = ["--output_dir", str(run.path), "--run_id", run.run_id]
-        train = tracked(program("trainer", "run.yaml", tmp_path / "train.log", *shared, *TRAIN))
-        both = ["--client.base_url", f"{urls[0]}/v1,{urls[1]}/v1"]
-        orch = tracked(program("orchestrator", "run.yaml", orch_log, *shared, *both, *SETTINGS))
-        wait_until_healthy(urls[1], victim, tmp_path / "infer1.log")
-        second = stack.enter_context(httpx.Client(base_url=urls[1], timeout=30))
-        until(lambda: newest_in_flight(second) >= 1, train, orch, survivor, victim)
-        make_way(survivor, train, orch)
-
-        pids = children_of(victim.pid)
-        assert pids
-        died_at = time.time()
-        victim.send_signal(signal.SIGKILL)
-        victim.wait()
-        reader = PolicyReader(run.broadcasts, run_id=run.run_id)
-        at_death = reader.latest() or 0
-        wait_until_gone(pids)
-        returned = start_server(1, "infer1_again")
-        until(lambda: (reader.latest() or 0) >= at_death + 3, train, orch, survivor)
-
-        wait_until_healthy(urls[1], returned, tmp_path / "infer1_again.log")
-        until(lambda: newest_in_flight(second) > at_death, train, orch, survivor, returned)
-        proved = proved_since(run.path / "ledger.sqlite", urls[1], died_at)
-        assert proved
-        assert min(proved) >= at_death
-        server_log = (tmp_path / "infer1_again.log").read_text()
-        assert all(f"version {version} is live: canary" in server_log for version in proved)
-        at_return = reader.latest() or 0
-        until(lambda: newest_in_flight(second) > at_return, train, orch, survivor, returned)
-        assert end(orch) == 128 + signal.SIGTERM
-
-    with sqlite3.connect(run.path / "ledger.sqlite") as database:
+            launched.until(lambda: _answers(second) and newest_in_flight(second) > at_death)
+            assert pid_of(victim) != pid
+            proved = proved_since(folder / "ledger.sqlite", server_of(victim), died_at)
+            assert proved
+            assert min(proved) >= at_death
+            at_return = reader.latest() or 0
+            launched.until(lambda: newest_in_flight(second) > at_return)
+        launched.launcher.send_signal(signal.SIGTERM)
+        assert launched.end()[0] == 128 + signal.SIGTERM
+    for log in (folder / "logs").glob("*.log"):
+        assert "Traceback" not in log.read_text(), log
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
         check_that_nothing_is_lost(database.execute("SELECT group_id, state, reason, step FROM rollouts").fetchall())
+
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

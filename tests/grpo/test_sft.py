@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 
 from configs.errors import SettingsError
 from grpo.cli import _command
+from grpo.export import export
 from grpo.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, settings_of
+from grpo.status import run_status
+from grpo.version import open_version
 from orchestrator.envs.data.files import BadData
 from orchestrator.renderer import ChatRenderer
 from tests.trainer.models import is_zero, tiny_policy
@@ -101,6 +104,8 @@ def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, caps
     assert len(losses) == 6
     assert losses[-1] < 0.7 * losses[0]
     assert "step 6/6" in capsys.readouterr().out
+    assert run_status(output).state == "finished"
+    assert (export(open_version(output, None), output=tmp_path / "exported") / "README.md").exists()
     policy = tiny_policy(MODEL, moved=False)
     assert isinstance(policy.weights, AdapterWeights)
     policy.weights.load(output / "broadcasts" / "step_000006")

@@ -20,10 +20,9 @@ from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import CPU, files_of, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_model import write_files
-from trainer.checkpoint import checkpoint_store
+from trainer.checkpoint import CheckpointStore
 from trainer.errors import NonFiniteError
 from trainer.packing import packed_tokens
-from transport.codec import decode
 from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.records import Canary, MicroBatch, PolicyManifest
 from transport.run import RunFolder
@@ -184,14 +183,11 @@ def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: 
     bench.send(1, batch)
     # a finite advantage, but 3e38 · 2 is beyond float32
     bench.send(2, replace(batch, step=2, advantages=np.full(15, 3e38, np.float32)))
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="batches/step_000002"):
         bench.trainer.train()
     bench.trainer.close()
     assert sorted(bench.policies.versions) == [0, 1]
-    kept = tmp_path / "failed" / "step_000002"
-    assert [list(one.token_ids) for one in decode((kept / "rank_0.msgpack").read_bytes())] == [list(batch.token_ids)]
-    assert "not finite" in (kept / "WHY.txt").read_text()
-    assert checkpoint_store(RunFolder(path=tmp_path, run_id="run")).steps() == [1]
+    assert CheckpointStore(RunFolder(path=tmp_path, run_id="run")).steps() == [1]
     assert files_of(bench.policy)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
 
 

@@ -13,6 +13,7 @@ from tests.transport.samples import damage
 from trainer.checkpoint import CheckpointStore
 from transport import folders
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
+from transport.run import RunFolder
 
 SETTINGS = TrainSettings(model="base").model_dump(mode="json")
 
@@ -32,7 +33,7 @@ def parts_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path, run_id="run")
+    return CheckpointStore(RunFolder(path=tmp_path, run_id="run"))
 
 
 def test_what_is_written_is_read_again_bit_for_bit(store: CheckpointStore) -> None:
@@ -98,7 +99,7 @@ def test_a_checkpoint_that_cannot_be_written_is_invisible_and_leaves_nothing(
 def test_what_a_killed_writer_left_goes(store: CheckpointStore, tmp_path: Path) -> None:
     store.write(2, parts_of(2), **FIELDS)
     for left in ("step_000004/.trainer.5f0c.tmp", "step_000002/.trainer.5f0d.tmp", ".step_000001.5f0d.tmp"):
-        (tmp_path / left).mkdir(parents=True)
+        (tmp_path / "checkpoints" / left).mkdir(parents=True)
     assert store.steps() == [2]
     store.remove_leftovers()
     assert list(tmp_path.rglob("*.tmp")) == []

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED, Bench, settings_for
 from tests.trainer.models import tiny_batch
-from trainer.checkpoint import CheckpointStore, checkpoint_store
-from trainer.errors import ResumeError
+from trainer.checkpoint import CheckpointStore
 from trainer.loop import Trainer
 from trainer.startup import run
 from transport.batches.filesystem import BatchSender
@@ -34,7 +33,7 @@ class Run:
 
     def __init__(self, folder: RunFolder, model: Path) -> None:
         self.folder, self.model = folder, model
-        self.store = checkpoint_store(folder)
+        self.store = CheckpointStore(folder)
 
     def train(self, *, steps: int = NUM_STEPS, back_to: int | None = None, **changes: Any) -> None:
         """As one process would, from joining to the end."""
@@ -186,7 +185,7 @@ def test_another_learning_rate_holds_from_the_checkpoint_on_and_is_recorded(star
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_have_one(started: Run) -> None:
     started.train(steps=4)
-    with pytest.raises(ResumeError, match=r"ckpt\.resume_step .*\[2, 4\]"):
+    with pytest.raises(RunFolderError, match=r"ckpt\.resume_step .*\[2, 4\]"):
         started.train(back_to=3)
 
 

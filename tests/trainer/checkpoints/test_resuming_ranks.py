@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.trainer.bench import UNMASKED
 from tests.trainer.forked import forked_ranks
 from tests.trainer.models import tiny_batch
-from trainer.checkpoint import Parts, checkpoint_store
+from trainer.checkpoint import CheckpointStore, Parts
 from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder, create_run
 
@@ -41,7 +41,7 @@ def train(run: RunFolder, model: Path, logs: Path, *options: str) -> None:
 
 
 def last(run: RunFolder) -> Parts:
-    return checkpoint_store(run).read(NUM_STEPS)[1]
+    return CheckpointStore(run).read(NUM_STEPS)[1]
 
 
 def test_two_ranks_resume_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:

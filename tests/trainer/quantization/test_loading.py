@@ -13,9 +13,8 @@ from transformers import (
 )
 
 from tests.trainer.models import CPU, TARGETS, save_tiny_model
-from trainer.dequantized import publish_dequantized
 from trainer.errors import ModelError
-from trainer.loading import quantized_model
+from trainer.loading import publish_dequantized, quantized_model
 from trainer.quantization import QuantizedLinear, check_setting, stored_in
 from transport.records import Quantization
 from transport.run import RunFolder
