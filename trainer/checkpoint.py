@@ -3,7 +3,7 @@ which one a run goes on.
 
 One safetensors file for each part of the state, `manifest.json` with everything else, and `STABLE`, written last, with
 the manifest's digest. The folder appears whole or not at all, and is never written twice. Tensors are whole, so that
-any number of ranks can go on from them. torch.distributed.checkpoint is not used: its metadata are a pickle.
+any number of ranks can go on from them (why not torch.distributed.checkpoint: docs/checkpoints.md).
 """
 
 import logging

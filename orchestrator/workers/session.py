@@ -141,7 +141,7 @@ class Session:
         """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
+        return self._opening.result() if self._opening.done() else await asyncio.shield(self._opening)
 
     async def request(self, message: Load | Dataset, what: str) -> Any:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""

@@ -1,7 +1,5 @@
 """How an environment is found by its id."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,10 +35,3 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
         make_environment(f"{tmp_path}/mine.py:Shout", {})
     with pytest.raises(UnknownEnvironment, match="Environment"):
         make_environment("collections:Counter", {})
-
-
-def test_a_program_refuses_an_environment_that_there_is_not() -> None:
-    command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--orch.env", '[{"id": "nosuch"}]', "--dry-run"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert "nosuch" in ended.stderr
