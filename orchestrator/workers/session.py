@@ -155,7 +155,7 @@ class Session:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {gone}") from None
         if isinstance(answer, Failure):
-            raise EnvironmentFailed(f"{what} raised\n{answer.message}")
+            raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
         return answer
 
     async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:
@@ -280,8 +280,7 @@ class Session:
         if (job := self._jobs.get(message.job)) is None or job.over.done():
             return  # nobody waits for it any more
         if isinstance(message, Failed):
-            failure = Failure(reason=message.reason, message=f"environment {self._label}: {message.message}")
-            job.over.set_result(failure)
+            job.over.set_result(Failure(reason=message.reason, message=message.message))
         elif isinstance(message, Loaded | Prompts):
             job.over.set_result(message)
         elif isinstance(message, Ended):
