@@ -154,18 +154,6 @@ async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -
         stranger.close()
 
 
-async def test_a_server_that_is_away_for_a_while_costs_no_rollout(env_file: Path) -> None:
-    env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server:
-        pool = WorkerPool(label="e", env_id=env_id, args={}, timeout_s=20.0, address=server.address)
-        await pool.load()
-    waiting = asyncio.create_task(scored(pool, "ok"))
-    await asyncio.sleep(0.3)
-    async with serving(env_id, server.port):
-        assert reason(await waiting) == ""
-        await pool.close()
-
-
 async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(env_file: Path) -> None:
     env_id, went_on = f"{env_file}:Talk", asyncio.Event()
     command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]

@@ -5,13 +5,11 @@ import random
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from configs.errors import SettingsError
 from configs.train import TrainSettings
@@ -34,11 +32,10 @@ def improving(prompt: str, version: int) -> str:
     return word[::-1] if random.random() < version / 3 else "x"
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer(improving).start()
-    yield server
-    await server.stop()
+@pytest.fixture
+def server(server: FakeServer) -> FakeServer:
+    server.answer = improving
+    return server
 
 
 def rows_of(folder: Path, query: str) -> list[Any]:

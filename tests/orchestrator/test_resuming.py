@@ -4,13 +4,11 @@ import json
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
@@ -25,13 +23,6 @@ from transport.folders import step_folder
 from transport.run import RunFolder, current_run_id
 
 GROUPS, SIZE = 4, 16
-
-
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer().start()
-    yield server
-    await server.stop()
 
 
 async def go(folder: Path, server: FakeServer, *, after: int | None = None, **changes: Any) -> Summary:

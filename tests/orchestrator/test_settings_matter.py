@@ -2,12 +2,11 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
@@ -32,15 +31,8 @@ class Words(Environment):
     def dataset(self, split):
         return [{"prompt": word, "length": len(self.words)} for word in self.words]
 
-def hungry(completion, example):
-    return float(len(bytearray(3_000_000_000 if completion == "1" else 1)))
-
-class Hungry(Words):
-    rubric = Rubric([hungry])
-
 def zeros(rewards, lengths, *, plus=0.0):
     return [plus] * len(rewards)
-
 """
 
 
@@ -91,11 +83,10 @@ def env(tmp_path: Path) -> str:
     return f"{path}:Words"
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer(by_turns("0", "1")).start()
-    yield server
-    await server.stop()
+@pytest.fixture
+def server(server: FakeServer) -> FakeServer:
+    server.answer = by_turns("0", "1")
+    return server
 
 
 # --- names and sizes ---

@@ -34,12 +34,10 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # --- a run ---
 
 
-async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_path: Path) -> None:
+async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_path: Path, server: FakeServer) -> None:
     pytest.importorskip("tensorboardX")
-    server = await FakeServer(lambda prompt, version: "abc").start()
     report_to, output_dir = {"offline": True, "to": ["wandb", "tensorboard"]}, tmp_path / "my-run"
     made = await run_small(output_dir, server, max_steps=4, report_to=report_to)
-    await server.stop()
     [logged] = (output_dir / "wandb").glob("*run-*/*.wandb")  # of records whose texts are readable
     told = ["grpo", "my-run", made.summary.run_id, '"sequence_len":128', '"offline":true', "accuracy_after"]
     assert [text for text in told if text.encode() not in logged.read_bytes()] == []

@@ -118,23 +118,6 @@ async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
 
 
 @with_tools
-async def test_tools_are_called_and_the_conversation_keeps_what_was_sampled(dictionary: Verifiers) -> None:
-    number = int(dictionary.dataset("train")[0]["prompt"][0]["content"].split()[3])
-    asked = f"I look it up. {calls('words_word', number=number)}"
-
-    def answer(role: str, messages: list[dict[str, Any]]) -> str:
-        return asked if len(messages) == 1 else str(messages[-1]["content"])[::-1]
-
-    outcome = await played(dictionary, answer)
-    assert outcome.rewards == {"policy": 1.5}
-    assert outcome.metrics["verifiers/num_turns"] == 2.0
-    first, second = outcome.trajectory
-    assert second.messages[: len(first.messages) + 1] == (*first.messages, {"role": "assistant", "content": asked})
-    assert second.messages[-1]["role"] == "tool"
-    assert first.error is None
-
-
-@with_tools
 async def test_calls_that_fail_mark_their_answers_and_tell_the_policy(dictionary: Verifiers) -> None:
     texts = [
         calls("words_word", number=-1),

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -35,12 +34,10 @@ async def asking(*urls: str, **settings: Any) -> AsyncIterator[InferenceClient]:
         await client.close()
 
 
-@pytest_asyncio.fixture
-async def sound() -> AsyncIterator[FakeServer]:
-    server = await FakeServer().start()
+@pytest.fixture
+def sound(server: FakeServer) -> FakeServer:
     server.live = {0}
-    yield server
-    await server.stop()
+    return server
 
 
 ONE = '{"token_ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}'

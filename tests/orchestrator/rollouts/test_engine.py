@@ -392,13 +392,12 @@ async def test_a_first_prompt_without_room_is_too_long_and_a_later_one_ends_the_
     assert world.outcomes == [None, None]  # a prompt that is too long is no fault of the environment's
 
 
-async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
+async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "envs.py").write_text(SOURCE)
-    server = await FakeServer(lambda prompt, version: "ab"[: 1 + prompt.count("go on 1")]).start()
+    server.answer = lambda prompt, version: "ab"[: 1 + prompt.count("go on 1")]
     output_dir = tmp_path / "run"
     env = [{"id": f"{tmp_path / 'envs.py'}:Chat", "name": "chat", "num_workers": 2}]
     made = await run(output_dir, server, env=env, batch_size=8, eval={"num_examples": 2})
-    await server.stop()
     assert (made.summary.rollouts_trained, made.summary.rollouts_dropped) == (24, {})
     assert made.lines[-1]["eval/measure/count/chat"] == 5
     assert [(line["rollout/num_turns"], line["rollout/num_rows"]) for line in made.steps] == [(3, 1)] * 3
