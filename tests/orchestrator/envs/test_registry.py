@@ -16,10 +16,15 @@ class Shout(Environment):
 """
 
 
-@pytest.mark.parametrize("env_id", ["arithmetc", "owner/nosuch-env", "no/such.py:Class"])
+@pytest.mark.parametrize("env_id", ["arithmetc", "owner/nosuch-env", "nosuch:Class"])
 def test_an_unknown_id_is_told_what_there_is_and_how_to_install_one(env_id: str) -> None:
     with pytest.raises(UnknownEnvironment, match="arithmetic"):
         check_id(env_id)
+
+
+def test_a_file_that_is_not_there_is_named_where_it_was_looked_for() -> None:
+    with pytest.raises(UnknownEnvironment, match=f"{Path.cwd()}/no/such.py"):
+        check_id("no/such.py:Class")
 
 
 @pytest.mark.parametrize("env_id", ["arithmetic", "mine.py:Shout", "mine:Shout"])
