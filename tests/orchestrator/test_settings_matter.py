@@ -160,7 +160,7 @@ async def test_a_server_that_is_locked_or_has_another_model_is_refused_unless_se
 ) -> None:
     server.api_key, server.info["base_model"] = "secret", "other"
     monkeypatch.setenv("MY_KEY", "secret")
-    client = {"base_url": [server.url], "timeout": 5}
+    client = {"base_url": [server.url], "timeout": 2}
     with pytest.raises(ServerError, match="401"):
         await run(tmp_path, server, client=client)
     with pytest.raises(Mismatch):
