@@ -31,6 +31,12 @@ class Words(Environment):
     def dataset(self, split):
         return [{"prompt": word, "length": len(self.words)} for word in self.words]
 
+def hungry(completion, example):
+    return float(len(bytearray(3_000_000_000 if completion == "1" else 1)))
+
+class Hungry(Words):
+    rubric = Rubric([hungry])
+
 def zeros(rewards, lengths, *, plus=0.0):
     return [plus] * len(rewards)
 """
@@ -136,6 +142,16 @@ async def test_an_adapter_for_a_role_that_an_environment_has_not_is_an_error_wit
     model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapters": ("one", "two")}
     with pytest.raises(Mismatch, match="judge"):
         await run(tmp_path, server, model=model, env=[{"id": env, "adapters": {"judge": "two"}}])
+
+
+async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropped(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    server.answer = by_turns("0", "1", "2")
+    sizes: dict[str, Any] = {"batch_size": 6, "rollouts_per_example": 3, "max_steps": 1}
+    hungry = {"id": f"{tmp_path / 'own.py'}:Hungry", "memory_gb": 1}
+    made = await run(tmp_path, server, env=[hungry], **sizes)
+    assert made.summary.rollouts_dropped == {"env_memory": 2}
 
 
 # --- examples ---

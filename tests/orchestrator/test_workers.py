@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.rollouts.records import EpisodeResult, Failure
+from orchestrator.startup import keys_of_run
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import identity_of
-from tests.orchestrator.fakes import until
+from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
@@ -190,6 +191,11 @@ async def test_user_code_sees_no_key_of_the_run(tmp_path: Path, monkeypatch: pyt
         outcome = await scored(pool, "seen")
         assert isinstance(outcome, EpisodeResult)
         assert outcome.accuracy == 0
+
+
+def test_the_keys_of_a_run_are_those_that_its_programs_read_and_its_settings_name() -> None:
+    settings = settings_for(Path("x"), client={"api_key_var": "MY_KEY"})
+    assert {"MY_KEY", "WANDB_API_KEY", "VLLM_API_KEY", "GRPO_ENV_KEY"} <= keys_of_run(settings)
 
 
 async def test_closing_ends_the_worker_and_what_it_started_in_sessions_of_its_own(tmp_path: Path) -> None:
