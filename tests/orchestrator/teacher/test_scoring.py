@@ -7,8 +7,7 @@ import pytest
 
 from orchestrator.endpoints import EndpointError
 from orchestrator.inference.client import Refused, ServerError, Unreachable
-from orchestrator.teacher.reference import ReferenceTeacher
-from orchestrator.teacher.scoring import Teaching, checked
+from orchestrator.teacher.scoring import ReferenceTeacher, Teaching, checked
 from tests.orchestrator import made
 from transport.records import Float32, Int32, TrainingSample
 
