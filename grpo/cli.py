@@ -42,6 +42,8 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = UNREAD
+    except KeyboardInterrupt:
+        code = 130
     raise SystemExit(code)
 
 
@@ -69,8 +71,6 @@ def _answered(module: Any, options: argparse.Namespace) -> int:
     failed."""
     try:
         return int(module.main(options))
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         raise
     except SettingsError as error:

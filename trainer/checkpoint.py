@@ -143,6 +143,14 @@ class CheckpointStore:
 
     def read(self, step: int) -> Resumed:
         """Returns the checkpoint of `step`, checked. Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`."""
+        try:
+            return self._read(step)
+        except CorruptError as error:
+            older = [other for other in self.steps() if other < step]
+            mend = f"go back with resume_step: {older[-1]}" if older else "begin anew with overwrite_output_dir: true"
+            raise CorruptError(f"{error}; {mend}") from None
+
+    def _read(self, step: int) -> Resumed:
         folder = self.path(step)
         checkpoint = Checkpoint.from_json(read_manifest(folder))
         if checkpoint.run_id != self._run_id:

@@ -136,8 +136,8 @@ class _Slots:
     def __init__(self) -> None:
         self.free, self.places = asyncio.Semaphore(NUM_THREADS), list(range(NUM_THREADS))
         self.board = memoryview(bytearray(BOARD_BYTES)).cast("i")
-        self.left: set[asyncio.Future[Any]] = set()
-        """Those that run and that nobody waits for any more."""
+        self.left: set[int] = set()
+        """Places of those that run and that nobody waits for any more."""
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
@@ -180,21 +180,19 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         finally:
             slots.board[place] = 0
 
-    def end(call: asyncio.Future[T] | None = None) -> None:
+    def end() -> None:
         slots.places.append(place)
+        slots.left.discard(place)
         slots.free.release()
-        if call is not None:
-            slots.left.discard(call)
-            call.exception()  # nobody may be left to be told
 
     try:
-        call = background.start_in_thread(work)
+        call = background.start_in_thread(work, ended=end)
     except background.NoThread as error:
         end()
         raise MemoryError(f"{error}; raise env[].memory_gb") from None
-    call.add_done_callback(end)
     try:
-        return await asyncio.shield(call)
+        return await call
     except asyncio.CancelledError:
-        slots.left |= set() if call.done() else {call}
+        if place not in slots.places:
+            slots.left.add(place)
         raise

@@ -189,19 +189,24 @@ class Alive(msgspec.Struct, tag=True):
     """The heartbeat: the event loop of who sends it turns."""
 
 
+class Here(msgspec.Struct, tag=True):
+    """An environment server's answer to a heartbeat, whatever its worker does."""
+
+    at_work: list[int]
+    """Jobs whose code runs, or ran at the worker's end."""
+
+
 class Gone(msgspec.Struct, tag=True):
     """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""
 
     how: str
-    at_work: list[int] = []
-    """Jobs whose code ran at the worker's end, as far as is known."""
 
 
 AnyCall = Sample | Ask | Store | Delay
 Reply = Sampled | Stored | Refused
 Answer = Loaded | Prompts | Ended | Failed
 ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Gone
-FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Alive | Gone
+FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Alive | Here | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
@@ -224,8 +229,6 @@ def frame_of(*messages: bytes) -> bytes:
 
 
 ALIVE, GONE = frame_of(encode(Alive())), frame_of(encode(Gone(how="")))
-HERE = frame_of()
-"""An environment server's answer to a heartbeat, whatever its worker does."""
 
 
 def encode_checked(message: FromWorker) -> bytes:

@@ -23,9 +23,9 @@ from orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
     GONE,
-    HERE,
     SILENCE_LIMIT_S,
     Gone,
+    Here,
     encode,
     frame_of,
     open_socket,
@@ -88,7 +88,7 @@ class EnvironmentServer:
                 if frame == GONE:
                     self._end(who, None)
                 elif frame == ALIVE:
-                    await self._say(who, HERE)
+                    await self._say(who, frame_of(self._here(session)))
                 else:
                     session.process.socket.send(frame)  # of a worker that is still coming up, once it is there
         finally:
@@ -145,9 +145,13 @@ class EnvironmentServer:
 
     async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
         if how is not None:
-            await self._say(who, frame_of(encode(Gone(how=how, at_work=[*session.process.at_work]))))
+            await self._say(who, frame_of(self._here(session), encode(Gone(how=how))))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
+
+    @staticmethod
+    def _here(session: _Session) -> bytes:
+        return encode(Here(at_work=[*session.process.at_work]))
 
     async def _say(self, who: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):

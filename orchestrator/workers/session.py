@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from orchestrator.workers.protocol import (
     Failed,
     FromWorker,
     Gone,
+    Here,
     Load,
     Loaded,
     Prompts,
@@ -75,10 +76,12 @@ class WorkerGone(Exception):
 class RemoteWorker:
     """A worker that an environment server has for us."""
 
-    exit_code, was_killed, how, at_work = None, False, None, frozenset[int]()
+    exit_code, was_killed, how = None, False, None
 
     def __init__(self, address: str) -> None:
         """The socket is not connected again once the connection is lost."""
+        self.at_work = set[int]()
+        """Jobs whose code runs, as far as the server has told."""
         self.socket = open_socket(zmq.DEALER)
         self.socket.reconnect_ivl = -1
         if key := os.environ.get(ENV_KEY_VAR):
@@ -138,7 +141,7 @@ class Session:
         """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
+        return self._opening.result() if self._opening.done() else await asyncio.shield(self._opening)
 
     async def request(self, message: Load | Dataset, what: str) -> Any:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
@@ -152,7 +155,7 @@ class Session:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {gone}") from None
         if isinstance(answer, Failure):
-            raise EnvironmentFailed(f"{what} raised\n{answer.message}")
+            raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
         return answer
 
     async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:
@@ -254,28 +257,30 @@ class Session:
     async def _read(self) -> None:
         """Consumes what the worker says. Ends with the session."""
         try:
-            while self._worker is not None:
-                messages = decode_from_worker(await self._worker.socket.recv())
+            while (worker := self._worker) is not None:
+                messages = decode_from_worker(await worker.socket.recv())
                 self._reached_s = time.monotonic()
-                self._heard_s = self._reached_s if messages else self._heard_s
                 for message in messages:
                     if isinstance(message, Gone):
-                        await self._gone(message.how, CRASHED, at_work=message.at_work)
+                        await self._gone(message.how, CRASHED)
                         return
-                    self._take(message)
+                    if isinstance(message, Here) and isinstance(worker, RemoteWorker):
+                        worker.at_work = set(message.at_work)
+                    else:
+                        self._heard_s = self._reached_s
+                        self._take(message)
         except zmq.ZMQError:
             return
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             await self._gone(f"said what cannot be understood: {error}", "env_error")
 
     def _take(self, message: FromWorker) -> None:
-        if isinstance(message, Alive | Gone):
+        if isinstance(message, Alive | Here | Gone):
             return
         if (job := self._jobs.get(message.job)) is None or job.over.done():
             return  # nobody waits for it any more
         if isinstance(message, Failed):
-            failure = Failure(reason=message.reason, message=f"environment {self._label}: {message.message}")
-            job.over.set_result(failure)
+            job.over.set_result(Failure(reason=message.reason, message=message.message))
         elif isinstance(message, Loaded | Prompts):
             job.over.set_result(message)
         elif isinstance(message, Ended):
@@ -304,27 +309,26 @@ class Session:
             now_s = time.monotonic()
             if worker.how is not None:
                 await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
-                await self._gone(worker.how, CRASHED, at_work=worker.at_work, killed=worker.was_killed)
+                await self._gone(worker.how, CRASHED)
             elif now_s - self._heard_s > limit_s:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
-                await self._gone(f"took longer than {limit}, and held up its worker", LATE, at_work=worker.at_work)
+                await self._gone(f"took longer than {limit}, and held up its worker", LATE)
             elif self._address is not None and now_s - self._reached_s > SILENCE_LIMIT_S:
                 await self._gone(f"is no longer reached at {self._address}", CRASHED)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
                 self._send(Alive())
 
-    async def _gone(
-        self, how: str, reason: str, *, at_work: Collection[int] = frozenset(), killed: bool = False
-    ) -> None:
+    async def _gone(self, how: str, reason: str) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
-        self.over, self.killed = True, killed
+        worker, self.over = self._worker, True
+        self.killed, at_work = (worker.was_killed, worker.at_work) if worker is not None else (False, set[int]())
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         for number, job in self._jobs.items():
             if not job.over.done():
-                job.over.set_exception(WorkerGone(failure, suspect=number in at_work, killed=killed))
+                job.over.set_exception(WorkerGone(failure, suspect=number in at_work, killed=self.killed))
         await self._release()
         for task in self._tasks:
             task.cancel()

@@ -168,7 +168,7 @@ class Worker:
         if load.memory_bytes is not None:
             limit_memory(load.memory_bytes)
         environment = self._environment = make_environment(load.env_id, load.args)
-        self._timeout_s = load.timeout_s
+        self._episode, self._timeout_s = episode_of(environment), load.timeout_s
         stores = dict(environment.stores)
         return Loaded(single_turn=is_single_turn(environment), roles=roles_of(environment), stores=stores)
 
@@ -237,7 +237,7 @@ class Worker:
             return await self.reply_to(call)
 
         return await run_episode(
-            episode_of(self._environment),
+            self._episode,
             answered,
             example=self._example(run),
             split=run.split,

@@ -166,6 +166,15 @@ async def test_a_server_that_is_away_for_a_while_costs_no_rollout(env_file: Path
         await pool.close()
 
 
+async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
+    env_id = f"{env_file}:Hostile"
+    async with serving(env_id) as server, pool_at(server.address, env_id, timeout_s=4.0) as pool:
+        outcomes = await asyncio.gather(*(scored(pool, text) for text in ("hold", "pause", "pause")))
+        assert [reason(one) for one in outcomes] == ["env_timeout", "", ""]
+        assert pool.num_restarted <= 3
+
+
 async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(env_file: Path) -> None:
     env_id, went_on = f"{env_file}:Talk", asyncio.Event()
     command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]

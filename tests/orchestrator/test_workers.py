@@ -250,18 +250,6 @@ async def test_a_process_that_was_killed_before_it_said_anything_may_be_started_
     assert isinstance(failed.value, EnvironmentKilled) is (split == "killed")
 
 
-async def test_a_worker_that_does_not_start_is_a_failed_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(EnvironmentFailed, match=r"0\.001"):
-        async with pool_of(tmp_path, HOSTILE, "Hostile", start_timeout_s=0.001):
-            pass
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(EnvironmentFailed, match="exit code 1"):
-        async with pool_of(tmp_path, HOSTILE, "Hostile"):
-            pass
-
-
 @pytest.mark.parametrize("env_id", ["mine:Mine", "mine.py:Mine"])
 async def test_a_file_in_the_working_directory_stands_in_for_none_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env_id: str
@@ -300,15 +288,6 @@ def test_an_identity_depends_on_the_fields_that_are_named_and_is_the_same_everyw
     for fields, changes in ((("task", "id"), {}), (("answer",), {"answer": object()})):
         with pytest.raises(ValueError, match=r"example 7|buffer\.hash_keys"):
             identity_of(example | changes, fields, 7)
-
-
-async def test_training_examples_come_with_their_identities(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", hash_keys=("task", "prompt")) as pool:
-        await pool.prompts("eval")
-        assert pool.identities == []
-        assert await pool.prompts("train") == [({"role": "user", "content": "hi"},)]
-        example = {"task": "e", "prompt": [{"role": "user", "content": "hi"}]}
-        assert pool.identities == [identity_of(example, ("task", "prompt"), 0)]
 
 
 # --- how many may fail ---
