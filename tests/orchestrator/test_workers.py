@@ -54,6 +54,10 @@ def reward(completion, example):
     if completion == "sleep": time.sleep(0.3)
     return 1.0
 
+async def exits():
+    await asyncio.sleep(0.1)
+    os._exit(3)
+
 async def waits(completion):
     if completion == "stubborn":
         while True:
@@ -61,9 +65,8 @@ async def waits(completion):
             except asyncio.CancelledError: pass
     if completion == "hold": time.sleep(1000)
     if completion == "pause": await asyncio.sleep(0.2)
-    if completion == "exit later":
-        await asyncio.sleep(0.1)
-        os._exit(3)
+    if completion == "exit later": await exits()
+    if completion == "exit in a task": await asyncio.gather(exits())
     if completion == "forge":
         [socket] = [one for one in gc.get_objects() if isinstance(one, zmq.asyncio.Socket)]
         await socket.send(b"\\xc1\\xc1")
@@ -134,9 +137,12 @@ async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
 
 
-async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_along_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("completion", ["exit later", "exit in a task"])
+async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_along_once(
+    tmp_path: Path, completion: str
+) -> None:
     async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
-        outcomes = await asyncio.gather(*(scored(pool, text) for text in ("exit later", "pause", "pause")))
+        outcomes = await asyncio.gather(*(scored(pool, text) for text in (completion, "pause", "pause")))
         assert [reason(one) for one in outcomes] == ["env_crashed", "", ""]
         assert pool.num_restarted <= 3
 

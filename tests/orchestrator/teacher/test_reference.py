@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.endpoints import EndpointError
 from orchestrator.inference.client import Refused, ServerError, Unreachable
-from orchestrator.teacher.reference import ReferenceTeacher
+from orchestrator.teacher.scoring import ReferenceTeacher
 
 IDS = np.array([5, 6, 7], np.int32)
 
