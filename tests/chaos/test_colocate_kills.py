@@ -1,7 +1,9 @@
 """`kill -9` of a co-located run's launcher as it starts: nothing is left, no process and nothing in /dev/shm, and the
-same command works again. `kill -9` of that run's programs at random moments: it comes to its last step. Their one copy of
-the base is quantized, so that the server has to have the trainer's numbers; a quantized base of which each has a copy is
-in tests/e2e/test_inflight_updates.py."""
+same command works again. `kill -9` of that run's programs at random moments: it comes to its last step.
+
+Their one copy of the base is quantized, so that the server has to have the trainer's numbers; in
+tests/e2e/test_inflight_updates.py each has a copy of a quantized base.
+"""
 
 import os
 import random
