@@ -47,7 +47,9 @@ NUM_EXAMPLES, NUM_ANSWERS = 10_000, 256
 SPEED_BATCH, FLIGHT_BATCH, FLIGHT_STEPS, FLIGHT_DELAY_S = 1024, 10_000, 4, 4.0
 NUM_SKIPPED = 2
 """Steps before the measurement."""
-PROBE_S, MEMORY_INTERVAL_S = 0.005, 0.25
+PROBE_S, MEMORY_INTERVAL_S = 0.005, 1.0
+MEMORY_POINTS = (100_000, 250_000, 500_000, 750_000)
+"""After so many rollouts the memory is looked at."""
 LEDGER_STEPS = 977
 """Of 1,024 rollouts: a million."""
 TARGETS = {
@@ -144,7 +146,9 @@ class Seen:
 
     lags_s: Sequence[float]
     memory: Sequence[tuple[float, int]]
-    """Seconds and bytes."""
+    """Seconds and bytes of the orchestrator's process."""
+    worker_memory: Sequence[tuple[float, int]]
+    """And of its children."""
     cpu_s: float
     """Processor time of the orchestrator's process."""
     worker_cpu_s: float
@@ -160,6 +164,7 @@ def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: 
 
     lags_s: list[float] = []
     memory: list[tuple[float, int]] = []
+    worker_memory: list[tuple[float, int]] = []
     workers_s = [0.0]
     begun = Path(settings["output_dir"]) / "metrics.jsonl"
 
@@ -173,8 +178,10 @@ def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: 
             now_s = time.perf_counter()
             lags_s.append(now_s - asked_s - PROBE_S)
             if now_s - remembered_s > MEMORY_INTERVAL_S:
-                memory.append((now_s, resident_bytes()))
-                workers_s.append(cpu_of_workers_s())
+                memory.append((now_s, psutil.Process().memory_info().rss))
+                used_s, used_bytes = use_of_workers()
+                workers_s.append(used_s)
+                worker_memory.append((now_s, used_bytes))
                 remembered_s = now_s
 
     async def both() -> None:
@@ -187,22 +194,19 @@ def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: 
     asyncio.run(both())
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = used.ru_utime + used.ru_stime
-    connection.send(Seen(lags_s=lags_s, memory=memory, cpu_s=cpu_s, worker_cpu_s=max(workers_s)))
+    connection.send(
+        Seen(lags_s=lags_s, memory=memory, worker_memory=worker_memory, cpu_s=cpu_s, worker_cpu_s=max(workers_s))
+    )
 
 
-def cpu_of_workers_s() -> float:
-    """Processor time until now of the processes below this one, which nobody waits for."""
-    total_s = 0.0
+def use_of_workers() -> tuple[float, int]:
+    """Seconds of processor time until now, and resident bytes, of the processes below this one."""
+    used_s, used_bytes = 0.0, 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             times = process.cpu_times()
-            total_s += times.user + times.system
-    return total_s
-
-
-def resident_bytes() -> int:
-    """Of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            used_s, used_bytes = used_s + times.user + times.system, used_bytes + process.memory_info().rss
+    return used_s, used_bytes
 
 
 def raise_file_limit() -> None:
@@ -275,15 +279,22 @@ def measure_speed(folder: Path, num_rollouts: int, *, traced: bool) -> dict[str,
     per_s, num = SPEED_BATCH * len(step_s) / sum(step_s), SPEED_BATCH * num_steps
     half = seen.memory[len(seen.memory) // 2 :]
     slope = statistics.linear_regression([second for second, _ in half], [size for _, size in half]).slope
-    early = min(seen.memory, key=lambda one: abs(one[0] - seen.memory[0][0] - 100_000 / per_s))
+
+    def resident_mb(memory: Sequence[tuple[float, int]], num_rollouts: int) -> float:
+        _, size = min(memory, key=lambda one: abs(one[0] - memory[0][0] - num_rollouts / per_s))
+        return round(size / 1e6, 1)
+
+    points = [point for point in MEMORY_POINTS if point <= num]
     return {
         "rollouts": num,
         "rollouts_per_s": round(per_s, 1),
         "cpu_us_per_rollout": round(1e6 * seen.cpu_s / num, 1),
         "worker_cpu_us_per_rollout": round(1e6 * seen.worker_cpu_s / num, 1),
         **lag_figures(seen),
-        "resident_mb_at_100000": round(early[1] / 1e6, 1),
+        **{f"resident_mb_at_{point}": resident_mb(seen.memory, point) for point in points},
         "resident_mb": round(seen.memory[-1][1] / 1e6, 1),
+        **{f"worker_resident_mb_at_{point}": resident_mb(seen.worker_memory, point) for point in points},
+        "worker_resident_mb": round(seen.worker_memory[-1][1] / 1e6, 1),
         "bytes_per_rollout": round(slope / per_s, 1),
     }
 

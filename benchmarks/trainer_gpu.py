@@ -30,13 +30,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import parser, report
 from configs.loss import LossSettings
-from configs.train import TrainSettings
+from configs.train import QUANTIZED, TrainSettings
 from trainer.distributed import ONE
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
 from trainer.quantization import QUANTIZE
-from trainer.quantization import SETTINGS as TRAINED_BY
 from transport.records import MicroBatch, Quantization
 
 RANK = 16
@@ -114,7 +113,7 @@ def batch_of(*, num_tokens: int, sample_len: int, vocab_size: int) -> MicroBatch
 
 def settings_of(case: Case, folder: Path, options: argparse.Namespace) -> TrainSettings:
     """Those of a trainer with the case's base."""
-    own = {TRAINED_BY[case.quantization]: True} if case.quantization else {}
+    own = {key: True for key, format in QUANTIZED.items() if format == case.quantization}
     own |= {"model": str(folder), "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK, "compile": options.compile}
     own |= {"gradient_checkpointing": case.checkpointing, "sequence_len": options.tokens}
     return TrainSettings.model_validate(own)

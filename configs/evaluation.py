@@ -26,7 +26,7 @@ class EnvSettings(Section):
     """Address of an environment server, `tcp://host:port`, as `grpo-env ID` starts one; `args` are sent there (null:
     the orchestrator starts processes of its own)."""
     num_workers: PositiveInt = 1
-    """Number of processes that its episodes are spread over; single-turn answers are scored by one."""
+    """Number of processes that its rollouts are spread over."""
     memory_gb: float | None = Field(default=None, ge=0.05, le=1e6)
     """Memory that its code may allocate in each process, in GB; a rollout that needs more is dropped (null: any)."""
     adapters: dict[str, str] = {}

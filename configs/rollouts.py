@@ -37,9 +37,9 @@ class SamplingSettings(Section):
     seed: Seed | None = None
     """Seed of each request, mixed with the group's and the rollout's number (null: the server's own randomness)."""
     min_tokens: Annotated[int, only(0, _NOT_FOLLOWED)] = 0
-    """Least number of tokens of an answer."""
+    """Only 0: a least number of tokens changes what is sampled in a way that the trainer could not follow."""
     repetition_penalty: Annotated[float, only(1.0, _NOT_FOLLOWED)] = 1.0
-    """Penalty of tokens that have occurred."""
+    """Only 1: a penalty of tokens that have occurred changes what is sampled, likewise."""
 
     def conflicts(self) -> Conflicts:
         if self.temp_scheduler is not None and "temperature" in self.changed:

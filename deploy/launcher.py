@@ -212,4 +212,5 @@ def last_error(lines: Sequence[str]) -> str:
     first, *more = lines[found[-1] :]
     raised = [line for line in more if line and not line[0].isspace() and not line.startswith("Traceback")]
     is_traceback = any("Traceback (most recent call last):" in line for line in [first, *more])
-    return f": {first.removeprefix('error: ')}" + (f" {raised[-1]}" if is_traceback and raised else "")
+    first = first.removeprefix("error: ").removesuffix("Traceback (most recent call last):").rstrip()
+    return f": {first}" + (f" {raised[-1]}" if is_traceback and raised else "")

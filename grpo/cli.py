@@ -42,6 +42,8 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = UNREAD
+    except KeyboardInterrupt:
+        code = 130
     raise SystemExit(code)
 
 
@@ -51,8 +53,6 @@ def _command(argv: list[str]) -> int:
         if argv and argv[0] in COMMANDS:
             return _answered(argv[0], argv[1:])
         return _run(argv[1:] if argv[:1] == ["run"] else argv)
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         raise
     except SettingsError as error:

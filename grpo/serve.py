@@ -112,13 +112,14 @@ def served(settings: Mapping[str, Any], log: Path, *, version: Version | None = 
 
 def _wait_until_up(server: Served) -> None:
     deadline_s = time.monotonic() + START_S
-    while True:
+    while server.process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
-        if server.process.poll() is not None or time.monotonic() >= deadline_s:
+        if time.monotonic() >= deadline_s:
             raise CannotExport(f"grpo-infer did not begin to serve within {START_S:g} s; {server.last_words()}")
         time.sleep(_POLL_S)
+    raise CannotExport(f"grpo-infer has ended with exit code {server.process.poll()}; {server.last_words()}")
 
 
 def _load(server: Served, version: Version) -> None:

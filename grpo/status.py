@@ -149,9 +149,12 @@ def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Itera
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, Said)) is not None}
         if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
-            joined, state = programs.get(role, {}), "joined" if role in programs else _NOT_STARTED
-            alive = Said(state=state, pid=joined.get("pid"), host=joined.get("host")).alive
-            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.get("pid"), alive=alive)
+            joined = programs.get(role, {})
+            alive = Said(state="joined", **{key: joined.get(key) for key in ("pid", "host", "started")}).alive
+            if role not in programs or alive is False:  # that of an earlier start
+                yield ProcessStatus(name=f"grpo-{role}", state=_NOT_STARTED)
+            else:
+                yield ProcessStatus(name=f"grpo-{role}", state="joined", pid=joined.get("pid"), alive=alive)
         for name, one in said.items():
             more = name.removesuffix(".json").removeprefix(role).removeprefix(".")
             more = more.replace("_", ":" if role == "infer" else " ")

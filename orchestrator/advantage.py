@@ -115,8 +115,11 @@ def group_credit(
     `positive_only`: negative advantages count as 0, only what was better than the baseline is learned from."""
     found: dict[StepKey, float] = {}
     for group in levels(results):
-        for role in dict.fromkeys(role for result in group for role in result.roles):
-            members = [result for result in group if role in result.roles]
+        by_role: dict[str, list[EpisodeResult]] = {}
+        for result in group:
+            for role in result.roles:
+                by_role.setdefault(role, []).append(result)
+        for role, members in by_role.items():
             rewards_G = [result.rewards[role] for result in members]
             advantages_G = advantage(rewards_G, [result.num_sampled_tokens(role) for result in members])
             for result, value in zip(members, advantages_G, strict=True):

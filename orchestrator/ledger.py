@@ -111,7 +111,8 @@ class Ledger:
         """A group of `num` rollouts, numbered from `first` on, is about to be sampled."""
         now = time.time()
         for number in range(first, first + num):
-            self._open[f"{group}/{number}"] = self._changed[f"{group}/{number}"] = _Rollout(
+            rollout_id = f"{group}/{number}"
+            self._open[rollout_id] = self._changed[rollout_id] = _Rollout(
                 group_id=group,
                 number=number,
                 env=env,

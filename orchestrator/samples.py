@@ -48,7 +48,7 @@ def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> 
     """What `filters` say of a group's rollouts, as `found` and `withheld` of a FinishedGroup. An answer that follows
     another begins anew."""
     found, withheld = list[str](), dict[str, str]()
-    for result in results:
+    for result in results if filters else ():
         answers = [step.completion for one in result.walk() for step in one.steps]
         finders = [one for one in filters if any(one.finds(said.token_ids, said.logprobs) for said in answers)]
         found += [one.name for one in finders]

@@ -35,22 +35,17 @@ _HOPPER, _BLACKWELL = 9, 10
 
 
 def implementation_for(device: torch.device, dtype: torch.dtype, *, forced: str | None = None) -> str:
-    """Returns the name of the kernel for `attn_implementation`, and logs it with the reason.
+    """Returns the name of the kernel for `attn_implementation`, and logs it: `grpo_varlen` for 16-bit types on GPUs of
+    compute capability 8.0 or later, `grpo_padded` for all else.
 
     On a GPU it also activates the newest flash attention that torch finds there. Not yet run on a GPU.
     """
+    name, detail = forced or PADDED, ""
     half = dtype in (torch.bfloat16, torch.float16)
-    if forced is not None:
-        name, reason = forced, "it was asked for"
-    elif device.type != "cuda":
-        name, reason = PADDED, f"it is the one for device {device.type}"
-    elif not half:
-        name, reason = PADDED, f"flash attention computes no {str(dtype).removeprefix('torch.')}"
-    elif (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        name, reason = PADDED, f"the GPU has compute capability {capability}, below (8, 0)"
-    else:
-        name, reason = VARLEN, f"with {_activate_newest(capability[0])}"
-    log.info("attention kernel %s: %s", name, reason)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if forced is None and half and capability >= (8, 0):
+        name, detail = VARLEN, f" with {_activate_newest(capability[0])}"
+    log.info("attention kernel %s%s", name, detail)
     return name
 
 

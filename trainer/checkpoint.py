@@ -3,7 +3,7 @@ which one a run goes on.
 
 One safetensors file for each part of the state, `manifest.json` with everything else, and `STABLE`, written last, with
 the manifest's digest. The folder appears whole or not at all, and is never written twice. Tensors are whole, so that
-any number of ranks can go on from them. torch.distributed.checkpoint is not used: its metadata are a pickle.
+any number of ranks can go on from them (why not torch.distributed.checkpoint: docs/checkpoints.md).
 """
 
 import logging
@@ -143,6 +143,14 @@ class CheckpointStore:
 
     def read(self, step: int) -> Resumed:
         """Returns the checkpoint of `step`, checked. Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`."""
+        try:
+            return self._read(step)
+        except CorruptError as error:
+            older = [other for other in self.steps() if other < step]
+            mend = f"go back with resume_step: {older[-1]}" if older else "begin anew with overwrite_output_dir: true"
+            raise CorruptError(f"{error}; {mend}") from None
+
+    def _read(self, step: int) -> Resumed:
         folder = self.path(step)
         checkpoint = Checkpoint.from_json(read_manifest(folder))
         if checkpoint.run_id != self._run_id:

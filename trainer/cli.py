@@ -32,21 +32,26 @@ def main() -> None:
     from trainer.errors import EndedEarly, ExporterGone, RankFailed, TrainerError
     from transport.errors import START_AGAIN, PeerFailed, TransportError
 
+    code, message = 0, ""
     try:
         _run(settings, starts_ranks=settings.num_ranks > 1 and rank is None)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
     except RankFailed as failure:  # that rank says what is wrong
-        print(f"{who}ends, because {failure}", file=sys.stderr)
-        raise SystemExit(START_AGAIN) from None
+        code, message = START_AGAIN, f"{who}ends, because {failure}"
     except (EndedEarly, ExporterGone, PeerFailed) as error:
-        print(f"error: {who}{error}", file=sys.stderr)
-        raise SystemExit(START_AGAIN) from None
+        code, message = START_AGAIN, f"error: {who}{error}"
     except (TrainerError, TransportError, FileNotFoundError) as error:
-        print(f"error: {who}{error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        code, message = 1, f"error: {who}{error}"
     except Exception as error:
         logging.getLogger("trainer").exception("unexpected failure")
-        print(f"error: {who}{type(error).__name__}: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        code, message = 1, f"error: {who}{type(error).__name__}: {error}"
+    if message:
+        print(message, file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    # At once: Triton reports leaks while the interpreter ends, below the line that says what went wrong.
+    os._exit(code)
 
 
 def _is_worker(environment: Mapping[str, str]) -> bool:

@@ -73,12 +73,6 @@ class CheckpointTensors:
             )
         return tensor.to(self._dtype)
 
-    def ends(self, name: str) -> torch.Tensor:
-        """Returns [2, ...] the first and the last row of one tensor; one without rows itself."""
-        with safe_open(self._files[name], framework="pt") as tensors:
-            rows = tensors.get_slice(name)
-            return torch.cat([rows[:1], rows[-1:]]) if rows.get_shape() else tensors.get_tensor(name)
-
     def check_all_used(self, model: Any, tied: str | None) -> None:
         """Raises `ModelError` where there is something that the model has no place for."""
         ignored = ["rotary_emb.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
+from configs.train import QUANTIZED
 from trainer.errors import ModelError
 from transport.records import Quantization
 
@@ -212,8 +213,6 @@ class Stored:
     method: str
     """`quant_method`, as the checkpoint calls it."""
     format: Quantization
-    setting: str
-    """That of grpo-train which holds a base in this format."""
     asks: Mapping[str, Any]
     """What the checkpoint's `quantization_config` says."""
     ends: Mapping[str, str]
@@ -249,7 +248,6 @@ STORED = (
     Stored(
         "bitsandbytes",
         "nf4",
-        "qlora_bnb",
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
         {
             "codes": "weight",
@@ -263,14 +261,12 @@ STORED = (
     Stored(
         "fp8",
         "fp8",
-        "qlora_fp8",
         {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
         {"codes": "weight", "scale": "weight_scale_inv"},
     ),
     Stored(
         "modelopt",
         "nvfp4",
-        "qlora_fp4",
         {"quant_algo": "NVFP4"},
         {"codes": "weight", "scale": "weight_scale", "global_scale": "weight_scale_2"},
     ),
@@ -297,9 +293,10 @@ def stored_in(folder: Path) -> Stored | None:
 def check_setting(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
     """Raises `ModelError`, which names the setting to change, where the checkpoint is stored in another format."""
     if stored is not None and stored.format != quantization:
+        [setting] = [key for key, format in QUANTIZED.items() if format == stored.format]
         raise ModelError(
             f"the checkpoint in {folder} is stored as {stored.format} (by {stored.method}), and the base is to be held "
-            f"as {quantization or 'it is'}; set {stored.setting}: true alone, or use a 16-bit checkpoint of the model"
+            f"as {quantization or 'it is'}; set {setting}: true alone, or use a 16-bit checkpoint of the model"
         )
 
 

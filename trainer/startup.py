@@ -44,14 +44,12 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     if settings.num_ranks > 1:
         local_rank, num_local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = device_for(settings.device, local_rank=local_rank)
-    if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
-        raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
+    of_gpus = {"offload": settings.offload, "sleep_mode": settings.sleep_mode}
+    of_gpus |= {"weight_broadcast.type: nccl": settings.weight_broadcast.type == "nccl"}
+    if device.type != "cuda" and (asked := [key for key, is_on in of_gpus.items() if is_on]):
+        raise ModelError(f"{asked[0]} needs a GPU, and the trainer runs on a CPU; remove it")
     if settings.low_precision is not None:
         check_device(settings.low_precision, device)
-    if settings.offload and device.type != "cuda":
-        raise ModelError("offload: moves what a GPU holds to main memory, and the trainer runs on a CPU; remove it")
-    if settings.sleep_mode and device.type != "cuda":
-        raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
     set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
     if device.type == "cpu":
         keep_freed_memory()

@@ -8,7 +8,7 @@ the tokens before it in its sample. The first token of a sample has none, so its
 log-probability 0. All streams of one record have the same length; an optional stream is absent (`None`), never zeros.
 
 A sample refuses shapes that are not aligned when it is made. Micro-batches, of which a step may have hundreds, are
-checked by the codec, over the whole arrays of a rank, when they are encoded and when they are decoded.
+checked by the codec, over the whole arrays of a rank, when they are decoded.
 """
 
 import math
@@ -207,7 +207,7 @@ class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
             self.hint.check_places(length)
 
 
-class MicroBatch(Record, frozen=True, kw_only=True, eq=False, gc=False):
+class MicroBatch(Record, frozen=True, eq=False, gc=False):
     """Samples packed one after the other, for one forward and backward pass.
 
     Example: two samples of 3 and 2 tokens: ``token_ids=[5, 6, 7, 5, 9], sequence_lengths=[3, 2]``; the boundaries
@@ -238,6 +238,8 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False, gc=False):
     """[S] where each sample has one, or [T]; `per_token` gives [T]."""
     version_runs: Int32
     """[R, 2] runs of (version, number of tokens) in order; the numbers sum to T."""
+    rollout_ids: tuple[str, ...]
+    """[S]"""
     teacher_logprobs: Float32 | None = None
     """[T]"""
     adapters: Int32 | None = None
@@ -246,8 +248,6 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False, gc=False):
     """(index of the sample, its hint), which trains the sample's adapter."""
     pairs: tuple[PreferencePair, ...] = ()
     """Preference pairs that are trained along with the samples."""
-    rollout_ids: tuple[str, ...]
-    """[S]"""
     envs: tuple[str, ...] = ()
     """[S] the environment of each sample, or none."""
 

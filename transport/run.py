@@ -260,6 +260,7 @@ def only_one(output_dir: str | Path, role: Role | Literal["launcher"]) -> Iterat
     path, otherwise = Path(output_dir), f"another grpo-{role} is at work in {output_dir}; end it first"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        (path / f".{role}.lock").touch()
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
     with _lock(path / f".{role}.lock", _LOOK_S, otherwise):

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo import Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, SingleTurnEpisode, client_of
-from orchestrator.envs.data.files import check_refused, parse_rows
-from orchestrator.envs.data.hub import find_files
-from orchestrator.envs.rewards import Reward, asked_verdict
+from orchestrator.envs.data.files import check_refused, find_files, parse_rows
+from orchestrator.envs.rewards import Reward, asked_verdict, number
 
 PROPOSER, SOLVER = "Proposer", "Solver"
 UNPARSABLE_REWARD = -1.0
@@ -26,7 +25,6 @@ FREE_PROPOSER_PROMPT = (
 )
 FREE_SOLVER_PROMPT = "{question}\n\nEnd with a short answer."
 _QUESTION = re.compile(r"^[ \t]*question[ \t]*:[ \t]*(?:what is[ \t]+)?([^\n]*)$", re.IGNORECASE | re.MULTILINE)
-_INTEGER = re.compile(r"(?<![\d)])-?\d{1,100}(?!\d)")
 _OPERATIONS: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _FREE_QUESTION = re.compile(r"^[ \t]*question[ \t]*:[ \t]*(\S[^\n]*)$", re.IGNORECASE | re.MULTILINE)
 _MOST_CHARACTERS, _MOST_NUMBERS, _MOST_DIGITS, _MOST_FREE_CHARACTERS = 100, 8, 6, 1000
@@ -88,9 +86,8 @@ def drawn_questions(num: int, rng: random.Random) -> list[str]:
 
 
 def solved(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the last whole number of the answer is what the question comes to."""
-    found = _INTEGER.findall(re.sub(r"(?<=\d),(?=\d{3}\b)", "", completion))
-    return float(bool(found) and int(found[-1]) == value_of(example["question"]))
+    """1 where the last number of the answer is what the question comes to."""
+    return number(completion, {"answer": value_of(example["question"])})
 
 
 def judged_by(judge: str | Mapping[str, Any]) -> Reward:

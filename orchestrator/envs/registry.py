@@ -56,10 +56,12 @@ def check_id(env_id: str) -> None:
     """Raises UnknownEnvironment for an id that leads nowhere. Imports nothing of the environment's."""
     module, colon, _ = env_id.partition(":")
     if env_id in BUILT_IN:
-        found = True
-    elif module.endswith(".py"):
-        found = Path(module).is_file()
-    elif colon:
+        return
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise UnknownEnvironment(f"env.id = {env_id!r}: no such file {Path(module).absolute()}")
+        return
+    if colon:
         top = module.partition(".")[0]
         found = (PathFinder.find_spec(top, ["", *sys.path]) or importlib.util.find_spec(top)) is not None
     else:  # `owner/name@version` is installed as the module `name`
@@ -68,7 +70,7 @@ def check_id(env_id: str) -> None:
     if not found:
         close = difflib.get_close_matches(env_id, BUILT_IN, n=1)
         raise UnknownEnvironment(
-            f"unknown env.id = {env_id!r}{f'; did you mean {close[0]}?' if close else ''} Built in: "
+            f"unknown env.id = {env_id!r}{f'; did you mean {close[0]}?' if close else '.'} Built in: "
             f"{', '.join(sorted(BUILT_IN))}. Your own: module:Class or path/to/file.py:Class. One of the verifiers "
             "registry: install it (pip install 'grpo[verifiers]', then prime env install OWNER/NAME), and give its name"
         )

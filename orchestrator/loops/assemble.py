@@ -95,7 +95,6 @@ class Assembling:
         self.shipped_at_s[step] = time.monotonic()
         with intake.timeline.span(ORCHESTRATOR, "ship", step=step):
             await in_thread(self.sender.send, step, batches)
-            await in_thread(self.sender.flush)
         intake.ledger.shipped(step)
 
     def _warn_of_little_spread(self, step: int, share: float) -> None:

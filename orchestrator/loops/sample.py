@@ -1,7 +1,8 @@
 """Starts groups as the scheduler gives leave, and takes in what they bring."""
 
 import asyncio
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,9 @@ from orchestrator.seeds import group_seed
 from orchestrator.shaping import RewardShaping
 from orchestrator.temperature import temperature_of
 from transport.records import Float32
+
+NUM_TOGETHER = 8
+"""Groups that begin in one turn of the event loop, and share the ledger's transaction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +152,15 @@ class Sampling:
         Unblocked by: versions, assemble, and its own groups. Ends when: the last batch has shipped."""
         async with asyncio.TaskGroup() as group:
             while not self._scheduler.finished:
-                if (ticket := self._scheduler.start()) is None:
+                tickets = list(itertools.islice(iter(self._scheduler.start, None), NUM_TOGETHER))
+                for ticket in tickets:
+                    rolling = group.create_task(self._roll_out(ticket, self._issue(ticket)))
+                    self._tasks[rolling] = ticket
+                    rolling.add_done_callback(partial(self._ended, ticket))
+                if tickets:
+                    await asyncio.sleep(0)  # a thousand groups that begin at once would hold up all other tasks
+                else:
                     await self._scheduler.changed.wait()
-                    continue
-                rolling = group.create_task(self._roll_out(ticket, self._issue(ticket)))
-                self._tasks[rolling] = ticket
-                rolling.add_done_callback(partial(self._ended, ticket))
-                await asyncio.sleep(0)  # a thousand groups that begin at once would hold up all other tasks
             for rolling in self._parked:  # no batch is left for them
                 rolling.cancel()
 
@@ -257,10 +263,11 @@ class Sampling:
         if len(usable) < fewest_rollouts(self.settings.advantage):
             self._drop(ticket, usable, "group_too_small")
             return
-        rewards = [result.reward for result in usable]
-        roles = {role for result in usable for role in result.roles}
-        of_roles = [[result.rewards[role] for result in usable if role in result.roles] for role in roles]
-        if (reason := self.buffer.returned(ticket.group, rewards, of_roles=of_roles)) is not None:
+        rewards, of_roles = [result.reward for result in usable], defaultdict[str, list[float]](list)
+        for result in usable:
+            for role in result.roles:
+                of_roles[role].append(result.rewards[role])
+        if (reason := self.buffer.returned(ticket.group, rewards, of_roles=[*of_roles.values()])) is not None:
             self._drop(ticket, usable, reason)
             return
         group = await self.intake.finish(usable, shaped, self._credit, group=str(ticket.group))

@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -93,11 +94,35 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What would end the event loop from within a task ends a rollout only."""
+    """Runs code of a rollout: what would end the event loop from within a task ends the rollout only."""
     try:
-        return await coroutine
+        return await _Shown(coroutine)
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"user code raised {error!r}") from error
+
+
+class _Shown(Awaitable[T]):
+    """A coroutine; while it goes on, up to where it waits again, the board shows whose it is."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        board, job = _slots_here().board, current_job.get()
+        go_on: Callable[[], Any] = partial(self._coroutine.send, None)
+        while True:
+            board[NUM_THREADS] = job
+            try:
+                awaited = go_on()
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            finally:
+                board[NUM_THREADS] = 0
+            try:
+                go_on = partial(self._coroutine.send, (yield awaited))
+            except BaseException as error:
+                go_on = partial(self._coroutine.throw, error)
 
 
 BOARD_BYTES = 4 * (NUM_THREADS + 1)
@@ -111,8 +136,8 @@ class _Slots:
     def __init__(self) -> None:
         self.free, self.places = asyncio.Semaphore(NUM_THREADS), list(range(NUM_THREADS))
         self.board = memoryview(bytearray(BOARD_BYTES)).cast("i")
-        self.left: set[asyncio.Future[Any]] = set()
-        """Those that run and that nobody waits for any more."""
+        self.left: set[int] = set()
+        """Places of those that run and that nobody waits for any more."""
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
@@ -127,14 +152,9 @@ def _slots_here() -> _Slots:
 
 def show_on(board: memoryview) -> None:
     """Writes from now on to `board` [NUM_THREADS + 1], of int32, whose code runs: the numbers of the rollouts whose
-    blocking calls run, and last the one that `went_on`; 0 for none. Who shares the memory can tell who was at work when
-    this process ended."""
+    blocking calls run, and last the one whose code the event loop runs; 0 for none. Who shares the memory can tell who
+    was at work when this process ended."""
     _slots_here().board = board
-
-
-def went_on() -> None:
-    """The event loop goes on with the code of the current rollout."""
-    _slots_here().board[NUM_THREADS] = current_job.get()
 
 
 def num_left_calls() -> int:
@@ -160,21 +180,19 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         finally:
             slots.board[place] = 0
 
-    def end(call: asyncio.Future[T] | None = None) -> None:
+    def end() -> None:
         slots.places.append(place)
+        slots.left.discard(place)
         slots.free.release()
-        if call is not None:
-            slots.left.discard(call)
-            call.exception()  # nobody may be left to be told
 
     try:
-        call = background.start_in_thread(work)
+        call = background.start_in_thread(work, ended=end)
     except background.NoThread as error:
         end()
         raise MemoryError(f"{error}; raise env[].memory_gb") from None
-    call.add_done_callback(end)
     try:
-        return await asyncio.shield(call)
+        return await call
     except asyncio.CancelledError:
-        slots.left |= set() if call.done() else {call}
+        if place not in slots.places:
+            slots.left.add(place)
         raise

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from orchestrator.rollouts.records import TrainingRow, Turn
 from orchestrator.rollouts.templates import ChatTemplate
@@ -60,7 +59,7 @@ class _Row:
         self.turns.append(Turn(index=index, opens=opens, begins=begins, ends=ends, finish_reason=finish_reason))
         self.answers.append((completion, temperature))
 
-    def finished(self) -> TrainingRow:
+    def finished(self, *, steps: tuple[int, ...] = ()) -> TrainingRow:
         length = len(self.token_ids)
         sampled = np.zeros(length, np.bool_)
         logprobs, temperatures = np.zeros(length, np.float32), np.empty(length, np.float32)
@@ -77,6 +76,7 @@ class _Row:
             temperatures=temperatures,
             versions=tuple(self.versions),
             turns=tuple(self.turns),
+            steps=steps,
         )
 
 
@@ -200,7 +200,7 @@ def single_row(
     contradicts itself."""
     row = _Row()
     row.add(prompt, completion, index=0, opening=opening, version=version, temperature=temperature)
-    return replace(row.finished(), steps=(0,))
+    return row.finished(steps=(0,))
 
 
 def _checked_versions(completion: Choice, version: int) -> tuple[tuple[int, int], ...]:

@@ -119,12 +119,11 @@ class RolloutEngine:
 
     async def _run_rollout(self, group: Group, number: int, given: "_Given | None", waits: "_Waits") -> EpisodeResult:
         task, pool = group.task, self._pools[group.task.env]
-        seed = None if group.seed is None else mixed_seed(group.seed, number)
         attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[list[Choice]]]()
 
         def begin() -> _Attempt:
             attempts.append(
-                _Attempt(self, group, pool, seed, given, generating, lambda: waits.settled(number, over=False))
+                _Attempt(self, group, pool, number, given, generating, lambda: waits.settled(number, over=False))
             )
             return attempts[-1]
 
@@ -208,7 +207,7 @@ class _Attempt:
         engine: RolloutEngine,
         group: Group,
         pool: "WorkerPool | LocalPool",
-        seed: int | None,
+        number: int,
         given: _Given | None,
         generating: "dict[tuple[object, ...], asyncio.Task[list[Choice]]]",
         delayed: Callable[[], None],
@@ -216,7 +215,7 @@ class _Attempt:
         """`generating`: what servers were asked in this rollout, answered or not. An attempt that asks the same again
         after its worker has ended gets the answer of the one before. `delayed`: called where it begins to wait for a
         reward."""
-        self._engine, self._group, self._seed, task = engine, group, seed, group.task
+        self._engine, self._group, self._number, task = engine, group, number, group.task
         self._generating, self._delayed = generating, delayed
         self._roles = {role.id: role for role in pool.loaded.roles}
         self._talks: dict[int, _Talk] = {}
@@ -349,7 +348,8 @@ class _Attempt:
         self._asked[digest] = num = self._asked.get(digest, 0) + 1
         key = digest, num, params, version
         if key not in self._generating:
-            seed = None if self._seed is None else mixed_seed(self._seed, digest.hex(), num)
+            base = self._group.seed
+            seed = None if base is None else mixed_seed(mixed_seed(base, self._number), digest.hex(), num)
             asked = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
             self._generating[key] = asyncio.create_task(asked)
         [completion] = await asyncio.shield(self._generating[key])
@@ -399,12 +399,16 @@ class _Attempt:
             told,
             id=rollout_id,
             task=self._group.task,
-            steps=tuple(
-                replace(self._steps[step.call], error=step.error, observed=step.observed) for step in told.steps
-            ),
+            steps=tuple(map(self._with_error, told.steps)),
             rows=self._rows({step.call: index for index, step in enumerate(told.steps)}),
             children=tuple(self._tree(child, f"{rollout_id}.{n}") for n, child in enumerate(told.children)),
         )
+
+    def _with_error(self, told: Step) -> Step:
+        known = self._steps[told.call]
+        if told.error is None and told.observed is None:
+            return known
+        return replace(known, error=told.error, observed=told.observed)
 
     def _rows(self, places: Mapping[int, int]) -> tuple[TrainingRow, ...]:
         """Of the conversations in which these steps are, by call. Raises ValueError where they hold steps of others."""
@@ -418,7 +422,8 @@ class _Attempt:
                     "state.trajectory as ctx.sample put them there"
                 )
             for row in talk.rows():
-                rows.append(replace(row, steps=tuple(places[talk.calls[turn.index]] for turn in row.turns)))
+                steps = tuple(places[talk.calls[turn.index]] for turn in row.turns)
+                rows.append(row if row.steps == steps else replace(row, steps=steps))
         return tuple(rows)
 
 

@@ -191,15 +191,15 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.failure is not None:
             return
-        roles = {step.role for step in self.steps}
-        if missing := sorted(roles - self.rewards.keys()):
-            raise ValueError(
-                f"rollout {self.id} has rewards for {sorted(self.rewards)}, and steps of {missing} as well; "
-                "a rubric must give every role that acted a reward"
-            )
-        for what, number in (*self.rewards.items(), ("accuracy", self.accuracy), *self.metrics.items()):
-            if not math.isfinite(number):
-                raise NotFinite(f"rollout {self.id} has {number} for {what}, expected a finite number")
+        for step in self.steps:
+            if step.role not in self.rewards:
+                raise ValueError(
+                    f"rollout {self.id} has rewards for {sorted(self.rewards)}, and steps of {step.role} as well; "
+                    "a rubric must give every role that acted a reward"
+                )
+        for numbers in (self.rewards, self.metrics, {"accuracy": self.accuracy}):
+            if not all(map(math.isfinite, numbers.values())):
+                raise NotFinite(f"rollout {self.id} has {dict(numbers)}, expected finite numbers")
 
     def step_reward(self, index: int) -> float:
         """The reward of the role that took a step."""
@@ -227,7 +227,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Tokens that the policy sampled in the whole tree."""
-        return sum(one.num_sampled_tokens() for one in self.walk())
+        return sum(len(step.completion.token_ids) for one in self.walk() for step in one.steps)
 
     @property
     def versions(self) -> list[int]:

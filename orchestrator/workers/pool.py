@@ -90,7 +90,8 @@ class WorkerPool:
         answer = await self._sessions[0].request(Dataset(split=split, hash_keys=hash_keys, task=self.label), what)
         assert isinstance(answer, Prompts)
         if not answer.prompts:
-            raise EnvironmentFailed(f"environment {self.label}: {what} is empty, expected examples")
+            mend = "examples" if split == "train" else "examples, or eval.num_examples: 0"
+            raise EnvironmentFailed(f"environment {self.label}: {what} is empty, expected {mend}")
         if split == "train":
             self.identities, self.solutions = answer.identities, answer.solutions
         return [tuple(messages) for messages in answer.prompts]

@@ -161,4 +161,5 @@ class WorkerProcess:
         self.socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._report)
+        self._board.release()
         self._code = KILLED if self._code is None else self._code

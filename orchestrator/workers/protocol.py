@@ -18,6 +18,9 @@ MAX_FRAME_BYTES = 1 << 31
 ALIVE_INTERVAL_S = 1.0
 """How often either side says that its event loop turns."""
 
+SILENCE_LIMIT_S = 10.0
+"""An orchestrator, or an environment server, that says nothing for so long is gone."""
+
 BOARD = "board"
 """The file beside a worker's socket that tells whose code runs; see `orchestrator.rollouts.clock.show_on`."""
 
@@ -186,19 +189,24 @@ class Alive(msgspec.Struct, tag=True):
     """The heartbeat: the event loop of who sends it turns."""
 
 
+class Here(msgspec.Struct, tag=True):
+    """An environment server's answer to a heartbeat, whatever its worker does."""
+
+    at_work: list[int]
+    """Jobs whose code runs, or ran at the worker's end."""
+
+
 class Gone(msgspec.Struct, tag=True):
     """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""
 
     how: str
-    at_work: list[int] = []
-    """Jobs whose code ran at the worker's end, as far as is known."""
 
 
 AnyCall = Sample | Ask | Store | Delay
 Reply = Sampled | Stored | Refused
 Answer = Loaded | Prompts | Ended | Failed
 ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Gone
-FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Alive | Gone
+FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Alive | Here | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = msgspec.msgpack.Decoder(FromWorker).decode

@@ -19,7 +19,17 @@ import zmq.asyncio
 
 from orchestrator.envs.registry import UnknownEnvironment, check_id
 from orchestrator.workers.process import ForkServer, WorkerProcess
-from orchestrator.workers.protocol import ALIVE, ALIVE_INTERVAL_S, GONE, Gone, encode, frame_of, open_socket
+from orchestrator.workers.protocol import (
+    ALIVE,
+    ALIVE_INTERVAL_S,
+    GONE,
+    SILENCE_LIMIT_S,
+    Gone,
+    Here,
+    encode,
+    frame_of,
+    open_socket,
+)
 from transport.errors import TransportError
 from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
@@ -27,8 +37,6 @@ from transport.keys import SharedKey, is_loopback
 log = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
-SILENCE_LIMIT_S = 10.0
-"""An orchestrator that says nothing for so long is gone."""
 MAX_SESSIONS = 256
 """Further orchestrators are told that there is no room."""
 
@@ -79,20 +87,12 @@ class EnvironmentServer:
                 session.heard_s = time.monotonic()
                 if frame == GONE:
                     self._end(who, None)
-                elif frame != ALIVE:
-                    await self._to_worker(session, frame)
+                elif frame == ALIVE:
+                    await self._say(who, frame_of(self._here(session)))
+                else:
+                    session.process.socket.send(frame)  # of a worker that is still coming up, once it is there
         finally:
             watching.cancel()
-
-    async def _to_worker(self, session: _Session, frame: bytes) -> None:
-        """Waits for a worker that is still coming up. A session that ends meanwhile closes the socket, which cancels
-        the sending and not this task."""
-        try:
-            await session.process.socket.send(frame)
-        except (asyncio.CancelledError, zmq.ZMQError):
-            task = asyncio.current_task()
-            if session in self._sessions.values() or (task is not None and task.cancelling()):
-                raise
 
     async def close(self) -> None:
         """Listens no more, and ends all workers and what they started."""
@@ -107,7 +107,7 @@ class EnvironmentServer:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise OSError(f"there are {MAX_SESSIONS} sessions already")
             session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
             log.error("a session could not be served: %s", error)
             await self._say(who, frame_of(encode(Gone(how=f"could not be started: {error}"))))
             return
@@ -131,7 +131,7 @@ class EnvironmentServer:
                     await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # for what it said before
                     self._end(who, f"of the server at {self.address} {session.process.how}")
                 elif time.monotonic() - session.heard_s > SILENCE_LIMIT_S:
-                    self._end(who, None)
+                    self._end(who, f"was ended by {self.address}, to which nothing was said for {SILENCE_LIMIT_S:g} s")
 
     def _end(self, who: bytes, how: str | None) -> None:
         """`how`: what the orchestrator is told; None where it is gone itself."""
@@ -145,9 +145,13 @@ class EnvironmentServer:
 
     async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
         if how is not None:
-            await self._say(who, frame_of(encode(Gone(how=how, at_work=[*session.process.at_work]))))
+            await self._say(who, frame_of(self._here(session), encode(Gone(how=how))))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
+
+    @staticmethod
+    def _here(session: _Session) -> bytes:
+        return encode(Here(at_work=[*session.process.at_work]))
 
     async def _say(self, who: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
     GONE,
+    SILENCE_LIMIT_S,
     Alive,
     AnyCall,
     Cancel,
@@ -28,6 +29,7 @@ from orchestrator.workers.protocol import (
     Failed,
     FromWorker,
     Gone,
+    Here,
     Load,
     Loaded,
     Prompts,
@@ -74,10 +76,12 @@ class WorkerGone(Exception):
 class RemoteWorker:
     """A worker that an environment server has for us."""
 
-    exit_code, was_killed, how, at_work = None, False, None, frozenset[int]()
+    exit_code, was_killed, how = None, False, None
 
     def __init__(self, address: str) -> None:
         """The socket is not connected again once the connection is lost."""
+        self.at_work = set[int]()
+        """Jobs whose code runs, as far as the server has told."""
         self.socket = open_socket(zmq.DEALER)
         self.socket.reconnect_ivl = -1
         if key := os.environ.get(ENV_KEY_VAR):
@@ -121,8 +125,8 @@ class Session:
         self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._heard_s = 0.0
-        """When the worker last said something."""
+        self._heard_s = self._reached_s = 0.0
+        """When the worker last said something; when it, or the environment server that has it, did."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
         self.over = self.killed = False
@@ -137,7 +141,7 @@ class Session:
         """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
+        return self._opening.result() if self._opening.done() else await asyncio.shield(self._opening)
 
     async def request(self, message: Load | Dataset, what: str) -> Any:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
@@ -151,7 +155,7 @@ class Session:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {gone}") from None
         if isinstance(answer, Failure):
-            raise EnvironmentFailed(f"{what} raised\n{answer.message}")
+            raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
         return answer
 
     async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:
@@ -182,7 +186,7 @@ class Session:
             if self._address is None or time.monotonic() >= deadline_s:
                 raise failed
             await asyncio.sleep(WATCH_INTERVAL_S)
-        self._heard_s = time.monotonic()
+        self._heard_s = self._reached_s = time.monotonic()
         self._tasks = [asyncio.create_task(one) for one in (self._read(), self._watch())]
         try:
             loaded: Loaded = await self.request(self._load, f"constructing {self._load.env_id}")
@@ -208,7 +212,7 @@ class Session:
                 if await worker.socket.poll(50):
                     worker.connected()
                     return None
-            if worker.how is not None:
+            if worker.exit_code is not None:
                 kind, why = EnvironmentKilled if worker.was_killed else EnvironmentFailed, f"it {worker.how}"
         except OSError as error:
             why = str(error)
@@ -228,8 +232,10 @@ class Session:
         self._send(message)
         try:
             return await job.over
-        except asyncio.CancelledError:
+        except BaseException as error:
             self._send(Cancel(job=number))
+            if isinstance(error, GivenUp):
+                return error.failure
             raise
         finally:
             for task in job.answering:
@@ -251,27 +257,30 @@ class Session:
     async def _read(self) -> None:
         """Consumes what the worker says. Ends with the session."""
         try:
-            while self._worker is not None:
-                frame = await self._worker.socket.recv()
-                self._heard_s = time.monotonic()
-                for message in decode_from_worker(frame):
+            while (worker := self._worker) is not None:
+                messages = decode_from_worker(await worker.socket.recv())
+                self._reached_s = time.monotonic()
+                for message in messages:
                     if isinstance(message, Gone):
-                        await self._gone(message.how, CRASHED, at_work=message.at_work)
+                        await self._gone(message.how, CRASHED)
                         return
-                    self._take(message)
+                    if isinstance(message, Here) and isinstance(worker, RemoteWorker):
+                        worker.at_work = set(message.at_work)
+                    else:
+                        self._heard_s = self._reached_s
+                        self._take(message)
         except zmq.ZMQError:
             return
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             await self._gone(f"said what cannot be understood: {error}", "env_error")
 
     def _take(self, message: FromWorker) -> None:
-        if isinstance(message, Alive | Gone):
+        if isinstance(message, Alive | Here | Gone):
             return
         if (job := self._jobs.get(message.job)) is None or job.over.done():
             return  # nobody waits for it any more
         if isinstance(message, Failed):
-            failure = Failure(reason=message.reason, message=f"environment {self._label}: {message.message}")
-            job.over.set_result(failure)
+            job.over.set_result(Failure(reason=message.reason, message=message.message))
         elif isinstance(message, Loaded | Prompts):
             job.over.set_result(message)
         elif isinstance(message, Ended):
@@ -282,10 +291,6 @@ class Session:
     async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
         try:
             self._send(await answer(call))
-        except GivenUp as error:
-            self._send(Cancel(job=call.job))
-            if not job.over.done():
-                job.over.set_result(error.failure)
         except Exception as error:
             if not job.over.done():
                 job.over.set_exception(error)
@@ -296,35 +301,34 @@ class Session:
     # --- how it ends ---
 
     async def _watch(self) -> None:
-        """Notices a worker that has ended, and one that is silent past the deadline of its rollouts; tells an
-        environment server that we are there. Ends with the session."""
+        """Notices a worker that has ended or is not reached, and one that is silent past the deadline of its rollouts;
+        tells an environment server that we are there. Ends with the session."""
         said_s, limit_s = 0.0, self._load.timeout_s + STILL_GRACE_S
         while (worker := self._worker) is not None:
             await asyncio.sleep(WATCH_INTERVAL_S)
             now_s = time.monotonic()
             if worker.how is not None:
                 await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
-                await self._gone(worker.how, CRASHED, at_work=worker.at_work, killed=worker.was_killed)
+                await self._gone(worker.how, CRASHED)
             elif now_s - self._heard_s > limit_s:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
-                how = f"took longer than {limit}, and held up its worker, or is no longer reached"
-                await self._gone(how, LATE, at_work=worker.at_work)
+                await self._gone(f"took longer than {limit}, and held up its worker", LATE)
+            elif self._address is not None and now_s - self._reached_s > SILENCE_LIMIT_S:
+                await self._gone(f"is no longer reached at {self._address}", CRASHED)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
                 self._send(Alive())
 
-    async def _gone(
-        self, how: str, reason: str, *, at_work: Collection[int] = frozenset(), killed: bool = False
-    ) -> None:
+    async def _gone(self, how: str, reason: str) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
-        self.over, self.killed = True, killed
+        worker, self.over = self._worker, True
+        self.killed, at_work = (worker.was_killed, worker.at_work) if worker is not None else (False, set[int]())
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         for number, job in self._jobs.items():
             if not job.over.done():
-                suspect = number in at_work and not job.answering
-                job.over.set_exception(WorkerGone(failure, suspect=suspect, killed=killed))
+                job.over.set_exception(WorkerGone(failure, suspect=number in at_work, killed=self.killed))
         await self._release()
         for task in self._tasks:
             task.cancel()

@@ -31,7 +31,6 @@ from orchestrator.rollouts.clock import (
     num_left_calls,
     show_on,
     waiting,
-    went_on,
 )
 from orchestrator.rollouts.context import ContextFull
 from orchestrator.rollouts.episode import reason_of, result_of, run_episode
@@ -118,8 +117,10 @@ class Worker:
         self._socket.send(frame_of(*messages))
 
     async def _say_alive(self) -> None:
+        num_left = 0
         while True:
-            if self._is_out_of_memory or num_left_calls() + len(self._left) >= MAX_LEFT:
+            before, num_left = num_left, num_left_calls() + len(self._left)  # many may be just about to end
+            if self._is_out_of_memory or min(before, num_left) >= MAX_LEFT:
                 os.kill(os.getpid(), signal.SIGKILL)  # its other rollouts begin once more elsewhere
             self.send(encode(Alive()))
             await asyncio.sleep(ALIVE_INTERVAL_S)
@@ -153,9 +154,7 @@ class Worker:
         try:
             self.send(encode_checked(call))
             with waiting(anew=True):
-                reply = await answered
-            went_on()
-            return reply
+                return await answered
         finally:
             self._replies.pop(key, None)
 
@@ -169,7 +168,7 @@ class Worker:
         if load.memory_bytes is not None:
             limit_memory(load.memory_bytes)
         environment = self._environment = make_environment(load.env_id, load.args)
-        self._timeout_s = load.timeout_s
+        self._episode, self._timeout_s = episode_of(environment), load.timeout_s
         stores = dict(environment.stores)
         return Loaded(single_turn=is_single_turn(environment), roles=roles_of(environment), stores=stores)
 
@@ -208,6 +207,7 @@ class Worker:
     async def _roll_out(self, run: Run) -> None:
         """Whatever user code raises becomes an answer. What it does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
+        current_job.set(run.job)
         try:
             async with OwnTimeout(self._timeout_s) as timeout:
                 episode = asyncio.create_task(no_exit(self._run_episode(run)))
@@ -228,8 +228,6 @@ class Worker:
 
     async def _run_episode(self, run: Run) -> EpisodeState:
         assert self._environment is not None
-        current_job.set(run.job)
-        went_on()
 
         async def answered(call: AnyCall) -> Any:
             call.job = run.job
@@ -239,7 +237,7 @@ class Worker:
             return await self.reply_to(call)
 
         return await run_episode(
-            episode_of(self._environment),
+            self._episode,
             answered,
             example=self._example(run),
             split=run.split,

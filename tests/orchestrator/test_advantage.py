@@ -15,7 +15,6 @@ from orchestrator.advantage import (
     checked_credit,
     constant_credit,
     custom_advantage,
-    custom_credit,
     episodic_credit,
     group_credit,
     group_relative,
@@ -28,7 +27,6 @@ from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator import made
 from tests.orchestrator.fakes import settings_for
 from tests.orchestrator.made import step
-from transport.importing import NotFound
 
 
 def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:
@@ -65,14 +63,6 @@ def test_each_level_is_a_group(advantage: Any, proposers: list[float], solvers: 
     assert group_credit(two_levels(), advantage=advantage) == pytest.approx(expected)
 
 
-def test_roles_of_one_rollout_are_compared_each_with_its_own() -> None:
-    # A debate, affirmative (A) and negative (N) by turns, zero-sum: A has 1, -1, 1, mean 1/3; N has -1, 1, -1.
-    games = [result(str(number), {"A": won, "N": -won}, steps="ANAN") for number, won in enumerate([1.0, -1.0, 1.0])]
-    credit = group_credit(games)
-    assert [credit["0", index] for index in range(4)] == pytest.approx([2 / 3, -2 / 3, 2 / 3, -2 / 3])
-    assert [credit["1", index] for index in range(4)] == pytest.approx([-4 / 3, 4 / 3, -4 / 3, 4 / 3])
-
-
 def test_a_role_is_compared_where_it_acted() -> None:
     # The helper (H) acted in the first and third rollout alone: 1 and 3, mean 2. Its reward in the second is none.
     trees = [
@@ -104,13 +94,6 @@ def test_groups_of_one_and_groups_that_do_not_differ_have_no_advantage(advantage
     # 0.1 three times has a mean that is not 0.1, in floating point.
     trees = [result(str(number), {"A": 0.1}) for number in range(3)]
     assert list(group_credit(trees, advantage=advantage).values()) == pytest.approx([0.0] * 3, abs=1e-15)
-
-
-def test_a_rollout_without_steps_only_carries_its_children() -> None:
-    below = [result(f"0/0/{number}", {"B": float(number)}) for number in range(2)]
-    tree = made.result("0", rewards={}, children=(result("0/0", {"A": 1.0}, *below), result("0/1", {"A": 0.0})))
-    own = {("0/0", 0): 0.5, ("0/1", 0): -0.5}
-    assert group_credit([tree]) == own | {("0/0/0", 0): -0.5, ("0/0/1", 0): 0.5}
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.randoms())
@@ -194,12 +177,6 @@ def test_settings_name_a_kind_of_credit(own: Path, chosen: dict[str, Any], expec
 def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"own\.py:{name}"):
         custom_advantage(f"{own}:{name}", {})([1, 0], [1, 1])
-
-
-def test_a_path_that_leads_to_no_function_is_an_error(own: Path) -> None:
-    for make in (custom_advantage, lambda path, kwargs: custom_credit(path, kwargs, setting="s")):
-        with pytest.raises(NotFound):
-            make(f"{own}:number", {})
 
 
 @pytest.mark.parametrize(

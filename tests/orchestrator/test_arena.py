@@ -1,6 +1,5 @@
 """Schedules of one's own: what they train, keep and drop in a run, and what they show without one."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.importing import NotFound
 from transport.traces import trace_path
 
 SOURCE = """
@@ -161,26 +159,3 @@ async def test_without_a_run_any_client_answers_and_credit_is_by_group_and_level
     assert (batch.meta["num_rollouts"], batch.meta["num_failed"], batch.meta["reward"]) == (2, 0, 0.75)
     assert batch.records == []
     assert sorted(one.data for one in arena.stores["asked"].all()) == ["first?", "second?"]
-
-
-async def test_a_rollout_that_fails_is_a_result_with_its_reason() -> None:
-    results = await Asking(MockClient(["x"])).generate_rollouts(
-        [EpisodeRequest("solve", {"prompt": "a"}), EpisodeRequest("solve", {"no": "prompt"})]
-    )
-    assert [result.failure and result.failure.reason for result in results] == [None, "env_error"]
-
-
-def test_what_cannot_be_asked_for_is_an_error() -> None:
-    with pytest.raises(ValueError, match="propose"):
-        asyncio.run(Asking(MockClient(["x"])).generate_rollouts([EpisodeRequest("nope", {})]))
-    with pytest.raises(ValueError, match="client"):
-        asyncio.run(Asking().generate_rollouts([EpisodeRequest("propose", {})]))
-    with pytest.raises(ValueError, match="run"):
-        asyncio.run(Asking().train(asyncio.run(batch_of(Asking(MockClient(["x"]))))))
-
-
-def test_a_location_that_is_no_arena_is_refused() -> None:
-    from orchestrator.arena import find_arena
-
-    with pytest.raises(NotFound, match="Arena"):
-        find_arena("json:JSONDecoder")

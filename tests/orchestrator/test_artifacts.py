@@ -48,19 +48,6 @@ def test_a_full_store_drops_the_lightest_and_among_equals_the_oldest() -> None:
     assert topics(store) == {"c": 1.0, "d": 1.5, "e": 1.0}
 
 
-def test_draws_are_those_of_the_seed_and_the_stores_name() -> None:
-    def drawn(name: str, seed: int) -> list[int]:
-        store = ArtifactStore(name, seed=seed)
-        for number in range(20):
-            store.add(number)
-        return [artifact.data for _ in range(3) for artifact in store.sample(4)]
-
-    assert drawn("a", 1) == drawn("a", 1)
-    assert drawn("a", 1) != drawn("a", 2)
-    assert drawn("a", 1) != drawn("b", 1)
-    assert drawn("a", 1)[:4] != drawn("a", 1)[4:8]
-
-
 def test_weighted_draws_are_by_weight_and_others_are_not() -> None:
     store = filled(tea=3.0, rain=1.0, never=0.0)
     weighted = Counter(artifact.data["topic"] for artifact in store.sample(4000, weighted=True))
@@ -74,23 +61,6 @@ def test_weighted_draws_are_by_weight_and_others_are_not() -> None:
     alike = Counter(artifact.data["topic"] for artifact in store.sample(3000))
     assert all(count == pytest.approx(1000, abs=160) for count in alike.values())
     assert len(alike) == 3
-
-
-def test_draws_that_cannot_be_made_are_refused_and_none_can_always_be() -> None:
-    empty, weightless, one = ArtifactStore("topics"), filled(never=0.0), filled(tea=1.0, never=0.0)
-    assert empty.sample(0) == empty.sample(0, weighted=True, replace=False) == []
-    with pytest.raises(ValueError, match="topics"):
-        empty.sample()
-    with pytest.raises(ValueError, match="weight"):
-        weightless.sample(weighted=True)
-    with pytest.raises(ValueError, match="weight"):
-        one.sample(2, weighted=True, replace=False)
-    with pytest.raises(ValueError, match="-1"):
-        one.sample(-1)
-    for weight in (-1.0, float("nan"), "1"):
-        with pytest.raises(ValueError, match="weight"):
-            one.set_weight(one.all()[0].id, weight)  # type: ignore[arg-type]
-    assert topics(one) == {"tea": 1.0, "never": 0.0}
 
 
 # --- the ledger ---

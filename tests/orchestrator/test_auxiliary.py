@@ -264,19 +264,6 @@ async def test_hints_and_teachers_as_advantages_send_the_trainer_nothing_else(
     assert total(steps, "evidence/asked") >= total(steps, "evidence/hinted")
 
 
-async def test_nobody_is_asked_once_a_weight_has_fallen_to_0(
-    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
-) -> None:
-    loss = {"alpha_sdpo": 0.1, "beta_replay": 0.1, "sdpo": {"decay_steps": 1}, "dpo": {"decay_steps": 1}}
-    hints = {"sources": ["environment"]}
-    batches, steps = await run(
-        tmp_path / "run", server, loss, env="Wrong", hints=hints, preferences=asking(teachers), max_steps=4
-    )
-    assert [bool(texts_of({step: batch})) for step, batch in sorted(batches.items())][-1] is False
-    assert steps[0]["hints/errors"] > steps[-1]["hints/errors"] == 0
-    assert steps[-1]["pairs/questions_asked"] == 0
-
-
 # --- what is off, and what cannot be honoured ---
 
 

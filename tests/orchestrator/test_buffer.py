@@ -160,18 +160,6 @@ def test_a_restored_buffer_has_the_same_state_and_asks_first_what_was_open_and_t
     assert restored.state() == buffer.state()
 
 
-def test_a_state_does_not_grow_with_the_number_of_examples() -> None:
-    sizes = []
-    for num in (100, 10_000):
-        buffer = Buffer({"a": [f"{i:08}" for i in range(num)]}, seed=1, easy_threshold=1)
-        for group in range(num - 10):
-            buffer.issue(group)
-            buffer.returned(group, [1.0])
-            buffer.closed(group)
-        sizes.append(len(json.dumps(buffer.state())))
-    assert sizes[1] <= sizes[0] + 10
-
-
 def test_examples_are_known_by_their_keys_when_the_dataset_has_changed() -> None:
     state = used().state()
     # a1 is easy and b2 hard; a1 has moved, b2 is gone, and c is new.
@@ -183,14 +171,6 @@ def test_examples_are_known_by_their_keys_when_the_dataset_has_changed() -> None
     assert restored.num_examples("b") == {"normal": 4, "easy": 0, "hard": 0}
     epochs = [one["epoch"] for one in restored.state()["environments"].values()]
     assert epochs == [one["epoch"] + 1 for one in state["environments"].values()]
-
-
-def test_a_state_of_another_release_or_for_a_used_buffer_is_an_error() -> None:
-    state = used().state()
-    with pytest.raises(ValueError, match="version"):
-        again(state | {"version": 9})
-    with pytest.raises(ValueError, match="restored"):
-        used().restore(state, {})
 
 
 @pytest.mark.parametrize(

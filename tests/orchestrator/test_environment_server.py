@@ -14,11 +14,11 @@ import zmq.asyncio
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import ALIVE
+from orchestrator.workers.protocol import ALIVE, Gone, decode_from_worker
 from orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
-from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, scored, until_ended
+from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, says, scored, task, until_ended
 
 KEY = "0123456789abcdef"
 
@@ -44,9 +44,11 @@ async def serving(env_id: str, port: int = 0) -> AsyncIterator[EnvironmentServer
 
 
 @contextlib.asynccontextmanager
-async def pool_at(address: str, env_id: str, *, start_timeout_s: float = 20.0) -> AsyncIterator[WorkerPool]:
+async def pool_at(
+    address: str, env_id: str, *, start_timeout_s: float = 20.0, timeout_s: float = 20.0
+) -> AsyncIterator[WorkerPool]:
     pool = WorkerPool(
-        label="e", env_id=env_id, args={}, timeout_s=20.0, address=address, start_timeout_s=start_timeout_s
+        label="e", env_id=env_id, args={}, timeout_s=timeout_s, address=address, start_timeout_s=start_timeout_s
     )
     try:
         await pool.load()
@@ -82,6 +84,29 @@ async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_se
         async with pool_at(server.address, env_id) as pool:
             outcome = await rolled_out(pool, "on", "bye")
             assert isinstance(outcome, EpisodeResult)
+
+
+async def test_an_environment_that_is_long_to_import_holds_up_no_session(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.server.SILENCE_LIMIT_S", 2.0)
+    env_file.write_text(f"import time\ntime.sleep(4)\n{HOSTILE}")  # noqa: ASYNC240
+    env_id = f"{env_file}:Hostile"
+    async with serving(env_id) as server, pool_at(server.address, env_id) as pool:
+        assert reason(await scored(pool, "ok")) == ""
+
+
+async def test_an_orchestrator_that_was_silent_for_too_long_is_told_that_its_worker_was_ended(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.server.SILENCE_LIMIT_S", 0.5)
+    async with serving(f"{env_file}:Talk") as server:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
+            orchestrator.connect(server.address)
+            await orchestrator.send(ALIVE)
+            async with asyncio.timeout(20):
+                while not any(isinstance(said, Gone) for said in decode_from_worker(await orchestrator.recv())):
+                    pass
 
 
 async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_is_not_there_is_named(
@@ -139,6 +164,33 @@ async def test_a_server_that_is_away_for_a_while_costs_no_rollout(env_file: Path
     async with serving(env_id, server.port):
         assert reason(await waiting) == ""
         await pool.close()
+
+
+async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
+    env_id = f"{env_file}:Hostile"
+    async with serving(env_id) as server, pool_at(server.address, env_id, timeout_s=4.0) as pool:
+        outcomes = await asyncio.gather(*(scored(pool, text) for text in ("hold", "pause", "pause")))
+        assert [reason(one) for one in outcomes] == ["env_timeout", "", ""]
+        assert pool.num_restarted <= 3
+
+
+async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(env_file: Path) -> None:
+    env_id, went_on = f"{env_file}:Talk", asyncio.Event()
+    command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]
+    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
+    assert program.stderr is not None
+    address = program.stderr.readline().split()[-1]
+    async with pool_at(address, env_id, timeout_s=500) as pool:
+        answers = says("on", "bye", wait=went_on.wait)
+        running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
+        await until(lambda: pool.num_at_code == 0)
+        program.kill()
+        program.wait()
+        program.stderr.close()
+        went_on.set()
+        async with serving(env_id, int(address.rpartition(":")[2])), asyncio.timeout(60):
+            assert reason(await running) == ""
 
 
 def environment_of(pid: int) -> bytes:

@@ -1,6 +1,5 @@
 """Gibberish and repetition, found by tokens and log-probabilities."""
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from configs.rollouts import GibberishFilter
-from orchestrator.filters import Filter, is_gibberish, is_repetition, make_filters, vocab_size
+from orchestrator.filters import Filter, is_gibberish, is_repetition, make_filters
 from tests.orchestrator.fakes import MODEL, settings_for
 
 # -log(100) = -4.605; two nats below is -6.605.
@@ -53,16 +52,6 @@ def test_repetition_is_a_full_window_of_tokens_in_a_row_above_the_probability(
     logprobs: list[float], is_found: bool
 ) -> None:
     assert REPETITION([1] * len(logprobs), logprobs) == is_found
-
-
-def test_the_vocabulary_is_as_large_as_the_models_configuration_says(tmp_path: Path) -> None:
-    assert vocab_size(MODEL) == 259
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": 7}}))
-    assert vocab_size(tmp_path) == 7
-    config.write_text("{}")
-    with pytest.raises(ValueError, match="vocab_size"):
-        vocab_size(tmp_path)
 
 
 def test_settings_name_a_filter_which_may_be_ones_own(tmp_path: Path) -> None:

@@ -89,20 +89,6 @@ def test_states_are_kept_of_the_newest_batches_and_of_checkpoints(tmp_path: Path
     ledger.close()
 
 
-def test_artifacts_that_are_gone_are_forgotten_once_no_checkpoint_is_left_that_had_them(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    for step in range(1, 6):  # a store holds the number of the newest step alone
-        gone = [str(step - 1)] if step > 1 else []
-        ledger.artifacts_changed("newest", [*gone, str(step)], [(str(step), step, 1.0, str(step))], step)
-        ship(ledger, step)
-    ledger.forget([3, 5])
-    with sqlite3.connect(ledger.path) as database:
-        assert database.execute("SELECT min(removed_step) FROM artifacts").fetchone() == (4,)
-    ledger.resume(3)
-    assert [data for *_, data in ledger.artifacts("newest")] == ["3"]
-    ledger.close()
-
-
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
     """Of a process that was killed: batch 1 trained, 2 shipped, 3 about to be, a group scored, one asked."""
@@ -138,20 +124,6 @@ def test_a_process_that_goes_on_keeps_what_the_channel_has_and_drops_the_rest(ki
     assert ledger.num_trained == 2
     ledger.changes()()
     assert rows(killed)[1][1:4] == ("trained", None, 2)
-    ledger.close()
-
-
-def test_a_run_that_goes_back_takes_back_what_later_steps_trained(killed: Path) -> None:
-    ledger = Ledger(killed)
-    assert ledger.newest_state() == {"after": 3}
-    assert ledger.resume(0) == 5
-    assert ledger.newest_state() is None
-    assert [row[1:4] for row in rows(killed)] == [
-        ("dropped", "superseded", None),
-        ("dropped", "superseded", None),
-        *[("dropped", "restarted", None)] * 3,
-    ]
-    assert ledger.num_trained == 0
     ledger.close()
 
 

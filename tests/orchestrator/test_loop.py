@@ -21,7 +21,7 @@ from orchestrator.run import orchestrate
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.running import run
-from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
+from transport.batches.filesystem import BatchReceiver
 from transport.errors import DeadlineError
 from transport.run import create_run, join_run, only_one
 from transport.status import read_status
@@ -128,19 +128,6 @@ async def test_what_is_trained_is_what_the_server_sampled(tmp_path: Path, server
     assert batch.sequence_lengths.tolist() == [length] * 4
     assert batch.loss_mask.tolist() == ([False] * (length - 4) + [True] * 4) * 4
     assert batch.inference_logprobs.tolist() == ([0.0] * (length - 4) + [-0.5] * 4) * 4
-
-
-async def test_each_of_the_trainers_ranks_gets_its_own_micro_batches(tmp_path: Path, server: FakeServer) -> None:
-    made = await run(tmp_path, server, trainer={"settings": {"gpus": 2}}, max_steps=1)
-    folder = made.trainer.run_folder
-    with FilesystemBatchReceiver(folder.batches, run_id=folder.run_id, rank=1, num_ranks=2) as receiver:
-        second = receiver.receive(1, timeout_s=5)
-    assert second is not None
-    ranks = (made.batches[1], second)
-    assert [{batch.rank for batch in batches} for batches in ranks] == [{0}, {1}]
-    assert len(ranks[0]) == len(ranks[1])
-    ids = [i for batches in ranks for batch in batches for i in batch.rollout_ids if i]
-    assert len(ids) == len(set(ids)) == 16
 
 
 async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_are_without_noise(

@@ -88,19 +88,6 @@ def test_a_teacher_for_some_samples_only_is_an_error() -> None:
         pack([taught, sample(1, 3)], seq_len=8, num_ranks=1, run_id="r", step=4)
 
 
-def test_a_tight_fit_is_found_where_balancing_alone_fails() -> None:
-    # 3+3 | 2+2+2 fills two bins of 6; the emptiest-first order would put 3+2 | 3+2 and leave no room for the last 2.
-    [bins] = plan([3, 3, 2, 2, 2], capacity=6, num_ranks=1)
-    assert sorted(map(sorted, bins)) == [[0, 1], [2, 3, 4]]
-
-
-def test_ranks_get_bins_of_like_size_side_by_side_and_the_fuller_ones_by_turns() -> None:
-    # Sorted 10 9 | 3 2, so ranks wait for 10 + 3 tokens; in the order of the samples it would be 10 + 9. Rank 1 has
-    # fewer tokens after the first micro-step and takes the 3. (Each is alone: 2 ranks x 2 bins for 4 samples, of which
-    # 10 + 3 do not fit into one.)
-    assert plan([10, 2, 9, 3], capacity=10, num_ranks=2) == [[[0], [1]], [[2], [3]]]
-
-
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=120), num_ranks=st.integers(1, 8))
 def test_nothing_is_lost_and_no_bin_is_over_its_capacity(lengths: list[int], num_ranks: int) -> None:
     ranks = plan(lengths, capacity=64, num_ranks=num_ranks)

@@ -28,13 +28,6 @@ def test_ids_and_texts_are_those_of_the_tokenizer_itself(clean_up: bool) -> None
     assert renderer.texts([Choice(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")]) == [text]
 
 
-def test_a_tokenizer_that_was_set_to_pad_and_to_cut_does_neither() -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
-    expected = ChatRenderer.of_model(MODEL).prompt_ids(({"role": "user", "content": "abc"},))
-    tokenizer("abc", padding="max_length", truncation=True, max_length=64)
-    assert ChatRenderer(tokenizer).prompt_ids(({"role": "user", "content": "abc"},)) == expected
-
-
 def test_nor_can_anything_else_in_a_message() -> None:
     renderer = ChatRenderer.of_model(MODEL)
     said = {

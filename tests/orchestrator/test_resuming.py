@@ -22,7 +22,7 @@ from tests.orchestrator.running import lines_of, run
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.folders import step_folder
-from transport.run import RunFolder, current_run_id, only_one
+from transport.run import RunFolder, current_run_id
 
 GROUPS, SIZE = 4, 16
 
@@ -92,12 +92,6 @@ async def test_the_version_to_go_on_with_is_waited_for(tmp_path: Path, server: F
     shutil.rmtree(tmp_path / "broadcasts" / "step_000000")
     with pytest.raises(DeadlineError, match=r"ckpt\.wait_for_weights_timeout"):
         await go(tmp_path, server, after=1, max_steps=2, ckpt={"wait_for_weights_timeout": 0.3})
-
-
-async def test_two_orchestrators_cannot_go_on_with_one_run(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=1)
-    with only_one(tmp_path, "orch"), pytest.raises(RunFolderError):
-        await go(tmp_path, server, after=1, max_steps=2)
 
 
 def run_of(folder: Path) -> RunFolder:

@@ -2,15 +2,14 @@
 
 from functools import partial
 
-import pytest
 from msgspec.structs import replace
 
-from orchestrator.advantage import group_credit, length_weighted
+from orchestrator.advantage import group_credit
 from orchestrator.filters import Filter, is_gibberish, is_repetition
 from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import finish_group, judge_group, training_samples
+from orchestrator.samples import finish_group, judge_group
 from tests.orchestrator import made
 from transport.http import Choice
 
@@ -33,19 +32,6 @@ def group_of(num: int) -> list[EpisodeResult]:
     return [single(n, Choice(token_ids=[10 + n], logprobs=[-0.1 * n], finish_reason="stop")) for n in range(2, num + 2)]
 
 
-def test_a_group_of_single_answers_becomes_samples_with_credit() -> None:
-    samples = training_samples(group_of(3), group_credit, group="9")
-    # Rewards 2, 3 and 4 have the mean 3.
-    assert [sample.advantages for sample in samples] == [-1, 0, 1]
-    assert [sample.rollout_id for sample in samples] == ["9/2", "9/3", "9/4"]
-    assert samples[0].token_ids.tolist() == [1, 2, 12]
-    assert samples[0].loss_mask.tolist() == [False, False, True]
-    assert samples[0].inference_logprobs.tolist() == pytest.approx([0, 0, -0.2])
-    assert samples[0].policy_versions == ((5, 3),)
-    [turn] = group_of(1)[0].rows[0].turns
-    assert (turn.opens, turn.begins, turn.ends) == (1, 2, 3)
-
-
 def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_that_of_the_first() -> None:
     runs = ((5, 1), (6, 2), (8, 1))
     one = single(2, Choice(token_ids=[12] * 4, logprobs=[-0.1] * 4, finish_reason="stop", versions=runs))
@@ -57,14 +43,6 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     later = replace(other, steps=(replace(other.steps[0], version=7),))
     assert finish_group([later], group_credit, group="9").oldest_version == 7
     assert [lag(one, 10) for one in (other, later)] == [4, 2]
-
-
-def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_tokens() -> None:
-    one, _ = group_of(2)
-    # The second answers with three tokens: (2·1 + 3·3) / 4 = 2.75.
-    long = single(3, Choice(token_ids=[13] * 3, logprobs=[-0.3] * 3, finish_reason="stop"))
-    advantages = group_credit([one, long], advantage=length_weighted)
-    assert advantages == {("9/2", 0): -0.75, ("9/3", 0): 0.25}
 
 
 def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:

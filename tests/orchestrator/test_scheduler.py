@@ -1,6 +1,5 @@
 """The scheduler, stepped by hand."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,25 +55,6 @@ def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
         assert start_all(machine) == []
 
 
-def test_level_1_samples_one_batch_ahead() -> None:
-    machine = scheduler(groups=2, level=1, in_flight=3)
-    with pytest.raises(ValueError, match="version 1"):
-        machine.version_live(1)
-    machine.version_live(0)
-    tickets = start_all(machine)
-    assert len(tickets) == 3
-    machine.completed(tickets.pop().group)
-    tickets += start_all(machine)
-    assert len(tickets) == 3
-    for ticket in tickets:
-        machine.completed(ticket.group)
-    _, second = ship(machine), ship(machine)
-    assert [second.lag(ticket) for ticket in second.tickets] == [1, 1]
-    assert machine.ship() is None
-    machine.version_live(1)
-    assert [ticket.version for ticket in start_all(machine)] == [1, 1]
-
-
 def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
     for follows in (False, True):
         machine = scheduler(groups=2, level=1, follows=follows)
@@ -112,22 +92,6 @@ def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
     assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(late.group, 1)]
 
 
-def test_a_batch_waits_for_a_slow_group_that_would_age_out() -> None:
-    machine = scheduler(groups=1, level=1, off_policy=1)
-    machine.version_live(0)
-    slow, quick = start_all(machine)
-    machine.completed(quick.group)
-    # Batch 1 with the quick one leaves batch 2 to the slow one, with lag 2 - 1 - 0 = 1: allowed.
-    assert ship(machine).tickets == (quick,)
-    machine.version_live(1)
-    [next_one] = start_all(machine)
-    machine.completed(next_one.group)
-    # Batch 2 with the next one would leave batch 3 to the slow one, with lag 2: it waits.
-    assert machine.ship() is None
-    machine.completed(slow.group)
-    assert ship(machine).tickets == (slow,)
-
-
 def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_one() -> None:
     machine = scheduler(groups=2, level=1, off_policy=3, oversampling=1.5)
     machine.version_live(0)
@@ -145,14 +109,6 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
     machine.completed(others[4].group)
     third = ship(machine)
     assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(slow.group, 2), (others[4].group, 2)]
-
-
-def test_no_more_groups_are_oversampled_than_can_ship_in_time_or_at_all() -> None:
-    # Under version 0, batches 1 and 2 may have them where the lag may be 1, and batch 1 alone where it is the last.
-    for limits, num in (({"off_policy": 1}, 4), ({"off_policy": 3}, 8), ({"off_policy": 3, "steps": 1}, 2)):
-        machine = scheduler(groups=2, level=1, oversampling=4.0, **limits)
-        machine.version_live(0)
-        assert len(start_all(machine)) == num
 
 
 @given(

@@ -147,22 +147,6 @@ async def test_an_adapter_for_a_role_that_an_environment_has_not_is_an_error_wit
         await run(tmp_path, server, model=model, env=[{"id": env, "adapters": {"judge": "two"}}])
 
 
-async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropped(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    server.answer = by_turns("0", "1", "2")
-    sizes: dict[str, Any] = {"batch_size": 6, "rollouts_per_example": 3, "max_steps": 1}
-    hungry = {"id": f"{tmp_path / 'own.py'}:Hungry", "memory_gb": 1}
-    made = await run(tmp_path, server, env=[hungry], **sizes)
-    assert made.summary.rollouts_dropped == {"env_memory": 2}
-
-
-async def test_seeds_change_the_order_of_examples(tmp_path: Path, env: str, server: FakeServer) -> None:
-    changes: list[dict[str, Any]] = [{"seed": 1}, {"buffer": {"seed": 1}}, {"buffer": {"seed": 2}}]
-    orders = [asked_of(server) for change in changes if await run(tmp_path, server, **change)]
-    assert orders[0] == orders[1] != orders[2]
-
-
 # --- examples ---
 
 
@@ -178,19 +162,6 @@ async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
 
 
 # --- filters ---
-
-
-async def test_a_filter_that_is_enforced_withholds_what_it_finds_which_still_counts_in_the_baseline(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    # Every token has the probability exp(-0.5) = 0.61; answers have 2 and 4 tokens with their end.
-    server.answer = by_turns("1", "000")
-    repetition = {"type": "repetition", "window": 3, "prob_threshold": 0.6, "enforce": True}
-    made = await run(tmp_path, server, filters=[repetition])
-    # Of the short answers alone: the rewards 1 and 0 have the mean 0.5.
-    assert [one for batch in made.batches[1] for one in batch.advantages] == [0.5, 0.5]
-    assert [line["rollout/found_repetition"] for line in made.steps] == [0.5, 0.5]
-    assert (made.summary.rollouts_dropped, made.summary.rollouts_trained) == ({"repetition": 4}, 4)
 
 
 async def test_a_server_that_is_locked_or_has_another_model_is_refused_unless_settings_name_the_key_and_skip_the_check(

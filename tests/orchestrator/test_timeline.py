@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.monitoring.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
+from orchestrator.monitoring.timeline import Span, Timeline, read_timeline
 from tests.orchestrator.fakes import FakeServer
 from tests.orchestrator.running import run
 
@@ -20,12 +20,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def span(who: str, what: str, start_s: float, end_s: float, step: int | None = None) -> Span:
     return Span(who=who, what=what, start_s=start_s, end_s=end_s, step=step)
-
-
-def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
-    good = json.dumps({"name": "b", "ts": 1_000_000, "dur": 1_000_000, "args": {"who": "a", "step": None}})
-    (tmp_path / "timeline.jsonl").write_bytes(f'[\n{good},\n[1]\n{{"who": 1}}\n\xff\n{good[:20]}'.encode("latin-1"))
-    assert read_timeline(tmp_path) == [span("a", "b", 1.0, 2.0)]
 
 
 def test_the_file_is_a_list_of_chrome_trace_events_without_its_end(tmp_path: Path) -> None:
@@ -59,42 +53,6 @@ def test_a_group_counts_for_its_batch_from_the_first_start_to_the_last_end(tmp_p
         span("grpo-infer", "busy", 102.0, 104.0),
         span("grpo-infer", "busy", 110.0, 111.0),
     ]
-
-
-def test_overlapping_work_and_short_breaks_are_one_busy_span_and_what_goes_on_is_cut(clock: list[float]) -> None:
-    busy = BusySpans()
-    with busy:
-        clock[0] = 101.0
-        with busy:
-            clock[0] = 102.0
-    clock[0] = 102.01
-    with busy:
-        clock[0] = 103.0
-    clock[0] = 104.0
-    with busy:
-        clock[0] = 105.0
-        assert busy.take() == [(100.0, 103.0), (104.0, 105.0)]
-        clock[0] = 106.0
-    assert busy.take() == [(105.0, 106.0)]
-    assert busy.take() == []
-
-
-def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    times = {"time/train_s": 2.0, "time/train_at_s": 50.0, "time/wait_batch_s": 1.0, "time/wait_batch_at_s": 49.0}
-    timeline.trained(3, times | {"time/publish_s": 0.5, "time/publish_at_s": 48.5, "time/load_s": 9.0})
-    timeline.trained(4, {"time/train_s": 2.0, "time/publish_s": 0.0, "time/publish_at_s": 0.0})
-    timeline.close()
-    assert read_timeline(tmp_path) == [
-        span("grpo-train", "publish", 48.5, 49.0, step=2),
-        span("grpo-train", "wait", 49.0, 50.0, step=3),
-        span("grpo-train", "train", 50.0, 52.0, step=3),
-    ]
-
-
-def test_covered_time_counts_overlaps_once() -> None:
-    spans = [span("a", "b", 0.0, 2.0), span("a", "b", 5.0, 6.0), span("a", "b", 1.0, 3.0), span("a", "b", 1.5, 1.6)]
-    assert covered_s(spans) == 4.0  # 0 to 3, and 5 to 6
 
 
 async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:

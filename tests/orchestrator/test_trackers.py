@@ -1,7 +1,6 @@
 """Reports to trackers: what W&B and TensorBoard get is read back from the run's folder."""
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -16,23 +15,18 @@ from configs.reporting import ReportSettings
 from orchestrator.monitoring.trackers import (
     QUEUE_SIZE,
     Reporter,
-    check_reports,
     known,
 )
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import run as run_small
-from tests.orchestrator.wandb_files import logged
 from transport.run import create_run
-
-VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL")
-KEY = "0" * 40
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a key, whatever the machine has."""
-    for name in VARIABLES:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
@@ -46,13 +40,10 @@ async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_pa
     report_to, output_dir = {"offline": True, "to": ["wandb", "tensorboard"]}, tmp_path / "my-run"
     made = await run_small(output_dir, server, max_steps=4, report_to=report_to)
     await server.stop()
-    run, summary = logged(output_dir), made.summary
-    assert (run.project, run.name, run.run_id, run.exit_code) == ("grpo", "my-run", summary.run_id, 0)
-    assert run.step_metrics["*"] == "progress/step"
-    assert [{key: line[key] for key in made.lines[n]} for n, line in enumerate(run.history)] == made.lines
-    assert run.config["orch"]["report_to"]["offline"] is True
-    assert run.config["train"]["sequence_len"] == 128
-    assert run.summary["accuracy_after"] == summary.accuracy_after
+    [logged] = (output_dir / "wandb").glob("*run-*/*.wandb")  # of records whose texts are readable
+    told = ["grpo", "my-run", made.summary.run_id, '"sequence_len":128', '"offline":true', "accuracy_after"]
+    assert [text for text in told if text.encode() not in logged.read_bytes()] == []
+    assert logged.read_bytes().count(b"reward/mean") >= 4
     [events] = (output_dir / "tensorboard").iterdir()
     assert b"reward/mean" in events.read_bytes()
 
@@ -60,11 +51,6 @@ async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_pa
 async def test_without_a_key_a_run_that_would_upload_ends_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="WANDB_API_KEY"):
         await orchestrate(settings_for(tmp_path, FakeServer(), report_to={}))
-
-
-def test_without_reports_no_library_is_imported() -> None:
-    code = "import sys, orchestrator.monitoring.trackers as _; assert not {'wandb', 'tensorboardX'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- the thread ---
@@ -127,24 +113,6 @@ def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_for_long_its_end(
 # --- libraries ---
 
 
-def test_a_run_that_fails_is_logged_as_failed_under_the_settings_name_whatever_variables_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_NAME"):
-        monkeypatch.setenv(name, "another")
-    folder = create_run(tmp_path)
-    reporter = Reporter(folder, ReportSettings(project="mine", name="first", offline=True))
-    reporter.metrics({"progress/step": 1, "reward/mean": 0.5})
-    deadline = time.monotonic() + 60
-    while reporter.num_lost:  # a run that fails waits for five seconds only
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    reporter.end(None)
-    run = logged(tmp_path)
-    assert (run.run_id, run.project, run.name, run.exit_code) == (folder.run_id, "mine", "first", 1)
-    assert [line["reward/mean"] for line in run.history] == [0.5]
-
-
 def test_trackio_gets_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     fake = SimpleNamespace(
@@ -160,24 +128,6 @@ def test_trackio_gets_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 # --- keys, and what must not be told ---
-
-
-@pytest.mark.parametrize("variable", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
-def test_a_key_is_found_in_a_variable(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, KEY)
-    check_reports(ReportSettings())
-
-
-def test_a_key_is_found_by_its_server_where_the_library_looks_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {KEY}\n")
-    (tmp_path / "netrc").chmod(0o600)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    check_reports(ReportSettings())
-    monkeypatch.setenv("WANDB_BASE_URL", "https://another.example.org")
-    with pytest.raises(ValueError, match=r"another\.example\.org"):
-        check_reports(ReportSettings())
 
 
 def test_of_settings_only_what_is_known_to_be_no_secret_is_told() -> None:
@@ -202,9 +152,3 @@ def test_of_settings_only_what_is_known_to_be_no_secret_is_told() -> None:
         "cookies": [],
         "seed": 42,
     }
-
-
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="trackio"):
-        check_reports(ReportSettings(to=("trackio",)))

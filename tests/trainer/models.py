@@ -24,14 +24,14 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 CPU = torch.device("cpu")
 
 
-def save_tiny_model(folder: Path, **changes: object) -> Path:
-    """A random Qwen3 of two layers, whose attention matters (large weights)."""
+def save_tiny_model(folder: Path, *, num_layers: int = 2, **changes: object) -> Path:
+    """A random Qwen3, whose attention matters (large weights)."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
 from trainer.errors import ModelError
 from trainer.memory import missing_for_compile, prepare_layers
 from trainer.model import Policy
@@ -21,6 +21,12 @@ WITHOUT_CODE = "aot_eager_decomp_partition"
 """The compiler up to the graphs and what they keep for the backward pass, without the C++ that takes long."""
 # While torch compiles, it warns of its own code.
 ignores_its_own_warnings = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is compiled is compiled for each layer."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"), num_layers=1)
 
 
 def results(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
@@ -90,12 +96,12 @@ def test_checkpointed_layers_run_once_where_nothing_is_differentiated(tiny_model
 @needs_compiler
 @ignores_its_own_warnings
 def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    plain = tiny_policy(tiny_model)
-    compiled = tiny_policy(tiny_model, compile=True, checkpointing="full")
+    plain = tiny_policy(one_layer)
+    compiled = tiny_policy(one_layer, compile=True, checkpointing="full")
     graphs = []
     for batch in BATCHES:
         for expected, ours in zip(results(plain, batch), results(compiled, batch), strict=True):
@@ -106,11 +112,11 @@ def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(
 
 @needs_compiler
 @ignores_its_own_warnings
-def test_a_compiled_quantized_base_is_not_kept_dequantized(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_quantized_base_is_not_kept_dequantized(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=WITHOUT_CODE))
-    plain = tiny_policy(tiny_model, quantization="nvfp4")
-    compiled = tiny_policy(tiny_model, quantization="nvfp4", compile=True)
+    plain = tiny_policy(one_layer, quantization="nvfp4")
+    compiled = tiny_policy(one_layer, quantization="nvfp4", compile=True)
     kept = kept_for_backward(compiled, BATCHES[0])
     weights = {(32, 32), (16, 32), (48, 32), (32, 48)}
     assert not [tuple(t.shape) for t in kept if tuple(t.shape) in weights or tuple(t.T.shape) in weights]
@@ -136,11 +142,11 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> 
 
 
 @ignores_its_own_warnings
-def test_a_layer_with_variable_length_attention_is_one_graph(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_variable_length_attention_is_one_graph(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr("trainer.attention.varlen_attn", lambda q, k, v, ends, *_, **__: attend(q, k, v, ends))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
-    policy = tiny_policy(tiny_model, attention_kernel="grpo_varlen", compile=True)
+    policy = tiny_policy(one_layer, attention_kernel="grpo_varlen", compile=True)
     with torch.no_grad():
         for batch in BATCHES:  # an attention that breaks the graph would raise
             assert torch.isfinite(policy.logprobs(packed_tokens(batch, CPU))).all()

@@ -98,7 +98,6 @@ def test_each_rank_receives_its_own_micro_batches_in_the_order_in_which_it_asks(
 def test_fewer_ranks_than_a_step_was_split_over_receive_all_of_it_and_more_are_refused(batches: Batches) -> None:
     sender = batches.sender(num_ranks=3)
     sender.send(1, [[micro_batch(rank=r)] for r in range(3)])
-    sender.flush()
     received = [batches.receiver(r, num_ranks=2).receive(1, timeout_s=60) or () for r in range(2)]
     assert [[batch.rank for batch in of_rank] for of_rank in received] == [[0, 2], [1]]
     with pytest.raises(TransportError, match="split over 3"):
@@ -225,16 +224,15 @@ def test_a_damaged_batch_is_an_error_that_names_it(batches: Batches, name: str, 
     damage(folder / name, how)
     assert not store.is_whole(1)
     batches.sender()
-    with pytest.raises(TransportError, match=str(folder)):
+    with pytest.raises(TransportError, match="batch 1"):
         batches.receiver().receive(1, timeout_s=60)
 
 
 def test_a_step_that_is_there_stays_and_another_batch_of_it_is_an_error(batches: Batches) -> None:
     sender, receiver = batches.sender(), batches.receiver()
     sender.send(1, [[micro_batch(seed=1)]])
-    sender.send(1, [[micro_batch(seed=2)]])
     with pytest.raises(StorageError):
-        sender.flush()
+        sender.send(1, [[micro_batch(seed=2)]])
     assert equal(receive(receiver, 1), micro_batch(seed=1))
 
 
@@ -242,9 +240,8 @@ def test_a_full_disk_is_an_error_that_loses_nothing(batches: Batches, small_disk
     small_disk(batches.folder)
     sender, receiver = batches.sender(), batches.receiver()
     sender.send(1, [[micro_batch(step=1, lengths=(4000,))]])
-    sender.send(2, [[micro_batch(step=2, lengths=(40_000,))]])
     with pytest.raises(StorageError):
-        sender.flush()
+        sender.send(2, [[micro_batch(step=2, lengths=(40_000,))]])
     assert not list(batches.folder.glob(".*"))
     sender.close()
     sender = batches.sender()

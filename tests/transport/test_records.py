@@ -58,9 +58,9 @@ def test_streams_with_one_number_a_sample_are_spread_over_its_tokens() -> None:
         ("index", 1),
     ],
 )
-def test_a_micro_batch_that_is_not_aligned_is_not_sent(field: str, value: object) -> None:
+def test_a_micro_batch_that_is_not_aligned_is_refused(field: str, value: object) -> None:
     with pytest.raises(CorruptError):
-        encode([replace(micro_batch(), **{field: value})])
+        decode(encode([replace(micro_batch(), **{field: value})]))
 
 
 def test_micro_batches_of_different_steps_are_not_sent_together() -> None:

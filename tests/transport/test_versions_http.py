@@ -172,6 +172,17 @@ def test_a_store_that_comes_back_in_time_is_waited_for_and_one_that_does_not_is_
     timer.join()
 
 
+def test_a_store_that_goes_for_good_in_the_midst_of_a_file_is_named_and_leaves_nothing(
+    store: Store, tmp_path: Path
+) -> None:
+    store.publish(0)
+    between = Breaking(store.port, after=700_000)
+    versions = FetchedVersions(tmp_path / "own", url=f"http://127.0.0.1:{between.port}", key=KEY, timeout_s=0.0)
+    with pytest.raises(DeadlineError, match=str(between.port)):
+        versions.fetch("run", 0)
+    assert not list((tmp_path / "own").iterdir())
+
+
 def test_a_server_that_ends_does_not_go_on_waiting(store: Store, tmp_path: Path) -> None:
     store.server.close()
     versions = fetched(store, tmp_path, timeout_s=120.0)

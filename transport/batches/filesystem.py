@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from transport.background import Background
+import numpy as np
+from numpy.typing import NDArray
+
 from transport.batches.store import StepStore, check_belongs
 from transport.codec import encode
 from transport.errors import DeadlineError
-from transport.folders import Buffer, remove_leftovers
+from transport.folders import remove_leftovers
 from transport.records import MicroBatch, require
 
 _POLL_S = 0.005
@@ -60,46 +62,38 @@ class BatchSender(Closing):
         """`folder` is the run's `batches` folder. `checkpointed` gives the newest step of which the trainer has a
         complete checkpoint; of batches up to it one goes for each new one. `num_ranks` ranks are waited for."""
         self._store, self._num_ranks, self._checkpointed = StepStore(folder, run_id=run_id), num_ranks, checkpointed
-        self._hwm, self._send_timeout_s = hwm, send_timeout_s
+        self._hwm, self._send_timeout_s, self._memory = hwm, send_timeout_s, np.empty(0, np.uint8)
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        waits_for = f"the disk of {folder} to take a batch"
-        self._writer = Background("batches", timeout_s=send_timeout_s, waits_for=waits_for)
 
     def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
         """Delivers the micro-batches of `step`, one sequence for each data-parallel rank.
 
-        Returns when all earlier steps are on disk; `flush` waits for this one, too. Raises `DeadlineError` where `hwm`
-        batches wait already and the trainer receives none in time, `StorageError` for the disk, `CorruptError` or
+        Returns when they are on disk, which is not when they were received. Raises `DeadlineError` where `hwm` batches
+        wait already and the trainer receives none in time, `StorageError` for the disk, `CorruptError` or
         `StaleRunError` for micro-batches of another step, rank or run.
         """
         for rank, batches in enumerate(ranks):
             require(len(batches) > 0, f"rank {rank} has no micro-batches in step {step}")
             check_belongs(batches[0], self._store.run_id, step, rank)
-        messages = [encode(batches) for batches in ranks]
-        self.flush()
         self._wait_for_room()
-        self._writer.submit(lambda: self._write(step, messages))
-
-    def flush(self) -> None:
-        """Returns when what was sent is on disk, which is not when it was received. Raises `StorageError`."""
-        self._writer.flush()
+        messages = [lambda batches=batches: (encode(batches, memory=self._memory_of),) for batches in ranks]
+        self._store.write(step, messages, checkpointed=self._checkpointed())
 
     def finish(self, last_step: int) -> None:
         """Says that no step after `last_step` will come."""
-        self.flush()
         self._store.write_finished(last_step)
 
     def received(self) -> int:
         """Returns the newest step that every rank has received, 0 for none."""
         return min(self._store.received(rank) for rank in range(self._num_ranks))
 
-    def close(self) -> None:
-        self._writer.close()
-
-    def _write(self, step: int, messages: Sequence[Buffer]) -> None:
-        """The writer's job."""
-        self._store.write(step, messages, checkpointed=self._checkpointed())
+    def _memory_of(self, num_bytes: int) -> NDArray[np.uint8]:
+        """The same for all messages, of which one is made at a time: what the system gives anew it clears first, which
+        takes longer than all else."""
+        if len(self._memory) < num_bytes:
+            self._memory = np.empty(num_bytes, np.uint8)
+        return self._memory[:num_bytes]
 
     def _wait_for_room(self) -> None:
         deadline = time.monotonic() + self._send_timeout_s

@@ -1,12 +1,13 @@
 """Batches on disk: `step_000012/` with `rank_0.msgpack` … and `manifest.json`; who has received what; the end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transport.codec import decode
 from transport.errors import CorruptError, MissingRankError, StaleRunError, TransportError
 from transport.folders import (
     Buffer,
+    Content,
     check_file,
     read_checked,
     read_manifest,
@@ -19,6 +20,7 @@ from transport.folders import (
 from transport.records import BatchManifest, FileEntry, MicroBatch, require
 
 _FINISHED, _RECEIVED = "finished", "received"
+MADE_ANEW = "end the programs and start them again: the orchestrator sets the batch aside and makes it anew"
 
 
 class StepStore:
@@ -27,9 +29,9 @@ class StepStore:
     def __init__(self, folder: Path, *, run_id: str) -> None:
         self.folder, self.run_id = folder, run_id
 
-    def write(self, step: int, messages: Sequence[Buffer], *, checkpointed: int = 0) -> list[FileEntry]:
-        """Writes a step whole, and returns its files' entries, by rank. The oldest one goes for it, if it is not after
-        `checkpointed`. Raises `StorageError` for the disk, and where the step is there already.
+    def write(self, step: int, messages: Sequence[Content], *, checkpointed: int = 0) -> None:
+        """Writes a step whole, a message for each rank. The oldest one goes for it, if it is not after `checkpointed`.
+        Raises `StorageError` for the disk, and where the step is there already.
 
         It outlives this process, whatever ends it. It is not synced: a step that a power cut has damaged is no step,
         and is made anew, with the versions that it gave.
@@ -40,32 +42,31 @@ class StepStore:
 
         files = {_file_name(rank): message for rank, message in enumerate(messages)}
         old = next((step_folder(self.folder, one) for one in self.steps() if one <= checkpointed), None)
-        return list(write_folder(step_folder(self.folder, step), files, manifest, durable=False, reuse=old).values())
+        write_folder(step_folder(self.folder, step), files, manifest, durable=False, reuse=old)
 
     def read(self, step: int, rank: int, num_ranks: int) -> tuple[MicroBatch, ...] | None:
         """Returns the micro-batches of one of `num_ranks` ranks, or None where the step is not there. Raises
         `CorruptError`, `StaleRunError`, `MissingRankError`."""
-        found = self.read_messages(step, rank, num_ranks)
+        found = self.messages(step, rank, num_ranks, read=read_checked)
         if found is None:
             return None
         messages = [message for message, _ in found]
         return decode_checked(messages, run_id=self.run_id, step=step, rank=rank, num_ranks=num_ranks)
 
-    def read_messages(self, step: int, rank: int, num_ranks: int) -> list[tuple[Buffer, FileEntry]] | None:
-        """Returns the messages of one of `num_ranks` ranks, checked, and their entries in the manifest; None where the
-        step is not there."""
+    def messages(
+        self, step: int, rank: int, num_ranks: int, *, read: Callable[[Path, str, FileEntry], Buffer]
+    ) -> list[tuple[Buffer, FileEntry]] | None:
+        """Returns the messages of one of `num_ranks` ranks, as `read` gives them, and their entries in the manifest;
+        None where the step is not there."""
         folder = step_folder(self.folder, step)
         if not folder.exists():
             return None
         try:
             files = self._manifest(step).files
             names = [_file_name(part) for part in parts_of(step, len(files), rank, num_ranks)]
-            return [(read_checked(folder, name, files[name]), files[name]) for name in names]
+            return [(read(folder, name, files[name]), files[name]) for name in names]
         except CorruptError as error:
-            raise CorruptError(
-                f"batch {step} is corrupt: {error}; end the programs and start them again: the orchestrator sets "
-                f"{folder} aside and makes it anew"
-            ) from error
+            raise CorruptError(f"batch {step} is corrupt: {error}; {MADE_ANEW}") from error
 
     def is_whole(self, step: int) -> bool:
         """Returns whether the step is there with all that its manifest lists."""

@@ -23,10 +23,10 @@ import zmq
 import zmq.utils.monitor
 
 from transport.batches.filesystem import BatchReceiver, BatchSender, nothing
-from transport.batches.store import decode_checked, parts_of
+from transport.batches.store import MADE_ANEW, decode_checked, parts_of
 from transport.codec import MAX_MESSAGE_BYTES
-from transport.errors import DeadlineError, StaleRunError, TransportError
-from transport.folders import Buffer, check_entry
+from transport.errors import CorruptError, DeadlineError, StaleRunError, TransportError
+from transport.folders import Buffer, file_entry, map_file
 from transport.keys import SharedKey, is_loopback
 from transport.records import FileEntry, MicroBatch, Natural, Record
 
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
 _WAIT_MS = 200
 _MAX_ASK_BYTES = 4096
-_HELD_BYTES = 1 << 28
 
 
 class Ask(Record, frozen=True, kw_only=True):
@@ -93,8 +92,7 @@ def _address(host: str, port: int) -> str:
 
 
 class ZmqBatchSender(BatchSender):
-    """Binds to `host:port` and serves the store, steps that are still to be received from memory where they are not too
-    large."""
+    """Binds to `host:port` and serves the store."""
 
     def __init__(
         self, folder: Path, *, host: str = "localhost", port: int = 5555, key: SharedKey, **options: Any
@@ -102,8 +100,6 @@ class ZmqBatchSender(BatchSender):
         """`options` are those of every sender."""
         super().__init__(folder, **options)
         self._key, self._received = key, dict.fromkeys(range(self._num_ranks), 0)
-        self._held: dict[int, Sequence[tuple[Buffer, FileEntry]]] = {}
-        """Messages of steps that are on disk and still to be received."""
         self._open: dict[int, tuple[bytes, Ask]] = {}
         """The question of each rank that has no answer yet, and from whom it came."""
         self._error: BaseException | None = None
@@ -137,7 +133,6 @@ class ZmqBatchSender(BatchSender):
 
     def close(self) -> None:
         """Waits until every rank that has asked knows of the end, at most as long as a heartbeat may take."""
-        super().close()
         if self._closing.is_set():
             return
         deadline = time.monotonic() + _SILENCE_MS / 1000
@@ -149,14 +144,8 @@ class ZmqBatchSender(BatchSender):
         os.close(self._news)
         self._socket.context.destroy(linger=_HEARTBEAT_MS)
 
-    def _write(self, step: int, messages: Sequence[Buffer]) -> None:
-        entries = self._store.write(step, messages, checkpointed=self._checkpointed())
-        received = min(self._received.values())
-        held = {one: parts for one, parts in self._held.items() if one > received}
-        size = sum(len(message) for parts in held.values() for message, _ in parts) + sum(map(len, messages))
-        if not held or size <= _HELD_BYTES:
-            held[step] = list(zip(messages, entries, strict=True))
-        self._held = held
+    def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
+        super().send(step, ranks)
         os.eventfd_write(self._news, 1)
 
     def _somebody_waits(self) -> bool:
@@ -198,11 +187,7 @@ class ZmqBatchSender(BatchSender):
                 raise StaleRunError("it serves another run")
             for part in parts_of(ask.step, self._num_ranks, ask.rank, ask.num_ranks):
                 self._received[part] = max(0, ask.step - 1)
-            found: Sequence[tuple[Buffer, FileEntry]] | None
-            if (held := self._held.get(ask.step)) is not None:
-                found = [held[part] for part in parts_of(ask.step, len(held), ask.rank, ask.num_ranks)]
-            else:
-                found = self._store.read_messages(ask.step, ask.rank, ask.num_ranks)
+            found = self._store.messages(ask.step, ask.rank, ask.num_ranks, read=map_file)
         except TransportError as error:
             return Answer(kind="refused", nonce=ask.nonce, reason=str(error)), ()
         if found is not None:
@@ -254,7 +239,8 @@ class ZmqBatchReceiver(BatchReceiver):
             raise StaleRunError(f"the orchestrator at {self._where} refuses batch {step}: {answer.reason}")
         self._ask(step + 1)  # it travels while this one is trained
         for message, entry in zip(messages, answer.entries, strict=True):
-            check_entry(f"batch {step} from {self._where}", message, entry)
+            if file_entry(message) != entry:
+                raise CorruptError(f"batch {step} from {self._where} is corrupt; {MADE_ANEW}")
         place = {"rank": self._rank, "num_ranks": self._num_ranks}
         return decode_checked(messages, run_id=self._run_id, step=step, **place)
 

@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.envs.critique.testing import Test
-from orchestrator.envs.data.files import check_refused, parse_rows
-from orchestrator.envs.data.hub import find_files
+from orchestrator.envs.data.files import check_refused, find_files, parse_rows
 
 _QUESTION = ("question", "question_content", "prompt", "text", "description")
 _NAME = ("id", "question_id", "task_id", "problem_id", "name")

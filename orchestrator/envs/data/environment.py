@@ -10,8 +10,7 @@ from typing import Any
 
 from grpo import Environment, Rubric
 from orchestrator.envs.critique.problems import problem_from_record
-from orchestrator.envs.data.files import Refused, Row, check_refused, parse_rows, plain_value, shown
-from orchestrator.envs.data.hub import find_files
+from orchestrator.envs.data.files import Refused, Row, check_refused, find_files, parse_rows, plain_value, shown
 from orchestrator.envs.rewards import make_reward, wrong_answer
 from orchestrator.rollouts.messages import messages_of
 

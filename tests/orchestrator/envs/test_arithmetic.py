@@ -20,14 +20,6 @@ def test_training_and_evaluation_share_no_problem_also_turned_round() -> None:
     assert not train & (held_out | turned)
 
 
-def test_problems_are_of_the_operations_and_operands_that_were_asked_for() -> None:
-    drawn = arithmetic.problems(0, 500, ("-", "*"), 12, "train")
-    assert {operation for _, operation, _ in drawn} == {"-", "*"}
-    assert {first for first, _, _ in drawn} == {second for _, _, second in drawn} == set(range(13))
-    assert drawn[:100] == arithmetic.problems(0, 100, ("-", "*"), 12, "train")
-    assert drawn != arithmetic.problems(1, 500, ("-", "*"), 12, "train")
-
-
 async def test_an_answer_is_right_as_a_number_alone_or_at_the_end_of_an_explanation() -> None:
     rubric, example = Arithmetic().rubric, {"prompt": "Compute: 3-8", "answer": "-5"}
     given = ["-5", " -5\n", r"Eight is five more, so it is \boxed{-5}", "5", "-50", "", "it is more"]

@@ -128,16 +128,6 @@ async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
     assert len(Dataset(path="openai/gsm8k", eval_fraction=0.5).loaded.examples["train"]) < 2
 
 
-async def test_math_is_known_by_its_name_and_its_answers_are_boxed_in_solutions(hub: Path) -> None:
-    solution = r"Half of $1$ is $\frac{1}{2}$, so \boxed{\frac{1}{2}}."
-    row = {"problem": "What is half of $1$?", "level": "Level 1", "type": "Algebra", "solution": solution}
-    files = {"algebra/train-0.parquet": [row], "algebra/test-0.parquet": [{**row, "problem": "And of $2/2$?"}]}
-    download(hub, "EleutherAI/hendrycks_math", files)
-    environment = Dataset(path="EleutherAI/hendrycks_math")
-    [example] = environment.dataset("eval")
-    assert (await score_of(environment.rubric, r"It is \boxed{0.5}.", example)).reward == 1.0
-
-
 async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Path) -> None:
     row = {
         "task_id": 1, "text": "Write a function double.", "code": "def double(n): return 2 * n", "test_setup_code": "",
@@ -175,25 +165,13 @@ async def test_rewards_by_name(tmp_path: Path, reward: Any, completion: str, wor
     assert (await score_of(environment.rubric, completion, environment.dataset("train")[0])).reward == worth
 
 
-async def test_a_function_of_ones_own_sees_all_columns(tmp_path: Path) -> None:
-    rewards = tmp_path / "my_rewards.py"
-    rewards.write_text("def score(completion, example):\n    return float(completion == example['result'] * 2)\n")
-    path = write(tmp_path / "data.jsonl", [{"sum": f"{n}", "result": "7"} for n in range(20)])
-    environment = Dataset(path=path, prompt="sum", reward=f"{rewards}:score")
-    assert (await score_of(environment.rubric, "77", environment.dataset("train")[0])).metrics == {"score": 1.0}
-
-
 @pytest.mark.parametrize(
     ("args", "told"),
     [
         ({"reward": "maths"}, "maths"),
-        ({"reward": "regex"}, "pattern"),
         ({"reward": {"regex": "("}}, "regular expression"),
-        ({"reward": {"exact": None, "math": None}}, "one name"),
-        ({"reward": "json:__name__"}, "function"),
         ({"eval_split": "test", "eval_fraction": 0.5}, "one of them"),
         ({"reward": {"regex": r"(\d)"}, "answer": None}, "no column 'answer'"),
-        ({"subset": "main"}, "subset"),
         ({"reward": "unit_tests", "answer": None, "answer_after": "#"}, "answer_after"),
     ],
 )
@@ -229,32 +207,24 @@ GOOD = {"sum": "1+1", "result": "2"}
         (lambda folder: "owner/never-downloaded", {}, "hf download owner/never-downloaded --repo-type dataset"),
         (of_file("data.txt", "1+1 2"), {}, r"data\.txt: expected .*\.jsonl"),
         (of_file("data.csv", "sum,result\n"), {}, "no rows"),
-        (of_file("data.parquet", "no parquet"), {}, r"data\.parquet cannot be read"),
         (of_file("data.arrow", "no arrow"), {}, r"data\.arrow cannot be read"),
         (lambda folder: str(Path(write(folder / "a/x.csv", [GOOD])).parent), {"subset": "b"}, "there are default"),
         (of_rows({"sum": "1", "result": float("nan")}), {}, r":1: answer is None"),
-        (of_rows({"sum": "1", "result": ""}), {}, r":1: answer is empty"),
-        (of_file("data.jsonl", "\ufeffx".encode("utf-16")), {}, "UTF-16"),
-        (lambda folder: str(folder), {}, "no files with"),
         (lambda folder: str(Path(write(folder / "train.csv", [GOOD])).parent), {"split": "test"}, "there are train"),
         # a table
         (of_file("data.csv", "sum,sum\n1,2\n"), {}, r"data\.csv:1: the columns"),
         (of_file("data.csv", "sum,result\n1+1,2\n1+2,3,4\n"), {}, r"data\.csv:3: 3 cells, expected 2"),
         (of_file("data.csv", 'sum,result\n1+1,2\n"1+2,3\n'), {}, r"data\.csv:3: no CSV"),
-        (of_file("data.csv", b"sum,result\n1+1,2\n1+\xff,2\n"), {}, r"data\.csv:3: byte 0xff is not UTF-8"),
         # a row
         (of_file("data.jsonl", b'{"sum": "\xff"}'), {}, r"data\.jsonl:1: byte 9 \(0xff\) is not UTF-8"),
         (of_file("data.jsonl", '["1+1", "2"]'), {}, r"data\.jsonl:1: .*no object"),
         (of_rows(GOOD, {"sum": "1+2", "reslut": "3"}), {}, r":2: there is no column 'result'; there are sum, reslut"),
         # a prompt
         (of_rows({"sum": " ", "result": "2"}), {"prompt": "sum"}, r":1: the prompt is empty"),
-        (of_rows({"sum": [{"role": "user"}], "result": "2"}), {"prompt": "sum"}, r":1: .*a list of messages"),
         (of_rows({"sum": "x" * (MAX_CHARS + 1), "result": "2"}), {}, r":1: the prompt has 1,000,00"),
         # an answer
         (of_rows({"sum": "1", "result": "two"}), {}, r":1: answer is 'two', which is no number"),
         (of_rows({"sum": "1", "result": "$$"}), {"reward": "math"}, r":1: .*math-verify cannot read"),
-        (of_rows({"sum": "1", "result": "two"}), {"answer_after": "####"}, r":1: .*no '####'"),
-        (of_rows({"sum": "1"}), {"reward": "unit_tests", "answer": None}, r":1: .*expected a question"),
         (of_rows({"sum": "1", "tests": ["f()"]}), {"reward": "unit_tests", "answer": None}, ":1: .*pass every program"),
         (of_rows(GOOD, {**GOOD, "result": "3"}), {}, r":2: the prompt is that of .*:1, with another answer"),
     ],

@@ -19,18 +19,6 @@ def test_a_word_counts_once_for_the_side_that_named_it_first() -> None:
     assert task.points(transcript) == {"Aff": 3, "Neg": 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
-        ("Both are good.\nWinner: Aff", "Aff"),
-        ("Winner: Aff? No. Winner: Neg", "Neg"),
-        ("Aff wins", None),
-    ],
-)
-def test_a_verdict_is_the_last_line_that_names_a_winner(text: str, verdict: str | None) -> None:
-    assert task.verdict_of(text) == verdict
-
-
 # --- the environment ---
 
 ANSWERS = ["good, fun.", "bad.", "safe.", "cold, bad."]
@@ -82,13 +70,6 @@ async def test_a_model_that_judges_sees_the_transcript_and_is_no_role() -> None:
     assert outcome.extras["judgement"] == "Neg was better.\nWinner: Neg"
 
 
-async def test_a_verdict_that_names_nobody_is_worth_nothing_and_is_counted() -> None:
-    outcome = await play(Debate(judge={"mock": ["Both were fine."]}, num_rounds=1), EXAMPLE, ["a", "b"])
-    assert outcome.rewards == {"Aff": 0.0, "Neg": 0.0}
-    assert (outcome.metrics["tie"], outcome.metrics["no_verdict"]) == (0.0, 1.0)
-    assert "points/Aff" not in outcome.metrics
-
-
 # --- topics ---
 
 
@@ -100,16 +81,3 @@ def test_no_topic_is_in_both_splits() -> None:
     assert all(example["prompt"] == f"Topic: {example['topic']}" for example in train)
     alone = Debate(topics=["tea"], num_eval=0)
     assert [{example["topic"] for example in alone.dataset(split)} for split in ("train", "eval")] == [{"tea"}] * 2
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"num_rounds": 0}, "max_turns"),
-        ({"topics": ["tea", "tea", "rain"]}, "topics"),
-        ({"topics": ["tea"], "num_eval": 1}, "topics"),
-    ],
-)
-def test_what_makes_no_debate_is_refused(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Debate(**args)

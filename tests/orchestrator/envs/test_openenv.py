@@ -12,7 +12,7 @@ from orchestrator.envs import openenv
 from orchestrator.envs.openenv import OpenEnv, ServerError, SessionLost
 from orchestrator.rollouts.play import play
 from orchestrator.rollouts.state import EpisodeState
-from tests.orchestrator.envs.others.openenv_server import Backwards, app
+from tests.orchestrator.envs.others.openenv_server import app
 
 EXAMPLE = 3
 
@@ -75,15 +75,6 @@ async def test_an_answer_is_an_action_and_what_the_server_says_to_it_the_next_me
     total = pytest.approx(1 / 9 + 1.0)  # two of three letters: 0.5 * 2/3 / 3 tries
     assert outcome.metrics == {"total_reward": total, "num_steps": 2.0, "finished": 1.0}
     assert (outcome.reward, outcome.accuracy) == (total, 1.0)
-
-
-async def test_the_same_seed_is_the_same_environment_and_no_seed_is_in_both_splits(server: Running) -> None:
-    assert await word_of(server) == await word_of(server)
-    environment = made(server.url, num_train=5, num_eval=3, seed=10)
-    seeds = {split: [example["seed"] for example in environment.dataset(split)] for split in ("train", "eval")}
-    assert seeds == {"eval": [10, 11, 12], "train": [13, 14, 15, 16, 17]}
-    tasks = {example["task"] for split in seeds for example in environment.dataset(split)}
-    assert len(tasks) == 8
 
 
 async def test_error_markers_of_an_observation_mark_the_answer(server: Running) -> None:
@@ -160,26 +151,3 @@ async def test_a_codec_of_ones_own_stands_between_text_and_environment(server: R
     assert first.error is not None
     assert first.error.error_kind == "malformed_action"
     assert second.messages[-1]["content"] == "error: say something"
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"base_url": "localhost:8000"}, "base_url"),
-        ({"action_field": None}, "action_field"),
-        ({"codec": "json:JSONDecoder", "action_field": None}, "to_text"),
-        ({"reset": {"seed": 7}}, "seed"),
-    ],
-)
-def test_settings_that_cannot_be_are_errors_that_say_what_to_do(settings: dict[str, Any], told: str) -> None:
-    given = {"base_url": "http://127.0.0.1:1", "action_field": "message", **settings}
-    with pytest.raises(ValueError, match=told):
-        OpenEnv(**given)
-
-
-async def test_a_rollout_is_complete_without_a_state_that_takes_too_long(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Backwards, "state", lambda self: asyncio.sleep(60))
-    monkeypatch.setattr(openenv, "STATE_LIMIT_S", 0.1)
-    assert (await played(made(server.url, max_turns=1), "x")).extras["state"] is None

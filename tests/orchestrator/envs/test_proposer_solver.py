@@ -34,15 +34,6 @@ def test_only_small_whole_number_arithmetic_is_a_question(text: str, question: s
     assert question is None or task.value_of(question) == eval(question)
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [("4", 1), ("it is 4.", 1), ("4, no 5", 0), ("no", 0), ("-4", 0)],
-)
-def test_the_last_whole_number_is_the_answer(text: str, right: float) -> None:
-    assert task.solved(text, {"question": "2*2"}) == right
-    assert task.solved("1,234", {"question": "1000+234"}) == 1.0
-
-
 # --- the environment ---
 
 
@@ -102,20 +93,6 @@ async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
     assert backend.done == stored
 
 
-@pytest.mark.parametrize(
-    ("args", "split", "prompt"),
-    [
-        ({"from_store": 1.0, "seed_questions": ["8 - 5"]}, "train", "Like 8-5"),
-        ({"from_store": 1.0, "seed_questions": ["8 - 5"]}, "eval", "Ask a sum like 1+1."),
-        ({"seed_questions": ["8 - 5"]}, "train", "Ask a sum like 1+1."),
-    ],
-)
-async def test_the_proposer_s_example_may_come_from_the_store(args: dict[str, Any], split: str, prompt: str) -> None:
-    environment = ProposerSolver(proposer_prompt="Like {question}", **args)
-    outcome = await play(environment, EXAMPLE, ["nothing"], split=split)
-    assert outcome.trajectory[0].messages == ({"role": "user", "content": prompt},)
-
-
 async def test_questions_in_words_are_answered_in_words_and_a_model_says_what_is_right(tmp_path: Path) -> None:
     (tmp_path / "questions.csv").write_text("question\nWhat is tea?\nWho was Bach?\nWhere is Oslo?\n")
     judged: list[str] = []
@@ -132,30 +109,3 @@ async def test_questions_in_words_are_answered_in_words_and_a_model_says_what_is
     assert [child.rewards for child in outcome.children] == [{"Solver": 1.0}, {"Solver": 0.0}]
     assert (outcome.rewards, outcome.extras["question"]) == ({"Proposer": 1.0}, "Where is Bergen?")
     assert all("Where is Bergen?" in asked for asked in judged)
-
-
-def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits() -> None:
-    environment = ProposerSolver(
-        seed_questions=["3 + 4", {"question": "What is (2+5)*3?", "ground_truth": "21"}, "3+4"],
-        num_train=300,
-        num_eval=100,
-    )
-    train = [example["question"] for example in environment.dataset("train")]
-    held_out = [example["question"] for example in environment.dataset("eval")]
-    assert train[:2] == ["3+4", "(2+5)*3"]
-    assert len(set(train)) == len(train)
-    assert not set(train) & set(held_out)
-    assert len(held_out) == 100
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"seed_questions": ["What is tea?"]}, "tea"),
-        ({"proposer_prompt": "Ask."}, "proposer_prompt"),
-        ({"judge": "base", "seed_questions": ["What is tea?"]}, "num_eval"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ProposerSolver(**args)

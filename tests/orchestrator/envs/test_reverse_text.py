@@ -36,10 +36,3 @@ async def test_the_partial_reward_is_the_mean_of_right_and_in_place_and_accuracy
         score = await score_of(rubric, answer, {"word": "abc"})
         assert (score.reward, score.accuracy) == (pytest.approx(reward), 0)
     assert (await score_of(rubric, " cba ", {"word": "abc"})).accuracy == 1
-
-
-def test_an_unknown_reward_says_which_there_are() -> None:
-    with pytest.raises(ValueError, match="odd"):
-        ReverseText(reward="odd")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="min_len=5, max_len=4"):
-        ReverseText(min_len=5, max_len=4)

@@ -78,26 +78,3 @@ async def test_the_policy_sees_the_values_and_they_are_in_no_prompt(environment:
     for split in ("train", "eval"):
         assert {key for example in environment.dataset(split) for key in example} == {"prompt", "answer"}
         assert not any(letter.isdigit() for example in environment.dataset(split) for letter in example["prompt"])
-
-
-@pytest.mark.parametrize(
-    ("call", "error_kind"),
-    [
-        ("LOOKUP[zzz]", "unknown_word"),
-        ("SEARCH[apple]", "unknown_tool"),
-    ],
-)
-async def test_failed_calls_are_told_and_marked(environment: Zorplex, call: str, error_kind: str) -> None:
-    outcome = await play(environment, EXAMPLE, [call, LOOK_UPS[0], "[ANSWER] 1"])
-    errors = [reply.error for reply in outcome.trajectory]
-    assert errors[0] is not None
-    assert (errors[0].error_kind, errors[0].hint_template_key) == (error_kind, error_kind)
-    assert errors[1:] == [None, None]
-    assert outcome.messages[2]["role"] == "tool"
-    assert "<|" not in outcome.messages[2]["content"]
-    assert (outcome.metrics["num_tool_calls"], outcome.metrics["tool_error_rate"]) == (2, 0.5)
-
-
-async def test_a_script_that_is_too_short_says_who_is_asked(environment: Zorplex) -> None:
-    with pytest.raises(ValueError, match="policy"):
-        await play(environment, EXAMPLE, [LOOK_UPS[0]])

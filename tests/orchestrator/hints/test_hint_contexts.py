@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, HintWriter, Insertion, fit, make_hint
+from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, fit, make_hint
 from orchestrator.rollouts.records import TrainingRow, Turn
-from tests.orchestrator.hints.played import TINY, played, wrong
 
 
 def turn(index: int, opens: int, begins: int, ends: int) -> Turn:
@@ -68,18 +67,3 @@ def test_a_turn_without_tokens_or_without_a_boundary_is_left_out() -> None:
     _, left_out = fit([hint(empty, 1), hint(unopened, 1)], max_len=99)
     assert [reason for _, reason in left_out] == [EMPTY_ANSWER, NO_BOUNDARY]
     assert fit([hint(unopened, 1)], max_len=99, opens_turns=False)[0] == [hint(unopened, 1)]
-
-
-def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
-    [one] = played("a", [wrong("AD[1]"), wrong("b")]).rows
-    writer = HintWriter(TINY)
-    made = make_hint(one, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.turns])
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "user", "content": "Mind x."},
-        {"role": "assistant", "content": "AD[1]"},
-        {"role": "user", "content": "go on"},
-        {"role": "user", "content": "Mind x."},
-    ]
-    text = TINY.render(messages) + "b<|im_end|>"
-    assert made.teacher_token_ids.tolist() == TINY.renderer.ids_of(text)

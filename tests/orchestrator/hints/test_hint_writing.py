@@ -19,7 +19,6 @@ FIRST_ALONE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
-UNLIKE = "{% if add_generation_prompt %}open {% endif %}{% for m in messages %}{{ m.content }}\n{% endfor %}"
 OPENS_AS_ASKED = """
 {%- for m in messages -%}{{ m.role + ':' + m.content + '\n' }}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'assistant on ' + messages[-1].content + ':' }}{%- endif -%}
@@ -60,14 +59,9 @@ def test_a_hint_cannot_end_its_own_message() -> None:
     [
         LOUD,  # changes it
         OPENS_AS_ASKED,  # changes the turn behind it
-        UNLIKE,
         FIRST_ALONE,  # leaves it out
     ],
 )
 def test_a_template_that_takes_no_such_message_is_refused(source: str) -> None:
     with pytest.raises(TemplateRefused):
         of(source)
-
-
-def test_a_template_that_opens_turns_with_nothing_is_known() -> None:
-    assert not of("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}").opens_turns

@@ -1,14 +1,11 @@
 """A group's errors to hints."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from orchestrator.hints.contexts import HintWriter
 from orchestrator.hints.hinting import HintedGroup, Hinter
-from orchestrator.hints.sources import Site, Source, from_environment, from_siblings, from_solution, from_templates
+from orchestrator.hints.sources import Source, from_environment, from_templates
 from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
@@ -68,43 +65,3 @@ async def test_the_first_errors_of_a_row_alone_may_be_hinted() -> None:
     assert [(one.rollout_id, one.step) for one in made.given] == [("g/0", 1), ("g/2", 0)]
     assert left_out(made) == {"beyond_first": 1, "no_source": 1}
     assert len(made.hints["g/0", 0].student_index) == 2
-
-
-async def test_a_hint_that_is_longer_than_the_sequence_allows_is_left_out() -> None:
-    long = played("g/0", [wrong("x", "m" * 900, key="words"), wrong("y", "no y", key="words")])
-    made = await hinted([long])
-    assert left_out(made) == {"too_long": 1}
-    assert [one.text for one in made.given] == ["Spell. no y"]
-    assert len(made.hints["g/0", 0].teacher_token_ids) <= 500
-    none = await hinted([long], seq_len=20)
-    assert (none.hints, left_out(none)) == ({}, {"too_long": 2})
-
-
-async def test_what_cannot_be_written_or_has_no_place_is_left_out() -> None:
-    async def blank(site: Site) -> str:
-        return " "
-
-    unwritten = await hinted([played("a", [wrong("x")])], {"model": blank})
-    assert left_out(unwritten) == {"not_written": 1}
-    nothing = played("a", [Answer(text="", error=wrong("").error, whole=False)])
-    assert left_out(await hinted([nothing])) == {"empty_answer": 1}
-    unopened = dataclasses.replace(TINY, opening="", opening_ids=(0,))
-    elsewhere = played("a", [wrong("x")], template=unopened)
-    assert left_out(await hinted([elsewhere])) == {"no_boundary": 1}
-
-
-async def test_sources_are_asked_in_their_order() -> None:
-    group = [played("g/0", [wrong("x", key="words")]), played("g/1", [Answer(text="w")], reward=1.0)]
-    both = {"sibling": from_siblings, "templates": WORDS}
-    for sources in (both, dict(reversed(both.items()))):
-        made = await hinted(group, sources)
-        assert [one.source for one in made.given] == [next(iter(sources))]
-        assert not [name for name in made.counts if name.startswith("declined")]
-
-
-async def test_the_solution_is_a_hint_for_every_answer() -> None:
-    group = [played("g/0", [Answer(text="a"), wrong("x", key="words")]), played("g/1", [Answer(text="b")])]
-    tasks = [replace(one, task=replace(one.task, solution="42")) for one in group]
-    made = await hinted(tasks, {"templates": WORDS, "solution": from_solution})
-    sources = [(one.rollout_id, one.step, one.source) for one in made.given]
-    assert sources == [("g/0", 0, "solution"), ("g/0", 1, "templates"), ("g/1", 0, "solution")]

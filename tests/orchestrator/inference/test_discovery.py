@@ -10,7 +10,7 @@ import pytest
 from configs.client import ElasticSettings
 from orchestrator.inference.client import InferenceClient, ServerError
 from orchestrator.inference.pool import ServerPool
-from orchestrator.inference.watch import ServerWatch, addresses_of
+from orchestrator.inference.watch import ServerWatch
 from orchestrator.inference.weight_sync import WeightSync
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, running
@@ -136,8 +136,3 @@ async def test_a_run_finds_its_server_by_name(tmp_path: Path) -> None:
     made = await run(tmp_path, client={"elastic": elastic, "timeout": 30}, max_steps=1)
     assert made.summary.rollouts_trained == 16
     await server.stop()
-
-
-async def test_a_name_that_the_dns_does_not_know_is_an_error() -> None:
-    with pytest.raises(OSError, match="DNS"):
-        await addresses_of("a" * 64 + ".example")

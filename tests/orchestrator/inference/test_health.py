@@ -49,14 +49,6 @@ async def test_a_server_that_falls_silent_holds_up_no_version_of_the_others() ->
         assert (silent.live, sound.live) == ({1}, {1})
 
 
-async def test_a_server_that_dies_between_requests_is_out_before_one_comes() -> None:
-    dies, sound = FakeServer(), FakeServer()
-    async with watched(dies, sound) as (client, _, _):
-        await dies.stop()
-        await until(lambda: client.pool.out)
-        assert list(client.pool.out) == [client.pool.servers[0]]
-
-
 async def test_metrics_are_of_the_rounds_since_the_last_ones() -> None:
     one, other = FakeServer(), FakeServer()
     async with watched(one, other) as (_, _, watch):

@@ -9,7 +9,6 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from configs.errors import SettingsError
 from orchestrator.checks import Mismatch
 from orchestrator.inference import sleep
 from orchestrator.inference.client import ServerError
@@ -114,25 +113,6 @@ async def test_a_server_that_hangs_is_abandoned_and_the_others_go_on(
     await hung.stop()
 
 
-async def test_while_a_batch_waits_for_an_evaluation_the_trainer_is_not_blamed(tmp_path: Path) -> None:
-    class Evaluated(FakeServer):
-        go_on = asyncio.Event()
-
-        async def sampling(self, body: dict[str, Any]) -> None:
-            if body["temperature"] == 0:
-                await self.go_on.wait()
-
-    server, trainer = await Evaluated(**CAN_SLEEP).start(), FakeTrainer(tmp_path, settings=SLEEP)
-    assert isinstance(server, Evaluated)
-    evaluated = {"num_examples": 2, "interval": 1, "eval_base_model": True}
-    task = asyncio.create_task(run(tmp_path, server, trainer=trainer, max_steps=1, eval=evaluated))
-    await until(lambda: state_of(tmp_path) in [("evaluating", ""), ("waiting", "trainer: version 1")])
-    assert (state_of(tmp_path), trainer.batches) == (("evaluating", ""), {})
-    server.go_on.set()
-    await task
-    await server.stop()
-
-
 async def test_a_server_that_is_killed_asleep_and_started_again_goes_on(tmp_path: Path, server: FakeServer) -> None:
     task = asyncio.create_task(run(tmp_path, server))
     await until(lambda: server.asleep)
@@ -147,29 +127,7 @@ async def test_an_orchestrator_takes_over_servers_that_sleep(tmp_path: Path, ser
     assert len(await run(tmp_path, server)) == 2
 
 
-async def test_the_trainer_is_not_waited_for_while_servers_fall_asleep(tmp_path: Path, server: FakeServer) -> None:
-    server.latency_s = server.sleep_latency_s = 1.5
-    await run(tmp_path, server, max_steps=1, max_concurrent_groups=4, wait_timeout_s=2.7)
-
-
-async def test_requests_of_the_run_wait_for_a_server_to_wake(server: FakeServer) -> None:
-    client = client_of(server.url, timeout_s=5)
-    server.live, scheduler = {3}, SleepScheduler(client)
-    await scheduler.sleep(4)
-    held = asyncio.create_task(client.score([1, 2], 3))
-    other = client_of(server.url, timeout_s=5)  # that knows nothing of the sleep: tries again
-    refused = asyncio.create_task(other.score([1, 2], 3))
-    await asyncio.sleep(0.3)
-    assert (server.asleep, server.scores) == (True, [])
-    await scheduler.wake()
-    assert await held == await refused == [-0.75]
-    await client.close()
-    await other.close()
-
-
-async def test_a_server_or_a_trainer_without_sleep_mode_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    with pytest.raises(SettingsError, match="sleep_mode"):
-        await run(tmp_path / "trainer", server, trainer=FakeTrainer(tmp_path / "trainer"))
+async def test_a_server_without_sleep_mode_is_refused(tmp_path: Path, server: FakeServer) -> None:
     server.info["asleep"] = None
     with pytest.raises(Mismatch, match="sleep_mode"):
-        await run(tmp_path / "server", server)
+        await run(tmp_path, server)

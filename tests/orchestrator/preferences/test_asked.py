@@ -188,15 +188,6 @@ async def test_what_is_too_old_is_not_asked_about(fake: FakeChatServer, build: B
     assert asked.metrics()["pairs/too_old"] == 1
 
 
-async def test_what_cannot_be_asked_about_is_counted_and_costs_nothing_else(fake: FakeChatServer, build: Build) -> None:
-    asked = build(sequence_len=40)
-    asked.offer([result("0/0", "q", "Y", tools=[object()])])
-    asked.offer([result("0/1", "q" * 50, "Y")])
-    metrics = await drained(asked)
-    assert (metrics["pairs/broken"], metrics["pairs/skipped_too_long"], metrics["pairs/made"]) == (1, 1, 0)
-    assert "skipped_too_long" in asked.problems()
-
-
 async def test_a_batch_takes_the_newest_pairs_and_those_that_fit(build: Build, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for n in (3, 1, 2, 0):

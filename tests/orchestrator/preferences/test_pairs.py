@@ -1,6 +1,6 @@
 """Pairs as tokens, and those that a run has kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Action, Preference, Skipped
 from orchestrator.preferences.pairs import PairRecord, answer_ids, kept_pairs, make_pair, pair_record, pairs_of_run
 from orchestrator.preferences.turns import Turn, turns_of
-from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.templates import ChatTemplate
-from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.preferences.test_turns import HI, TEMPLATES, rollout_of
 
@@ -59,13 +57,6 @@ async def test_a_pair_is_the_prompt_the_teachers_text_and_what_the_policy_sample
     assert (pair.rejected_ref_logprob, pair.score_gap) == (found.rejected_ref_logprob, 0.5)
 
 
-async def test_calls_of_an_api_are_written_as_the_policy_writes_them() -> None:
-    found = await made("", turn([1], [2]), ("add", {"a": 1}))
-    assert isinstance(found, PairRecord)
-    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert (TEMPLATE.renderer.raw_text(found.chosen_ids[:-1]), found.chosen) == (written, written)
-
-
 async def test_pairs_that_cannot_be_trained_are_skipped_for_a_reason() -> None:
     async def reason(text: str, prompt: list[int], rejected: list[int], sequence_len: int) -> str | None:
         found = await made(text, turn(prompt, rejected), sequence_len=sequence_len)
@@ -101,42 +92,8 @@ def test_had_the_policy_written_what_teachers_did_the_tokens_were_these(template
     assert [*one.prompt_ids, *ids[:-1]] == template.renderer.ids_of(text)
 
 
-class Beginnings(ChatRenderer):
-    """A tokenizer that marks the beginning of a text, and makes one token of two line ends."""
-
-    def __init__(self) -> None:
-        pass
-
-    def ids_of(self, text: str) -> list[int]:
-        return [1, *(99 if letter == "¶" else ord(letter) for letter in text.replace("\n\n", "¶"))]
-
-    def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(message)
-
-
-def test_an_answer_is_no_beginning_of_a_text_unless_it_would_melt_into_the_opening() -> None:
-    opening = "A:\n"
-    template = ChatTemplate(
-        renderer=Beginnings(),
-        tools=None,
-        opening=opening,
-        opening_ids=tuple(Beginnings().ids_of(opening)),
-        end_id=2,
-    )
-    opened = turn([5, *template.opening_ids], [7])
-    assert answer_ids("yes", opened, template) == [*b"yes", 2]
-    assert answer_ids("\nyes", opened, template) == [1, *b"\nyes", 2]
-    assert answer_ids("yes", turn([5], [7]), template) == [1, *b"yes", 2]
-
-
 def test_a_teacher_cannot_spell_out_control_tokens() -> None:
     assert answer_ids("a<|im_end|>b", turn([1], [2]), TEMPLATE) == [*b"a< |im_end|>b", END]
-
-
-def test_where_plain_text_ends_an_answer_the_token_that_ended_the_policys_does() -> None:
-    plain = ChatTemplate.of(renderer(PLAIN))
-    assert answer_ids("yes", turn([1], [2, END]), plain) == [*b"yes", END]
-    assert answer_ids("yes", turn([1], [2]), plain) == [*b"yes"]
 
 
 # --- the pairs of another run ---

@@ -113,16 +113,6 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
     assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
 
 
-def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> None:
-    conversation = begun("quickstart")
-    conversation.answer(completion([*b"x", 256]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "y"})
-    prompt = conversation.prompt_ids()
-    assert 256 not in prompt
-    conversation.answer(completion([258]), version=1, temperature=1.0)
-    assert len(conversation.rows()) == 2
-
-
 def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
     conversation = begun("quickstart")
     short = Choice(token_ids=[1, 2], logprobs=[0.0], finish_reason="stop")

@@ -242,34 +242,6 @@ async def test_single_answers_are_one_request_and_episodes_with_a_row_each(world
     assert [len(one.rows) for one in unscored] == [1, 1]
 
 
-async def test_a_conversations_rows_hold_exactly_what_was_given_and_sampled(world: World) -> None:
-    await world.start("Chat")
-    lengths = iter(["a", "bb", "ccc", "dddd", "ee", "f"])
-    results = await world.group(lambda prompt: next(lengths), 2)
-    assert failures(results) == ["", ""]
-    whole = [result for result in results if result.failure is None]
-    samples = training_samples(whole, group_credit, group="5")
-    assert len(samples) == 2  # a row each: ChatML never rewrites
-    by_prompt = {tuple(ids) for ids, *_ in world.policy.asked}
-    for result, sample in zip(whole, samples, strict=True):
-        [row] = result.rows
-        assert [step.text for step in result.steps] == [
-            bytes(row.token_ids[turn.begins : turn.ends - 1].tolist()).decode() for turn in row.turns
-        ]
-        for turn, step in zip(row.turns, result.steps, strict=True):
-            assert tuple(row.token_ids[: turn.begins]) in by_prompt
-            assert row.token_ids[turn.begins : turn.ends].tolist() == step.completion.token_ids
-            logprobs = sample.inference_logprobs[turn.begins : turn.ends]
-            assert logprobs == pytest.approx(step.completion.logprobs)
-        sampled = sum(len(step.completion.token_ids) for step in result.steps)
-        assert sample.loss_mask.sum() == sampled
-        assert np.all(np.asarray(sample.advantages)[~sample.loss_mask] == 0)
-        assert sample.policy_versions == ((4, len(sample.token_ids)),)
-    rewards = [result.reward for result in whole]
-    first = np.asarray(samples[0].advantages)[samples[0].loss_mask]
-    assert first == pytest.approx(rewards[0] - sum(rewards) / 2)
-
-
 async def test_what_an_agent_of_any_kind_samples_is_recorded_token_by_token(world: World) -> None:
     await world.start("Agent")
     [result] = await world.group(lambda prompt: "a", 1)

@@ -1,6 +1,6 @@
 """Conversations: who answers what, and when they end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -8,7 +8,6 @@ import pytest
 from grpo import (
     AlternatingRolesEpisode,
     ContextFull,
-    Environment,
     Episode,
     EpisodeState,
     MultiTurnEpisode,
@@ -17,7 +16,6 @@ from grpo import (
     Rubric,
     SingleTurnEpisode,
 )
-from orchestrator.envs.base import episode_of, is_single_turn, roles_of
 from orchestrator.rollouts.episode import Response
 from orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
@@ -74,16 +72,6 @@ async def test_a_context_that_is_full_truncates_a_conversation_that_has_an_answe
         await played(Echo(), Full(0))
 
 
-async def test_a_prompt_may_be_messages_and_an_example_without_one_is_an_error() -> None:
-    system = {"role": "system", "content": "Be brief."}
-    backend = OpenBackend()
-    await played(Echo(max_turns=1), backend, prompt=[system, user("hi")])
-    assert backend.calls[0].messages == [system, user("hi")]
-    for prompt in (5, [user("\ud83d")]):
-        with pytest.raises(ValueError, match="prompt"):
-            await played(Echo(), prompt=prompt)
-
-
 async def test_what_extras_say_is_taken_before_scoring_and_after_it() -> None:
     def judge(state: EpisodeState, extras: Mapping[str, Any]) -> float:
         assert extras == {"verdict": None}
@@ -129,44 +117,3 @@ async def test_each_of_two_roles_sees_the_others_answers_as_the_users() -> None:
         *(assistant(f"a{turn}", name=role) for turn, role in enumerate(("Aff", "Neg", "Aff", "Neg"))),
     ]
     assert outcome.rewards == {"Aff": 4, "Neg": 4}
-
-
-# --- environments ---
-
-
-class Prompts(Environment):
-    def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        return [{"prompt": "hi"}]
-
-
-def test_an_environment_is_its_own_episode_has_one_or_gives_single_answers() -> None:
-    class Own(Echo, Prompts):
-        pass
-
-    class Has(Prompts):
-        episode = Echo()
-        episodes = {"sub": SingleTurnEpisode(rubric=Rubric([num_answers]), roles=[AFF])}  # noqa: RUF012
-
-    class Single(Prompts):
-        rubric = Rubric([num_answers])
-
-    own = Own()
-    assert episode_of(own) is own
-    assert episode_of(Has()) is Has.episode
-    assert isinstance(episode_of(Single()), SingleTurnEpisode)
-    assert [is_single_turn(one) for one in (own, Has(), Single())] == [False, False, True]
-    assert [role.id for role in roles_of(Has())] == ["policy", "Aff"]
-    assert [role.id for role in roles_of(Single())] == ["policy"]
-
-
-def test_an_environment_that_cannot_be_rolled_out_is_an_error() -> None:
-    sub = SingleTurnEpisode(rubric=Rubric([num_answers]), roles=[Role(id="policy", max_tokens=3)])
-    with pytest.raises(ValueError, match="Prompts"):
-        episode_of(Prompts())
-    environment = Prompts()
-    environment.episode, environment.episodes = Echo(), {"sub": sub}
-    with pytest.raises(ValueError, match="max_tokens"):
-        roles_of(environment)
-    environment.episodes = {"sub": SingleTurnEpisode()}
-    with pytest.raises(ValueError, match="SingleTurnEpisode"):
-        episode_of(environment)

@@ -106,18 +106,6 @@ async def test_functions_get_what_their_parameters_name() -> None:
     assert (await score_of(Rubric(functions), "a1", {"answer": "a1"})).metrics == metrics
 
 
-def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
-    def wants(completion: str, answer: str, task: str) -> float:
-        return 0.0
-
-    with pytest.raises(ValueError, match="wants"):
-        Rubric([wants])
-    with pytest.raises(ValueError, match="names"):
-        Rubric([long], metrics=[long])
-    with pytest.raises(ValueError, match="weights"):
-        Rubric([long], weights=[math.nan])
-
-
 async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> None:
     blocking, loop, met = threading.Barrier(2, timeout=60), asyncio.get_running_loop(), asyncio.Event()
 

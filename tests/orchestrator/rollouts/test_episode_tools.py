@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from grpo import (
     ToolFailed,
     parse_bracketed,
 )
-from orchestrator.rollouts import clock
 from orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 
@@ -153,41 +151,3 @@ def meeting(num: int) -> Callable[[], str]:
 async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
     outcome, _ = await played("MEET[] MEET[] MEET[]", "so", tools=[meeting(3)])
     assert results(outcome) == ["done"] * 3
-
-
-async def test_a_call_that_waits_for_a_thread_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "NUM_THREADS", 2)
-
-    def nap() -> str:
-        """Takes a while."""
-        time.sleep(0.6)
-        return "done"
-
-    outcome, _ = await played("NAP[] NAP[] NAP[] NAP[]", "so", tools=[nap], timeout_s=1.1)
-    assert results(outcome) == ["done"] * 4
-
-
-def test_calls_that_one_event_loop_left_behind_stop_none_of_the_next() -> None:
-    held, ended = threading.Event(), threading.Semaphore(0)
-
-    def hold() -> None:
-        held.wait(60)
-        ended.release()
-
-    async def leave() -> None:
-        calls = [asyncio.create_task(clock.in_thread(hold)) for _ in range(clock.NUM_THREADS + 2)]
-        await asyncio.sleep(0.05)
-        for call in calls:
-            call.cancel()
-        await asyncio.sleep(0)
-        assert clock.num_left_calls() == clock.NUM_THREADS
-
-    async def call() -> None:
-        async with asyncio.timeout(30):
-            assert await asyncio.gather(*(clock.in_thread(max, 1, n) for n in range(40))) == [1, *range(1, 40)]
-
-    asyncio.run(leave())
-    asyncio.run(call())
-    held.set()
-    assert all(ended.acquire(timeout=30) for _ in range(clock.NUM_THREADS))
-    asyncio.run(call())

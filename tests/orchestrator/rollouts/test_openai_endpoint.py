@@ -13,7 +13,7 @@ import pytest
 from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, play
 from orchestrator.rollouts.clock import OwnTimeout, waiting
 from orchestrator.rollouts.context import Shared
-from orchestrator.rollouts.openai_endpoint import SPEAKER_HEADER, Endpoint, endpoint_of
+from orchestrator.rollouts.openai_endpoint import Endpoint, endpoint_of
 from orchestrator.rollouts.play import ScriptedBackend
 from orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
@@ -92,49 +92,6 @@ async def test_a_stream_has_the_same_answer() -> None:
     assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("So:", "tool_calls")
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": [2]})
     assert made.usage.completion_tokens == len(made.choices[0].logprobs.content) == len(f"So: {CALL}")
-
-
-async def test_raw_completions_go_on_from_their_own_answers() -> None:
-    async with desk_of([" world", "!", "?"]) as desk:
-        first = await desk.client.completions.create(model="policy", prompt="<s>hello", logprobs=1)
-        await desk.client.completions.create(model="policy", prompt="<s>hello world\nmore")
-        pieces = [
-            piece.choices[0].text
-            async for piece in await desk.client.completions.create(model="policy", prompt="other", stream=True)
-        ]
-    assert first.choices[0].text == " world"
-    assert first.choices[0].logprobs.tokens == list(" world")
-    assert "".join(pieces) == "?"
-    assert [(call.conversation, call.raw) for call in desk.backend.calls] == [(0, True), (0, True), (1, True)]
-    assert [message["content"] for message in desk.backend.calls[1].messages] == ["\nmore"]
-
-
-async def test_without_tools_what_looks_like_a_call_is_text_and_a_malformed_one_marks_its_answer() -> None:
-    async with desk_of([CALL, "<tool_call>{"]) as desk:
-        for settings, text in (({"tool_choice": "none", "top_p": 1.0}, CALL), ({"n": 1}, "<tool_call>{")):
-            message = (await desk.ask(tools=TOOLS, **settings)).choices[0].message
-            assert (message.content, message.tool_calls) == (text, None)
-    assert [reply.error and reply.error.error_kind for reply in desk.state.trajectory] == [None, "unclosed_call"]
-
-
-async def test_answers_of_others_in_the_prompt_are_written_as_the_policy_writes_them() -> None:
-    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
-    shown = [*HELLO, {"role": "assistant", "content": "So:", "tool_calls": [call]}]
-    parts = [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}]
-    async with desk_of(["ok"]) as desk:
-        await desk.ask([*shown, {"role": "user", "content": parts}], tools=TOOLS)
-    assert [m["content"] for m in desk.state.trajectory[0].messages] == ["hello", f"So:\n{CALL}", "go on"]
-
-
-async def test_a_speaker_who_is_not_trained_leaves_no_answer() -> None:
-    async with desk_of(["fine"]) as desk:
-        desk.endpoint.speakers["other"] = None
-        async with desk.client_of(desk.endpoint.api_key, **{SPEAKER_HEADER: "other"}) as other:
-            made = await other.chat.completions.create(model="x", messages=HELLO)
-            with pytest.raises(openai.BadRequestError, match="tools"):
-                await other.chat.completions.create(model="x", messages=HELLO, tools=TOOLS)
-    assert made.choices[0].message.content == "fine"
-    assert desk.state.trajectory == []
 
 
 @pytest.mark.parametrize(("error", "code"), [(ContextFull, "context_length_exceeded"), (CallFailed, "not_answered")])

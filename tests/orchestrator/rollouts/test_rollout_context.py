@@ -8,7 +8,6 @@ import pytest
 
 from orchestrator.rollouts.context import ContextFull, RolloutContext
 from orchestrator.rollouts.episode import Episode
-from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.rubric import Rubric
 from orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
@@ -42,20 +41,6 @@ async def test_any_other_list_begins_a_conversation(messages: list[Any]) -> None
     assert told(backend) == [(0, [user("q0")]), (1, messages)]
 
 
-async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goes_on() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend)
-    first = [user("q0"), assistant("a0"), user("q1")]
-    await ctx.sample("policy", first[:1])
-    await ctx.sample("policy", first)
-    branch = [*first[:2], user("other")]
-    await ctx.sample("policy", branch)
-    await ctx.sample("policy", [*first, assistant("a1"), user("q2")])
-    await ctx.sample("policy", [*branch, assistant("a2"), user("q3")])
-    assert [call.conversation for call in backend.calls] == [0, 0, 1, 0, 1]
-    assert backend.calls[2].messages == branch
-
-
 async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> None:
     backend = OpenBackend()
     ctx = context_on(backend)
@@ -84,21 +69,6 @@ async def test_a_conversation_whose_call_failed_goes_on_no_more() -> None:
     assert [reply.text for reply in ctx.state.trajectory] == ["a0", "a2"]
 
 
-async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_one() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend)
-    add, sub = [{"function": {"name": "add"}}], [{"function": {"name": "sub"}}]
-    again = [user("q0"), assistant("a0"), user("q1")]
-    await ctx.sample("policy", again[:1], tools=add)
-    await ctx.sample("policy", again, tools=add, max_tokens=5)
-    await ctx.sample("policy", [*again, assistant("a1"), user("q2")], tools=sub)
-    assert [(call.conversation, call.tools, call.max_tokens) for call in backend.calls] == [
-        (0, add, None),
-        (0, None, 5),
-        (1, sub, None),
-    ]
-
-
 # --- what cannot be asked ---
 
 
@@ -116,20 +86,6 @@ async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any) -> No
     with pytest.raises(ValueError, match="message"):
         await context_on(backend).sample("policy", messages)
     assert backend.calls == []
-
-
-async def test_what_else_cannot_be_meant_is_an_error() -> None:
-    ctx = context_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"))
-    with pytest.raises(ValueError, match="aff"):
-        await ctx.sample("aff", [user("hi")])
-    with pytest.raises(ValueError, match="max_tokens"):
-        await ctx.sample("Aff", [user("hi")], max_tokens=0)
-    with pytest.raises(ValueError, match="gpt"):
-        await ctx.ask([user("hi")], model="gpt")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="solve"):
-        await ctx.spawn("solve", [{}])
-    with pytest.raises(KeyError):
-        ctx.stores["topics"]
 
 
 # --- sub-episodes ---
@@ -169,15 +125,6 @@ async def test_sub_episodes_run_at_the_same_time_in_conversations_of_their_own()
     assert [outcome.reward for outcome in outcomes] == [1, 1, 1]
     assert len({outcome.data["drawn"] for outcome in outcomes}) == 3
     assert len(ctx.state.trajectory) == 1
-
-
-async def test_a_sub_episode_that_fails_ends_its_siblings_and_its_parent() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend, episodes={"below": Below()})
-    backend.open.clear()
-    with pytest.raises(OSError, match="no"):
-        await asyncio.wait_for(ctx.spawn("below", [{"depth": 0}, {"depth": 0, "fail": True}]), 5)
-    assert ctx.state.children == []
 
 
 async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:

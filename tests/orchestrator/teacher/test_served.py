@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from aiohttp.test_utils import unused_port
 
 from configs.auxiliary import TeacherSettings
 from orchestrator.endpoints import EndpointError
@@ -71,16 +70,6 @@ async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: 
     assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
 
 
-async def test_servers_that_answer_take_turns(server: FakeTeacher) -> None:
-    other = await FakeTeacher().start()
-    await scored(teacher(server.url, other.url), *(ids(5, n) for n in range(12)))
-    assert len(server.asked) == len(other.asked) == 6
-    other.fault = answering(500)
-    found = await scored(teacher(server.url, other.url, f"http://127.0.0.1:{unused_port()}"), *[ids(5, 6)] * 9)
-    await other.stop()
-    assert len(found) == 9
-
-
 async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeTeacher) -> None:
     server.fault = answering(401, text="bad key secret")
     found = await failure(teacher(server.url, api_key="secret"))
@@ -111,18 +100,6 @@ async def test_what_does_not_pass_ends_after_the_tries(
     found = await failure(teacher(server.url))
     assert (found.reason, len(server.asked)) == (reason, num_tries)
     assert server.url in str(found)
-
-
-async def test_a_teacher_that_is_down_is_tried_until_the_deadline() -> None:
-    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=4.0)
-    found = await failure(by)
-    assert found.reason == "timeout"
-    assert by.num_requests > 1
-
-
-async def test_vllms_own_routes_score_at_temperature_1_alone(server: FakeTeacher) -> None:
-    assert (await failure(teacher(server.url), temperature=1.5)).reason == "temperature"
-    assert server.asked == []
 
 
 # --- before the run ---

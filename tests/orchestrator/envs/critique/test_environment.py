@@ -112,17 +112,6 @@ async def test_revisions_that_say_the_same_are_run_once_at_the_same_time_and_aft
     assert (sandbox.num_runs, outcome.rewards) == (4, {"policy": 1.0})  # one for each test
 
 
-@pytest.mark.parametrize(("limit", "num_runs"), [("wall", 8), ("memory", 4)])
-async def test_rewards_that_a_busy_machine_may_have_caused_are_not_kept(
-    files: Mapping[str, Any], limit: LimitName, num_runs: int
-) -> None:
-    sandbox = FakeSandbox(limit=limit)
-    environment = critique(files, sandbox, RIGHT)
-    for _ in range(2):
-        await play(environment, environment.dataset("train")[0], [JUDGED])
-    assert sandbox.num_runs == num_runs
-
-
 async def test_a_sandbox_that_fails_costs_the_rollout_and_is_tried_again_for_the_next(files: Mapping[str, Any]) -> None:
     sandbox = FakeSandbox(SandboxError("no room"))
     environment = critique(files, sandbox, RIGHT)
@@ -131,21 +120,6 @@ async def test_a_sandbox_that_fails_costs_the_rollout_and_is_tried_again_for_the
     assert all(isinstance(result, SandboxError) for result in results)
     sandbox.failure = None
     assert (await play(environment, example, [JUDGED])).rewards == {"policy": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"counting": "some"}, "counting"),
-        ({"reviser": "rule", "problems": "a.jsonl", "eval_problems": "a.jsonl"}, "rule"),
-        ({"sandbox": "docker"}, "docker"),
-        ({"limits": {"wall": 3}}, "wall"),
-        ({"prompt": "{question}"}, "program"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Critique(**{"sandbox": {"url": "http://127.0.0.1:1"}, **args})
 
 
 def test_the_settings_of_the_page_are_understood(files: Mapping[str, Any], needs_bubblewrap: None) -> None:
@@ -187,13 +161,6 @@ def test_the_program_of_an_answer(answer: str, program: str | None) -> None:
 
 
 # --- the small problems ---
-
-
-def test_no_two_splits_of_the_small_problems_share_one() -> None:
-    train, held_out = operators.records("train"), operators.records("eval")
-    prompts = [(record["question"], record["program"]) for record in train + held_out]
-    assert len(prompts) == len(set(prompts)) == 3 * 3 * 9 * 3  # styles, questions, numbers, programs
-    assert len(held_out) >= 20
 
 
 @pytest.mark.parametrize(
