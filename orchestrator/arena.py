@@ -369,7 +369,6 @@ class ClientBackend(ScriptedBackend):
             max_tokens=call.max_tokens or (role.max_tokens if role else None),
         )
         return Sampled(
-            call=call.call,
             text=answer.text,
             finish_reason="stop",
             num_tokens=len(answer.tokens),

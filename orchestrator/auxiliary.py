@@ -31,8 +31,7 @@ from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.shaping import RewardShaping
 from orchestrator.startup import Ready
-from orchestrator.teacher.reference import ReferenceTeacher
-from orchestrator.teacher.scoring import Teaching
+from orchestrator.teacher.scoring import ReferenceTeacher, Teaching
 from orchestrator.teacher.served import ServedTeacher, open_teacher
 from orchestrator.workers.pool import WorkerPool
 from transport.records import PreferencePair

@@ -76,6 +76,7 @@ class _Rollout(msgspec.Struct, kw_only=True):
 
 _COLUMNS = _Rollout.__struct_fields__
 _UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_KEEP_STATE = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)"
 
 
 class Ledger:
@@ -144,8 +145,8 @@ class Ledger:
             self._advance(rollout_id, "shipping").step = step
             del self._open[rollout_id]
         self._num_shipped[step] = len(rollout_ids)
-        self._hand_over("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", (step, json.dumps(state), json.dumps(metrics)))
-        return lambda: self._write(durable=True)
+        self._hand_over(_KEEP_STATE, (step, json.dumps(state), json.dumps(metrics)))
+        return self._write
 
     def shipped(self, step: int) -> None:
         """Batch `step` has left for the trainer, which may have been quick to train it."""
@@ -240,14 +241,15 @@ class Ledger:
         self._queue.extend([(_UPSERT, values)] if values else [])
         self._queue.extend([(statement, list(rows))] if rows else [])
 
-    def _write(self, *, durable: bool = False) -> None:
+    def _write(self) -> None:
         """Writes what is in the queue; what could not be written stays in it. Raises StorageError."""
         with self._lock:
-            num = len(self._queue)  # the event loop may add to it meanwhile
+            queue = list(self._queue)  # the event loop may add to it meanwhile
+            durable = any(statement == _KEEP_STATE for statement, _ in queue)  # whoever comes to write it
             with self._transaction(durable=durable) as database:
-                for position in range(num):
-                    database.executemany(*self._queue[position])
-            for _ in range(num):
+                for statement, values in queue:
+                    database.executemany(statement, values)
+            for _ in queue:
                 self._queue.popleft()
 
     def _read(self, query: str, *values: object) -> list[Any]:

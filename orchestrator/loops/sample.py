@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +29,6 @@ from orchestrator.samples import FinishedGroup, finish_group, judge_group
 from orchestrator.scheduler import Scheduler, Ticket
 from orchestrator.seeds import group_seed
 from orchestrator.shaping import RewardShaping
-from orchestrator.temperature import temperature_of
 from transport.records import Float32
 
 NUM_TOGETHER = 8
@@ -286,3 +286,15 @@ class Sampling:
         self.buffer.closed(ticket.group)
         self.intake.timeline.came_to_nothing(ticket.group)
         self._scheduler.failed(ticket.group)
+
+
+def temperature_of(settings: OrchSettings, version: int) -> float:
+    """Of a schedule it is start + (end - start) · f(x), with x = version / (max_steps - 1), at most 1; f(x) = x for
+    `linear` and (1 - cos(π x)) / 2 for `cosine`. Version max_steps - 1 is the newest that the last batch can be sampled
+    under."""
+    if (schedule := settings.sampling.temp_scheduler) is None:
+        return settings.sampling.temperature
+    assert settings.max_steps is not None, "the settings are checked"
+    x = min(version / (settings.max_steps - 1), 1.0)
+    share = x if schedule.type == "linear" else (1 - math.cos(math.pi * x)) / 2
+    return schedule.start_temperature + (schedule.end_temperature - schedule.start_temperature) * share

@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -94,35 +93,11 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs code of a rollout: what would end the event loop from within a task ends the rollout only."""
+    """What would end the event loop from within a task ends a rollout only."""
     try:
-        return await _Shown(coroutine)
+        return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"user code raised {error!r}") from error
-
-
-class _Shown(Awaitable[T]):
-    """A coroutine; while it goes on, up to where it waits again, the board shows whose it is."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        board, job = _slots_here().board, current_job.get()
-        go_on: Callable[[], Any] = partial(self._coroutine.send, None)
-        while True:
-            board[NUM_THREADS] = job
-            try:
-                awaited = go_on()
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            finally:
-                board[NUM_THREADS] = 0
-            try:
-                go_on = partial(self._coroutine.send, (yield awaited))
-            except BaseException as error:
-                go_on = partial(self._coroutine.throw, error)
 
 
 BOARD_BYTES = 4 * (NUM_THREADS + 1)
@@ -155,6 +130,38 @@ def show_on(board: memoryview) -> None:
     blocking calls run, and last the one whose code the event loop runs; 0 for none. Who shares the memory can tell who
     was at work when this process ended."""
     _slots_here().board = board
+    asyncio.get_running_loop().set_task_factory(
+        lambda loop, coroutine, **options: asyncio.Task(_Shown(coroutine, board), loop=loop, **options)
+    )
+
+
+class _Shown(Coroutine[Any, Any, T]):
+    """The coroutine of a task; while it goes on, up to where it waits again, the board shows whose it is."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], board: memoryview) -> None:
+        self._coroutine, self._board = coroutine, board
+
+    def send(self, value: Any) -> Any:
+        return self._go_on(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._go_on(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._coroutine.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # libraries ask tasks' coroutines how far they are
+
+    def _go_on(self, step: Callable[..., Any], *given: Any) -> Any:
+        self._board[NUM_THREADS] = current_job.get()
+        try:
+            return step(*given)
+        finally:
+            self._board[NUM_THREADS] = 0
 
 
 def num_left_calls() -> int:

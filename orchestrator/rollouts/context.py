@@ -193,18 +193,17 @@ class RolloutContext:
         new = asked[len(conversation.messages) :]
         asked = conversation.messages + new
         # Meanwhile, and where this raises, nobody continues it.
-        answer: protocol.Sampled = await self._shared.call(
-            protocol.Sample(
-                role=role,
-                conversation=conversation.number,
-                messages=new,
-                tools=None if conversation.messages else shown,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                raw=raw,
-                logprobs=logprobs,
-            )
+        call = protocol.Sample(
+            role=role,
+            conversation=conversation.number,
+            messages=new,
+            tools=None if conversation.messages else shown,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            raw=raw,
+            logprobs=logprobs,
         )
+        answer: protocol.Sampled = await self._shared.call(call)
         conversation.answered(asked, answer.text)
         self._known.append(conversation)
         reply = Reply(
@@ -216,7 +215,7 @@ class RolloutContext:
             num_prompt_tokens=answer.num_prompt_tokens,
             tokens=tuple(answer.tokens),
             index=len(self.state.trajectory),
-            call=answer.call,
+            call=call.call,
         )
         self.state.trajectory.append(reply)
         return reply

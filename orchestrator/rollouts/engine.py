@@ -134,7 +134,7 @@ class RolloutEngine:
                 seed=mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number),
                 begin=begin,
                 score=group.score,
-                answer=None if given is None else _reply(-1, 0, given.text, given.completion),
+                answer=None if given is None else _reply(given.text, given.completion),
             )
         finally:
             for one in generating.values():
@@ -238,12 +238,12 @@ class _Attempt:
         try:
             if isinstance(call, Delay):
                 self._delayed()
-                return Stored(job=call.job, call=call.call, value=None)
+                return Stored(value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
         except _CallRefused as refused:
-            return Refused(job=call.job, call=call.call, reason=refused.reason, message=str(refused))
+            return Refused(reason=refused.reason, message=str(refused))
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
@@ -267,7 +267,7 @@ class _Attempt:
         calls.append(call.call)
         step = self._step(call.role, completion, text, temperature, tuple(call.messages), conversation.tools)
         self._steps[call.call] = step
-        reply = _reply(call.job, call.call, text, completion)
+        reply = _reply(text, completion)
         reply.num_prompt_tokens = len(prompt)
         if call.logprobs:
             written = [self._engine.renderer.raw_text([token]) for token in completion.token_ids]
@@ -339,7 +339,7 @@ class _Attempt:
             completion = await self._generate(prompt, params, self._group.version if is_policy else None)
         except RefusedByServer as error:  # what is asked here is user code's: a temperature that nobody samples at
             raise _CallRefused(CALL_FAILED, str(error)) from None
-        return _reply(call.job, call.call, self._engine.renderer.texts([completion])[0], completion)
+        return _reply(self._engine.renderer.texts([completion])[0], completion)
 
     async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None) -> Choice:
         """One answer. Its seed follows from what is asked, and how often it was, because calls that are made at once
@@ -363,7 +363,7 @@ class _Attempt:
             value = stores.of(task.env, task.split, call.store).operate(call.operation, call.arguments)
         except (KeyError, ValueError, TypeError) as error:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
-        return Stored(job=call.job, call=call.call, value=value)
+        return Stored(value=value)
 
     # --- what it came to ---
 
@@ -435,6 +435,5 @@ class _CallRefused(Exception):
         super().__init__(message)
 
 
-def _reply(job: int, call: int, text: str, completion: Choice) -> Sampled:
-    num = len(completion.token_ids)
-    return Sampled(job=job, call=call, text=text, finish_reason=completion.finish_reason, num_tokens=num)
+def _reply(text: str, completion: Choice) -> Sampled:
+    return Sampled(text=text, finish_reason=completion.finish_reason, num_tokens=len(completion.token_ids))

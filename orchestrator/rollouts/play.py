@@ -52,13 +52,13 @@ class ScriptedBackend:
 
     async def __call__(self, call: protocol.AnyCall) -> Any:
         if isinstance(call, protocol.Delay):
-            return protocol.Stored(call=call.call, value=None)
+            return protocol.Stored(value=None)
         if isinstance(call, protocol.Store):
             try:
                 value = self._stores[call.store].operate(call.operation, call.arguments)
             except (KeyError, ValueError) as error:
                 raise CallFailed(str(error.args[0])) from None
-            return protocol.Stored(call=call.call, value=value)
+            return protocol.Stored(value=value)
         if isinstance(call, protocol.Ask):
             return await self.answer(call, call.messages)
         known = self._conversations.setdefault(call.conversation, [])
@@ -74,7 +74,7 @@ class ScriptedBackend:
         else:
             text, logprobs = self._answers(call.role, messages), call.logprobs
         tokens = [(letter, 0.0) for letter in text] if logprobs else []
-        return protocol.Sampled(call=call.call, text=text, finish_reason="stop", num_tokens=len(text), tokens=tokens)
+        return protocol.Sampled(text=text, finish_reason="stop", num_tokens=len(text), tokens=tokens)
 
 
 def _script(answers: Answers) -> Callable[[str, list[dict[str, Any]]], str]:

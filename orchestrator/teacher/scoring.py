@@ -11,13 +11,14 @@ Legend: `L` tokens of one sample.
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
 from orchestrator.endpoints import EndpointError
+from orchestrator.inference.client import Refused, ServerError, Unreachable
 from transport.records import UNTAUGHT, Float32, Int32, TrainingSample
 
 FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature"]
@@ -64,6 +65,28 @@ def checked(logprobs: Sequence[float | None], num_tokens: int) -> Float32:
             "with --logprobs-mode raw_logits or processed_logits",
         )
     return np.minimum(scored, np.float32(0))
+
+
+class ReferenceTeacher:
+    """The model before training: the run's own servers have it as their base."""
+
+    name = "the model before training, as a teacher"
+
+    def __init__(self, score: Callable[[Sequence[int], int | None, float], Awaitable[Sequence[float]]]) -> None:
+        """`score` gives [L - 1] log-probabilities of token ids [L] under a version (None: the base model) at a
+        temperature, or raises ServerError; tries, turns and deadlines are its own."""
+        self._score = score
+        self.num_requests = 0
+
+    async def score(self, token_ids: Int32, temperature: float) -> Float32:
+        """By the least loaded server."""
+        self.num_requests += 1
+        try:
+            return checked(await self._score(token_ids.tolist(), None, temperature), len(token_ids))
+        except ServerError as error:
+            passing = "unreachable" if isinstance(error, Unreachable) else "error"
+            reason = "refused" if isinstance(error, Refused) else passing
+            raise EndpointError(reason, f"{self.name}: {error}") from error
 
 
 class Teaching:

@@ -81,7 +81,7 @@ class Call(Job, kw_only=True):
     """What a rollout asks of the orchestrator, or the answer."""
 
     call: int = -1
-    """Counts the calls of a rollout, from 0."""
+    """Counts the calls of a rollout, from 0. An answer gets that of its call, as `job`, where it is sent."""
 
 
 class Sampled(Call, kw_only=True):

@@ -290,7 +290,9 @@ class Session:
 
     async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
         try:
-            self._send(await answer(call))
+            reply = await answer(call)
+            reply.job, reply.call = call.job, call.call
+            self._send(reply)
         except Exception as error:
             if not job.over.done():
                 job.over.set_exception(error)

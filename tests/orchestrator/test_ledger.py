@@ -66,6 +66,18 @@ def test_what_is_needed_to_go_on_is_there_before_the_batch_leaves(tmp_path: Path
     ledger.close()
 
 
+def test_the_state_of_a_batch_is_durable_also_where_another_thread_comes_to_write_it(tmp_path: Path) -> None:
+    ledger, said = Ledger(tmp_path / "ledger.sqlite"), list[str]()
+    ledger._database.set_trace_callback(said.append)
+    ledger.issued(0, num=1, env="e", example=5, version=0)
+    commit = ledger.shipping(["0/0"], 1, state={}, metrics={})
+    ledger.changes()()  # as for groups that begin meanwhile
+    commit()
+    written = next(place for place, statement in enumerate(said) if "INTO steps" in statement)
+    assert [one for one in said[:written] if "synchronous" in one][-1].endswith("FULL")
+    ledger.close()
+
+
 def test_changes_are_written_in_their_order_whoever_writes_them_first(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)

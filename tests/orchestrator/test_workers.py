@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.rollouts.records import EpisodeResult, Failure
+from orchestrator.startup import keys_of_run
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import identity_of
-from tests.orchestrator.fakes import until
+from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
@@ -54,6 +55,10 @@ def reward(completion, example):
     if completion == "sleep": time.sleep(0.3)
     return 1.0
 
+async def exits():
+    await asyncio.sleep(0.1)
+    os._exit(3)
+
 async def waits(completion):
     if completion == "stubborn":
         while True:
@@ -61,9 +66,8 @@ async def waits(completion):
             except asyncio.CancelledError: pass
     if completion == "hold": time.sleep(1000)
     if completion == "pause": await asyncio.sleep(0.2)
-    if completion == "exit later":
-        await asyncio.sleep(0.1)
-        os._exit(3)
+    if completion == "exit later": await exits()
+    if completion == "exit in a task": await asyncio.gather(exits())
     if completion == "forge":
         [socket] = [one for one in gc.get_objects() if isinstance(one, zmq.asyncio.Socket)]
         await socket.send(b"\\xc1\\xc1")
@@ -134,9 +138,12 @@ async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
 
 
-async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_along_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("completion", ["exit later", "exit in a task"])
+async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_along_once(
+    tmp_path: Path, completion: str
+) -> None:
     async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
-        outcomes = await asyncio.gather(*(scored(pool, text) for text in ("exit later", "pause", "pause")))
+        outcomes = await asyncio.gather(*(scored(pool, text) for text in (completion, "pause", "pause")))
         assert [reason(one) for one in outcomes] == ["env_crashed", "", ""]
         assert pool.num_restarted <= 3
 
@@ -156,14 +163,14 @@ async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> Non
 
 
 async def test_waiting_for_a_slot_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=2.5) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(12)))  # the last one waits for 3.3 s
-        assert [reason(one) for one in outcomes] == [""] * 12
+    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=1.5) as pool:
+        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(8)))  # the last one waits for 2.1 s
+        assert [reason(one) for one in outcomes] == [""] * 8
 
 
 async def test_waiting_for_a_model_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=2.5) as pool:
-        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.5))
+    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=1.5) as pool:
+        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.0))
         outcome = await pool.run(task(), seed=0, begin=lambda: slow)
         assert isinstance(outcome, EpisodeResult)
         assert outcome.rewards == {"policy": 2.0}
@@ -190,6 +197,11 @@ async def test_user_code_sees_no_key_of_the_run(tmp_path: Path, monkeypatch: pyt
         outcome = await scored(pool, "seen")
         assert isinstance(outcome, EpisodeResult)
         assert outcome.accuracy == 0
+
+
+def test_the_keys_of_a_run_are_those_that_its_programs_read_and_its_settings_name() -> None:
+    settings = settings_for(Path("x"), client={"api_key_var": "MY_KEY"})
+    assert {"MY_KEY", "WANDB_API_KEY", "VLLM_API_KEY", "GRPO_ENV_KEY"} <= keys_of_run(settings)
 
 
 async def test_closing_ends_the_worker_and_what_it_started_in_sessions_of_its_own(tmp_path: Path) -> None:
@@ -233,7 +245,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=4) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=2) as pool:
         with pytest.raises(EnvironmentFailed, match="empty"):
             await pool.prompts("empty")
         with pytest.raises(EnvironmentFailed, match="reward_timeout_s"):
