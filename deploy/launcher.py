@@ -161,6 +161,7 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
             name = f"{role}.{number}" if len(ports) > 1 else role
+            at_port = () if port is None else ("--port", str(port))
             gpus = plan.gpus.get(role, ())
             num_gpus = len(gpus) // len(ports)
             gpus = gpus[number * num_gpus : (number + 1) * num_gpus]
@@ -168,17 +169,13 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
                 Program(
                     role=name,
                     # -P: a folder here that happens to be called `infer` must not shadow the package.
-                    command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *_port(port)),
+                    command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *at_port),
                     log=run.logs / f"{name}.log",
                     status=run.status / (f"{role}.json" if port is None else server_file(plan.infer.host, port)),
                     environment=environment | ({VISIBLE_GPUS: ",".join(gpus)} if gpus else {}),
                 )
             )
     return programs
-
-
-def _port(port: int | None) -> tuple[str, ...]:
-    return () if port is None else ("--port", str(port))
 
 
 def print_summary(folder: Path) -> int:
