@@ -192,6 +192,8 @@ class Engine:
             final = output
         ends = ("stop", "length", "abort") if may_end is not None and may_end.is_set() else ("stop", "length")
         if final is None or any(output.finish_reason not in ends for output in final.outputs):
+            if final is not None and any(output.finish_reason == "abort" for output in final.outputs):
+                raise EngineEnded("the engine has aborted the request, as one does that is told to end")
             raise EngineError("the engine ended the request without an answer")
         return final
 

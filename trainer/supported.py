@@ -9,20 +9,9 @@ from trainer.errors import ModelError
 
 PACKED = frozenset(
     {
-        *(
-            "apertus",
-            "arcee",
-            "bitnet",
-            "cwm",
-            "diffllama",
-            "ernie4_5",
-            "exaone4",
-            "gemma",
-            "gemma3_text",
-            "gemma4_text",
-        ),
-        *("glm", "glm4", "helium", "hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral", "olmo", "olmo2"),
-        *("olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+        *("apertus", "arcee", "bitnet", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma", "gemma3_text"),
+        *("gemma4_text", "glm", "glm4", "helium", "hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral"),
+        *("olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
     }
 )
 """Model types whose layers are all full attention by transformers' attention interface: samples are packed."""

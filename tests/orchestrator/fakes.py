@@ -57,7 +57,6 @@ class FakeServer:
         self.asleep = False
         self.refuses_sleep: tuple[int, str] | None = None
         """Status and kind of the error with which it answers."""
-        self.sleep_latency_s = 0.0
         self.told: list[str] = []
         """Requests to sleep, to wake and to load, in their order."""
         self.num_failures = 0
@@ -106,7 +105,6 @@ class FakeServer:
 
     async def _sleep(self, request: web.Request) -> web.Response:
         self.told.append("sleep")
-        await asyncio.sleep(self.sleep_latency_s)
         if self.refuses_sleep is not None:
             status, kind = self.refuses_sleep
             return web.json_response({"error": {"type": kind, "message": "cannot"}}, status=status)

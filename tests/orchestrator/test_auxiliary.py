@@ -2,7 +2,6 @@
 
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import closing
 from itertools import cycle
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import pytest_asyncio
 
 from orchestrator.preferences.pairs import PairRecord, pair_record
 from orchestrator.renderer import ChatRenderer
 from tests.orchestrator import running
-from tests.orchestrator.chat_server import FakeChatServer, chat_serving
+from tests.orchestrator.chat_server import FakeChatServer
 from tests.orchestrator.fakes import MODEL, FakeServer
 from tests.orchestrator.teacher.serving import FakeTeacher, answering, in_turn
 from transport.records import MicroBatch
@@ -44,18 +42,16 @@ class Wrong(MultiTurnEpisode, Solved):
 '''
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer(lambda prompt, version: "abc").start()
-    yield server
-    await server.stop()
+@pytest.fixture
+def server(server: FakeServer) -> FakeServer:
+    server.answer = lambda prompt, version: "abc"
+    return server
 
 
-@pytest_asyncio.fixture
-async def teachers() -> AsyncIterator[FakeChatServer]:
-    async with chat_serving() as serving:
-        serving.does |= {"a": lambda messages: "right", "b": lambda messages: "Right!"}
-        yield serving
+@pytest.fixture
+def teachers(chats: FakeChatServer) -> FakeChatServer:
+    chats.does |= {"a": lambda messages: "right", "b": lambda messages: "Right!"}
+    return chats
 
 
 async def run(

@@ -2,11 +2,14 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk
+from orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, make_buffer
+from orchestrator.resuming import Progress
+from tests.orchestrator.fakes import settings_for
 
 KEYS = {env: [f"{env}{i}" for i in range(5)] for env in "ab"}
 FOUR = {"a": ["p", "q", "r", "s"]}
@@ -47,6 +50,13 @@ def test_ratios_hold_over_every_stretch_of_turns() -> None:
     # Shares 2 : 1 : 0, so a b a repeats, and c is never asked.
     turns = [key[0] for key in asked(Buffer(keys, seed=1, env_ratios=[2, 1, 0]), 9)]
     assert turns == ["a", "b", "a"] * 3
+
+
+def test_the_order_is_by_the_seed_of_the_buffer_or_else_of_the_run() -> None:
+    def order(**changes: Any) -> list[str]:
+        return asked(make_buffer(settings_for(Path("x"), client={}, **changes), KEYS, Progress()), 10)
+
+    assert order(seed=1) == order(seed=2, buffer={"seed": 1}) != order(seed=2)
 
 
 # --- identity ---

@@ -2,11 +2,9 @@ import asyncio
 import gzip
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
@@ -16,7 +14,6 @@ from orchestrator.rollouts.messages import ModelResponse
 from tests.orchestrator.chat_server import (
     FakeChatServer,
     Say,
-    chat_serving,
     completion,
     cut,
     dripping,
@@ -28,12 +25,6 @@ from tests.orchestrator.chat_server import (
 
 QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"
-
-
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeChatServer]:
-    async with chat_serving() as serving:
-        yield serving
 
 
 def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> Endpoint:
@@ -57,15 +48,15 @@ async def failure(base_url: str | None, **settings: Any) -> EndpointError:
     return raised.value
 
 
-async def test_it_asks_and_reads_the_answer(server: FakeChatServer) -> None:
+async def test_it_asks_and_reads_the_answer(chats: FakeChatServer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "cat"}'}}
-    server.says["m"].append(says(lambda: completion("Yes.", tool_calls=[call], finish_reason="tool_calls")))
-    answer = await asked(server.base_url, options={"temperature": 0.0, "max_tokens": None, "top_k": 3})
+    chats.says["m"].append(says(lambda: completion("Yes.", tool_calls=[call], finish_reason="tool_calls")))
+    answer = await asked(chats.base_url, options={"temperature": 0.0, "max_tokens": None, "top_k": 3})
     assert answer == ModelResponse(
         text="Yes.",
         tool_calls=(("look_up", '{"word": "cat"}'),),
     )
-    assert server.requests[0][1] == {"model": "m", "messages": QUESTION, "temperature": 0.0, "top_k": 3}
+    assert chats.requests[0][1] == {"model": "m", "messages": QUESTION, "temperature": 0.0, "top_k": 3}
 
 
 @pytest.mark.parametrize(
@@ -84,12 +75,12 @@ async def test_it_asks_and_reads_the_answer(server: FakeChatServer) -> None:
         (says(lambda: completion(None, refusal="no")), "withheld"),
     ],
 )
-async def test_what_is_no_answer_has_its_reason(server: FakeChatServer, say: Say, reason: str) -> None:
-    server.says["m"].append(say)
+async def test_what_is_no_answer_has_its_reason(chats: FakeChatServer, say: Say, reason: str) -> None:
+    chats.says["m"].append(say)
     began_s = time.monotonic()
-    assert (await failure(server.base_url, timeout_s=0.5)).reason == reason
+    assert (await failure(chats.base_url, timeout_s=0.5)).reason == reason
     assert time.monotonic() - began_s < 30
-    assert len(server.requests) == 1  # redirects are not followed
+    assert len(chats.requests) == 1  # redirects are not followed
 
 
 async def test_nobody_there_is_unreachable() -> None:
@@ -97,7 +88,7 @@ async def test_nobody_there_is_unreachable() -> None:
         assert (await failure(base_url)).reason == "unreachable"
 
 
-async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(server: FakeChatServer) -> None:
+async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(chats: FakeChatServer) -> None:
     running: list[int] = [0]
 
     async def counted(request: web.Request) -> web.StreamResponse:
@@ -106,8 +97,8 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(server: Fak
         running.append(running[-1] - 1)
         return completion("X")
 
-    server.says["m"] += [counted] * 15
-    settings = ApiSettings(name="m", base_url=server.base_url, model="m", requests_per_s=10)
+    chats.says["m"] += [counted] * 15
+    settings = ApiSettings(name="m", base_url=chats.base_url, model="m", requests_per_s=10)
     endpoint, began_s = Endpoint(settings, num_parallel=3), time.monotonic()
     await asyncio.gather(*(endpoint.ask(QUESTION) for _ in range(15)))
     assert 0.3 < time.monotonic() - began_s < 60  # 10 at once, 5 more in half a second
@@ -115,44 +106,44 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(server: Fak
     await endpoint.close()
 
 
-async def test_a_compressed_answer_is_not_unpacked(server: FakeChatServer) -> None:
+async def test_a_compressed_answer_is_not_unpacked(chats: FakeChatServer) -> None:
     bomb = gzip.compress(b" " * 1_000_000)
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    server.says["m"].append(says(lambda: web.Response(body=bomb, headers=headers)))
-    assert (await failure(server.base_url)).reason == "nonsense"
-    assert server.requests[0][0]["Accept-Encoding"] == "identity"
+    chats.says["m"].append(says(lambda: web.Response(body=bomb, headers=headers)))
+    assert (await failure(chats.base_url)).reason == "nonsense"
+    assert chats.requests[0][0]["Accept-Encoding"] == "identity"
 
 
 async def test_the_key_goes_to_the_endpoint_and_into_no_message(
-    server: FakeChatServer, monkeypatch: pytest.MonkeyPatch
+    chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_KEY", KEY)
     echo = "bad key " + "x" * (MAX_ECHO - len("bad key ") - 6) + KEY  # of which 6 characters would be shown
     told = json.dumps({"error": {"message": f"bad key {KEY}"}})
     for say in (status(401, told), status(401, echo), text(f"bad key {KEY}")):
-        server.says["m"].append(say)
-        error = await failure(server.base_url, api_key_var="SOME_KEY")
+        chats.says["m"].append(say)
+        error = await failure(chats.base_url, api_key_var="SOME_KEY")
         assert KEY[:6] not in str(error)
         assert error.__cause__ is None
-    assert server.requests[0][0]["Authorization"] == f"Bearer {KEY}"
+    assert chats.requests[0][0]["Authorization"] == f"Bearer {KEY}"
 
 
 async def test_what_this_machine_has_for_others_does_not_go_out(
-    server: FakeChatServer, monkeypatch: pytest.MonkeyPatch
+    chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OPENAI_ORG_ID", KEY)
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"X-Other: {KEY}")
-    await asked(server.base_url)
-    assert KEY not in str(server.requests[0][0])
+    await asked(chats.base_url)
+    assert KEY not in str(chats.requests[0][0])
 
 
-async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(server: FakeChatServer) -> None:
-    server.says["m"] += [status(503), status(429, Retry_After="1")]
+async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(chats: FakeChatServer) -> None:
+    chats.says["m"] += [status(503), status(429, Retry_After="1")]
     began_s = time.monotonic()
-    assert (await asked(None, [server.base_url.removesuffix("/v1")], retries=2)).text == "X"
+    assert (await asked(None, [chats.base_url.removesuffix("/v1")], retries=2)).text == "X"
     assert time.monotonic() - began_s > 1
-    assert len(server.requests) == 3
+    assert len(chats.requests) == 3
 
 
 @pytest.mark.parametrize(

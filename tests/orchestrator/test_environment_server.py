@@ -13,12 +13,11 @@ import zmq.asyncio
 
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import ALIVE, Gone, decode_from_worker
 from orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
-from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, says, scored, task, until_ended
+from tests.orchestrator.worker_pools import is_alive, pool_for, reason, rolled_out, says, scored, task, until_ended
 
 KEY = "0123456789abcdef"
 
@@ -43,26 +42,12 @@ async def serving(env_id: str, port: int = 0) -> AsyncIterator[EnvironmentServer
         await server.close()
 
 
-@contextlib.asynccontextmanager
-async def pool_at(
-    address: str, env_id: str, *, start_timeout_s: float = 20.0, timeout_s: float = 20.0
-) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(
-        label="e", env_id=env_id, args={}, timeout_s=timeout_s, address=address, start_timeout_s=start_timeout_s
-    )
-    try:
-        await pool.load()
-        yield pool
-    finally:
-        await pool.close()
-
-
 async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_time(env_file: Path) -> None:
     env_id = f"{env_file}:Talk"
     async with (
         serving(env_id) as server,
-        pool_at(server.address, env_id) as one,
-        pool_at(server.address, env_id) as two,
+        pool_for(env_id, address=server.address) as one,
+        pool_for(env_id, address=server.address) as two,
     ):
         outcomes = await asyncio.gather(*(rolled_out(pool, "on", "bye") for pool in (one, two)))
         assert [one.rewards for one in outcomes if isinstance(one, EpisodeResult)] == [{"policy": 2.0}] * 2
@@ -81,7 +66,7 @@ async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_se
             await asyncio.sleep(0.1)  # the server waits for the worker
             [who] = server._sessions
             server._end(who, None)
-        async with pool_at(server.address, env_id) as pool:
+        async with pool_for(env_id, address=server.address) as pool:
             outcome = await rolled_out(pool, "on", "bye")
             assert isinstance(outcome, EpisodeResult)
 
@@ -92,7 +77,7 @@ async def test_an_environment_that_is_long_to_import_holds_up_no_session(
     monkeypatch.setattr("orchestrator.workers.server.SILENCE_LIMIT_S", 2.0)
     env_file.write_text(f"import time\ntime.sleep(4)\n{HOSTILE}")  # noqa: ASYNC240
     env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_at(server.address, env_id) as pool:
+    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
         assert reason(await scored(pool, "ok")) == ""
 
 
@@ -114,10 +99,10 @@ async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_
 ) -> None:
     async with serving(f"{env_file}:Talk") as server:
         with pytest.raises(EnvironmentFailed, match=r"env\.id"):
-            async with pool_at(server.address, "reverse-text"):
+            async with pool_for("reverse-text", address=server.address):
                 pass
     with pytest.raises(EnvironmentFailed, match=server.address):
-        async with pool_at(server.address, "reverse-text", start_timeout_s=0.3):
+        async with pool_for("reverse-text", address=server.address, start_timeout_s=0.3):
             pass
 
 
@@ -127,14 +112,14 @@ async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ev
     env_id = f"{env_file}:Hostile"
     monkeypatch.setenv("GRPO_ENV_KEY", KEY)
     async with serving(env_id) as server:
-        async with pool_at(server.address, env_id) as pool:
+        async with pool_for(env_id, address=server.address) as pool:
             outcome = await scored(pool, "seen")
             assert isinstance(outcome, EpisodeResult)
             assert outcome.accuracy in (0.0, 1.0)  # the key is hidden by the program, not by this test's process
         for key in ("another-key-of-16-characters", ""):
             monkeypatch.setenv("GRPO_ENV_KEY", key)
             with pytest.raises(EnvironmentFailed):
-                async with pool_at(server.address, env_id, start_timeout_s=1.0):
+                async with pool_for(env_id, address=server.address, start_timeout_s=1.0):
                     pass
     monkeypatch.delenv("GRPO_ENV_KEY")
     with pytest.raises(ValueError, match="GRPO_ENV_KEY"):
@@ -143,7 +128,7 @@ async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ev
 
 async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -> None:
     env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_at(server.address, env_id) as pool:
+    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
         stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         stranger.linger = 0
         stranger.connect(server.address)
@@ -154,22 +139,10 @@ async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -
         stranger.close()
 
 
-async def test_a_server_that_is_away_for_a_while_costs_no_rollout(env_file: Path) -> None:
-    env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server:
-        pool = WorkerPool(label="e", env_id=env_id, args={}, timeout_s=20.0, address=server.address)
-        await pool.load()
-    waiting = asyncio.create_task(scored(pool, "ok"))
-    await asyncio.sleep(0.3)
-    async with serving(env_id, server.port):
-        assert reason(await waiting) == ""
-        await pool.close()
-
-
 async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
     env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_at(server.address, env_id, timeout_s=4.0) as pool:
+    async with serving(env_id) as server, pool_for(env_id, address=server.address, timeout_s=4.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("hold", "pause", "pause")))
         assert [reason(one) for one in outcomes] == ["env_timeout", "", ""]
         assert pool.num_restarted <= 3
@@ -181,7 +154,7 @@ async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_l
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
     assert program.stderr is not None
     address = program.stderr.readline().split()[-1]
-    async with pool_at(address, env_id, timeout_s=500) as pool:
+    async with pool_for(env_id, address=address, timeout_s=500) as pool:
         answers = says("on", "bye", wait=went_on.wait)
         running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
         await until(lambda: pool.num_at_code == 0)
@@ -207,7 +180,7 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
     assert program.stderr is not None
     try:
-        async with pool_at(program.stderr.readline().split()[-1], env_id) as pool:
+        async with pool_for(env_id, address=program.stderr.readline().split()[-1]) as pool:
             assert KEY.encode() not in environment_of(program.pid)
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
             seen, *pids = [int(one.accuracy) for one in found if isinstance(one, EpisodeResult)]
@@ -239,7 +212,7 @@ async def test_a_server_that_says_what_nobody_understands_is_a_failed_environmen
     try:
         async with asyncio.timeout(10):
             with pytest.raises(EnvironmentFailed, match="cannot be understood"):
-                async with pool_at(f"tcp://127.0.0.1:{port}", "any:Any"):
+                async with pool_for("any:Any", address=f"tcp://127.0.0.1:{port}"):
                     pass
     finally:
         answering.cancel()

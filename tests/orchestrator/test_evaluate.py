@@ -133,7 +133,7 @@ def of_evaluation(request: dict[str, Any]) -> bool:
     return request["n"] != 4
 
 
-async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: Path) -> None:
+async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: Path, server: FakeServer) -> None:
     # Every other answer to a prompt is right.
     given: Counter[str] = Counter()
 
@@ -142,13 +142,12 @@ async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: 
         word = prompt.partition("Reverse: ")[2].partition("\n")[0]
         return word[::-1] if given[prompt] % 2 else "x"
 
-    server = await FakeServer(half_right).start()
+    server.answer = half_right
     other = {"id": "reverse-text", "name": "other", "args": {"num_eval": 9, "min_len": 5, "max_len": 6}}
     common = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.25, "max_tokens": 12}}
     evaluation = {"env": [{"id": "reverse-text"}, other], "interval": 2} | common
 
     made = await run(tmp_path, server, eval=evaluation, sampling={"max_tokens": 16, "seed": 1})
-    await server.stop()
 
     seeds = {
         version: sorted(one["seed"] for one in server.requests if of_evaluation(one) and one["version"] == version)

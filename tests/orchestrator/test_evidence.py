@@ -3,17 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
-from orchestrator.advantage import group_credit
 from orchestrator.evidence import Evidence, consensus, with_evidence
 from orchestrator.hints.contexts import HintWriter
 from orchestrator.hints.hinting import Hinter, Hints
 from orchestrator.hints.sources import from_templates
 from orchestrator.inference.client import ServerError
 from orchestrator.preferences.agreement import Action
-from orchestrator.samples import training_samples
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
 GROUP = [
@@ -36,31 +33,6 @@ async def a_quarter(ids: Sequence[int], version: int | None, temperature: float,
 
 async def two_say_c(messages: Sequence[Mapping[str, Any]], tools: object) -> dict[str, Action | None]:
     return {"one": Action(text="c"), "two": Action(text="c."), "three": Action(text="d"), "absent": None}
-
-
-async def test_a_hint_adds_what_it_makes_each_of_its_tokens_likelier() -> None:
-    hints = await hints_of_group()
-    evidence = Evidence(hints=0.1, teachers=0.0, score=a_quarter)
-    found = await evidence.of_group(GROUP, hints, withheld={})
-    first, other = training_samples(GROUP, group_credit, group="g", added=evidence.added(GROUP, found))
-    turns = GROUP[0].rows[0].turns
-    # -0.25 with the hint and -1 without: 0.1 · 0.75 on top of 0.5, for the tokens of the second turn alone
-    expected = np.zeros(len(first.token_ids), np.float32)
-    for turn, advantage in zip(turns, (0.5, 0.575, 0.5), strict=True):
-        expected[turn.begins : turn.ends] = advantage
-    np.testing.assert_allclose(first.advantages, expected, atol=1e-6)
-    assert other.advantages == -0.5
-    assert evidence.metrics()["evidence/hinted"] == 1
-
-
-async def test_teachers_add_their_consensus_to_each_turn_that_they_are_asked_about() -> None:
-    evidence = Evidence(hints=0.0, teachers=0.3, score=a_quarter, answers=two_say_c, select=["low_reward"])
-    found = await evidence.of_group(GROUP, {}, withheld={})
-    first, other = training_samples(GROUP, group_credit, group="g", added=evidence.added(GROUP, found))
-    # two of three answers are the policy's own, and one is another: 2/3 - 1/3, times 0.3, on top of -0.5
-    np.testing.assert_allclose(np.asarray(other.advantages)[other.loss_mask], -0.4, atol=1e-6)
-    assert set(np.asarray(first.advantages)[first.loss_mask]) == {0.5}
-    assert found["g/1", 0].teachers == {"one": "c", "two": "c.", "three": "d"}
 
 
 async def test_a_credit_of_ones_own_sees_the_evidence_of_each_step() -> None:

@@ -21,7 +21,6 @@ REPETITION = partial(is_repetition, window=3, prob_threshold=0.9)
     ("token_ids", "logprobs", "is_found"),
     [
         ([51, 7], [-6.61, 0.0], True),
-        ([7, 99], [-9.0, -6.6], False),  # unlikely and common; rare and not unlikely enough
         ([7, 99, 60], [-9.0, -6.6, -7.0], True),  # and both
         ([50], [-9.0], False),  # the threshold itself is not above it
         ([], [], False),
@@ -43,7 +42,6 @@ def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
     [
         ([-0.1, -0.1, -0.1], True),
         ([-0.1, -0.1, -0.11, -0.1, -0.1], False),  # the third token breaks the row
-        ([-1.0, -0.1, 0.0, -0.05, -0.1], True),
         ([math.log(0.9)] * 3, False),  # the threshold itself is not above it
         ([], False),
     ],

@@ -5,13 +5,11 @@ import random
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from configs.errors import SettingsError
 from configs.train import TrainSettings
@@ -34,11 +32,10 @@ def improving(prompt: str, version: int) -> str:
     return word[::-1] if random.random() < version / 3 else "x"
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer(improving).start()
-    yield server
-    await server.stop()
+@pytest.fixture
+def server(server: FakeServer) -> FakeServer:
+    server.answer = improving
+    return server
 
 
 def rows_of(folder: Path, query: str) -> list[Any]:
@@ -149,7 +146,7 @@ async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_ar
 
 async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServer) -> None:
     with pytest.raises(DeadlineError, match="version 2"):
-        await run(tmp_path, server, trainer={"vanish_after": 1}, wait_timeout_s=3)
+        await run(tmp_path, server, trainer={"vanish_after": 1}, wait_timeout_s=2)
     # The ledger still tells every rollout's fate.
     states = Counter(rows_of(tmp_path, "SELECT state, step FROM rollouts"))
     assert states == {("trained", 1): 16, ("shipped", 2): 16}
@@ -315,7 +312,7 @@ async def test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_t
     tmp_path: Path, server: FakeServer
 ) -> None:
     env = environment(tmp_path, "time.sleep(1000)")
-    limits = {"reward_timeout_s": 2, "wait_timeout_s": 16, "max_env_failure_rate": 1.0}
+    limits = {"reward_timeout_s": 1, "wait_timeout_s": 16, "max_env_failure_rate": 1.0}
     seen: set[tuple[str, str | None]] = set()
     watch = asyncio.create_task(states_of(tmp_path, seen))
     with pytest.raises(EnvironmentFailed, match=r"broken\.py"):

@@ -4,13 +4,11 @@ import json
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
@@ -22,16 +20,9 @@ from tests.orchestrator.running import lines_of, run
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.folders import step_folder
-from transport.run import RunFolder, current_run_id
+from transport.run import RunFolder, current_run_id, only_one
 
 GROUPS, SIZE = 4, 16
-
-
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer().start()
-    yield server
-    await server.stop()
 
 
 async def go(folder: Path, server: FakeServer, *, after: int | None = None, **changes: Any) -> Summary:
@@ -92,6 +83,12 @@ async def test_the_version_to_go_on_with_is_waited_for(tmp_path: Path, server: F
     shutil.rmtree(tmp_path / "broadcasts" / "step_000000")
     with pytest.raises(DeadlineError, match=r"ckpt\.wait_for_weights_timeout"):
         await go(tmp_path, server, after=1, max_steps=2, ckpt={"wait_for_weights_timeout": 0.3})
+
+
+async def test_two_orchestrators_cannot_go_on_with_one_run(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=1)
+    with only_one(tmp_path, "orch"), pytest.raises(RunFolderError):
+        await go(tmp_path, server, after=1, max_steps=2)
 
 
 def run_of(folder: Path) -> RunFolder:

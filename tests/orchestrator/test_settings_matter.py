@@ -2,12 +2,11 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
@@ -40,7 +39,6 @@ class Hungry(Words):
 
 def zeros(rewards, lengths, *, plus=0.0):
     return [plus] * len(rewards)
-
 """
 
 
@@ -91,11 +89,10 @@ def env(tmp_path: Path) -> str:
     return f"{path}:Words"
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer(by_turns("0", "1")).start()
-    yield server
-    await server.stop()
+@pytest.fixture
+def server(server: FakeServer) -> FakeServer:
+    server.answer = by_turns("0", "1")
+    return server
 
 
 # --- names and sizes ---
@@ -147,6 +144,16 @@ async def test_an_adapter_for_a_role_that_an_environment_has_not_is_an_error_wit
         await run(tmp_path, server, model=model, env=[{"id": env, "adapters": {"judge": "two"}}])
 
 
+async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropped(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    server.answer = by_turns("0", "1", "2")
+    sizes: dict[str, Any] = {"batch_size": 6, "rollouts_per_example": 3, "max_steps": 1}
+    hungry = {"id": f"{tmp_path / 'own.py'}:Hungry", "memory_gb": 1}
+    made = await run(tmp_path, server, env=[hungry], **sizes)
+    assert made.summary.rollouts_dropped == {"env_memory": 2}
+
+
 # --- examples ---
 
 
@@ -169,7 +176,7 @@ async def test_a_server_that_is_locked_or_has_another_model_is_refused_unless_se
 ) -> None:
     server.api_key, server.info["base_model"] = "secret", "other"
     monkeypatch.setenv("MY_KEY", "secret")
-    client = {"base_url": [server.url], "timeout": 5}
+    client = {"base_url": [server.url], "timeout": 2}
     with pytest.raises(ServerError, match="401"):
         await run(tmp_path, server, client=client)
     with pytest.raises(Mismatch):

@@ -128,12 +128,10 @@ def test_a_baseline_of_the_group_is_subtracted_before() -> None:
     assert found == [[1, -1]]  # 3 and 1 less 2, over a deviation of 1
 
 
-async def test_a_run_with_the_kl_in_the_reward_and_a_running_baseline(tmp_path: Path) -> None:
-    server = await FakeServer().start()
+async def test_a_run_with_the_kl_in_the_reward_and_a_running_baseline(tmp_path: Path, server: FakeServer) -> None:
     shaped = {"reference_kl": 0.5, "reference_kl_estimator": "k2"}
     advantage = {"advantage": {"type": "running_baseline"}, "rollouts_per_example": 1}
     made = await run(tmp_path, server, reward_shaping=shaped, eval={"num_examples": 0}, **advantage)
-    await server.stop()
     assert {body["version"] for body in server.scores} == {None}
     assert all(batch.teacher_logprobs is None for batches in made.batches.values() for batch in batches)
     assert sum(x for batch in made.batches[1] for x in batch.advantages.tolist()) == pytest.approx(0, abs=1e-5)

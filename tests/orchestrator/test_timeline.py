@@ -55,10 +55,8 @@ def test_a_group_counts_for_its_batch_from_the_first_start_to_the_last_end(tmp_p
     ]
 
 
-async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:
-    server = await FakeServer(lambda prompt, version: "x").start()
+async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path, server: FakeServer) -> None:
     await run(tmp_path, server)
-    await server.stop()
     spans = read_timeline(tmp_path)
     steps = {what: [one.step for one in spans if one.what == what] for what in ("load", "generate", "pack", "ship")}
     assert steps == {"load": [0, 1, 2, 3], "generate": [1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3]}

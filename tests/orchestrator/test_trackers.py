@@ -34,16 +34,19 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # --- a run ---
 
 
-async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_path: Path) -> None:
+async def test_an_offline_run_logs_metrics_and_settings_under_its_own_name_whatever_variables_say(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboardX")
-    server = await FakeServer(lambda prompt, version: "abc").start()
+    for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.setenv(name, "another")
     report_to, output_dir = {"offline": True, "to": ["wandb", "tensorboard"]}, tmp_path / "my-run"
     made = await run_small(output_dir, server, max_steps=4, report_to=report_to)
-    await server.stop()
-    [logged] = (output_dir / "wandb").glob("*run-*/*.wandb")  # of records whose texts are readable
-    told = ["grpo", "my-run", made.summary.run_id, '"sequence_len":128', '"offline":true', "accuracy_after"]
-    assert [text for text in told if text.encode() not in logged.read_bytes()] == []
-    assert logged.read_bytes().count(b"reward/mean") >= 4
+    [logged] = (output_dir / "wandb").glob(f"*run-*/run-{made.summary.run_id}.wandb")
+    records = logged.read_bytes()  # in which texts are readable
+    assert [text for text in ("my-run", '"sequence_len":128', "accuracy_after") if text.encode() not in records] == []
+    assert records.count(b"reward/mean") >= 4
+    assert b"another" not in records
     [events] = (output_dir / "tensorboard").iterdir()
     assert b"reward/mean" in events.read_bytes()
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.rollouts.records import EpisodeResult, Failure
+from orchestrator.startup import keys_of_run
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.worker import identity_of
-from tests.orchestrator.fakes import until
+from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
@@ -162,14 +163,14 @@ async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> Non
 
 
 async def test_waiting_for_a_slot_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=2.5) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(12)))  # the last one waits for 3.3 s
-        assert [reason(one) for one in outcomes] == [""] * 12
+    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=1.5) as pool:
+        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(8)))  # the last one waits for 2.1 s
+        assert [reason(one) for one in outcomes] == [""] * 8
 
 
 async def test_waiting_for_a_model_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=2.5) as pool:
-        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.5))
+    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=1.5) as pool:
+        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.0))
         outcome = await pool.run(task(), seed=0, begin=lambda: slow)
         assert isinstance(outcome, EpisodeResult)
         assert outcome.rewards == {"policy": 2.0}
@@ -196,6 +197,11 @@ async def test_user_code_sees_no_key_of_the_run(tmp_path: Path, monkeypatch: pyt
         outcome = await scored(pool, "seen")
         assert isinstance(outcome, EpisodeResult)
         assert outcome.accuracy == 0
+
+
+def test_the_keys_of_a_run_are_those_that_its_programs_read_and_its_settings_name() -> None:
+    settings = settings_for(Path("x"), client={"api_key_var": "MY_KEY"})
+    assert {"MY_KEY", "WANDB_API_KEY", "VLLM_API_KEY", "GRPO_ENV_KEY"} <= keys_of_run(settings)
 
 
 async def test_closing_ends_the_worker_and_what_it_started_in_sessions_of_its_own(tmp_path: Path) -> None:
@@ -239,7 +245,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=4) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=2) as pool:
         with pytest.raises(EnvironmentFailed, match="empty"):
             await pool.prompts("empty")
         with pytest.raises(EnvironmentFailed, match="reward_timeout_s"):

@@ -15,12 +15,17 @@ from orchestrator.workers.session import Answerer
 LIMIT_S = 60.0
 
 
-@contextlib.asynccontextmanager
-async def pool_of(folder: Path, code: str, name: str, **given: Any) -> AsyncIterator[WorkerPool]:
+def pool_of(folder: Path, code: str, name: str, **given: Any) -> contextlib.AbstractAsyncContextManager[WorkerPool]:
     """The workers of a class in `code`, loaded."""
     path = folder / "environment.py"
     path.write_text(code)
-    told: dict[str, Any] = {"label": "e", "env_id": f"{path}:{name}", "args": {}, "timeout_s": 20.0, **given}
+    return pool_for(f"{path}:{name}", **given)
+
+
+@contextlib.asynccontextmanager
+async def pool_for(env_id: str, **given: Any) -> AsyncIterator[WorkerPool]:
+    """The workers of an environment, loaded."""
+    told: dict[str, Any] = {"label": "e", "env_id": env_id, "args": {}, "timeout_s": 20.0, **given}
     pool = WorkerPool(**told)
     try:
         await pool.load()

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from orchestrator.envs.data.environment import MAX_CHARS, Dataset
-from orchestrator.envs.data.files import BadData, rows_of
+from orchestrator.envs.data.files import BadData
 from tests.orchestrator.rollouts.contexts import score_of
 
 Rows = Sequence[Mapping[str, Any]]
@@ -128,22 +128,6 @@ async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
     assert len(Dataset(path="openai/gsm8k", eval_fraction=0.5).loaded.examples["train"]) < 2
 
 
-async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Path) -> None:
-    row = {
-        "task_id": 1, "text": "Write a function double.", "code": "def double(n): return 2 * n", "test_setup_code": "",
-        "test_list": ["assert double(2) == 4", "assert double(3) == 6"], "challenge_test_list": [],
-    }  # fmt: skip
-    files = {"full/train-0.parquet": [row], "full/test-0.parquet": [{**row, "text": "Write double."}]}
-    download(hub, "google-research-datasets/mbpp", files)
-    patient = {"unit_tests": {"limits": {"wall_s": 60.0, "cpu_s": 60.0}}}
-    environment = Dataset(path="google-research-datasets/mbpp", reward=patient)
-    [example] = environment.dataset("eval")
-    assert "assert double(2) == 4\nassert double(3) == 6" in example["prompt"]
-    program = "```python\ndef double(n):\n    return {}\n```"
-    for body, reward in (("n + n", 1.0), ("None", 0.0)):
-        assert (await score_of(environment.rubric, program.format(body), example)).reward == reward
-
-
 # --- what an answer is worth ---
 
 
@@ -244,11 +228,6 @@ def test_rows_that_cannot_be_used_are_counted_and_no_other_is_lost(tmp_path: Pat
     assert [row.place for row in loaded.refused] == [f"{path}:51", f"{path}:103"]
     assert [(row.place, row.why) for row in loaded.duplicates] == [(f"{path}:102", f"says the same as {path}:1")]
     assert sum(map(len, loaded.examples.values())) == 100
-
-
-def test_cells_of_a_csv_file_are_texts_as_they_stand_whatever_the_delimiter(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text('\ufeffsum;result\r\n"1;\n1";007\r\n')
-    assert [row for _, row in rows_of(tmp_path / "data.csv")] == [{"sum": "1;\n1", "result": "007"}]
 
 
 def test_messages_and_columns_within_columns(tmp_path: Path) -> None:

@@ -119,19 +119,6 @@ async def test_a_full_server_is_waited_for_and_one_that_stays_away_is_named(monk
         await played(environment, "x")
 
 
-async def test_a_session_that_is_lost_costs_the_rollout(server: Running) -> None:
-    stopping: list[asyncio.Task[None]] = []
-
-    def stops_it(role: str, messages: Any) -> str:
-        stopping.append(asyncio.create_task(server.stop()))
-        return "hang"
-
-    environment = made(server.url)
-    with pytest.raises(SessionLost):
-        await play(environment, environment.dataset("train")[0], stops_it)
-    await stopping[0]
-
-
 async def test_a_codec_of_ones_own_stands_between_text_and_environment(server: Running, tmp_path: Path) -> None:
     path = tmp_path / "upper.py"
     path.write_text(

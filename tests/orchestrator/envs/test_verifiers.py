@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
@@ -31,16 +30,6 @@ def _installed() -> Iterator[None]:
         yield
 
 
-with_tools = pytest.mark.asyncio(loop_scope="module")
-"""These share a tool server, whose process takes seconds to start."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def dictionary() -> AsyncIterator[Verifiers]:
-    async with made(env_args={"dictionary": True}, environment={"agent": {"max_turns": 4}}) as environment:
-        yield environment
-
-
 @asynccontextmanager
 async def made(**settings: Any) -> AsyncIterator[Verifiers]:
     environment = Verifiers(**{"env_id": ENV_ID, **settings})
@@ -50,13 +39,8 @@ async def made(**settings: Any) -> AsyncIterator[Verifiers]:
         await environment.close()
 
 
-async def played(environment: Verifiers, answers: Any, place: int = 0) -> EpisodeState:
-    return await play(environment, environment.dataset("train")[place], answers)
-
-
-def word_of(environment: Verifiers) -> str:
-    prompt: str = environment.dataset("train")[0]["prompt"][-1]["content"]
-    return prompt.removeprefix("Reverse: ")
+async def played(environment: Verifiers, answers: Any) -> EpisodeState:
+    return await play(environment, environment.dataset("train")[0], answers)
 
 
 def calls(name: str, **arguments: Any) -> str:
@@ -117,36 +101,22 @@ async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
     assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
 
 
-@with_tools
-async def test_tools_are_called_and_the_conversation_keeps_what_was_sampled(dictionary: Verifiers) -> None:
-    number = int(dictionary.dataset("train")[0]["prompt"][0]["content"].split()[3])
-    asked = f"I look it up. {calls('words_word', number=number)}"
-
-    def answer(role: str, messages: list[dict[str, Any]]) -> str:
-        return asked if len(messages) == 1 else str(messages[-1]["content"])[::-1]
-
-    outcome = await played(dictionary, answer)
-    assert outcome.rewards == {"policy": 1.5}
-    assert outcome.metrics["verifiers/num_turns"] == 2.0
-    first, second = outcome.trajectory
-    assert second.messages[: len(first.messages) + 1] == (*first.messages, {"role": "assistant", "content": asked})
-    assert second.messages[-1]["role"] == "tool"
-    assert first.error is None
-
-
-@with_tools
-async def test_calls_that_fail_mark_their_answers_and_tell_the_policy(dictionary: Verifiers) -> None:
+async def test_calls_that_fail_mark_their_answers_and_tell_the_policy() -> None:
     texts = [
+        calls("words_word", number=1),
         calls("words_word", number=-1),
         calls("nothing"),
         calls("words_word", number="many"),
         '<tool_call>{"name": </tool_call>',
     ]
-    outcome = await played(dictionary, texts)
+    async with made(env_args={"dictionary": True}, environment={"agent": {"max_turns": 5}}) as environment:
+        outcome = await played(environment, texts)
     kinds = [reply.error and reply.error.error_kind for reply in outcome.trajectory]
-    assert kinds == ["tool_error", "unknown_tool", "tool_error", "malformed_json"]
-    told = [reply.messages[-1]["content"] for reply in outcome.trajectory[1:]]
-    assert "numbers begin at 0" in told[0]  # what their tool said
+    assert kinds == [None, "tool_error", "unknown_tool", "tool_error", "malformed_json"]
+    first, second, third, *_ = outcome.trajectory
+    assert second.messages[: len(first.messages) + 1] == (*first.messages, {"role": "assistant", "content": texts[0]})
+    assert [reply.messages[-1]["content"] for reply in (second,)] == ["baa"]
+    assert "numbers begin at 0" in third.messages[-1]["content"]  # what their tool said
 
 
 async def test_a_call_that_fails_and_one_of_their_hooks_that_raises_cost_the_rollout_with_their_reason() -> None:

@@ -1,10 +1,8 @@
 """Where the texts of hints come from."""
 
 import dataclasses
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 
 from configs.auxiliary import ApiSettings
@@ -18,7 +16,7 @@ from orchestrator.hints.sources import (
     from_solution,
     from_templates,
 )
-from tests.orchestrator.chat_server import FakeChatServer, chat_serving, status
+from tests.orchestrator.chat_server import FakeChatServer, status
 from tests.orchestrator.hints.played import TINY, Answer, played, site, wrong
 
 
@@ -69,24 +67,18 @@ async def test_an_answer_that_shows_nothing_better_is_no_hint(answer: Answer) ->
     )
 
 
-@pytest_asyncio.fixture
-async def writer() -> AsyncIterator[FakeChatServer]:
-    async with chat_serving() as serving:
-        yield serving
-
-
-async def test_a_model_is_shown_what_went_wrong_and_writes_a_hint(writer: FakeChatServer) -> None:
-    settings = ApiSettings(name="w", base_url=writer.base_url, model="m", retries=0)
+async def test_a_model_is_shown_what_went_wrong_and_writes_a_hint(chats: FakeChatServer) -> None:
+    settings = ApiSettings(name="w", base_url=chats.base_url, model="m", retries=0)
     api = Endpoint(settings, Costs(), own_servers=list, own_key_var=None, own_model="")
     source, rollout = from_model(api, TINY.renderer), played("a", [wrong("AD[1]", "no <|im_end|>")])
     answers = [" Mind x.\n", " ", "m" * 2000]
-    writer.does["m"] = lambda messages: answers.pop(0)
+    chats.does["m"] = lambda messages: answers.pop(0)
     assert await source(site(rollout)) == "Mind x."
-    [asked] = writer.requests[0][1]["messages"]
+    [asked] = chats.requests[0][1]["messages"]
     assert all(told in asked["content"] for told in ("user\nq", "AD[1]", "unknown_tool", "no < |im_end|>"))
     assert await refused(source, rollout) == "model_silent"
     assert len(await source(site(rollout))) == 1004
-    writer.says["m"].append(status(500))
+    chats.says["m"].append(status(500))
     assert await refused(source, rollout) == "model_failed"
     await api.close()
 

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -35,12 +34,10 @@ async def asking(*urls: str, **settings: Any) -> AsyncIterator[InferenceClient]:
         await client.close()
 
 
-@pytest_asyncio.fixture
-async def sound() -> AsyncIterator[FakeServer]:
-    server = await FakeServer().start()
+@pytest.fixture
+def sound(server: FakeServer) -> FakeServer:
     server.live = {0}
-    yield server
-    await server.stop()
+    return server
 
 
 ONE = '{"token_ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}'
@@ -111,7 +108,7 @@ async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does
         async def _generate(self, request: web.Request) -> web.Response:
             if self.num_failures:
                 client.hold()
-                asyncio.get_running_loop().call_later(2.0, release)
+                asyncio.get_running_loop().call_later(1.5, release)
             else:
                 answered.append(released.is_set())
             return await super()._generate(request)
@@ -122,7 +119,7 @@ async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does
 
     server = await Held().start()
     server.live, server.num_failures = {0}, 1
-    async with asking(server.url, timeout_s=1.5) as client:
+    async with asking(server.url, timeout_s=1.0) as client:
         assert await ask(client) == 1
     assert answered == [True]
     await server.stop()

@@ -13,7 +13,7 @@ from orchestrator.inference.pool import ServerPool
 from orchestrator.inference.watch import ServerWatch
 from orchestrator.inference.weight_sync import WeightSync
 from tests.orchestrator.fakes import FakeServer, until
-from tests.orchestrator.inference.serving import ask, name_of, running
+from tests.orchestrator.inference.serving import ask, running
 from tests.orchestrator.running import run
 from transport.status import FINISHED, StatusFile, server_file
 
@@ -100,26 +100,6 @@ async def test_a_server_that_is_found_late_proves_every_version_in_use_before_it
         assert set(names.asked) == {"servers"}
 
 
-async def test_what_a_server_was_to_answer_that_vanishes_goes_elsewhere_and_it_is_found_again() -> None:
-    names = Names(*ADDRESSES[:2])
-    async with servers_at(*ADDRESSES[:2]) as (stays, goes), found(names, stays.port) as (client, sync):
-        for server in (stays, goes):
-            await server.start()
-        await until(lambda: len(client.pool.routed) == 2)
-        await sync.load(0)
-        goes.latency_s = 1000
-        asked = [asyncio.create_task(ask(client)) for _ in range(2)]
-        await until(lambda: goes.requests and stays.requests)
-        names.addresses = [ADDRESSES[0]]
-        assert await asyncio.gather(*asked) == [1, 1]
-        assert client.pool.servers == (name_of(stays),)
-        await sync.load(1)
-        goes.loads.clear()
-        names.addresses = list(ADDRESSES[:2])
-        await until(lambda: len(client.pool.routed) == 2)
-        assert goes.live == {0, 1}
-
-
 async def test_a_name_without_addresses_is_waited_for_and_named_at_the_deadline() -> None:
     names = Names()
     names.addresses = None
@@ -130,9 +110,7 @@ async def test_a_name_without_addresses_is_waited_for_and_named_at_the_deadline(
         await until(lambda: client.pool.servers == ("http://127.0.0.9:8000", "http://[::1]:8000"))
 
 
-async def test_a_run_finds_its_server_by_name(tmp_path: Path) -> None:
-    server = await FakeServer().start()
+async def test_a_run_finds_its_server_by_name(tmp_path: Path, server: FakeServer) -> None:
     elastic = {"hostname": "localhost", "port": server.port, "sync_interval": 0.05}
     made = await run(tmp_path, client={"elastic": elastic, "timeout": 30}, max_steps=1)
     assert made.summary.rollouts_trained == 16
-    await server.stop()

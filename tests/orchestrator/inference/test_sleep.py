@@ -1,12 +1,10 @@
 """Servers sleep while the trainer steps, and are woken before anything is asked of them."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 
 from orchestrator.checks import Mismatch
@@ -23,11 +21,10 @@ CAN_SLEEP = {"asleep": False}
 SLEEP = {"sleep_mode": True}
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    server = await FakeServer(**CAN_SLEEP).start()
-    yield server
-    await server.stop()
+@pytest.fixture
+def server(server: FakeServer) -> FakeServer:
+    server.info |= CAN_SLEEP
+    return server
 
 
 async def run(folder: Path, server: FakeServer, *, trainer: FakeTrainer | None = None, **changes: Any) -> list[Any]:

@@ -17,7 +17,6 @@ from orchestrator.preferences.agreement import Action, Preference, preferred, wo
         ("5 - 3", "5-3", "5 − 3"),
         ("-3", "- 3", "−3", "*-3*"),
         ("The answer is north.", "the ANSWER is: *north*", '  the answer\nis "north"!'),
-        ("(1, 2)", "(1,2)", "(1 2)"),
     ],
 )
 def test_white_space_case_and_marks_of_prose_make_no_difference(same: tuple[str, ...]) -> None:
@@ -30,11 +29,9 @@ def test_white_space_case_and_marks_of_prose_make_no_difference(same: tuple[str,
     [
         ("-3", "3"),
         ("5 - 3", "5 + 3"),
-        (".5", "5"),
         ("1,000", "1 000"),
         ("2 * 3", "2 3"),
         ("(1 + 2) * 3", "1 + 2 * 3"),
-        ("$5", "5"),
     ],
 )
 def test_signs_numbers_and_operators_do(one: str, other: str) -> None:

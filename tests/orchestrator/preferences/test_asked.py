@@ -13,7 +13,7 @@ from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.ledger import Ledger
 from orchestrator.preferences import asked as asking
 from orchestrator.preferences.asked import AskedPairs
-from tests.orchestrator.chat_server import FakeChatServer, Say, chat_serving, completion, says, slow
+from tests.orchestrator.chat_server import FakeChatServer, Say, completion, says, slow
 from tests.orchestrator.fakes import until
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.preferences.test_pairs import record
@@ -27,23 +27,17 @@ async def halves(token_ids: Sequence[int]) -> Sequence[float]:
 
 
 @pytest_asyncio.fixture
-async def fake() -> AsyncIterator[FakeChatServer]:
-    async with chat_serving() as serving:
-        yield serving
-
-
-@pytest_asyncio.fixture
-async def build(fake: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
+async def build(chats: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
     opened: list[Any] = []
 
     def made(
         *teachers: dict[str, Any], state: Any = None, step: int = 0, sequence_len: int = 1000, **settings: Any
     ) -> AskedPairs:
-        known = {"select": ["all"], "teachers": teachers or [api(fake, name) for name in "abc"]}
+        known = {"select": ["all"], "teachers": teachers or [api(chats, name) for name in "abc"]}
         ledger = Ledger(tmp_path / "ledger.sqlite")
 
         def open_one(one: ApiSettings, costs: Costs) -> Endpoint:
-            own = [fake.base_url.removesuffix("/v1")]
+            own = [chats.base_url.removesuffix("/v1")]
             return Endpoint(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
 
         asked = AskedPairs(
@@ -66,9 +60,9 @@ async def build(fake: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
         ledger.close()
 
 
-def api(fake: FakeChatServer, model: str, **settings: Any) -> dict[str, Any]:
+def api(chats: FakeChatServer, model: str, **settings: Any) -> dict[str, Any]:
     """A teacher that is another model of the server."""
-    known = {"name": model, "base_url": fake.base_url, "model": model, "retries": 0, "timeout_s": 5.0}
+    known = {"name": model, "base_url": chats.base_url, "model": model, "retries": 0, "timeout_s": 5.0}
     return known | {"requests_per_s": 10_000.0} | settings
 
 
@@ -78,8 +72,8 @@ async def drained(asked: AskedPairs) -> dict[str, float]:
     return asked.metrics()
 
 
-async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(fake: FakeChatServer, build: Build) -> None:
-    fake.does |= {"a": lambda messages: "North.", "b": lambda messages: "south", "c": lambda messages: "north"}
+async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(chats: FakeChatServer, build: Build) -> None:
+    chats.does |= {"a": lambda messages: "North.", "b": lambda messages: "south", "c": lambda messages: "north"}
     asked = build()
     group = [result("0/0", "Where?", "south"), result("0/1", "Where?", "North!")]
     asked.offer(group)
@@ -91,7 +85,7 @@ async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(fake:
     assert (bytes(pair.chosen_ids[:-1].tolist()), pair.rejected_ids.tolist()) == (b"North.", [*b"south", END])
     assert (pair.chosen_ref_logprob, pair.rejected_ref_logprob) == (-3.5, -3.0)  # 7 and 6 tokens of -0.5
     assert pair.source == "2 of 3 teachers: a, c"
-    assert len(fake.requests) == 3  # both rollouts were in one state
+    assert len(chats.requests) == 3  # both rollouts were in one state
     expected = {"made": 1, "turns_asked": 2, "turns_seen": 2, "skipped_agrees_with_student": 1, "requests": 3}
     expected |= {"questions_asked": 3, "questions_answered": 3, "questions_cached": 3, "questions_cached/b": 1}
     assert {name: metrics[f"pairs/{name}"] for name in expected} == expected
@@ -105,10 +99,10 @@ async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(fake:
     ],
 )
 async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_next_turn(
-    fake: FakeChatServer, build: Build, say: Say, reason: str
+    chats: FakeChatServer, build: Build, say: Say, reason: str
 ) -> None:
-    fake.says["a"].append(say)
-    asked = build(api(fake, "a", name="the-wise", timeout_s=0.3), api(fake, "b"))
+    chats.says["a"].append(say)
+    asked = build(api(chats, "a", name="the-wise", timeout_s=0.3), api(chats, "b"))
     asked.offer([result("0/0", "Where?", "Y")])
     metrics = await drained(asked)
     assert metrics[f"pairs/questions_{reason}/the-wise"] == metrics["pairs/skipped_too_few_answers"] == 1
@@ -120,9 +114,9 @@ async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_nex
 
 
 async def test_the_costs_have_a_ceiling_over_the_whole_run(
-    fake: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
+    chats: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teachers = [api(fake, name, price={"prompt": 5, "completion": 50}) for name in "ab"]  # 0.5 + 0.5 a question
+    teachers = [api(chats, name, price={"prompt": 5, "completion": 50}) for name in "ab"]  # 0.5 + 0.5 a question
     monkeypatch.setattr(asking, "MAX_ASKING", 1)
     asked = build(*teachers, max_cost=4.0)
     for number in range(3):
@@ -134,14 +128,14 @@ async def test_the_costs_have_a_ceiling_over_the_whole_run(
     later.offer([result("9/0", "later", "Y")])
     metrics = await drained(later)
     assert (metrics["pairs/cost"], metrics["pairs/cost_per_rollout"]) == (4.0, 1.0)
-    assert len(fake.requests) == 4
+    assert len(chats.requests) == 4
 
 
 @pytest.mark.parametrize(("answer", "reason"), [("No.", "all_disagree"), ("Yes!", "made"), ("Well", "judge_failed")])
-async def test_a_judge_says_what_is_the_same(fake: FakeChatServer, build: Build, answer: str, reason: str) -> None:
-    fake.does |= {"a": lambda _: "up", "b": lambda _: "above"}
-    fake.does["judge"] = lambda messages: "no" if "Y" in messages[0]["content"] else answer
-    asked = build(api(fake, "a"), api(fake, "b"), judge=api(fake, "judge"))
+async def test_a_judge_says_what_is_the_same(chats: FakeChatServer, build: Build, answer: str, reason: str) -> None:
+    chats.does |= {"a": lambda _: "up", "b": lambda _: "above"}
+    chats.does["judge"] = lambda messages: "no" if "Y" in messages[0]["content"] else answer
+    asked = build(api(chats, "a"), api(chats, "b"), judge=api(chats, "judge"))
     asked.offer([result("0/0", "q", "Y")])
     metrics = await drained(asked)
     assert metrics["pairs/made" if reason == "made" else f"pairs/skipped_{reason}"] == 1
@@ -149,16 +143,16 @@ async def test_a_judge_says_what_is_the_same(fake: FakeChatServer, build: Build,
 
 
 async def test_a_request_is_what_the_settings_say(
-    fake: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
+    chats: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_KEY", "k-1")
     monkeypatch.setenv(OWN_KEY, "k-2")
     odd = {"temperature": None, "max_tokens_field": "max_completion_tokens", "extra": {"top_p": 0.5}, "max_tokens": 7}
-    asked = build(api(fake, "a", temperature=0.3), api(fake, "b", api_key_var="THE_KEY", **odd), {"name": "own"})
+    asked = build(api(chats, "a", temperature=0.3), api(chats, "b", api_key_var="THE_KEY", **odd), {"name": "own"})
     tools = [{"type": "function", "function": {"name": "go"}}]
     asked.offer([result("0/0", "q", "Y", tools=tools, before=[{"role": "tool", "content": "3"}])])
     await drained(asked)
-    a, b, own = sorted(fake.requests, key=lambda one: str(one[1]["model"]))
+    a, b, own = sorted(chats.requests, key=lambda one: str(one[1]["model"]))
     assert [one[0].get("Authorization") for one in (a, b, own)] == [None, "Bearer k-1", "Bearer k-2"]
     messages = [{"role": "user", "content": "3"}, {"role": "user", "content": "q"}]
     assert a[1] == {"model": "a", "messages": messages, "tools": tools, "temperature": 0.3, "max_tokens": 1024}
@@ -167,19 +161,19 @@ async def test_a_request_is_what_the_settings_say(
 
 
 async def test_the_newest_turns_are_asked_about_first_and_the_oldest_make_room(
-    fake: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
+    chats: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "MAX_ASKING", 1)
     asked = build(max_waiting=2)
     for number in range(5):
         asked.offer([result(f"{number}/0", f"{number}", "Y")])
     metrics = await drained(asked)
-    order = list(dict.fromkeys(body["messages"][0]["content"] for _, body in fake.requests))
+    order = list(dict.fromkeys(body["messages"][0]["content"] for _, body in chats.requests))
     assert order == ["0", "4", "3"]
     assert (metrics["pairs/turns_queue_full"], metrics["pairs/made"]) == (2, 3)
 
 
-async def test_what_is_too_old_is_not_asked_about(fake: FakeChatServer, build: Build) -> None:
+async def test_what_is_too_old_is_not_asked_about(chats: FakeChatServer, build: Build) -> None:
     asked = build(max_off_policy_steps=2, step=9)  # the next batch is 10
     asked.offer([result("0/0", "q", "Y", version=6), result("0/1", "q", "Y", version=7)])
     metrics = await drained(asked)

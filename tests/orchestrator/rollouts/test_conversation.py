@@ -104,13 +104,8 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
         assert (conversation.prompt_ids()[: len(first) + len(sampled)] == [*first, *sampled]) == (role == "tool")
     conversation.answer(completion([IM_END]), version=1, temperature=1.0)
     assert len(conversation.rows()) == 2
-    other = Conversation(template, [{"role": "user", "content": "q"}])
-    other.answer(completion([*ids_of("hm\n</think>\n\nyes"), IM_END]), version=1, temperature=1.0)
-    other.add({"role": "user", "content": "r"})
-    other.answer(completion([IM_END]), version=1, temperature=1.0)
-    assert len(other.rows()) == 2
     opening = ids_of("<|im_start|>assistant\n<think>\n")
-    assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
+    assert all(turn.begins - turn.opens == len(opening) for row in conversation.rows() for turn in row.turns)
 
 
 def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:

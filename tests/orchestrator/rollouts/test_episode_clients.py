@@ -1,11 +1,10 @@
 """Models beside the policy."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 
 from grpo import (
@@ -19,49 +18,42 @@ from grpo import (
 )
 from orchestrator.rollouts.clock import OwnTimeout
 from orchestrator.rollouts.play import play
-from tests.orchestrator.chat_server import FakeChatServer, chat_serving, completion, status
+from tests.orchestrator.chat_server import FakeChatServer, completion, status
 from tests.orchestrator.rollouts.contexts import user
-
-
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeChatServer]:
-    async with chat_serving() as serving:
-        yield serving
-
 
 # --- OpenAI's protocol ---
 
 
-async def test_a_server_is_asked_as_openai_writes_it(server: FakeChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_is_asked_as_openai_writes_it(chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    client = client_of({"base_url": f"{server.base_url}/", "model": "judge", "api_key_var": "JUDGE_KEY"})
+    client = client_of({"base_url": f"{chats.base_url}/", "model": "judge", "api_key_var": "JUDGE_KEY"})
     assert await client.complete([user("hi")], temperature=0.5, max_tokens=7) == "X"
     await client.complete([user("hi")])
     await client.close()
-    (headers, body), (_, default) = server.requests
+    (headers, body), (_, default) = chats.requests
     assert headers["Authorization"] == "Bearer secret"
     assert body == {"model": "judge", "messages": [user("hi")], "temperature": 0.5, "max_tokens": 7}
     assert default == {"model": "judge", "messages": [user("hi")], "temperature": 0.0}
 
 
 async def test_an_answer_that_is_none_is_an_error_of_the_rollout_and_names_no_key(
-    server: FakeChatServer, monkeypatch: pytest.MonkeyPatch
+    chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.says["judge"].append(status(401, "who are you, secret?"))
+    chats.says["judge"].append(status(401, "who are you, secret?"))
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    async with OpenAIClient(server.base_url, "judge", api_key_var="JUDGE_KEY", retries=0) as client:
+    async with OpenAIClient(chats.base_url, "judge", api_key_var="JUDGE_KEY", retries=0) as client:
         with pytest.raises(CallFailed) as failed:
             await client.complete([user("hi")])
     assert "secret" not in str(failed.value)
 
 
-async def test_the_answer_is_not_waited_for_on_the_environments_time(server: FakeChatServer) -> None:
+async def test_the_answer_is_not_waited_for_on_the_environments_time(chats: FakeChatServer) -> None:
     async def late(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0.4)
         return completion("late")
 
-    server.says["judge"] = [late] * 3
-    async with OpenAIClient(server.base_url, "judge", num_parallel=1) as client, OwnTimeout(0.3):
+    chats.says["judge"] = [late] * 3
+    async with OpenAIClient(chats.base_url, "judge", num_parallel=1) as client, OwnTimeout(0.3):
         assert await asyncio.gather(*(client.complete([user("hi")]) for _ in range(3))) == ["late"] * 3
 
 

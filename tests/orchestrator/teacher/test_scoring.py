@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from orchestrator.endpoints import EndpointError
-from orchestrator.teacher.scoring import Teaching, checked
+from orchestrator.inference.client import Refused, ServerError, Unreachable
+from orchestrator.teacher.scoring import ReferenceTeacher, Teaching, checked
 from tests.orchestrator import made
 from transport.records import Float32, Int32, TrainingSample
 
@@ -23,6 +24,19 @@ def test_what_are_no_log_probabilities_of_the_tokens_is_refused(logprobs: list[f
 
 def test_what_rounding_brings_above_0_is_0() -> None:
     assert checked([-0.5, 1e-4], len(IDS)).tolist() == [0, -0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(Unreachable("gone"), "unreachable"), (Refused(400, "x", "no"), "refused"), (ServerError("oops"), "error")],
+)
+async def test_what_the_runs_own_servers_cannot_do_costs_a_rollout(error: ServerError, expected: str) -> None:
+    async def score(*question: Any) -> list[float]:
+        raise error
+
+    with pytest.raises(EndpointError) as raised:
+        await ReferenceTeacher(score).score(IDS, 1.0)
+    assert raised.value.reason == expected
 
 
 class Tokens:

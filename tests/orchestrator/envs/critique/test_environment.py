@@ -137,7 +137,6 @@ def test_the_settings_of_the_page_are_understood(files: Mapping[str, Any], needs
     ("text", "judgement"),
     [
         ("Fine.\nOverall judgment: Correct", "correct"),
-        ("**Overall judgement:** **incorrect**.", "incorrect"),
         ("Overall judgment: Correct? No. Overall judgment: Incorrect", "incorrect"),
         ("The program is correct.", None),
     ],
@@ -151,7 +150,6 @@ def test_the_judgement_of_a_critique(text: str, judgement: str | None) -> None:
     [
         ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
         ("```python\nprint(1)\n```\nOutput:\n```\n1\n```", "print(1)\n"),
-        ("```text\nnothing\n```", None),
         ("```python\n\n```", None),
         ("```python\n" * 20_001, None),
     ],
@@ -161,20 +159,6 @@ def test_the_program_of_an_answer(answer: str, program: str | None) -> None:
 
 
 # --- the small problems ---
-
-
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        ("Do not use +, use *. Overall judgment: Incorrect", "def f(n): return n*3"),
-        ("Use *. Overall judgment: Correct", "def f(n): return n-3"),
-        ("Overall judgment: Incorrect", "def f(n): return n-3"),
-    ],
-)
-def test_the_rule_changes_a_program_only_where_it_is_judged_incorrect_and_a_bug_is_named(
-    text: str, program: str
-) -> None:
-    assert operators.revise_by_rule("def f(n): return n-3", text) == program
 
 
 async def test_the_small_problems_reward_the_right_critique_in_all_styles(needs_bubblewrap: None) -> None:
