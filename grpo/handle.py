@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
+from grpo.run_files import EVALUATED, REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
 from grpo.status import RunStatus, run_status, shown
 from transport.parent import PARENT_VAR
 from transport.status import FAILED, FINISHED
@@ -69,12 +69,12 @@ class Run:
     @property
     def metrics(self) -> "pd.DataFrame":
         """One row a training step, by step, with a column for each metric of docs/metrics.md."""
-        return _frame([one for one in metrics(self.folder) if REWARD in one], "step")
+        return _frame([one for one in metrics(self.folder) if EVALUATED not in one], "step")
 
     @property
     def evaluations(self) -> "pd.DataFrame":
         """One row an evaluation, by the policy version that was evaluated."""
-        return _frame([one for one in metrics(self.folder) if REWARD not in one], "version")
+        return _frame([one for one in metrics(self.folder) if EVALUATED in one], "version")
 
     def rollouts(self, step: int, *, evaluation: bool = False) -> "pd.DataFrame":
         """Every rollout of a step's batch, or of the `evaluation` of version `step`, token by token: the columns of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.handle import Run
-from grpo.run_files import REWARD, STEP, metrics
+from grpo.run_files import EVALUATED, REWARD, STEP, metrics
 from grpo.version import Version, settings_of
 from transport.run import recorded_settings
 
@@ -76,7 +76,7 @@ def _rewards(folder: Path, step: int) -> list[tuple[str, str]]:
 
 
 def _evaluations(folder: Path) -> str:
-    found = [line for line in metrics(folder) if REWARD not in line]
+    found = [line for line in metrics(folder) if EVALUATED in line]
     keys = sorted({key for line in found for key in line if key.startswith("eval/accuracy/")})
     rows = [[f"{line[STEP]:.0f}", *(f"{line[key]:.3f}" if key in line else "" for key in keys)] for line in found]
     return "## Held-out accuracy\n\n" + _table(("version", *keys), rows) if keys else ""

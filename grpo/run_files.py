@@ -15,8 +15,8 @@ from transport.status import process_start
 
 T = TypeVar("T")
 METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
-STEP, REWARD = "progress/step", "reward/mean"
-"""Keys in `metrics.jsonl`: of every line, and of those lines that are of a training step and not of an evaluation."""
+STEP, REWARD, EVALUATED = "progress/step", "reward/mean", "eval/failed"
+"""Keys in `metrics.jsonl`: of every line, of those that are of a training step with rollouts, and of evaluations."""
 STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
 """Of a rollout in the ledger."""
 

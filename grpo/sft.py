@@ -26,6 +26,7 @@ from configs.loading import load, value_at
 from configs.train import TrainSettings
 from deploy.launcher import explain
 from deploy.programs import Program, Signals, run_programs
+from grpo.run_files import STEP
 from orchestrator.envs.data.files import BadData, check_refused, parse_rows
 from orchestrator.packing import pack
 from orchestrator.renderer import ChatRenderer
@@ -233,7 +234,7 @@ class Feed:
             with contextlib.suppress(OSError):  # it may be removed already
                 metrics = json.loads((step_folder(self._run.broadcasts, step) / METRICS_FILE).read_bytes())
                 with (self._run.path / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps({"step": step, **metrics}) + "\n")
+                    file.write(json.dumps({STEP: step, **metrics}) + "\n")
                 print(
                     f"step {step}/{self._settings.max_steps}: loss {metrics['loss/total']:.4f} nats a token, "
                     f"{metrics['perf/train_tokens_per_s']:,.0f} tokens/s",

@@ -29,7 +29,10 @@ def make_run(
     about = {"run_id": "5f0c", "created": "2026-01-02T03:04:05+0000", "schema_version": SCHEMA_VERSION}
     (folder / "run.json").write_text(json.dumps(about | {"programs": programs}))
     metrics = [_metrics(step) for step in range(1, steps + 1)]
-    evaluated = [{"progress/step": float(step), "eval/accuracy": 0.4 + 0.1 * (step > 0)} for step in (0, steps)]
+    evaluated = [
+        {"progress/step": float(step), "eval/failed": 0.0, "eval/accuracy": 0.4 + 0.1 * (step > 0)}
+        for step in (0, steps)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*evaluated, *metrics]))
     (folder / "timeline.jsonl").write_text("[\n" + "".join(json.dumps(event) + ",\n" for event in _spans(steps)))
     _ledger(folder, steps, groups, size)

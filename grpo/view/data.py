@@ -11,7 +11,7 @@ from typing import Any
 from grpo.errors import NoRun
 from grpo.ledger import LedgerError, open_ledger, totals
 from grpo.ledger_check import check
-from grpo.run_files import METRICS_FILE, REWARD, STEP, metrics, read_file
+from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, metrics, read_file
 from grpo.status import run_status
 from grpo.view import traces
 from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
@@ -97,8 +97,8 @@ def curves(run: Path) -> dict[str, Any]:
     """All metrics as columns: `train` by step and `eval` by version; null where a line lacks one."""
     records = _metrics(run)
     return {
-        "train": _columns([record for record in records if REWARD in record]),
-        "eval": _columns([record for record in records if REWARD not in record]),
+        "train": _columns([record for record in records if EVALUATED not in record]),
+        "eval": _columns([record for record in records if EVALUATED in record]),
     }
 
 

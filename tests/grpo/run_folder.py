@@ -82,7 +82,7 @@ def write_ledger(folder: Path, *, close: bool = True) -> Ledger:
 def write_metrics(folder: Path, *, torn: bool = False) -> None:
     """Those of the two steps, and of an evaluation. Step 2 has 4 scored rollouts: (1 + 0.25 + 0 + 0) / 4."""
     lines = [
-        {"progress/step": 0.0, "eval/accuracy": 0.5},
+        {"progress/step": 0.0, "eval/accuracy": 0.5, "eval/failed": 0.0},
         {"progress/step": 1.0, "reward/mean": 0.5, "rollout/num": 4.0},
         {"progress/step": 2.0, "reward/mean": 0.3125, "rollout/num": 4.0},
     ]

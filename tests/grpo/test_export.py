@@ -35,7 +35,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Publisher:
     file["programs"] = {"train": {"settings": train}, "orch": {"settings": orch}}
     (run.path / "run.json").write_text(json.dumps(file))
     lines = [{"progress/step": step, "reward/mean": step / 10} for step in range(1, 5)]
-    lines.append({"progress/step": 3, "eval/accuracy/reverse-text": 0.75})
+    lines.append({"progress/step": 3, "eval/accuracy/reverse-text": 0.75, "eval/failed": 0.0})
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     publisher = Publisher(run=run, model_dir=MODEL)
     files = publisher.files(version=3, seed=1)

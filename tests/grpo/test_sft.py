@@ -15,6 +15,7 @@ from grpo.export import export
 from grpo.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, settings_of
 from grpo.status import run_status
 from grpo.version import open_version
+from grpo.view.data import curves
 from orchestrator.envs.data.files import BadData
 from orchestrator.renderer import ChatRenderer
 from tests.trainer.models import is_zero, tiny_policy
@@ -100,8 +101,8 @@ def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, caps
     command += ["--epochs", "2", "--learning_rate", "1e-3", "--lora_rank", "4", "--lora_alpha", "8"]
     assert _command([*command, "--max_steps", "3"]) == 0
     assert _command(command) == 0
-    losses = [json.loads(line)["loss/total"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert len(losses) == 6
+    losses = curves(output)["train"]["loss/total"]
+    assert curves(output)["train"]["progress/step"] == [1, 2, 3, 4, 5, 6]
     assert losses[-1] < 0.7 * losses[0]
     assert "step 6/6" in capsys.readouterr().out
     assert run_status(output).state == "finished"
