@@ -9,8 +9,9 @@ the tests' stand-ins in another process, on another core where there is one: ans
 trainer publishes a version for each batch and computes nothing.
 
 - `speed`: rollouts a second, in steps of 1,024 in groups of 8, from the third step to the last. The event loop's lag is
-  how much too late a task comes back that sleeps 5 ms. Memory is the resident set of the orchestrator's process; its
-  slope is fitted to the second half of the run. `--rollouts` (default 250,000) is what it runs to.
+  how much too late a task comes back that sleeps 5 ms. Memory is the resident set of the orchestrator's process and of
+  the environment's; the slope is that of the first over the second half of the run. `--rollouts` (default 250,000; a
+  million show whether memory is flat) is what it runs to.
 - `untraced`: the same with `traces.every: null`, without the record of every token.
 - `flight`: the server holds each answer back for 4 seconds, and a step has 10,000 rollouts.
 - `ledger`: `grpo ledger` with a million rollouts, wall time of each command, the interpreter's start included.

@@ -23,7 +23,6 @@ M = TypeVar("M", bound=BaseModel)
 COMMAND_LINE = "command line"
 ABSENT = object()
 _TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
-_MAX_FILE_BYTES = 1 << 20
 # Keys whose value may be a path, or end in one before `:name`; in a file, it is relative to that file.
 _PATHS = {
     *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
@@ -171,8 +170,7 @@ def _value(text: str, annotation: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which YAML would drop the first without a word, and aliases,
-    which settings do not need and which can make a small file endless."""
+    """Refuses a key that stands twice in one mapping, of which YAML would drop the first without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -181,11 +179,6 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "an alias is not taken in settings", None)
-        return super().compose_node(parent, index)
 
 
 class _YamlFile(YamlConfigSettingsSource):
@@ -202,8 +195,6 @@ def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
     try:
         if not path.is_file():
             raise ValueError("no such file; give the path of a YAML file with settings")
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ValueError(f"is larger than {_MAX_FILE_BYTES} bytes, expected a file of settings")
         tree: dict[str, Any] = _absolute(_YamlFile(BaseSettings, yaml_file=path).yaml_data, prefix[:-1], path.parent)
         return tree
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

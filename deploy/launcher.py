@@ -10,21 +10,20 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from configs.errors import SettingsError, exit_with_problems
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
 from deploy.cores import thread_variables
 from deploy.gpus import VARIABLE as VISIBLE_GPUS
 from deploy.gpus import visible_gpus
-from deploy.memory import DryStepError, NoRoom, with_split
+from deploy.memory import with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.programs import Outcome, Program, Signals, run_programs
 from deploy.teacher import within_model
-from orchestrator.envs.registry import UnknownEnvironment, check_id
+from orchestrator.envs.registry import check_id
 from orchestrator.monitoring.summary import Summary
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
-from transport.errors import RunFolderError, StorageError
+from transport.errors import RunFolderError
 from transport.hidden import hide_environment, key_variables
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
 from transport.status import server_file
@@ -43,14 +42,8 @@ Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 
 
 def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
-    """Everything `grpo` does once the settings are loaded; the exit code."""
-    try:
-        plan = checked(asked)
-    except SettingsError as error:
-        exit_with_problems(error)
-    except UnknownEnvironment as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Everything `grpo` does once the settings are loaded; the exit code. Raises what `checked` raises."""
+    plan = checked(asked)
     if dry_run:
         print(plan.effective(), end="")
         return 0
@@ -68,27 +61,22 @@ def checked(asked: Run) -> Plan:
 
 
 def run_plan(plan: Plan, show: Show) -> int:
-    """A run with these settings, from its founding, or from where it stands, to its summary; the exit code."""
+    """A run with these settings, from its founding, or from where it stands, to its summary; the exit code. Raises
+    RunFolderError and FileNotFoundError, StorageError, and what `deploy.memory` raises."""
     for line in plan.notes:
         print(line, flush=True)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        try:
-            model = resolve_model(plan.train.model)
-            if plan.teacher is not None:
-                plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
-            stack.enter_context(only_one(plan.output_dir, "launcher"))
-            _check_folder(plan, model)
-            if _is_finished(plan):
-                print(
-                    f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps; raise max_steps to go on"
-                )
-                return print_summary(plan.output_dir)
-            plan = _divided(plan, model)
-            folder = _open(plan)
-        except (FileNotFoundError, RunFolderError, StorageError, NoRoom, DryStepError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        model = resolve_model(plan.train.model)
+        if plan.teacher is not None:
+            plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
+        stack.enter_context(only_one(plan.output_dir, "launcher"))
+        _check_folder(plan, model)
+        if _is_finished(plan):
+            print(f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps; raise max_steps to go on")
+            return print_summary(plan.output_dir)
+        plan = _divided(plan, model)
+        folder = _open(plan)
         plan = with_run(plan, folder.run_id)
         programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder)
         with show(folder.path) as tick:
@@ -173,6 +161,7 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
             name = f"{role}.{number}" if len(ports) > 1 else role
+            at_port = () if port is None else ("--port", str(port))
             gpus = plan.gpus.get(role, ())
             num_gpus = len(gpus) // len(ports)
             gpus = gpus[number * num_gpus : (number + 1) * num_gpus]
@@ -180,17 +169,13 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
                 Program(
                     role=name,
                     # -P: a folder here that happens to be called `infer` must not shadow the package.
-                    command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *_port(port)),
+                    command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *at_port),
                     log=run.logs / f"{name}.log",
                     status=run.status / (f"{role}.json" if port is None else server_file(plan.infer.host, port)),
                     environment=environment | ({VISIBLE_GPUS: ",".join(gpus)} if gpus else {}),
                 )
             )
     return programs
-
-
-def _port(port: int | None) -> tuple[str, ...]:
-    return () if port is None else ("--port", str(port))
 
 
 def print_summary(folder: Path) -> int:

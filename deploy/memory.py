@@ -33,7 +33,7 @@ class NoRoom(ValueError):
     """Trainer and server do not fit on the device together; the message names remedies."""
 
 
-class DryStepError(RuntimeError):
+class DryStepError(ValueError):
     """The dry step could not be made; the message ends with what its process printed last."""
 
 

@@ -48,29 +48,11 @@ def main() -> None:
 
 
 def _command(argv: list[str]) -> int:
-    if argv and argv[0] in COMMANDS:
-        module: Any = importlib.import_module(COMMANDS[argv[0]][0])
-        parser = argparse.ArgumentParser(
-            prog=f"grpo {argv[0]}",
-            description=f"{COMMANDS[argv[0]][1].capitalize()}.",
-            epilog=module.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        module.add_arguments(parser)
-        options, others = parser.parse_known_args(argv[1:])
-        options.others = others
-        if others and not hasattr(module, "TAKES_OTHERS"):
-            parser.error(f"unknown: {' '.join(others)}")
-        return _answered(module, options)
-    return _run(argv[1:] if argv[:1] == ["run"] else argv)
-
-
-def _answered(module: Any, options: argparse.Namespace) -> int:
-    """The command's exit code; what a person can mend is told in a line: 2 for what was asked wrongly, 1 for what
-    failed."""
+    """The exit code; what a person can mend is told in a line: 2 for what was asked wrongly, 1 for what failed."""
     try:
-        return int(module.main(options))
+        if argv and argv[0] in COMMANDS:
+            return _answered(argv[0], argv[1:])
+        return _run(argv[1:] if argv[:1] == ["run"] else argv)
     except BrokenPipeError:
         raise
     except SettingsError as error:
@@ -82,6 +64,23 @@ def _answered(module: Any, options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         failed = isinstance(error, (TransportError, OSError)) and not isinstance(error, _NOT_THERE)
         return 1 if failed else 2
+
+
+def _answered(command: str, argv: list[str]) -> int:
+    module: Any = importlib.import_module(COMMANDS[command][0])
+    parser = argparse.ArgumentParser(
+        prog=f"grpo {command}",
+        description=f"{COMMANDS[command][1].capitalize()}.",
+        epilog=module.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    options, others = parser.parse_known_args(argv)
+    options.others = others
+    if others and not hasattr(module, "TAKES_OTHERS"):
+        parser.error(f"unknown: {' '.join(others)}")
+    return int(module.main(options))
 
 
 def _run(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,9 @@ def _answer(options: argparse.Namespace, database: sqlite3.Connection) -> Answer
         which = "group_id = ? AND number = ?"
         return of_rollouts(rollouts(database, which, *options.rollout), "rollout {}/{}".format(*options.rollout))
     if options.step is not None:
-        return of_step(rollouts(database, "step = ?", options.step), options.step)
+        return of_rollouts(rollouts(database, "step = ?", options.step), f"step {options.step}")
     if options.example is not None:
-        return of_prompts(database, [(*options.example, None)])
+        return of_example(database, *options.example)
     if options.prompt is not None:
         return of_prompts(database, find_prompts(options.run, options.prompt))
     return totals(database)
@@ -199,49 +199,45 @@ def totals(database: sqlite3.Connection) -> Answer:
 
 
 def of_rollouts(rows: Sequence[TrainingRow], what: str) -> Answer:
-    """Each rollout, in a line."""
+    """Each rollout in a line, below what they come to together."""
     if not rows:
         return Answer(text=f"{what} is not in the ledger", fields={"rollouts": []}, exit_code=1)
-    return Answer(text="\n".join([what, *_table(rows)]), fields={"rollouts": _json(rows)})
-
-
-def of_step(rows: Sequence[TrainingRow], step: int) -> Answer:
-    """The rollouts that a step trains on, with their totals."""
-    if not rows:
-        return Answer(text=f"step {step} is not in the ledger", fields={"step": step, "rollouts": []}, exit_code=1)
     rewards = [row.reward for row in rows if row.reward is not None]
-    fields = {
-        "step": step,
+    together = {
         "groups": len({row.group_id for row in rows}),
-        "states": Counter(row.state for row in rows),
-        "environments": Counter(row.env for row in rows),
+        "states": dict(Counter(row.state for row in rows)),
+        "environments": dict(Counter(row.env for row in rows)),
         "mean_reward": statistics.fmean(rewards) if rewards else None,
         "sampled_tokens": sum(row.num_tokens or 0 for row in rows),
-        "lags": Counter(str(row.lag) for row in rows),
+        "lags": dict(Counter(str(row.lag) for row in rows if row.lag is not None)),
     }
-    shown = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}
-    heading = f"step {step}: {len(rows)} rollouts; " + "; ".join(f"{name} {shown[name]}" for name in list(shown)[1:])
-    return Answer(text="\n".join([heading, *_table(rows)]), fields=fields | {"rollouts": _json(rows)})
+    heading = f"{what}: {len(rows)} rollouts; " + "; ".join(f"{name} {value}" for name, value in together.items())
+    width = max(len(row.id) for row in rows)
+    lines = [heading, *(f"  {row.id:{width}}  {_line(row)}" for row in rows)]
+    listed = [msgspec.structs.asdict(row) | {"lag": row.lag} for row in rows]
+    return Answer(text="\n".join(lines), fields=together | {"rollouts": listed})
 
 
-def of_prompts(database: sqlite3.Connection, prompts: Sequence[tuple[str, int, str | None]]) -> Answer:
-    """Every group of each of the prompts: environment, example, and text where it is known."""
-    lines, fields = [], []
-    for env, example, prompt in prompts:
-        rows = rollouts(database, "env = ? AND example = ?", env, example)
-        groups = len({row.group_id for row in rows})
-        lines += [f"example {example} of {env}, asked {groups} times{f': {prompt}' if prompt else ''}", *_table(rows)]
-        fields.append({"env": env, "example": example, "prompt": prompt, "rollouts": _json(rows)})
-    found = any(one["rollouts"] for one in fields)
-    return Answer(text="\n".join(lines), fields={"prompts": fields}, exit_code=int(not found))
+def of_example(database: sqlite3.Connection, env: str, example: int, prompt: str | None = None) -> Answer:
+    """Every group that asked it. `prompt`: its text, where it is known."""
+    what = f"example {example} of {env}" + ("" if prompt is None else f" ({prompt})")
+    answer = of_rollouts(rollouts(database, "env = ? AND example = ?", env, example), what)
+    return replace(answer, fields={"env": env, "example": example, "prompt": prompt, **answer.fields})
 
 
-def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str | None]]:
+def of_prompts(database: sqlite3.Connection, prompts: Sequence[tuple[str, int, str]]) -> Answer:
+    """Of each prompt what became of it; they are environment, example and text."""
+    answers = [of_example(database, *prompt) for prompt in prompts]
+    text, fields = "\n".join(one.text for one in answers), {"prompts": [one.fields for one in answers]}
+    return Answer(text=text, fields=fields, exit_code=min(one.exit_code for one in answers))
+
+
+def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str]]:
     """Environment, number and prompt of the training examples whose prompt contains `text`. Constructs the run's
     environments from the settings in `run.json`, and reads their training split. Raises `LedgerError`."""
     from orchestrator.envs.registry import make_environment
 
-    found: list[tuple[str, int, str | None]] = []
+    found: list[tuple[str, int, str]] = []
     for env in orch_settings(read_run(folder)).get("env", []):
         try:
             examples = make_environment(env["id"], env["args"]).dataset("train")
@@ -271,11 +267,6 @@ def checked(violations: Mapping[str, Sequence[str]]) -> Answer:
     return Answer(text="\n".join(lines), fields=fields, exit_code=int(violated > 0))
 
 
-def _table(rows: Sequence[TrainingRow]) -> list[str]:
-    width = max((len(row.id) for row in rows), default=0)
-    return [f"  {row.id:{width}}  {_line(row)}" for row in rows]
-
-
 def _line(row: TrainingRow) -> str:
     fate = row.state if row.reason is None else f"{row.state}: {row.reason}"
     fate += "" if row.step is None else f" in step {row.step}, lag {row.lag}"
@@ -283,7 +274,3 @@ def _line(row: TrainingRow) -> str:
     issued = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.issued_at))
     times = f"issued {issued}, {row.state} {row.changed_at - row.issued_at:.2f} s later"
     return f"{fate}; {reward}; {row.env} {row.example} under version {row.version}; {times}"
-
-
-def _json(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
-    return [msgspec.structs.asdict(row) | {"lag": row.lag} for row in rows]

@@ -26,6 +26,7 @@ from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FI
 PEFT_PREFIX = "base_model.model."
 LARGEST_UPDATE = 1e6
 """Bound on scaling * |A| * |B| of one layer, above which an overflow could spoil vLLM's cache for later requests."""
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _PLAIN_KEYS = frozenset(
     {
         *("r", "lora_alpha", "target_modules", "task_type", "inference_mode", "base_model_name_or_path"),
@@ -68,7 +69,7 @@ def is_stored_quantized(model_dir: Path) -> bool:
 
 def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all tensors of the checkpoint by name; of one that is stored quantized those of the model's
-    plain weights. Raises FileNotFoundError if it has no safetensors files."""
+    plain weights. Raises FileNotFoundError if it has no safetensors files, and ValueError for a damaged one."""
     if not (files := sorted(model_dir.glob("*.safetensors"))):
         raise FileNotFoundError(f"{model_dir} has no .safetensors weights; convert the model to safetensors")
     if is_stored_quantized(model_dir):
@@ -80,9 +81,21 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(one.shape) for name, one in AutoModelForCausalLM.from_config(config).named_parameters()}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or incomplete ({error}); get the model again") from error
     return shapes
+
+
+def check_tokenizer(model_dir: Path) -> None:
+    """Raises FileNotFoundError for a model without any file of a tokenizer, of which vLLM says only that a list is
+    empty."""
+    if not any(file for pattern in _TOKENIZERS for file in model_dir.glob(pattern)):
+        raise FileNotFoundError(
+            f"{model_dir} has no tokenizer; save it there: tokenizer.save_pretrained({str(model_dir)!r})"
+        )
 
 
 def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:

@@ -16,7 +16,7 @@ import uvicorn
 from configs.infer import InferSettings
 from infer.access import guarded
 from infer.arguments import ArgumentError, device_of, prepare_environment, served_rank
-from infer.checks import BaseModel, is_stored_quantized, tensor_shapes
+from infer.checks import BaseModel, check_tokenizer, is_stored_quantized, tensor_shapes
 from infer.engine import EngineEnded, embedded
 from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
@@ -46,6 +46,7 @@ def run(settings: InferSettings) -> int:
         signal.signal(number, _exit_on_signal)
     try:
         model_dir = resolve_model(settings.model).resolve()
+        check_tokenizer(model_dir)
         with listening_socket(settings.host, settings.port) as sock:
             key = os.environ.get(settings.api_key_var) or None
             if key is None and not is_loopback(settings.host):

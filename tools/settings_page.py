@@ -24,8 +24,8 @@ program's holds. With a file for each program (`grpo --train train.yaml --infer 
 of them says and another leaves open, though both must agree in it, holds for both.
 
 A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
-file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice, keys without effect and
-YAML aliases are refused, with the file or variable, the key, the value and what to do.
+file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice and keys without effect
+are refused, with the file or variable, the key, the value and what to do.
 """
 
 

@@ -4,15 +4,10 @@ torch multiplies float32 matrices by Intel's MKL, which uses half of the vectors
 oneDNN, by which torch multiplies bfloat16 already, uses all of it everywhere: on an AMD EPYC 2.0 to 2.5 times as many
 products a second in float32.
 
-A call of it takes 20 to 30 µs more, so that small products are torch's own.
-
 Neither function is differentiable: they are for autograd functions of one's own.
 """
 
 import torch
-
-_FEWEST_FOR_ONEDNN = 2**21
-"""Multiplications of a product, below which oneDNN's call takes longer than it saves."""
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -41,8 +36,7 @@ def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
     # torch's compiler makes the operation itself, and takes it from nobody.
     if torch.compiler.is_compiling() or left.device.type != "cpu":
         return False
-    small = left.numel() // left.shape[-1] * right.numel() < _FEWEST_FOR_ONEDNN
-    return not small and left.dtype == right.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return left.dtype == right.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

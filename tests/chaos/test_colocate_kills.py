@@ -1,5 +1,9 @@
 """`kill -9` of a co-located run's launcher as it starts: nothing is left, no process and nothing in /dev/shm, and the
-same command works again. `kill -9` of that run's programs at random moments: it comes to its last step."""
+same command works again. `kill -9` of that run's programs at random moments: it comes to its last step.
+
+Their one copy of the base is quantized, so that the server has to have the trainer's numbers; in
+tests/e2e/test_inflight_updates.py each has a copy of a quantized base.
+"""
 
 import os
 import random
@@ -12,6 +16,7 @@ import pytest
 from benchmarks.kills import shared
 from tests.chaos.launched import MODULES, Launched
 from tests.e2e.runs import Run, done, until
+from transport.weights.dequantized import FOLDER
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -19,7 +24,7 @@ SEED = int(os.environ.get("GRPO_TEST_SEED", "8"))
 STARTING_S, TRAINING_S = 8.0, 1.0
 """The launcher is killed within as many seconds after its start, each program within as many after the one before."""
 NUM_STEPS = 8
-OPTIONS = ("--colocate", "--max_steps", str(NUM_STEPS), "--train.ckpt.interval", "2")
+OPTIONS = ("--colocate", "--train.qlora_fp8", "true", "--max_steps", str(NUM_STEPS), "--train.ckpt.interval", "2")
 
 
 def test_killed_at_random_moments_a_run_leaves_nothing_or_comes_to_its_end(tmp_path: Path) -> None:
@@ -39,4 +44,5 @@ def test_killed_at_random_moments_a_run_leaves_nothing_or_comes_to_its_end(tmp_p
     until(lambda: not shared() - before, log=lambda: str(shared() - before))
     assert run.summary["versions_served"][-1] == NUM_STEPS
     assert run.summary["canary_max_abs"] < 1e-4
+    assert (run.folder / FOLDER / "STABLE").exists()
     done("ledger", run.folder, "--check")

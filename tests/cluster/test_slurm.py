@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed here: no {', '.join(missing())}"),
     pytest.mark.skipif(os.getuid() != 0, reason="Slurm's machines are started by root here"),
 ]
-NUM_STEPS = 18
+NUM_STEPS = 12
 """So many that the run is not over before it has lost a machine."""
 TOPOLOGY = {
     "infer": {"cpus": CPUS},

@@ -125,32 +125,30 @@ def test_dry_run_prints_the_effective_settings_of_all_three(capsys: pytest.Captu
     assert not Path("not").exists()
 
 
-def test_a_model_that_is_not_there_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     output_dir = tmp_path / "run"
-    assert run(load_run(PRESET, ["--model", "./no/model", "--output_dir", str(output_dir)]), shown) == 2
-    assert "./no/model" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match=r"\./no/model"):
+        run(load_run(PRESET, ["--model", "./no/model", "--output_dir", str(output_dir)]), shown)
     assert not output_dir.exists()
 
 
-def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path) -> None:
     earlier = create_run(tmp_path / "run")
-    assert run(load_run(PRESET, ["--output_dir", str(earlier.path), "--resume", "never"]), shown) == 2
-    assert earlier.run_id in capsys.readouterr().err
+    with pytest.raises(RunFolderError, match=earlier.run_id):
+        run(load_run(PRESET, ["--output_dir", str(earlier.path), "--resume", "never"]), shown)
 
 
 @pytest.mark.parametrize(
     ("role", "change"), [("train", "max_grad_norm=0.5"), ("infer", "dtype=bfloat16"), ("orch", "batch_size=128")]
 )
 def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], role: Role, change: str
+    tmp_path: Path, role: Role, change: str
 ) -> None:
     create_run(tmp_path)
     earlier = plan().settings()[role].model_dump(mode="json")
     join_run(tmp_path, role=role, settings=earlier, timeout_s=1)
-    assert run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{role}.{change}"]), shown) == 2
-    assert f"{change.partition('=')[0]} is " in capsys.readouterr().err
+    with pytest.raises(RunFolderError, match=f"{change.partition('=')[0]} is "):
+        run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{role}.{change}"]), shown)
 
 
 def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
@@ -169,12 +167,10 @@ def test_what_goes_back_is_the_launcher_and_not_a_program_that_it_starts_again()
     assert (ready.train.resume, ready.orch.resume, ready.train.run_id) == ("auto", "auto", "abc")
 
 
-def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(tmp_path: Path) -> None:
     with only_one(tmp_path, "launcher"):
-        assert run(load_run(PRESET, ["--overwrite_output_dir", "--output_dir", str(tmp_path)]), shown) == 2
-        assert "grpo-launcher" in capsys.readouterr().err
+        with pytest.raises(RunFolderError, match="grpo-launcher"):
+            run(load_run(PRESET, ["--overwrite_output_dir", "--output_dir", str(tmp_path)]), shown)
         with pytest.raises(RunFolderError), only_one(tmp_path, "launcher"):
             pass
     with only_one(tmp_path, "launcher"):

@@ -68,10 +68,12 @@ def test_a_step_shows_what_trained_it(ask: Ask) -> None:
 
 def test_a_prompt_shows_every_group_that_asked_it_and_is_found_by_its_text(ask: Ask) -> None:
     prompt = ReverseText(num_train=20).dataset("train")[5]["prompt"]
-    for question in (("--example", "reverse-text/5"), ("--prompt", prompt)):
-        code, answer = ask(*question)
-        assert code == 0
-        assert [row["id"] for row in answer["prompts"][0]["rollouts"]] == ["0/0", "0/1", "2/0", "2/1"]
+    code, by_number = ask("--example", "reverse-text/5")
+    assert (code, by_number["groups"]) == (0, 2)
+    code, by_text = ask("--prompt", prompt)
+    assert code == 0
+    for answer in (by_number, by_text["prompts"][0]):
+        assert [row["id"] for row in answer["rollouts"]] == ["0/0", "0/1", "2/0", "2/1"]
 
 
 @pytest.mark.parametrize(

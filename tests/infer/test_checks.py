@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 
 from infer.canary import check_effect
-from infer.checks import BaseModel, check_version, read_version, version_folder
+from infer.checks import BaseModel, check_tokenizer, check_version, read_version, tensor_shapes, version_folder
 from tests.infer.versions_fakes import (
     ADAPTER,
     BASE,
@@ -315,3 +315,14 @@ def test_a_change_too_small_to_tell_is_not_taken_for_one_that_is_not_applied() -
     effect([-1.0, -2.5], logprobs=(-1.0, -2.5), is_zero=True)
     effect([-1.0, -2.5], logprobs=(-1.0, -2.5000001))
     effect([-1.0, -2.0], [-1.0, -2.0], dtype="bfloat16", noise=True, noisy_logprobs=(-1.04, -2.0))
+
+
+def test_a_model_that_is_damaged_or_has_no_tokenizer_is_told_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        tensor_shapes(tmp_path)
+    with pytest.raises(FileNotFoundError, match="tokenizer"):
+        check_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    check_tokenizer(tmp_path)
