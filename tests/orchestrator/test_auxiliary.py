@@ -204,8 +204,9 @@ async def test_hints_come_from_the_sources_in_their_order_and_what_none_is_for_i
 async def test_nobody_is_asked_for_hints_for_rollouts_that_are_not_trained(
     tmp_path: Path, server: FakeServer, teachers: FakeChatServer
 ) -> None:
-    answers = cycle(["ab", "abcdefgh", "ab"])
-    server.answer, server.logprob = lambda prompt, version: next(answers), -0.001
+    first = cycle(["ab", "ab", "abcdefgh"])  # of three first answers, one is withheld; later ones never are
+    server.answer = lambda prompt, version: "ab" if "go on" in prompt else next(first)
+    server.logprob = -0.001
     writer = {"name": "w", "base_url": teachers.base_url, "model": "writer", "requests_per_s": 1000}
     batches, steps = await run(
         tmp_path / "run",

@@ -56,6 +56,12 @@ async def test_a_server_that_does_not_say_is_no_evidence_and_is_counted() -> Non
     assert evidence.metrics() == {"evidence/hinted": 0, "evidence/hints_failed": 1, "evidence/asked": 0}
 
 
+async def test_nobody_is_asked_about_what_is_not_trained() -> None:
+    evidence = Evidence(hints=0.1, teachers=0.3, score=a_quarter, answers=two_say_c, select=["all"])
+    found = await evidence.of_group(GROUP, await hints_of_group(), withheld={"g/0": "a filter"})
+    assert set(found) == {("g/1", 0)}
+
+
 def test_consensus_is_one_minus_one_or_between() -> None:
     def says(*texts: str) -> float:
         return consensus({str(number): Action(text=text) for number, text in enumerate(texts)}, Action(text="x"))

@@ -55,6 +55,19 @@ def test_a_group_counts_for_its_batch_from_the_first_start_to_the_last_end(tmp_p
     ]
 
 
+def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    times = {"time/train_s": 2.0, "time/train_at_s": 50.0, "time/wait_batch_s": 1.0, "time/wait_batch_at_s": 49.0}
+    timeline.trained(3, times | {"time/publish_s": 0.5, "time/publish_at_s": 48.5, "time/load_s": 9.0})
+    timeline.trained(4, {"time/train_s": 2.0, "time/publish_s": 0.0, "time/publish_at_s": 0.0})
+    timeline.close()
+    assert read_timeline(tmp_path) == [
+        span("grpo-train", "publish", 48.5, 49.0, step=2),
+        span("grpo-train", "wait", 49.0, 50.0, step=3),
+        span("grpo-train", "train", 50.0, 52.0, step=3),
+    ]
+
+
 async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path, server: FakeServer) -> None:
     await run(tmp_path, server)
     spans = read_timeline(tmp_path)

@@ -1,6 +1,6 @@
 """Pairs as tokens, and those that a run has kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Action, Preference, Skipped
 from orchestrator.preferences.pairs import PairRecord, answer_ids, kept_pairs, make_pair, pair_record, pairs_of_run
 from orchestrator.preferences.turns import Turn, turns_of
+from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.templates import ChatTemplate
+from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.preferences.test_turns import HI, TEMPLATES, rollout_of
 
@@ -90,6 +92,33 @@ def test_had_the_policy_written_what_teachers_did_the_tokens_were_these(template
     assert template.renderer.raw_text(ids[:-1]) == answer
     text = template.render([HI]) + answer
     assert [*one.prompt_ids, *ids[:-1]] == template.renderer.ids_of(text)
+
+
+class Beginnings(ChatRenderer):
+    """A tokenizer that marks the beginning of a text, and makes one token of two line ends."""
+
+    def __init__(self) -> None:
+        pass
+
+    def ids_of(self, text: str) -> list[int]:
+        return [1, *(99 if letter == "¶" else ord(letter) for letter in text.replace("\n\n", "¶"))]
+
+    def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(message)
+
+
+def test_an_answer_is_no_beginning_of_a_text_unless_it_would_melt_into_the_opening() -> None:
+    opening_ids = tuple(Beginnings().ids_of("A:\n"))
+    template = ChatTemplate(renderer=Beginnings(), tools=None, opening="A:\n", opening_ids=opening_ids, end_id=2)
+    opened = turn([5, *opening_ids], [7])
+    assert answer_ids("yes", opened, template) == [*b"yes", 2]
+    assert answer_ids("\nyes", opened, template) == [1, *b"\nyes", 2]
+
+
+def test_where_plain_text_ends_an_answer_the_token_that_ended_the_policys_does() -> None:
+    plain = ChatTemplate.of(renderer(PLAIN))
+    assert answer_ids("yes", turn([1], [2, END]), plain) == [*b"yes", END]
+    assert answer_ids("yes", turn([1], [2]), plain) == [*b"yes"]
 
 
 def test_a_teacher_cannot_spell_out_control_tokens() -> None:
