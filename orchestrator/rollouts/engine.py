@@ -28,6 +28,8 @@ from orchestrator.workers.session import GivenUp
 from transport.http import Choice
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
+NUM_TOGETHER = 8
+"""Groups whose answers are taken in at one turn of the event loop, however many come at once."""
 MAX_CALLS = 2000
 """Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
 MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
@@ -77,6 +79,7 @@ class RolloutEngine:
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self._num_restarted, self._max_prompt_length = 0, max_prompt_length
+        self._turns = asyncio.Semaphore(NUM_TOGETHER)
 
     async def run_group(
         self,
@@ -159,6 +162,8 @@ class RolloutEngine:
         completions = await self.client.generate(
             prompt, params=params, num=group.num, version=group.version, seed=group.seed
         )
+        async with self._turns:
+            await asyncio.sleep(0)
         opening = self.templates.opening_ids
         row = partial(single_row, prompt, opening=opening, version=group.version, temperature=params.temperature)
         return [
