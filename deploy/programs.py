@@ -240,7 +240,7 @@ def run_programs(
     """Starts all programs, and returns when the orchestrator and the trainer are done, one has failed for good, or a
     signal has come, and none of them, nor anything that they started, is left. `tick` is called all the while."""
     signals.collect()
-    _adopt_orphans()
+    _adopt_orphans(True)
     others = _children()
     running: list[Child] = []
 
@@ -258,6 +258,7 @@ def run_programs(
     finally:
         _end_all(running, signals, tick)
         _end_strays(keep=others)
+        _adopt_orphans(False)
 
 
 def _watch(children: Sequence[Child], signals: Signals, tick: Callable[[], None]) -> Outcome:
@@ -298,9 +299,9 @@ def _signal(children: Sequence[Child], number: int, limit_s: float, signals: Sig
         time.sleep(POLL_S)
 
 
-def _adopt_orphans() -> None:
-    """What a program leaves behind when it ends becomes a child of this process."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+def _adopt_orphans(adopt: bool) -> None:
+    """Whether what a program leaves behind when it ends becomes a child of this process."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed; grpo needs Linux")
 
 

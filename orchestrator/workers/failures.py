@@ -18,7 +18,8 @@ class EnvironmentFailed(RuntimeError):
 
 
 class EnvironmentKilled(EnvironmentFailed):
-    """A signal ended the environment's process before it could say what it is; started again, it may work."""
+    """A signal ended the environment's process before it could say what it is, or who had it is gone; started again, it
+    may work."""
 
 
 class FailureRate:

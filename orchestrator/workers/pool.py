@@ -54,11 +54,11 @@ class WorkerPool:
         self.label, self._hash_keys, self.record = label, hash_keys, record
         self._load = Load(env_id=env_id, args=args, timeout_s=timeout_s, memory_bytes=memory_bytes)
         self._address, self._start_s, self._forks = address, start_timeout_s, ForkServer(env_id, hidden=hidden)
+        self._loaded: Loaded | None = None
         self._sessions = [self._session() for _ in range(num_workers)]
         self._spares: list[Session] = []
         """They have no rollouts."""
         self._alone, self._running_alone = asyncio.Semaphore(MAX_ALONE), list[Session]()
-        self._loaded: Loaded | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self.identities: list[str] = []
         """Of each training example, by `hash_keys`, once its prompts are there."""
@@ -137,7 +137,14 @@ class WorkerPool:
 
     def _session(self) -> Session:
         load = replace(self._load)
-        return Session(self.label, load, forks=self._forks, address=self._address, start_s=self._start_s)
+        return Session(
+            self.label,
+            load,
+            forks=self._forks,
+            address=self._address,
+            start_s=self._start_s,
+            again=self._loaded is not None,
+        )
 
     def _all(self) -> list[Session]:
         return [*self._sessions, *self._spares, *self._running_alone]

@@ -114,11 +114,19 @@ class Session:
     """One worker with its environment: a process of ours, or one that an environment server has for us."""
 
     def __init__(
-        self, label: str, load: Load, *, forks: ForkServer, address: str | None, start_s: float = START_TIMEOUT_S
+        self,
+        label: str,
+        load: Load,
+        *,
+        forks: ForkServer,
+        address: str | None,
+        start_s: float = START_TIMEOUT_S,
+        again: bool = False,
     ) -> None:
-        """`address`: of the environment server; None for a process of `forks`."""
+        """`address`: of the environment server; None for a process of `forks`. `again`: the environment has been there
+        before; one that does not come up now may do so when the run is started again."""
         self._label, self._load, self._forks, self._address = label, load, forks, address
-        self._start_s = start_s
+        self._start_s, self._again = start_s, again
         self._worker: WorkerProcess | RemoteWorker | None = None
         self._opening: asyncio.Task[Loaded] | None = None
         self._jobs: dict[int, _Job] = {}
@@ -197,7 +205,8 @@ class Session:
 
     async def _reach(self) -> EnvironmentFailed | None:
         """Begins a worker and waits until it says that it lives. Returns why it does not."""
-        kind, why = EnvironmentFailed, f"it took longer than {self._start_s:g} s to be imported"
+        kind = EnvironmentKilled if self._again else EnvironmentFailed
+        why = f"it took longer than {self._start_s:g} s to be imported"
         limit_s = self._start_s
         if self._address is not None:
             limit_s = min(limit_s, CONNECT_TIMEOUT_S)
@@ -213,7 +222,7 @@ class Session:
                     worker.connected()
                     return None
             if worker.exit_code is not None:
-                kind, why = EnvironmentKilled if worker.was_killed else EnvironmentFailed, f"it {worker.how}"
+                kind, why = EnvironmentKilled if worker.was_killed else kind, f"it {worker.how}"
         except OSError as error:
             why = str(error)
         return kind(f"environment {self._label} did not start: {why}")
@@ -315,7 +324,8 @@ class Session:
             elif now_s - self._heard_s > limit_s:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
                 await self._gone(f"took longer than {limit}, and held up its worker", LATE)
-            elif self._address is not None and now_s - self._reached_s > SILENCE_LIMIT_S:
+            elif isinstance(worker, RemoteWorker) and now_s - self._reached_s > SILENCE_LIMIT_S:
+                worker.was_killed = True  # with its server, as far as can be told: started again, it may work
                 await self._gone(f"is no longer reached at {self._address}", CRASHED)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s

@@ -12,7 +12,7 @@ import pytest
 import zmq.asyncio
 
 from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.workers.failures import EnvironmentFailed
+from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 from orchestrator.workers.protocol import ALIVE, Gone, decode_from_worker
 from orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.fakes import until
@@ -217,3 +217,32 @@ async def test_a_server_that_says_what_nobody_understands_is_a_failed_environmen
     finally:
         answering.cancel()
         socket.close(linger=0)
+
+
+async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_to_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.session.SILENCE_LIMIT_S", 0.5)
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    async def answers_once() -> None:
+        await socket.send_multipart([(await socket.recv_multipart())[0], ALIVE])
+
+    answering = asyncio.create_task(answers_once())
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(EnvironmentKilled):
+                async with pool_for("any:Any", address=f"tcp://127.0.0.1:{port}"):
+                    pass
+    finally:
+        await answering
+        socket.close(linger=0)
+
+
+async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(env_file: Path) -> None:
+    env_id = f"{env_file}:Talk"
+    async with serving(env_id) as server, pool_for(env_id, address=server.address, start_timeout_s=0.5) as pool:
+        await server.close()
+        with pytest.raises(EnvironmentKilled, match=server.address):
+            await pool.run(task(), seed=0, begin=lambda: says("on", "bye"))
