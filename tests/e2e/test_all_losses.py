@@ -23,7 +23,7 @@ from tests.grpo.view.served import served
 from transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
-NUM_STEPS, BATCH_SIZE = 5, 32
+NUM_STEPS, BATCH_SIZE = 8, 32
 MODES = ("success", "wrong_format", "tool_spam", "wrong_answer")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
