@@ -28,7 +28,7 @@ from orchestrator.workers.session import GivenUp
 from transport.http import Choice
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
-NUM_TOGETHER = 8
+NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""
 MAX_CALLS = 2000
 """Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
