@@ -36,7 +36,7 @@ def main() -> None:
     try:
         _run(settings, starts_ranks=settings.num_ranks > 1 and rank is None)
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
+        code, message = (ended.code or 0, "") if isinstance(ended.code, int | None) else (1, ended.code)
     except RankFailed as failure:  # that rank says what is wrong
         code, message = START_AGAIN, f"{who}ends, because {failure}"
     except (EndedEarly, ExporterGone, PeerFailed) as error:
