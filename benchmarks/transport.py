@@ -10,7 +10,6 @@ steps are removed as new ones come. The last line is one JSON object; `--check` 
 
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ import numpy as np
 import zmq
 
 from benchmarks.report import parser, report
+from deploy.plan import free_ports
 from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
@@ -37,9 +37,7 @@ MOST_TO_RAW, MOST_BYTES_PER_TOKEN = 1.5, 16.0
 
 def free_port() -> int:
     """A port on 127.0.0.1 that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports("127.0.0.1")[0]
 
 
 def micro_batches(step: int, *, tokens: int) -> list[MicroBatch]:

@@ -17,9 +17,10 @@ import yaml
 from configs.infer import InferSettings
 from configs.loading import load
 from configs.orch import OrchSettings
+from deploy.plan import free_ports
 from grpo.errors import CommandError
 from grpo.handle import Run
-from grpo.serve import ALONE, Served, free_port, served
+from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings
 from grpo.training import Env
 from grpo.version import Version, open_version
@@ -184,7 +185,7 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
     tree["eval"] = evaluated
     if options.seed is not None:
         tree["sampling"] = tree.get("sampling", {}) | {"seed": options.seed}
-    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_port()), *options.others]
+    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_ports("127.0.0.1")[0]), *options.others]
     recorded = None if target.run is None else recorded_settings(target.run, "infer")
     with tempfile.NamedTemporaryFile("w", prefix="grpo_infer_", suffix=".yaml") as file:
         yaml.safe_dump({} if recorded is None else recorded | ALONE, file)

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import yaml
 
+from deploy.plan import free_ports
 from grpo.version import CannotExport, Version, open_version, settings_of
 from transport.parent import PARENT_VAR
 
@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
 
 def settings_alone(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> dict[str, Any]:
     """The run's settings of a server that has no trainer beside it. Raises `CannotExport`."""
-    return settings_of(version.run, "infer") | ALONE | {"host": host, "port": port or free_port()}
+    return settings_of(version.run, "infer") | ALONE | {"host": host, "port": port or free_ports(host)[0]}
 
 
 @contextlib.contextmanager
@@ -132,10 +132,3 @@ def _load(server: Served, version: Version) -> None:
     )
     if answer.status_code != 200:
         raise CannotExport(f"the server refuses version {manifest.version}: {answer.text}")
-
-
-def free_port() -> int:
-    """Returns a port of this machine that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

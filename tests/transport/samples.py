@@ -1,10 +1,10 @@
 """Micro-batches and policies that tests send around."""
 
-import socket
 from pathlib import Path
 
 import numpy as np
 
+from deploy.plan import free_ports
 from transport.records import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
 
 SPEC = PolicySpec(base_model="base", rank=4, alpha=8, target_modules=("q_proj",), sequence_len=64, dtype="float32")
@@ -94,10 +94,8 @@ def canary(version: int = 0) -> Canary:
 
 
 def free_port() -> int:
-    """A port on 127.0.0.1 that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on 127.0.0.1 that nobody uses now, and that no connection gets meanwhile."""
+    return free_ports("127.0.0.1")[0]
 
 
 def damage(path: Path, how: str) -> None:
