@@ -109,7 +109,7 @@ def test_a_finished_run_goes_back_to_a_step_and_on_to_its_end_as_before(run: Run
         assert again.steps[CHECKPOINT][key] == run.steps[CHECKPOINT][key]
     first = f"broadcasts/step_{CHECKPOINT + 1:06d}/canary.json"
     ours, before = (json.loads((one.folder / first).read_text())["logprobs"] for one in (again, run))
-    assert ours == pytest.approx(before, abs=1e-5)
+    assert ours == pytest.approx(before, abs=EXACT)
 
 
 def test_an_exported_model_answers_as_its_last_version_did(run: Run, tmp_path: Path) -> None:
