@@ -22,22 +22,17 @@ import numpy as np
 import zmq
 
 from benchmarks.report import parser, report
-from deploy.plan import free_ports
 from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
 from transport.keys import SharedKey
+from transport.ports import free_port
 from transport.records import MicroBatch
 
 NUM_SAMPLES, SAMPLE_LEN = 256, 2048
 NUM_STEPS, NUM_ROUNDS = 20, 5
 KEY = SharedKey("the benchmark's own key")
 MOST_TO_RAW, MOST_BYTES_PER_TOKEN = 1.5, 16.0
-
-
-def free_port() -> int:
-    """A port on 127.0.0.1 that nobody uses now."""
-    return free_ports("127.0.0.1")[0]
 
 
 def micro_batches(step: int, *, tokens: int) -> list[MicroBatch]:

@@ -1,11 +1,7 @@
 """The settings of the programs, resolved together, and what the launcher adds to them."""
 
-import errno
 import os
-import random
-import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,11 +20,10 @@ from configs.train import TrainSettings
 from deploy.cores import available_cores, threads_each
 from deploy.gpus import divided, visible_gpus
 from deploy.teacher import server_settings, teacher_problems, why_not_started
+from transport.ports import free_port
 
 C = TypeVar("C", bound=BaseModel)
 P = TypeVar("P", TrainSettings, InferSettings)
-PORTS = range(16_384, 32_768)
-"""Linux gives connections those from 32768 on (net.ipv4.ip_local_port_range)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +151,7 @@ def with_threads(plan: Plan, num_threads: int, *, gpu: bool) -> Plan:
 def with_run(plan: Plan, run_id: str) -> Plan:
     """Joins trainer and orchestrator to the run that the launcher made, and all programs by ports, free ones where the
     user left them open."""
-    ports = free_ports(plan.infer.host, plan.replicas)
+    ports = _free_ports(plan.infer.host, plan.replicas)
     if not plan.free_port:
         ports = tuple(range(plan.infer.port, plan.infer.port + plan.replicas))
     goes_on: dict[str, Any] = {"run_id": run_id, "resume": "auto"}
@@ -168,13 +163,13 @@ def with_run(plan: Plan, run_id: str) -> Plan:
         urls = tuple(_url(plan.infer.host, port) for port in ports)
         orch["client"] = _with(plan.orch.client, base_url=urls)
     if (server := plan.teacher) is not None and plan.orch.teacher_model is not None:
-        server = server if "port" in server.model_fields_set else _with(server, port=free_ports(server.host)[0])
+        server = server if "port" in server.model_fields_set else _with(server, port=free_port(server.host))
         client = _with(plan.orch.teacher_model.client, base_url=(_url(server.host, server.port),))
         orch["teacher_model"] = _with(plan.orch.teacher_model, client=client)
     for name, kind in (("rollout_transport", "zmq"), ("weight_broadcast", "http")):
         section = getattr(plan.orch, name)
         if section.type == kind and "port" not in section.model_fields_set:
-            port = free_ports("127.0.0.1")[0]
+            port = free_port()
             train[name], orch[name] = (_with(getattr(one, name), port=port) for one in (plan.train, plan.orch))
             if kind == "http":
                 infer["weight_broadcast_url"] = _url(section.host, port).removesuffix("/v1")
@@ -255,23 +250,12 @@ def _url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
 
 
-def free_ports(host: str, num: int = 1) -> tuple[int, ...]:
-    """Ports that nobody listens on now. Should somebody take one meanwhile, the server says so and the run ends; none
-    is one of those that the system itself gives to connections, of which there are many until the server binds its."""
-    ports: list[int] = []
-    with ExitStack() as stack:
-        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-            probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-            ports.append(port)
-            if len(ports) == num:
-                return tuple(ports)
-    raise OSError(errno.EADDRINUSE, f"fewer than {num} of the ports {PORTS[0]} to {PORTS[-1]} are free on {host}")
+def _free_ports(host: str, num: int = 1) -> tuple[int, ...]:
+    """Different ones. Should somebody take one meanwhile, the server says so and the run ends."""
+    ports = set[int]()
+    while len(ports) < num:
+        ports.add(free_port(host))
+    return tuple(sorted(ports))
 
 
 def _yaml(values: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ import yaml
 from configs.infer import InferSettings
 from configs.loading import load
 from configs.orch import OrchSettings
-from deploy.plan import free_ports
 from grpo.errors import CommandError
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
@@ -35,6 +34,7 @@ from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.http import Choice
+from transport.ports import free_port
 from transport.run import RUN_FILE, recorded_settings
 from transport.weights.identity import resolve_model
 
@@ -185,7 +185,7 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
     tree["eval"] = evaluated
     if options.seed is not None:
         tree["sampling"] = tree.get("sampling", {}) | {"seed": options.seed}
-    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_ports("127.0.0.1")[0]), *options.others]
+    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_port()), *options.others]
     recorded = None if target.run is None else recorded_settings(target.run, "infer")
     with tempfile.NamedTemporaryFile("w", prefix="grpo_infer_", suffix=".yaml") as file:
         yaml.safe_dump({} if recorded is None else recorded | ALONE, file)

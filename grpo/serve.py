@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import yaml
 
-from deploy.plan import free_ports
 from grpo.version import CannotExport, Version, open_version, settings_of
 from transport.parent import PARENT_VAR
+from transport.ports import free_port
 
 ALIAS = "policy"
 START_S = 900.0
@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
 
 def settings_alone(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> dict[str, Any]:
     """The run's settings of a server that has no trainer beside it. Raises `CannotExport`."""
-    return settings_of(version.run, "infer") | ALONE | {"host": host, "port": port or free_ports(host)[0]}
+    return settings_of(version.run, "infer") | ALONE | {"host": host, "port": port or free_port()}
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ from aiohttp.typedefs import Handler
 
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
-from tests.transport.samples import free_port
 from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
+from transport.ports import free_port
 from transport.records import MicroBatch, PolicySpec
 from transport.run import join_run, only_one, open_run
 from transport.weights.identity import base_identity

@@ -21,7 +21,7 @@ from tests.orchestrator.chat_server import (
     status,
     text,
 )
-from tests.transport.samples import free_port
+from transport.ports import free_port
 
 QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"

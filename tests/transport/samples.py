@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 
-from deploy.plan import free_ports
 from transport.records import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
 
 SPEC = PolicySpec(base_model="base", rank=4, alpha=8, target_modules=("q_proj",), sequence_len=64, dtype="float32")
@@ -91,11 +90,6 @@ def canary(version: int = 0) -> Canary:
         dtype="float32",
         is_zero=False,
     )
-
-
-def free_port() -> int:
-    """A port on 127.0.0.1 that nobody uses now, and that no connection gets meanwhile."""
-    return free_ports("127.0.0.1")[0]
 
 
 def damage(path: Path, how: str) -> None:
