@@ -15,6 +15,7 @@ from pathlib import Path
 from configs.train import TrainSettings
 from deploy.plan import Plan
 from trainer.dry_step import Measurement
+from transport.errors import UserError
 
 GIB = 2**30
 SERVER_SHARE = 0.9
@@ -29,11 +30,11 @@ REMEDIES = (
 )
 
 
-class NoRoom(ValueError):
+class NoRoom(UserError):
     """Trainer and server do not fit on the device together; the message names remedies."""
 
 
-class DryStepError(ValueError):
+class DryStepError(UserError):
     """The dry step could not be made; the message ends with what its process printed last."""
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import SettingsError, exit_with_problems
-from grpo.errors import CommandError
-from transport.errors import RunFolderError, TransportError
+from transport.errors import RunFolderError, TransportError, UserError
 from transport.parent import end_with_starter
 
 COMMANDS = {
@@ -57,13 +56,10 @@ def _command(argv: list[str]) -> int:
         raise
     except SettingsError as error:
         exit_with_problems(error)
-    except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except (ValueError, TransportError, OSError) as error:
+    except (UserError, TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         failed = isinstance(error, (TransportError, OSError)) and not isinstance(error, _NOT_THERE)
-        return 1 if failed else 2
+        return 1 if failed else getattr(error, "exit_code", 2)
 
 
 def _answered(command: str, argv: list[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
+from transport.errors import UserError
 from transport.importing import find
 
 BUILT_IN = {
@@ -24,7 +25,7 @@ BUILT_IN = {
 }
 
 
-class UnknownEnvironment(ValueError):
+class UnknownEnvironment(UserError):
     """An id that leads to no environment."""
 
 
