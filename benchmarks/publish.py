@@ -27,7 +27,6 @@ import msgspec
 import torch
 
 from benchmarks.report import parser, report
-from benchmarks.transport import free_port
 from configs.train import TrainSettings
 from orchestrator.loops.versions import POLL_S
 from tools.random_models import make_mid
@@ -35,6 +34,7 @@ from trainer.distributed import ONE
 from trainer.model import load_policy
 from trainer.publishing import Publishing, policy_spec, publisher_of
 from transport.http import GenerateRequest, LoadReport, LoadRequest, UnloadRequest
+from transport.ports import free_port
 from transport.records import Record
 from transport.run import RunFolder, create_run
 from transport.weights.identity import base_identity

@@ -10,7 +10,6 @@ steps are removed as new ones come. The last line is one JSON object; `--check` 
 
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -27,19 +26,13 @@ from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemB
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
 from transport.keys import SharedKey
+from transport.ports import free_port
 from transport.records import MicroBatch
 
 NUM_SAMPLES, SAMPLE_LEN = 256, 2048
 NUM_STEPS, NUM_ROUNDS = 20, 5
 KEY = SharedKey("the benchmark's own key")
 MOST_TO_RAW, MOST_BYTES_PER_TOKEN = 1.5, 16.0
-
-
-def free_port() -> int:
-    """A port on 127.0.0.1 that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def micro_batches(step: int, *, tokens: int) -> list[MicroBatch]:
