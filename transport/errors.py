@@ -36,7 +36,7 @@ class MissingRankError(TransportError, LookupError):
         super().__init__(f"{split}; give orchestrator and trainer the same number of ranks")
 
 
-class RunFolderError(TransportError, ValueError):
+class RunFolderError(TransportError, UserError):
     """A run folder that cannot be made or joined."""
 
 

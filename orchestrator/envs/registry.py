@@ -68,8 +68,7 @@ def check_id(env_id: str) -> None:
             raise UnknownEnvironment(f"env.id = {env_id!r}: {error}") from None
         if name not in table.get_identifiers() and "import *" not in code:
             classes = [one.get_name() for one in table.get_children() if one.get_type() == "class"]
-            has = ", ".join(classes) or "none"
-            raise UnknownEnvironment(f"env.id = {env_id!r}: {module} has no class {name!r}; it has {has}")
+            raise UnknownEnvironment(f"env.id = {env_id!r}: expected {module}:CLASS, with one of {classes}")
         return
     if colon:
         top = module.partition(".")[0]

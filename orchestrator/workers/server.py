@@ -37,8 +37,6 @@ from transport.keys import SharedKey, is_loopback
 log = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
-MAX_SESSIONS = 256
-"""Further orchestrators are told that there is no room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +66,8 @@ class EnvironmentServer:
             SharedKey(secret).encrypt(self._socket, serves=True)
         at = f"[{host}]" if ":" in host else host
         self._socket.bind(f"tcp://{at}:{port or '*'}")
-        self.port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
-        self.address = f"tcp://{at}:{self.port}"
+        bound = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]
+        self.address = f"tcp://{at}:{bound}"
         """Where it listens."""
         self._sessions: dict[bytes, _Session] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -104,8 +102,6 @@ class EnvironmentServer:
 
     async def _begin(self, who: bytes) -> None:
         try:
-            if len(self._sessions) >= MAX_SESSIONS:
-                raise OSError(f"there are {MAX_SESSIONS} sessions already")
             session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
         except (OSError, zmq.ZMQError) as error:
             log.error("a session could not be served: %s", error)

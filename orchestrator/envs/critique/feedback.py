@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ FEEDBACK_PROMPT = """\
 
 The tests were run: {feedback} Do not mention the tests; write the review as if you had found out by reading."""
 CONCURRENCY = 16
-TELL_S = 10.0
-"""Between two lines of progress."""
 
 
 async def critiques(critique: Critique, writer: InferenceClient | None, num: int) -> list[dict[str, str]]:
@@ -33,17 +30,16 @@ async def critiques(critique: Critique, writer: InferenceClient | None, num: int
     `num` of each program; None: of the small problems, every critique there is.
 
     Tells on standard error how far it is. Raises what the sandbox, the reviser and the writer raise."""
-    slots, num_done, told_s = asyncio.Semaphore(CONCURRENCY), 0, 0.0
+    slots, num_done = asyncio.Semaphore(CONCURRENCY), 0
     problems = [*zip(critique.dataset("train"), critique.problems["train"], strict=True)]
 
     async def of_problem(example: Any, problem: Problem) -> list[dict[str, str]]:
-        nonlocal num_done, told_s
+        nonlocal num_done
         async with slots:
             texts = await _written(critique, example["prompt"], problem, writer, num)
             worth = [(text, await play(critique, example, [text])) for text in dict.fromkeys(texts)]
         num_done += 1
-        if (now_s := time.monotonic()) - told_s >= TELL_S:
-            told_s = now_s
+        if num_done % 10 == 0:
             print(f"{num_done} of {len(problems)} programs", file=sys.stderr, flush=True)
         return [{"prompt": example["prompt"], "answer": text} for text, outcome in worth if outcome.reward >= 1]
 
