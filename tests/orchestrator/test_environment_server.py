@@ -106,6 +106,15 @@ async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_
             pass
 
 
+@pytest.mark.parametrize("split", ["killed", "exits"])
+async def test_a_worker_elsewhere_that_was_killed_may_be_started_again(env_file: Path, split: str) -> None:
+    env_id = f"{env_file}:Hostile"
+    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
+        with pytest.raises(EnvironmentFailed, match="SIGKILL" if split == "killed" else "exit code 3") as failed:
+            await pool.prompts(split)
+    assert isinstance(failed.value, EnvironmentKilled) is (split == "killed")
+
+
 async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ever(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
