@@ -23,11 +23,12 @@ from typing import Any
 import zmq
 
 from benchmarks.report import parser, report
-from tests.transport.samples import free_port, micro_batch
+from tests.transport.samples import micro_batch
 from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
 from transport.keys import SharedKey
+from transport.ports import free_port
 from transport.records import MicroBatch
 
 NUM_SAMPLES, SAMPLE_LEN = 256, 2048

@@ -1,9 +1,7 @@
 """The settings of the programs, resolved together, and what the launcher adds to them."""
 
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +20,7 @@ from configs.train import TrainSettings
 from deploy.cores import available_cores, threads_each
 from deploy.gpus import divided, visible_gpus
 from deploy.teacher import server_settings, teacher_problems, why_not_started
+from transport.ports import free_port
 
 C = TypeVar("C", bound=BaseModel)
 P = TypeVar("P", TrainSettings, InferSettings)
@@ -164,13 +163,13 @@ def with_run(plan: Plan, run_id: str) -> Plan:
         urls = tuple(_url(plan.infer.host, port) for port in ports)
         orch["client"] = _with(plan.orch.client, base_url=urls)
     if (server := plan.teacher) is not None and plan.orch.teacher_model is not None:
-        server = server if "port" in server.model_fields_set else _with(server, port=_free_ports(server.host)[0])
+        server = server if "port" in server.model_fields_set else _with(server, port=free_port(server.host))
         client = _with(plan.orch.teacher_model.client, base_url=(_url(server.host, server.port),))
         orch["teacher_model"] = _with(plan.orch.teacher_model, client=client)
     for name, kind in (("rollout_transport", "zmq"), ("weight_broadcast", "http")):
         section = getattr(plan.orch, name)
         if section.type == kind and "port" not in section.model_fields_set:
-            port = _free_ports("127.0.0.1")[0]
+            port = free_port()
             train[name], orch[name] = (_with(getattr(one, name), port=port) for one in (plan.train, plan.orch))
             if kind == "http":
                 infer["weight_broadcast_url"] = _url(section.host, port).removesuffix("/v1")
@@ -252,14 +251,11 @@ def _url(host: str, port: int) -> str:
 
 
 def _free_ports(host: str, num: int = 1) -> tuple[int, ...]:
-    """Ports that nobody listens on now. Should somebody take one meanwhile, the server says so and the run ends."""
-    with ExitStack() as stack:
-        probes = [
-            stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) for _ in range(num)
-        ]
-        for probe in probes:
-            probe.bind((host, 0))
-        return tuple(probe.getsockname()[1] for probe in probes)
+    """Different ones. Should somebody take one meanwhile, the server says so and the run ends."""
+    ports = set[int]()
+    while len(ports) < num:
+        ports.add(free_port(host))
+    return tuple(sorted(ports))
 
 
 def _yaml(values: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from configs.loading import load
 from configs.orch import OrchSettings
 from grpo.errors import CommandError
 from grpo.handle import Run
-from grpo.serve import ALONE, Served, free_port, served
+from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings
 from grpo.training import Env
 from grpo.version import Version, open_version
@@ -34,6 +34,7 @@ from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.http import Choice
+from transport.ports import free_port
 from transport.run import RUN_FILE, recorded_settings
 from transport.weights.identity import resolve_model
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import yaml
 
 from grpo.version import CannotExport, Version, open_version, settings_of
 from transport.parent import PARENT_VAR
+from transport.ports import free_port
 
 ALIAS = "policy"
 START_S = 900.0
@@ -132,10 +132,3 @@ def _load(server: Served, version: Version) -> None:
     )
     if answer.status_code != 200:
         raise CannotExport(f"the server refuses version {manifest.version}: {answer.text}")
-
-
-def free_port() -> int:
-    """Returns a port of this machine that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_PATHS = ("/health",)
-
 
 def guarded(app: ASGIApp, *, key: str | None, host: str, key_var: str) -> ASGIApp:
     """Returns the application behind its key, or, without one, closed to web pages; `key_var` could hold a key."""
@@ -38,7 +36,7 @@ def _without_key(headers: Mapping[str, str], path: str, key: str) -> str | None:
     """Every route but /health asks for `Authorization: Bearer KEY`."""
     scheme, _, sent = headers.get("authorization", "").partition(" ")
     right = secrets.compare_digest(sent.strip().encode("latin-1"), key.encode())
-    if path in OPEN_PATHS or (scheme.lower() == "bearer" and right):
+    if path == "/health" or (scheme.lower() == "bearer" and right):
         return None
     return "this server asks for its API key: send Authorization: Bearer KEY"
 

@@ -99,11 +99,9 @@ def checkpoint_dtype(model_dir: Path) -> str:
 
 
 def served_rank(settings: InferSettings) -> int:
-    """Returns the largest LoRA rank, rounded up to one that vLLM knows. Raises `ArgumentError` above the largest."""
+    """Returns the largest LoRA rank, rounded up to one that vLLM knows; above those, vLLM's parser refuses it."""
     asked = settings.max_lora_rank or DEFAULT_LORA_RANK
-    if asked > LORA_RANKS[-1]:
-        raise ArgumentError(f"max_lora_rank is {asked}, vLLM serves at most {LORA_RANKS[-1]}; lower it")
-    return next(rank for rank in LORA_RANKS if rank >= asked)
+    return next((rank for rank in LORA_RANKS if rank >= asked), asked)
 
 
 def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> dict[str, Any]:

@@ -130,7 +130,6 @@ class PolicyRoutes:
     async def load(self, body: LoadRequest) -> LoadReport:
         """Makes a version live; see VersionTable.load."""
         require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
-        require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
         self._tell(f"loading version {body.version}")
         refused = None
         try:

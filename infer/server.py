@@ -1,7 +1,6 @@
 """`grpo-infer` from start to end: checks that need no model, the engine, vLLM's routes and ours, the API key."""
 
 import asyncio
-import errno
 import gc
 import logging
 import os
@@ -9,7 +8,6 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import uvicorn
 
@@ -43,7 +41,7 @@ def run(settings: InferSettings) -> int:
     130 after SIGTERM and SIGINT, which end it at any moment."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit_on_signal)
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         model_dir = resolve_model(settings.model).resolve()
         check_tokenizer(model_dir)
@@ -63,10 +61,6 @@ def run(settings: InferSettings) -> int:
     return 0
 
 
-def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def listening_socket(host: str, port: int) -> socket.socket:
     """Returns a socket bound to the address, so that a port in use shows before the model is loaded. Raises OSError
     with the way out."""
@@ -77,11 +71,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is in use; give another with --port, or end the program that has it"
-        else:
-            message = f"cannot bind to {host}:{port}: {error.strerror}; set host to an address of this machine"
-        raise OSError(message) from None
+        mend = "give another port with --port, or, with --host, an address of this machine"
+        raise OSError(f"cannot bind to {host}:{port}: {error.strerror}; {mend}") from None
     return sock
 
 

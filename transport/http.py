@@ -19,7 +19,7 @@ class LoadRequest(Record, frozen=True, kw_only=True):
     version: Natural
     alias: str | None = None
     """One more model name for vLLM's own routes."""
-    rank_offset: int = 1
+    rank_offset: Annotated[int, Meta(ge=1)] = 1
     """Of this server's first worker, where weights are broadcast; the trainer is rank 0."""
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.kill_points import DISK_CALLS, start
-from tests.transport.samples import equal, free_port, micro_batch
+from tests.transport.samples import equal, micro_batch
 from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.folders import write_atomic
 from transport.keys import SharedKey
+from transport.ports import free_port
 
 pytestmark = pytest.mark.chaos
 CHECKPOINT_EVERY = 3

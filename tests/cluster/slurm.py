@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.transport.samples import free_port
+from transport.ports import free_port
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")
 CPUS = 4

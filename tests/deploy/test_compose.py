@@ -28,7 +28,7 @@ from configs.run import load_part
 from configs.train import TrainSettings
 from tests.deploy.containers import start, substituted
 from tests.e2e.runs import END_S, until
-from tests.transport.samples import free_port
+from transport.ports import free_port
 from transport.run import current_run_id
 from transport.status import server_file
 

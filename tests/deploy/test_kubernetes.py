@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from deploy.cluster import check
 from deploy.kubernetes import OVERLAYS, files
 from tests.deploy.containers import start, substituted
 from tests.e2e.runs import END_S, Run, until
-from tests.transport.samples import free_port
+from tests.infer.server_process import children_of, wait_until_gone
 from transport.errors import START_AGAIN
+from transport.ports import free_port
 from transport.run import current_run_id
 
 VERSION = "1.32.0"
@@ -155,11 +155,12 @@ def test_the_containers_commands_killed_and_started_again_go_on_with_the_run(tmp
         first = started(stack, 1)
         # As soon as there is a run: the server is still starting.
         until((folder / "broadcasts" / "step_000000" / "STABLE").exists, *first.values())
+        pids = [pid for process in first.values() for pid in children_of(process.pid)]
         for process in first.values():
             process.kill()
             process.wait()
         run_id = current_run_id(folder)
-        time.sleep(1)  # until what they have started has ended with them
+        wait_until_gone(pids)
         programs = started(stack, 2)
         assert programs["orch"].wait(timeout=END_S) == 0, (tmp_path / "orch.2.log").read_text()
         assert [programs[name].wait(timeout=END_S) for name in ("train", "train-1")] == [0, 0]

@@ -41,6 +41,11 @@ class Run:
         return [line for line in self.metrics if "reward/mean" in line]
 
     @property
+    def rewards(self) -> list[float]:
+        """The mean of each step."""
+        return [line["reward/mean"] for line in self.steps]
+
+    @property
     def batch_size(self) -> int:
         settings = json.loads((self.folder / "run.json").read_text())["programs"]["orch"]["settings"]
         return int(settings["batch_size"])

@@ -10,7 +10,7 @@ import httpx
 import yaml
 
 from tests.e2e.runs import ROOT, until
-from tests.infer.server_process import free_port
+from transport.ports import free_port
 
 
 @contextmanager

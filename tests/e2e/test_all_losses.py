@@ -52,7 +52,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     ):
         assert process.stdout is not None
         address = next(line for line in iter(process.stdout.readline, "") if line.startswith("http://")).strip()
-        assert httpx.get(address, follow_redirects=True).status_code == 200
+        assert httpx.get(address, follow_redirects=True, timeout=END_S).status_code == 200
         output, _ = process.communicate(timeout=END_S)
     assert process.returncode == 0, output
     return Shown(run=run, output=output)

@@ -1,6 +1,7 @@
 """docs/arena.md: its file is that of the preset, runs as it stands there, and learns."""
 
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_the_pages_file_is_the_presets_and_its_code_runs(monkeypatch: pytest.Mon
 
 @pytest.mark.e2e
 def test_the_preset_learns(tmp_path: Path) -> None:
-    summary = trained("configs/arena", tmp_path, "--max_steps", "8").summary
-    assert summary["rollouts_trained"] == 8 * 128
-    # It was 0.7 above after 9 steps; the standard error is below 0.05.
-    assert summary["reward_last"] > summary["reward_first"] + 0.2
+    run = trained("configs/arena", tmp_path, "--max_steps", "16")
+    assert run.summary["rollouts_trained"] == 16 * 128
+    # From 0.01 it rises as soon as some of the first 128 answers happen to be right, which may be some steps later.
+    assert statistics.mean(run.rewards[-3:]) > 0.25

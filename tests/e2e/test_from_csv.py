@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -17,10 +18,12 @@ def test_the_page_leads_to_a_model_that_has_learned(tmp_path: Path) -> None:
     for name, text in re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', PAGE, flags=re.M | re.S):
         (tmp_path / name).write_text(text)
     for line in re.findall(r"^```sh\n(.*?)\n```", PAGE, flags=re.M | re.S):
-        program, *words = shlex.split(line.replace("--max_steps 15", "--max_steps 8"))  # enough to see that it learns
+        program, *words = shlex.split(line.replace("--max_steps 15", "--max_steps 12"))  # enough to see that it learns
         done(*words, cwd=tmp_path, program=PROGRAMS / program)
-    summary = Run(tmp_path / "outputs/codes").summary
-    assert summary["rollouts_dropped"] == {}
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+    run = Run(tmp_path / "outputs/codes")
+    assert run.summary["rollouts_dropped"] == {}
+    assert run.rewards[0] < 0.1
+    assert statistics.mean(run.rewards[-3:]) > 0.3
+    assert run.summary["accuracy_after"] > run.summary["accuracy_before"]  # of ten words
     answer = done("ask.py", cwd=tmp_path, program=Path(sys.executable)).strip()
     assert 2 <= len(answer) <= 8, answer

@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from tests.e2e.runs import END_S, until
-from tests.infer.server_process import children_of, free_port, start, wait_until_gone
+from tests.infer.server_process import children_of, start, wait_until_gone
 from transport.errors import START_AGAIN
+from transport.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos]
 
@@ -62,12 +63,13 @@ def test_a_server_that_loses_its_engine_or_cannot_make_one_ends_soon_and_leaves_
         return process
 
     without_engine, refused = launch("without_engine"), launch("refused", vllm='{"kv_cache_memory_bytes": 1000}')
-    children = children_with_engine(without_engine)
+    # Both are known before one is killed: the other may end meanwhile.
+    pids, children = children_with_engine(refused), children_with_engine(without_engine)
     time.sleep(0.2)  # vLLM then waits for its handshake, and looks before the kernel has the exit code
     for pid in children:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert without_engine.wait(END_S) == START_AGAIN
-    pids = children_with_engine(refused)
     assert refused.wait(END_S) == 1
     assert (tmp_path / "refused.log").read_text().splitlines()[-1].startswith("error: ")
     wait_until_gone(pids)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import pip
 from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run, until
-from tests.infer.server_process import free_port
+from transport.ports import free_port
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 pytestmark = pytest.mark.e2e

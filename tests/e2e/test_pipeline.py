@@ -57,9 +57,8 @@ def test_the_wheels_programs_are_there_and_their_modules_are_its_own(installed: 
 
 
 def test_reward_rises_and_so_does_the_accuracy_on_words_never_trained_on(run: Run) -> None:
-    rewards = [line["reward/mean"] for line in run.steps]
-    assert len(rewards) == NUM_STEPS
-    assert statistics.mean(rewards[-3:]) > statistics.mean(rewards[:3]) + 0.1
+    assert len(run.rewards) == NUM_STEPS
+    assert statistics.mean(run.rewards[-3:]) > statistics.mean(run.rewards[:3]) + 0.1
     assert 0.25 <= run.summary["accuracy_before"] <= 0.5
     # The same 200 words are answered greedily; where half of the answers change, its standard error is 0.05.
     assert run.summary["accuracy_after"] > run.summary["accuracy_before"] + 0.2
@@ -110,7 +109,7 @@ def test_a_finished_run_goes_back_to_a_step_and_on_to_its_end_as_before(run: Run
         assert again.steps[CHECKPOINT][key] == run.steps[CHECKPOINT][key]
     first = f"broadcasts/step_{CHECKPOINT + 1:06d}/canary.json"
     ours, before = (json.loads((one.folder / first).read_text())["logprobs"] for one in (again, run))
-    assert ours == pytest.approx(before, abs=1e-5)
+    assert ours == pytest.approx(before, abs=EXACT)
 
 
 def test_an_exported_model_answers_as_its_last_version_did(run: Run, tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.e2e
 SCRIPT, OPENED, *_ = blocks("python", (ROOT / "docs" / "python.md").read_text())
 DEFINITIONS, _, MAIN = SCRIPT.partition('if __name__ == "__main__":\n')
 TRAIN, WAIT, *PRINTS = textwrap.dedent(MAIN).splitlines()
-NUM_STEPS = 9
+NUM_STEPS = 12
 SMALL = TRAIN.replace("steps=20", f"steps={NUM_STEPS}")
 ASKED = "print(run, len(run.metrics), len(run.evaluations), len(run.rollouts(2)), run.summary['steps'])"
-LEARNED = "print(run.summary['reward_last'] - run.summary['reward_first'])"
-EXPORT = "print(sorted(path.name for path in run.export('exported', step=5).iterdir())[:2])"
+LEARNED = "print(run.metrics['reward/mean'][-3:].mean())"
+EXPORT = "print(sorted(path.name for path in run.export('exported', step=8).iterdir())[:2])"
 OTHER = SMALL.replace("letters=4", "letters=3")
 CELLS = (
     *DEFINITIONS.strip().split("\n\n\n"),
@@ -62,8 +62,7 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
     assert "Code: " in outputs[OPENED.replace("(20)", f"({NUM_STEPS})")][0].text
     assert f"ended, step {NUM_STEPS}" in outputs[ASKED][0].text
     assert outputs[ASKED][0].text.split("> ")[1] == f"{NUM_STEPS} 2 256 {NUM_STEPS}\n"
-    # In 15 steps it goes from 0.01 to about 0.9; the mean of 256 rewards has a standard error of at most 0.03.
-    assert float(outputs[LEARNED][0].text) > 0.2
+    assert float(outputs[LEARNED][0].text) > 0.3
     assert outputs[EXPORT][0].text == "['README.md', 'adapter_config.json']\n"
     assert outputs[OTHER][0].ename == "RunFailed"  # a run of other settings is there
     assert "letters" in outputs[OTHER][0].evalue

@@ -6,7 +6,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ BATCH_SIZE, GROUP_SIZE = 32, 16
 def make_way(*pids: int) -> None:
     """Gives the processor to others first: a run at full speed takes it from a server that starts."""
     for pid in (child for parent in pids for child in (parent, *children_of(parent))):
-        for thread in psutil.Process(pid).threads():
-            os.setpriority(os.PRIO_PROCESS, thread.id, 19)
+        with suppress(psutil.NoSuchProcess):
+            for thread in psutil.Process(pid).threads():
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.setpriority(os.PRIO_PROCESS, thread.id, 19)
 
 
 def newest_in_flight(client: httpx.Client) -> int:

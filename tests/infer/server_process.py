@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.transport.samples import free_port
+from transport.ports import free_port
 
 START_S = 500.0
 GONE_S = 120.0
@@ -32,11 +32,11 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
         """POST as JSON."""
-        return httpx.post(self.url + path, json=body, headers=self.headers, timeout=120)
+        return httpx.post(self.url + path, json=body, headers=self.headers, timeout=START_S)
 
     def get(self, path: str) -> httpx.Response:
         """GET."""
-        return httpx.get(self.url + path, headers=self.headers, timeout=30)
+        return httpx.get(self.url + path, headers=self.headers, timeout=START_S)
 
     def answer(self, path: str, **body: object) -> Any:
         """The body of a POST that must succeed."""

@@ -267,7 +267,8 @@ def test_what_vllms_parser_does_not_know_is_refused_by_name() -> None:
         arguments(vllm={"max_num_sqs": 4})
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_rank_is_rounded_up_to_one_that_vllm_knows() -> None:
     assert [served_rank(InferSettings(model="m", max_lora_rank=rank)) for rank in (None, 9, 32)] == [16, 16, 32]
     with pytest.raises(ArgumentError, match="512"):
-        served_rank(InferSettings(model="m", max_lora_rank=513))
+        arguments(max_lora_rank=513)

@@ -10,9 +10,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import trainer.startup  # noqa: F401  what takes long
-from tests.transport.samples import free_port
 from trainer import launch
 from trainer.cli import main
+from transport.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 END_S = 200.0

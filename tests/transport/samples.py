@@ -1,6 +1,5 @@
 """Micro-batches and policies that tests send around."""
 
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -91,13 +90,6 @@ def canary(version: int = 0) -> Canary:
         dtype="float32",
         is_zero=False,
     )
-
-
-def free_port() -> int:
-    """A port on 127.0.0.1 that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def damage(path: Path, how: str) -> None:

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import zmq
 
-from tests.transport.samples import damage, equal, free_port, micro_batch
+from tests.transport.samples import damage, equal, micro_batch
 from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.batches.zmq import Answer, Ask, ZmqBatchReceiver, ZmqBatchSender
 from transport.errors import CorruptError, DeadlineError, StaleRunError, StorageError, TransportError
 from transport.folders import step_folder
 from transport.keys import SharedKey, is_loopback
+from transport.ports import free_port
 from transport.records import MicroBatch
 
 KEY, OTHER_KEY = SharedKey("a secret of enough characters"), SharedKey("another secret, as long as that")

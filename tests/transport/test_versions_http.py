@@ -11,10 +11,11 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from tests.transport.samples import SPEC, damage, free_port
+from tests.transport.samples import SPEC, damage
 from transport.errors import DeadlineError, PolicyRefused, TransportError
 from transport.folders import STABLE, step_folder
 from transport.keys import SharedKey
+from transport.ports import free_port
 from transport.weights.http import FetchedVersions, VersionServer
 from transport.weights.store import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, verify_policy
 

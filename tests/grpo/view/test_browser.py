@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; install it with: apt-get install chromium"),
 ]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+WAIT_MS = 180_000
+"""Long, since machines may be slow and busy."""
 
 
 @dataclass
@@ -59,7 +61,7 @@ def view(root: Path) -> Iterator[Served]:
 def chromium() -> Iterator[object]:
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=WAIT_MS)
         yield browser
         browser.close()
 
@@ -72,7 +74,7 @@ def browser(chromium: object, view: Served) -> Iterator[Browser]:
 def _opened(chromium: object, view: Served, **context: object) -> Iterator[Browser]:
     with chromium.new_context(**context) as made:  # type: ignore[attr-defined]
         one = Browser(made.new_page(), f"http://127.0.0.1:{view.port}/")
-        one.page.set_default_timeout(10_000)
+        one.page.set_default_timeout(WAIT_MS)
         one.page.on("console", lambda said: one.wrong.append(said.text) if said.type == "error" else None)
         one.page.on("pageerror", lambda error: one.wrong.append(str(error)))
         one.page.on(
@@ -164,17 +166,13 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"progress/step": 4.0, "reward/mean": 0.987}) + "\n")
                 os.fsync(file.fileno())
-            browser.page.wait_for_selector("text=reward 0.987", timeout=15_000)
+            browser.page.wait_for_selector("text=reward 0.987")
 
 
-def test_a_long_rollout_is_shown_before_its_end_is_there(browser: Browser) -> None:
-    started = "performance.now()"
-    browser.open("run/long", ".u-over")
-    before = browser.page.evaluate(started)
+def test_a_long_rollout_is_shown_to_its_end(browser: Browser) -> None:
+    """How soon its beginning is there: benchmarks.view."""
     browser.open("run/long/step/2/rollout/0%2F1", ".tokens span")
-    took_ms = browser.page.evaluate(started) - before
     browser.page.wait_for_selector("[data-at='31999']")
-    assert took_ms < 15_000  # benchmarks.view holds it to half a second on a machine with nothing else to do
 
 
 def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) -> None:
@@ -182,11 +180,12 @@ def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) 
     assert grpo("view", root / "one", "--export", report).returncode == 0
     with chromium.new_context() as context:  # type: ignore[attr-defined]
         page, wrong = context.new_page(), []
+        page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
             "request", lambda asked: wrong.append(asked.url) if not asked.url.startswith(("file:", "data:")) else None
         )
         for address, shows in (("run/one", ".u-over"), ("run/one/step/12", ".heat a"), ("run/one/proof", ".checks li")):
             page.goto(f"{report.as_uri()}#/{address}")
-            page.wait_for_selector(shows, timeout=10_000)
+            page.wait_for_selector(shows)
         assert wrong == []

@@ -17,7 +17,7 @@ from orchestrator.sandbox.records import MIB, Limits
 pytestmark = pytest.mark.chaos
 
 LIMITS = Limits(
-    wall_s=20.0, cpu_s=1.0, memory_bytes=128 * MIB, processes=8, output_bytes=100_000,
+    wall_s=200.0, cpu_s=1.0, memory_bytes=128 * MIB, processes=8, output_bytes=100_000,
     disk_bytes=8 * MIB, num_files=200,
 )  # fmt: skip
 ENOUGH = Limits(wall_s=60.0)

@@ -1,0 +1,25 @@
+"""Ports for programs that are about to start."""
+
+import errno
+import secrets
+import socket
+
+_FIRST, _END = 10_000, 32_000
+"""Below the ports that Linux gives to whoever asks for any: one of those could go to a stranger before its program
+listens there, or while that is started again."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Returns a port that nobody uses now, of an address of this machine. Raises OSError where there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(1000):
+        port = _FIRST + secrets.randbelow(_END - _FIRST)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(f"of 1000 ports of {host} none is free; name one that is")
