@@ -43,7 +43,7 @@ def killed_run(
 ) -> Iterator[str]:
     """One run with these kills; yields what was killed, and nothing for those that the run's end came before. Raises
     AssertionError where a claim does not hold."""
-    words, run, before = options(RECOVERING | settings), Run(folder), shared()
+    words, run, before = options({**RECOVERING, **settings}), Run(folder), shared()
     launched = Launched(folder, *words)
     try:
         for name in targets:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.report import parser, quickstart, report
 from orchestrator.monitoring.timeline import SERVERS, TRAINER, read_timeline
-from tools.random_models import make_mid
+from tools.random_models import MID, make_random
 
 NUM_STEPS, NUM_WARM_UP = 20, 4
 LARGE = {
@@ -33,7 +33,7 @@ TARGETS = {"total_ms": ("<=", 400.0), "publish_share": ("<=", 0.02)}
 
 def until_first_token(folder: Path) -> dict[str, float]:
     """Median milliseconds: until the version's files are seen, until it is loaded and proved, and until its answer."""
-    quickstart(folder, LARGE | {"model": make_mid(folder.with_name("model"), dtype="float32")})
+    quickstart(folder, LARGE | {"model": make_random(folder.with_name("model"), MID)})
     spans = read_timeline(folder)
     called = {span.step: span.start_s for span in spans if (span.who, span.what) == (TRAINER, "publish")}
     loaded = {span.step: span for span in spans if span.what == "load"}
