@@ -21,6 +21,7 @@ from tests.grpo.view.served import served
 SHOWN = {
     "run": ("run/large", ".u-over", 1.0),
     "step": ("run/large/step/500", ".heat a", 0.5),
+    "first rollout, of 2,000 tokens": ("run/large/step/500/rollout/3%2F2", ".tokens span", None),
     "rollout of 32,000 tokens": ("run/long/step/2/rollout/0%2F1", ".tokens span", 0.5),
     "prompt in all steps": ("run/large/prompt/reverse-text/5", "td.answer", None),
 }
