@@ -9,12 +9,13 @@ import pytest
 
 from configs.run import load_run
 from configs.train import TrainSettings
-from deploy.memory import GIB, DryStepError, NoRoom, measure, utilization, with_split
+from deploy.memory import GIB, NoRoom, measure, utilization, with_split
 from deploy.plan import resolve
 from tools.random_models import TINY, make_random
 from trainer.batch import check_step
 from trainer.dry_step import Measurement, batches
 from trainer.memory import estimate
+from transport.errors import UserError
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
 FOUND = Measurement(
@@ -86,7 +87,7 @@ def test_the_server_gets_its_share_as_a_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"), [("error: no such layer", DryStepError), ("error: CUDA out of memory. Tried", NoRoom)]
+    ("said", "kind"), [("error: no such layer", UserError), ("error: CUDA out of memory. Tried", NoRoom)]
 )
 def test_a_dry_step_that_fails_says_why(
     said: str, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
