@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.grpo.run_folder import grpo
+from tests.grpo.view.made_run import HOSTILE, make_run
 from tests.grpo.view.served import Served, served
-from tools.made_run import HOSTILE, make_run
 
 
 @pytest.fixture(scope="module")
