@@ -43,7 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown as they are asked (3)")
     parser.add_argument("--show", type=int, default=20, help="rows that are told of those refused and left out (20)")
     for name in ARGUMENTS:
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml.safe_load if name in NOT_TEXTS else str)
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml_value if name in NOT_TEXTS else str)
+
+
+def yaml_value(text: str) -> Any:
+    """Returns what an option says in YAML, and so in JSON. Raises UserError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{text!r} is no YAML: {error}") from error
 
 
 def main(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ import yaml
 from configs.infer import InferSettings
 from configs.loading import Values, load
 from configs.orch import OrchSettings
+from grpo.data import yaml_value
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings
@@ -176,7 +177,7 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
     tree: dict[str, Any] = dict((target.run and recorded_settings(target.run, "orch")) or {})
     tree |= {"model": {**tree.get("model", {}), "name": target.model}, "report_to": None}
     if options.env:
-        tree["env"] = [yaml.safe_load(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env]
+        tree["env"] = [yaml_value(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env]
     if not tree.get("env"):
         raise UserError("no environment to evaluate on; give --env ID")
     sampled = {"temperature": options.temperature, "max_tokens": options.max_tokens}
