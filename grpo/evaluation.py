@@ -47,7 +47,7 @@ MODEL is a folder or a Hugging Face id. RUN is a run's folder, of which the newe
 sampling hold unless they are given here. All other options are keys of grpo-infer, which is started for it:
 
   grpo evaluate configs/quickstart/model --env reverse-text --dtype float32 --max_model_len 128 --max_tokens 12
-  grpo evaluate outputs/first --step 20 --rollouts_per_example 8 --temperature 1
+  grpo evaluate outputs/first --step 58 --rollouts_per_example 8 --temperature 1
 
 exit codes: 0 done, 1 a server or an environment failed, 2 settings that cannot be honoured, 130 Ctrl-C"""
 _LOOK_S = 0.5
