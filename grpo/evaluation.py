@@ -18,10 +18,9 @@ import yaml
 from configs.infer import InferSettings
 from configs.loading import Values, load
 from configs.orch import OrchSettings
-from grpo.data import yaml_value
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
-from grpo.sources import env_settings
+from grpo.sources import env_settings, yaml_value
 from grpo.training import Env
 from grpo.version import Version, open_version
 from orchestrator.envs.base import Environment
