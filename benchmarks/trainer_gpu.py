@@ -23,6 +23,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ def batch_of(*, num_tokens: int, sample_len: int, vocab_size: int) -> MicroBatch
 
 def settings_of(case: Case, folder: Path, options: argparse.Namespace) -> TrainSettings:
     """Those of a trainer with the case's base."""
-    own = {key: True for key, format in QUANTIZED.items() if format == case.quantization}
+    own: dict[str, Any] = {key: True for key, format in QUANTIZED.items() if format == case.quantization}
     own |= {"model": str(folder), "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK, "compile": options.compile}
     own |= {"gradient_checkpointing": case.checkpointing, "sequence_len": options.tokens}
     return TrainSettings.model_validate(own)

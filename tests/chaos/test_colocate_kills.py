@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.kills import shared
-from tests.chaos.launched import MODULES, Launched
+from tests.chaos.launched import MODULES, Launched, shared
 from tests.e2e.runs import Run, done, until
 from transport.weights.dequantized import FOLDER
 
