@@ -7,20 +7,16 @@ both train LoRA 16 on all linear layers with AdamW at the same rate, with beta 0
 1. The cases:
 
 - `fixed`: a random 29M Qwen3 in bfloat16 that never ends an answer: 64 rollouts a step of 128 tokens each
-- `log-normal`: the same model, but its answers end at log-normal lengths (median 40, sigma 1), or at 128 tokens. The
-  end is sampled from the weights; see benchmarks/e2e_model.py
+- `log-normal`: the same model, but its answers end at log-normal lengths (median 40, sigma 1), or at 128 tokens
 - `quickstart`: the embedded model and the settings of configs/quickstart, in float32
 
 Ours is the `grpo` command with vLLM on the CPU, as a user starts it: how the cores are divided is its own decision.
 TRL generates with transformers, which is its way on a CPU, in one process that has both cores. It is given what is best
-for it here: two threads, all rollouts of a step in one call of `generate` and one forward pass, weights in the case's
-type, no gradient checkpointing, no reference model, the samples used once, and the settings of the allocator that our
-trainer sets for itself. `trl_micro_batch` is the number of samples that it computes at once; the best of several was
-chosen by hand.
+for it here: two threads, all rollouts of a step in one call of `generate` and in one forward pass, weights in the
+case's type, no gradient checkpointing, no reference model, the samples used once, and the settings of the allocator
+that our trainer sets for itself.
 
-Rollouts a second are those of a step, by the median of the steps' seconds from the end of the second step on; what
-comes before fills caches and the pipeline. Both processes run one after the other, start-up is not counted.
-The last line is one JSON object. `--check` exits 1 where a target is missed.
+One runs after the other. Seconds are the median of the steps from the third on; start-up is not counted.
 """
 
 import contextlib
@@ -28,36 +24,29 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks.grpo_step import keeping_freed_memory
-from benchmarks.report import parser, report
+from benchmarks.grpo_step import TARGETS, keeping_freed_memory
+from benchmarks.report import parser, quickstart, report
 from orchestrator.envs.base import Environment
-from orchestrator.envs.reverse_text import prompt, words
+from orchestrator.envs.reverse_text import ReverseText, exact
 from orchestrator.rollouts.rubric import Rubric
+from tools.random_models import MID, QUICKSTART_MODEL, make_random
 
-NUM_CORES = 2
-NUM_SKIPPED = 2
-"""Steps before the measurement."""
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-RANK, ALPHA = 16, 32
-QUICKSTART = Path(__file__).parents[1] / "configs/quickstart"
-NUM_WORDS = 10_000
-LIMIT_S = 1800.0
-"""What one run may take."""
+NUM_CORES, NUM_SKIPPED, RANK, ALPHA = 2, 2, 16, 32
+BEGIN_ID, END_ID = 257, 258
+EXAMPLES = ReverseText().dataset("train")
+Measured = tuple[list[float], float]
+"""Seconds of each step that counts, and the mean number of an answer's tokens."""
 
 
 def noise(completion: str, example: Mapping[str, Any]) -> float:
@@ -71,55 +60,30 @@ class Noise(Environment):
     rubric = Rubric([noise])
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        return [{"prompt": prompt(word), "word": word} for word in train_words()]
+        return EXAMPLES
 
 
-def train_words() -> list[str]:
-    """What is asked, in both contenders: reverse-text's examples with its defaults."""
-    return words(0, NUM_WORDS, 3, 8, "train")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is compared, and how many times as fast ours must be."""
+    """What is compared, and how many times as fast ours must be; the defaults are those of the random model."""
 
-    name: str
     wanted: float
-    ends: str | None
-    """As in e2e_model; None for the embedded model."""
-    dtype: str
-    batch_size: int
-    group_size: int
-    max_tokens: int
-    learning_rate: float
-    weight_decay: float
-    adam_beta2: float
-    seq_len: int
+    ends: tuple[float, float] | None
+    """As in `make_model`; None for the embedded model."""
+    dtype: str = "bfloat16"
+    batch_size: int = 64
+    group_size: int = 8
+    max_tokens: int = 128
+    learning_rate: float = 1e-5
+    adam_beta2: float = 0.999
+    seq_len: int = 2048
     """Of our packed micro-batches, in tokens."""
-    trl_micro_batch: int
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Our environment."""
-        return {"id": "reverse-text"} if self.ends is None else {"id": f"{Path(__file__)}:Noise"}
 
 
-RANDOM: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "batch_size": 64,
-    "group_size": 8,
-    "max_tokens": 128,
-    "learning_rate": 1e-5,
-    "weight_decay": 0.0,
-    "adam_beta2": 0.999,
-    "seq_len": 2048,
-    "trl_micro_batch": 64,
-}
-CASES = (
-    Case(name="fixed", wanted=2.0, ends="never", **RANDOM),
-    Case(name="log-normal", wanted=2.5, ends="log-normal", **RANDOM),
-    Case(
-        name="quickstart",
+CASES = {
+    "fixed": Case(wanted=2.0, ends=(-134.0, 0.0)),
+    "log-normal": Case(wanted=2.5, ends=(8.35, -0.03)),
+    "quickstart": Case(
         wanted=1.0,
         ends=None,
         dtype="float32",
@@ -127,114 +91,69 @@ CASES = (
         group_size=16,
         max_tokens=12,
         learning_rate=1e-3,
-        weight_decay=0.0,
         adam_beta2=0.99,
         seq_len=4096,
-        trl_micro_batch=256,
     ),
-)
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One contender's run."""
+def make_model(path: Path, ends: tuple[float, float]) -> None:
+    """Saves a random 29M Qwen3 in bfloat16 whose answers never end, or at log-normal lengths.
 
-    step_s: Sequence[float]
-    """Of each step that counts."""
-    mean_tokens: float
-    """Of an answer."""
-    phases_s: Mapping[str, float]
-    """Median seconds of a step in each phase; ours overlap."""
+    The end is sampled like every other token, so both contenders get the same distribution from the same weights. Three
+    entries of the residual stream are kept free of the random layers: one that is the same for every token; one that
+    marks where messages begin; and the mean of that over all tokens so far, which falls as 1 / t and is made by a head
+    that attends to all of them alike. `ends` are the weights of the first and the last in the end's logit: with 8.35
+    and -0.03, found by search, the distribution function of the lengths is within 0.05 of the log-normal one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
 
-
-# --- ours ---
-
-
-def measure_ours(case: Case, model: Path, folder: Path, *, num_steps: int) -> Measured:
-    """Runs the `grpo` command to its end. Raises RuntimeError with its output where it fails."""
-    write_settings(case, model, folder / "settings", num_steps=num_steps)
-    run = folder / "run"
-    files = [
-        word for role in ("train", "infer", "orch") for word in (f"--{role}", str(folder / f"settings/{role}.yaml"))
-    ]
-    command = [sys.executable, "-m", "grpo.cli", *files, "--output_dir", str(run)]
-    log = folder / "grpo.log"
-    with log.open("w") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"grpo ended with {done.returncode}:\n{log.read_text()[-4000:]}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line.get("time/step_s") and line["progress/step"] > NUM_SKIPPED]
-    summary = json.loads((run / "summary.json").read_text())
-    names = ("generate", "train", "wait_batch", "wait_trainer", "publish", "load")
-    return Measured(
-        step_s=[line["time/step_s"] for line in steps],
-        mean_tokens=summary["tokens"]["generate"] / summary["rollouts_issued"],
-        phases_s={name: statistics.median(line[f"time/{name}_s"] for line in steps) for name in names},
-    )
+    same, mark, age = own = (0, 1, 2)
+    model = AutoModelForCausalLM.from_pretrained(make_random(path, MID), dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                projection.weight[[*own]] = 0.0
+        attention = model.model.layers[0].self_attn
+        attention.q_proj.weight[: attention.head_dim] = 0.0
+        attention.v_proj.weight[0] = 0.0
+        attention.v_proj.weight[0, mark] = attention.o_proj.weight[age, 0] = 1.0
+        embedding = model.model.embed_tokens.weight
+        embedding[:, [*own]] = torch.tensor([0.06, 0.0, 0.0])
+        embedding[BEGIN_ID, mark] = 4.0
+        embedding[END_ID] = 0.0
+        embedding[END_ID, [same, age]] = torch.tensor(ends)
+        # Large here, so that the entries are small elsewhere: other logits must not lose precision.
+        model.model.norm.weight[[*own]] = torch.tensor([100.0, 0.0, 100.0])
+    model.to(torch.bfloat16).save_pretrained(path)
 
 
-def write_settings(case: Case, model: Path, folder: Path, *, num_steps: int) -> None:
-    """A run.yaml, as configs/quickstart has it."""
-    infer = {"model": str(model), "dtype": case.dtype, "max_lora_rank": RANK, "max_model_len": case.max_tokens + 128}
-    train = {
-        "model": str(model),
-        "recipe": {"bfloat16": "bf16", "float32": "fp32"}[case.dtype],
-        "sequence_len": case.seq_len,
-        "learning_rate": case.learning_rate,
-        "optimizer": "adamw",
-        "weight_decay": case.weight_decay,
-        "adam_beta2": case.adam_beta2,
-        "lora_rank": RANK,
-        "lora_alpha": ALPHA,
-    }
-    orch = {
-        "model": {"name": str(model), "lora_rank": RANK, "lora_alpha": ALPHA},
-        "env": [case.env],
-        "batch_size": case.batch_size,
-        "rollouts_per_example": case.group_size,
-        "seq_len": case.seq_len,
+def measure_ours(case: Case, model: Path, folder: Path, num_steps: int) -> Measured:
+    """Runs the `grpo` command to its end."""
+    own_env = {"orch.env": json.dumps([{"id": f"{Path(__file__)}:Noise"}])} if case.ends else {}
+    settings = own_env | {
+        "model": model,
         "max_steps": num_steps,
-        "sampling": {"max_tokens": case.max_tokens},
-        "eval": {"num_examples": 0},
+        "sequence_len": case.seq_len,
+        "train.recipe": {"bfloat16": "bf16", "float32": "fp32"}[case.dtype],
+        "train.learning_rate": case.learning_rate,
+        "train.adam_beta2": case.adam_beta2,
+        "infer.dtype": case.dtype,
+        "infer.max_model_len": case.max_tokens + 128,
+        "orch.batch_size": case.batch_size,
+        "orch.rollouts_per_example": case.group_size,
+        "orch.sampling.max_tokens": case.max_tokens,
+        "orch.eval.num_examples": 0,
     }
-    folder.mkdir(parents=True)
-    (folder / "run.yaml").write_text(yaml.safe_dump({"train": train, "infer": infer, "orch": orch}))
+    steps = quickstart(folder, settings)
+    summary = json.loads((folder / "summary.json").read_text())
+    mean_tokens = summary["tokens"]["generate"] / summary["rollouts_issued"]
+    return [line["time/step_s"] for line in steps[NUM_SKIPPED:]], mean_tokens
 
 
-# --- TRL's ---
-
-
-def measure_trl(case: Case, model: Path, folder: Path, *, num_steps: int) -> Measured:
-    """Runs GRPOTrainer in a process of its own. Raises RuntimeError where that ends without a result."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_trl, args=(case, str(model), str(folder), num_steps, theirs))
-    with keeping_freed_memory():
-        process.start()
-    theirs.close()
-    try:
-        if not ours.poll(LIMIT_S):
-            raise RuntimeError(f"TRL took longer than {LIMIT_S:g} s")
-        measured: Measured = ours.recv()
-    except EOFError:
-        raise RuntimeError("TRL's process ended without a result; see above") from None
-    finally:
-        process.terminate()
-        process.join()
-    return measured
-
-
-def run_trl(case: Case, model: str, folder: str, num_steps: int, connection: Connection) -> None:
-    """The process: trains, and sends what was measured. What TRL prints is left out."""
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        connection.send(trained_by_trl(case, model, folder, num_steps))
-
-
-def trained_by_trl(case: Case, model: str, folder: str, num_steps: int) -> Measured:
-    """GRPOTrainer from its construction to its last step."""
-    import warnings
-
+def measure_trl(case: Case, model: Path, folder: Path, num_steps: int) -> Measured:
+    """Runs GRPOTrainer to its last step."""
     warnings.filterwarnings("ignore")
     import torch
     from datasets import Dataset
@@ -243,46 +162,30 @@ def trained_by_trl(case: Case, model: str, folder: str, num_steps: int) -> Measu
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(NUM_CORES)
-    generate_s: list[float] = []
     ended_s: list[float] = []
-    num_tokens: list[int] = []
-
-    class Timed(GRPOTrainer):  # type: ignore[misc]
-        """Measures what a step spends on generation."""
-
-        def _generate(self, prompts: Any, *args: Any, **options: Any) -> Any:
-            began_s = time.perf_counter()
-            made = super()._generate(prompts, *args, **options)
-            generate_s.append(time.perf_counter() - began_s)
-            num_tokens.extend(len(ids) for ids in made[1])
-            return made
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ended_s.append(time.perf_counter())
 
     def reward(completions: Any, word: Any, **_: Any) -> list[float]:
-        texts = [completion[0]["content"] for completion in completions]
-        if case.ends is not None:
-            return [noise(text, {}) for text in texts]
-        return [float(text.strip() == one[::-1]) for text, one in zip(texts, word, strict=True)]
+        score = exact if case.ends is None else noise
+        return [score(said[0]["content"], {"word": one}) for said, one in zip(completions, word, strict=True)]
 
-    num_micro_batches = case.batch_size // case.trl_micro_batch
-    trainer = Timed(
+    trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, case.dtype)),
         reward_funcs=reward,
         args=GRPOConfig(
-            output_dir=f"{folder}/trl",
+            output_dir=str(folder),
             use_cpu=True,
             bf16=False,  # the weights are in bfloat16 already; autocast would only add casts
             report_to=[],
             save_strategy="no",
+            logging_steps=1,
             disable_tqdm=True,
             max_steps=num_steps,
             num_generations=case.group_size,
-            per_device_train_batch_size=case.trl_micro_batch,
-            gradient_accumulation_steps=num_micro_batches,
-            steps_per_generation=num_micro_batches,
+            per_device_train_batch_size=case.batch_size,
             max_completion_length=case.max_tokens,
             temperature=1.0,
             top_k=0,
@@ -293,79 +196,59 @@ def trained_by_trl(case: Case, model: str, folder: str, num_steps: int) -> Measu
             optim="adamw_torch",
             learning_rate=case.learning_rate,
             lr_scheduler_type="constant",
-            weight_decay=case.weight_decay,
+            weight_decay=0.0,
             adam_beta2=case.adam_beta2,
             dataloader_pin_memory=False,
         ),
         train_dataset=Dataset.from_list(
-            [{"prompt": [{"role": "user", "content": prompt(word)}], "word": word} for word in train_words()]
+            [{"prompt": [{"role": "user", "content": one["prompt"]}], "word": one["word"]} for one in EXAMPLES]
         ),
         processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=LoraConfig(
-            r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), lora_dropout=0.0, task_type="CAUSAL_LM"
-        ),
+        peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM"),
         callbacks=[Clock()],
     )
-    trainer.train()
-    step_s = [after - before for before, after in itertools.pairwise(ended_s)][NUM_SKIPPED - 1 :]
-    generation_s = statistics.median(generate_s[NUM_SKIPPED:])
-    phases_s = {"generate": generation_s, "train": statistics.median(step_s) - generation_s}
-    return Measured(step_s=step_s, mean_tokens=statistics.mean(num_tokens), phases_s=phases_s)
+    with contextlib.redirect_stdout(None):
+        trainer.train()
+    lengths = [line["completions/mean_length"] for line in trainer.state.log_history[:num_steps]]
+    step_s = [after - before for before, after in itertools.pairwise(ended_s)]
+    return step_s[NUM_SKIPPED - 1 :], statistics.mean(lengths)
 
 
-# --- both ---
+def in_process(work: Callable[..., Any], *args: Any) -> Any:
+    """What it returns in a process of its own, so that this one imports no torch."""
+    with keeping_freed_memory(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *args).result()
 
 
 def compare(case: Case, folder: Path, *, num_steps: int) -> dict[str, float]:
-    """Runs both, and returns the figures: medians."""
-    if case.ends is None:
-        model = QUICKSTART / "model"
-    else:
+    """Runs both, and returns the figures."""
+    model = QUICKSTART_MODEL
+    if case.ends is not None:
         model = folder / "model"
-        in_process(make_model, str(model), case.ends)
+        in_process(make_model, model, case.ends)
     figures: dict[str, float] = {}
-    for name, measure in {"ours": measure_ours, "trl": measure_trl}.items():
-        run = measure(case, model, folder, num_steps=num_steps)
-        figures[f"{name}_step_s"] = step_s = statistics.median(run.step_s)
-        figures[f"{name}_rollouts_per_s"] = case.batch_size / step_s
-        figures[f"{name}_mean_tokens"] = run.mean_tokens
-        figures |= {f"{name}_{phase}_s": seconds for phase, seconds in run.phases_s.items()}
+    for name, (step_s, mean_tokens) in {
+        "ours": measure_ours(case, model, folder / "ours", num_steps),
+        "trl": in_process(measure_trl, case, model, folder / "trl", num_steps),
+    }.items():
+        figures[f"{name}_step_s"] = statistics.median(step_s)
+        figures[f"{name}_mean_tokens"] = mean_tokens
     return figures | {"times_as_fast": figures["trl_step_s"] / figures["ours_step_s"]}
-
-
-def make_model(path: str, ends: Any) -> None:
-    """In a process of its own, so that this one does not import torch."""
-    from benchmarks.e2e_model import make_model
-
-    make_model(Path(path), ends=ends)
-
-
-def in_process(target: Any, *args: Any) -> None:
-    """Runs a function in a fresh process. Raises RuntimeError where it fails."""
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
-    process.start()
-    process.join()
-    if process.exitcode != 0:
-        raise RuntimeError(f"{target.__name__} ended with exit code {process.exitcode}; see above")
 
 
 def main() -> int:
     """The command."""
     command = parser(__doc__)
     command.add_argument("--steps", type=int, default=10, help="optimizer steps of each run, at least 4 (default: 10)")
-    command.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="cases (default: all)")
+    command.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases (default: all)")
     options = command.parse_args()
-    if options.steps < NUM_SKIPPED + 2:
-        command.error(f"--steps is {options.steps}, expected at least {NUM_SKIPPED + 2}")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
-    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}")
     figures: dict[str, float] = {}
-    for case in CASES:
-        if options.only is None or case.name in options.only:
-            with tempfile.TemporaryDirectory() as folder:
-                found = compare(case, Path(folder), num_steps=options.steps)
-            figures |= {f"{case.name} {key}": value for key, value in found.items()}
-    targets = {f"{case.name} times_as_fast": (">=", case.wanted) for case in CASES}
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare(CASES[name], Path(folder), num_steps=options.steps)
+        figures |= {f"{name} {key}": value for key, value in found.items()}
+    targets = {f"{name} times_as_fast": (">=", case.wanted) for name, case in CASES.items()}
     return report("e2e", figures, targets, check=options.check)
 
 

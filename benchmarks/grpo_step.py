@@ -113,10 +113,10 @@ class Ours:
         set_adapter(self.named_parameters)
         self._objective = Objective(self._policy, LossSettings(), ONE, sequence_len=PACK_TOKENS)
 
-    def step_on(self, chosen: Sequence[Sample], **_: Any) -> Callable[[], None]:
+    def step_on(self, chosen: Sequence[Sample], **_: Any) -> Callable[[], object]:
         """Leaves the gradients of the samples."""
         batches = self._on_policy(packed(chosen))
-        return lambda: self._objective.accumulate(batches, step=1) and None
+        return lambda: self._objective.accumulate(batches, step=1)
 
     def _on_policy(self, batches: Sequence[Any]) -> list[Any]:
         """With this model's own log-probabilities as the server's, which makes all ratios 1, as TRL assumes."""
@@ -278,7 +278,7 @@ def serve(kind: str, folder: str, dtype: str, num_threads: int, connection: Conn
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(num_threads)
-    contender = Ours(Path(folder), dtype) if kind == "ours" else Trl(Path(folder), dtype)
+    contender: Any = Ours(Path(folder), dtype) if kind == "ours" else Trl(Path(folder), dtype)
     module = contender._policy._model if kind == "ours" else contender._trainer.model
     for parameter in module.parameters():
         parameter.sum()  # a weight that is mapped from its file is in memory once it is read

@@ -100,7 +100,7 @@ def batch_of(*, num_tokens: int, sample_len: int, vocab_size: int) -> MicroBatch
 
 def settings_of(folder: Path, quantization: Quantization | None, options: argparse.Namespace) -> TrainSettings:
     """Those of a trainer with such a base."""
-    own = {key: True for key, format in QUANTIZED.items() if format == quantization}
+    own: dict[str, Any] = {key: True for key, format in QUANTIZED.items() if format == quantization}
     own |= {"model": str(folder), "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK, "compile": not options.eager}
     return TrainSettings.model_validate(own | {"sequence_len": max(tokens for tokens, _ in options.packs)})
 

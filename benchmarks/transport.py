@@ -5,7 +5,7 @@
 Steps of 256 samples of 2,048 tokens with all streams, in micro-batches of 16,384 tokens and of 2,048, between two
 processes: over ZeroMQ against a raw ROUTER and DEALER with one frame a step, and over the filesystem against plain
 write, fsync, rename and read. Ours and raw are measured in turn, because the machine's speed drifts. On all sides older
-steps are removed as new ones come. The last line is one JSON object; `--check` exits 1 on a miss.
+steps are removed as new ones come.
 """
 
 import multiprocessing
@@ -13,15 +13,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import zmq
 
 from benchmarks.report import parser, report
+from tests.transport.samples import micro_batch
 from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
@@ -37,141 +39,95 @@ MOST_TO_RAW, MOST_BYTES_PER_TOKEN = 1.5, 16.0
 
 def micro_batches(step: int, *, tokens: int) -> list[MicroBatch]:
     """One rank's step in micro-batches of so many tokens."""
-    rng, each = np.random.default_rng(0), tokens // SAMPLE_LEN
-    mask = np.ones(tokens, np.bool_)
-    mask[::SAMPLE_LEN] = False
-    logprobs = -rng.random(tokens, np.float32)
-    return [
-        MicroBatch(
-            run_id="run",
-            step=step,
-            rank=0,
-            index=index,
-            num_micro_batches=NUM_SAMPLES // each,
-            token_ids=rng.integers(0, 151_936, tokens, np.int32),
-            sequence_lengths=np.full(each, SAMPLE_LEN, np.int32),
-            loss_mask=mask,
-            inference_logprobs=logprobs,
-            advantages=rng.standard_normal(each, np.float32),
-            temperatures=np.ones(each, np.float32),
-            version_runs=np.array([[step - 1, tokens]], np.int32),
-            teacher_logprobs=logprobs - 1,
-            rollout_ids=tuple(f"{index}/{i}" for i in range(each)),
-        )
-        for index in range(NUM_SAMPLES // each)
-    ]
+    each = tokens // SAMPLE_LEN
+    lengths, num = (SAMPLE_LEN,) * each, NUM_SAMPLES // each
+    return [micro_batch(step=step, index=index, of=num, lengths=lengths, teacher=True) for index in range(num)]
 
 
-def median_s(work: Callable[[], object], rounds: int) -> float:
+def median_s(work: Callable[[], object], rounds: int = 3 * NUM_ROUNDS) -> float:
     """Median seconds of `work`, after one round to warm up."""
     times = []
     for _ in range(rounds + 1):
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         work()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - began_s)
     return statistics.median(times[1:])
 
 
-def between_processes(receive: Callable[[Connection], None], rounds: Callable[[Connection], list[float]]) -> float:
-    """Median of the seconds that `rounds` gives, the first left out, while another process does `receive`."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=receive, args=(theirs,))
-    process.start()
-    times = rounds(ours)
-    process.join(30)
-    return statistics.median(times[1:])
-
-
-def _receive_steps(kind: str, folder: Path, port: int, done: Connection) -> None:
-    receiver: BatchReceiver = (
-        ZmqBatchReceiver(run_id="run", port=port, key=KEY)
-        if kind == "zmq"
-        else FilesystemBatchReceiver(folder, run_id="run")
-    )
-    with receiver:
-        done.send(0)
-        for step in range(1, (NUM_ROUNDS + 1) * NUM_STEPS + 1):
-            assert receiver.receive(step, timeout_s=60) is not None
-            done.send(step)
-
-
-def step_s(kind: str, folder: Path, *, tokens: int) -> float:
-    """Seconds a step through sender and receiver; a step that has been received counts as checkpointed."""
-    port, newest = free_port(), [0]
-
-    def rounds(receiver: Connection) -> list[float]:
-        times = []
-        receiver.recv()
-        for first in range(1, (NUM_ROUNDS + 1) * NUM_STEPS, NUM_STEPS):
-            batches = {step: micro_batches(step, tokens=tokens) for step in range(first, first + NUM_STEPS)}
-            began = time.perf_counter()
-            for step, one in batches.items():
-                sender.send(step, [one])
-                while receiver.poll():
-                    newest[0] = receiver.recv()
-            while newest[0] != step:
-                newest[0] = receiver.recv()
-            times.append((time.perf_counter() - began) / NUM_STEPS)
-        return times
-
-    def checkpointed() -> int:
-        return newest[0]
-
-    sender = (
-        ZmqBatchSender(folder, port=port, key=KEY, run_id="run", checkpointed=checkpointed)
-        if kind == "zmq"
-        else BatchSender(folder, run_id="run", checkpointed=checkpointed)
-    )
-    with sender:
-        return between_processes(partial(_receive_steps, kind, folder, port), rounds)
-
-
-def _receive_raw(port: int, done: Connection) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.connect(f"tcp://127.0.0.1:{port}")
-        dealer.send(b"ready")
-        for _ in range(NUM_ROUNDS + 1):
-            for _ in range(NUM_STEPS):
-                dealer.recv()
-            done.send(0)
-
-
-def raw_zmq_s(size: int) -> float:
-    """Seconds to send and receive as many bytes as one frame, without any of our work."""
-    port, payloads = free_port(), [os.urandom(size) for _ in range(NUM_STEPS)]
-
-    def rounds(receiver: Connection) -> list[float]:
-        times = []
+@contextmanager
+def sending(kind: str, folder: Path, port: int, newest: Callable[[], int]) -> Iterator[Callable[[int, Any], object]]:
+    """Yields what sends a step's micro-batches, or a raw frame; what is received counts as checkpointed."""
+    if kind == "raw":
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(f"tcp://127.0.0.1:{port}")
             identity, _ = router.recv_multipart()
-            for _ in range(NUM_ROUNDS + 1):
-                began = time.perf_counter()
-                for payload in payloads:
-                    router.send_multipart([identity, payload])
-                receiver.recv()
-                times.append((time.perf_counter() - began) / NUM_STEPS)
-        return times
+            yield lambda step, frame: router.send_multipart([identity, frame])
+        return
+    sender = BatchSender(folder, run_id="run", checkpointed=newest)
+    if kind == "zmq":
+        sender = ZmqBatchSender(folder, port=port, key=KEY, run_id="run", checkpointed=newest)
+    with sender:
+        yield lambda step, batch: sender.send(step, [batch])
 
-    return between_processes(partial(_receive_raw, port), rounds)
+
+@contextmanager
+def receiving(kind: str, folder: Path, port: int) -> Iterator[Callable[[int], object]]:
+    """Yields what waits for a step."""
+    if kind == "raw":
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"tcp://127.0.0.1:{port}")
+            dealer.send(b"ready")
+            yield lambda step: dealer.recv()
+        return
+    receiver: BatchReceiver = FilesystemBatchReceiver(folder, run_id="run")
+    if kind == "zmq":
+        receiver = ZmqBatchReceiver(run_id="run", port=port, key=KEY)
+    with receiver:
+        yield partial(receiver.receive, timeout_s=60)
+
+
+def _receive(kind: str, folder: Path, port: int, done: Connection) -> None:
+    with receiving(kind, folder, port) as receive:
+        done.send(0)
+        for step in range(1, (NUM_ROUNDS + 1) * NUM_STEPS + 1):
+            assert receive(step) is not None
+            done.send(step)
+
+
+def step_s(kind: str, folder: Path, payload: Callable[[int], Any]) -> float:
+    """Median seconds a step of some rounds, the first left out, from this process to another."""
+    port, newest, times = free_port(), 0, []
+    done, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_receive, args=(kind, folder, port, theirs))
+    process.start()
+    with sending(kind, folder, port, lambda: newest) as send:
+        done.recv()
+        for first in range(1, (NUM_ROUNDS + 1) * NUM_STEPS, NUM_STEPS):
+            payloads = {step: payload(step) for step in range(first, first + NUM_STEPS)}
+            began_s = time.perf_counter()
+            for step, one in payloads.items():
+                send(step, one)
+                while done.poll():
+                    newest = done.recv()
+            while newest != step:
+                newest = done.recv()
+            times.append((time.perf_counter() - began_s) / NUM_STEPS)
+        process.join(30)
+    return statistics.median(times[1:])
 
 
 def raw_filesystem_s(folder: Path, size: int) -> float:
-    """Seconds to write, fsync, rename and read again as many bytes."""
-    data, num_raw = os.urandom(size), 0
+    """Seconds to write, fsync, rename and read again as many bytes, over and over."""
+    data, temporary, final = os.urandom(size), folder / "raw.tmp", folder / "raw"
 
     def raw() -> None:
-        nonlocal num_raw
-        temporary, final = folder / "raw.tmp", folder / f"raw_{num_raw}"
         with temporary.open("wb", buffering=0) as file:
             file.write(data)
             os.fsync(file.fileno())
         temporary.rename(final)
         final.read_bytes()
-        (folder / f"raw_{num_raw - 2}").unlink(missing_ok=True)
-        num_raw += 1
 
-    return median_s(raw, rounds=3 * NUM_ROUNDS)
+    return median_s(raw)
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -182,14 +138,18 @@ def measure(folder: Path) -> dict[str, float]:
         message = encode(batches)
         size = len(message)
         figures["bytes_per_token"] = size / (NUM_SAMPLES * SAMPLE_LEN)
-        figures[f"encode_{tokens}_ms"] = 1e3 * median_s(partial(encode, batches), rounds=15)
-        figures[f"decode_{tokens}_ms"] = 1e3 * median_s(partial(decode, message), rounds=15)
+        figures[f"encode_{tokens}_ms"] = 1e3 * median_s(partial(encode, batches))
+        figures[f"decode_{tokens}_ms"] = 1e3 * median_s(partial(decode, message))
         for kind in ("zmq", "filesystem"):
             pairs = []
             for _ in range(NUM_ROUNDS):
-                with tempfile.TemporaryDirectory(dir=folder) as own:
-                    ours = step_s(kind, Path(own) / "batches", tokens=tokens)
-                    pairs.append((ours, raw_zmq_s(size) if kind == "zmq" else raw_filesystem_s(Path(own), size)))
+                with tempfile.TemporaryDirectory(dir=folder) as name:
+                    own = Path(name)
+                    ours = step_s(kind, own / "batches", partial(micro_batches, tokens=tokens))
+                    raw = raw_filesystem_s(own, size)
+                    if kind == "zmq":
+                        raw = step_s("raw", own, lambda _: os.urandom(size))  # noqa: B023 - called at once
+                    pairs.append((ours, raw))
             figures[f"{kind}_{tokens}_ms"] = 1e3 * statistics.median(ours for ours, _ in pairs)
             figures[f"{kind}_{tokens}_raw_ms"] = 1e3 * statistics.median(raw for _, raw in pairs)
             figures[f"{kind}_{tokens}_to_raw"] = statistics.median(ours / raw for ours, raw in pairs)

@@ -86,8 +86,8 @@ def run_plan(plan: Plan, show: Show) -> int:
 
 
 def _divided(plan: Plan, model: Path) -> Plan:
-    """Of a co-located run on a GPU: with the server's share of it, where the user left that open. Raises `NoRoom` and
-    `DryStepError`."""
+    """Of a co-located run on a GPU: with the server's share of it, where the user left that open. Raises what
+    `with_split` raises."""
     on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ)))
     if not (plan.train.colocate and on_gpu) or "gpu_memory_utilization" in plan.infer.model_fields_set:
         return plan

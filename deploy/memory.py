@@ -15,6 +15,7 @@ from pathlib import Path
 from configs.train import TrainSettings
 from deploy.plan import Plan
 from trainer.dry_step import Measurement
+from transport.errors import UserError
 
 GIB = 2**30
 SERVER_SHARE = 0.9
@@ -29,18 +30,14 @@ REMEDIES = (
 )
 
 
-class NoRoom(ValueError):
+class NoRoom(UserError):
     """Trainer and server do not fit on the device together; the message names remedies."""
-
-
-class DryStepError(ValueError):
-    """The dry step could not be made; the message ends with what its process printed last."""
 
 
 def with_split(plan: Plan, folder: Path, *, dry_step: Callable[..., Measurement] | None = None) -> tuple[Plan, str]:
     """The plan with the server's share of the GPU, and a line that tells it. `folder` holds the base model.
 
-    Raises `NoRoom` and `DryStepError`.
+    Raises `NoRoom`, and `UserError` where the dry step cannot be made.
     """
     found = (dry_step or measure)(plan.train, folder)
     share = utilization(found, max_model_len=plan.infer.max_model_len, sleep_mode=plan.train.sleep_mode)
@@ -72,18 +69,18 @@ def utilization(found: Measurement, *, max_model_len: int | None, sleep_mode: bo
 
 def measure(settings: TrainSettings, folder: Path) -> Measurement:
     """A dry step of the model in `folder` by one rank, in a process of its own. Raises `NoRoom` where the device's
-    memory does not suffice for the trainer alone, and `DryStepError`."""
+    memory does not suffice for the trainer alone, and `UserError` with what its process printed last."""
     alone = json.dumps(settings.model_dump(mode="json") | {"gpus": 1, "zero_level": 1, "colocate": False})
     command = [sys.executable, "-P", "-m", "trainer.dry_step", str(folder)]
     try:
         done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=DRY_STEP_S)
     except subprocess.TimeoutExpired as error:
-        raise DryStepError(f"the dry step took longer than {DRY_STEP_S:g} s; lower sequence_len") from error
+        raise UserError(f"the dry step took longer than {DRY_STEP_S:g} s; lower sequence_len") from error
     last = done.stderr.strip().rpartition("\n")[2]
     if done.returncode and "out of memory" in last:
         raise NoRoom(f"the trainer alone does not fit on the device: {last}. Remedies: {REMEDIES}")
     if done.returncode:
-        raise DryStepError(f"the dry step ended with exit status {done.returncode}: {last}")
+        raise UserError(f"the dry step ended with exit status {done.returncode}: {last}")
     return Measurement(**json.loads(done.stdout.splitlines()[-1]))
 
 

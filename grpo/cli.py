@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import SettingsError, exit_with_problems
-from grpo.errors import CommandError
-from transport.errors import RunFolderError, TransportError
+from transport.errors import TransportError, UserError
 from transport.parent import end_with_starter
 
 COMMANDS = {
@@ -28,7 +27,6 @@ COMMANDS = {
     "compare": ("grpo.compare", "the same training with different settings, compared in a table and pictures"),
 }
 """Commands besides `run`: the module that answers, and what it does."""
-_NOT_THERE = (FileNotFoundError, RunFolderError)
 UNREAD = 141
 """The exit code of a command whose output nobody reads any more, as in `grpo … | head`: 128 + SIGPIPE."""
 
@@ -57,13 +55,9 @@ def _command(argv: list[str]) -> int:
         raise
     except SettingsError as error:
         exit_with_problems(error)
-    except CommandError as error:
+    except (UserError, TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except (ValueError, TransportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        failed = isinstance(error, (TransportError, OSError)) and not isinstance(error, _NOT_THERE)
-        return 1 if failed else 2
+        return 2 if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
 
 
 def _answered(command: str, argv: list[str]) -> int:

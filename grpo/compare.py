@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from configs.errors import SettingsError
 from configs.run import load_run
 from deploy.launcher import checked
-from grpo.errors import CommandError
 from grpo.handle import GRPO
 from grpo.run_files import SUMMARY_FILE, read
+from transport.errors import UserError
 from transport.folders import write_atomic
 from transport.parent import PARENT_VAR
 
@@ -44,10 +45,8 @@ interrupted.
 exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 
 
-class CannotCompare(CommandError):
+class CannotCompare(UserError):
     """Arms or runs from which no comparison can be made."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +167,7 @@ def _check_settings(runs: Sequence[Run]) -> None:
         is_named = bool(run.words) and not run.words[0].startswith("--")
         try:
             plan = checked(load_run(run.words[0] if is_named else None, run.words[is_named:]))
-        except ValueError as error:
+        except (SettingsError, UserError) as error:
             raise CannotCompare(f"arm {run.arm} has settings that cannot be honoured:\n{error}") from error
         settings = plan.effective().replace(str(run.folder), "")
         if same := [arm for arm, one in effective.items() if one == settings]:

@@ -18,6 +18,7 @@ from orchestrator.envs.data.files import Refused
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import messages_of
 from orchestrator.sandbox.records import SandboxMissing
+from transport.errors import UserError
 from transport.weights.identity import resolve_model
 
 EPILOG = """\
@@ -53,8 +54,8 @@ def main(options: argparse.Namespace) -> int:
     for args in asked:
         try:
             dataset = Dataset(**{**args, "skip_refused": True})
-        except (TypeError, SandboxMissing, OSError) as error:
-            raise ValueError(str(error)) from error
+        except (TypeError, ValueError, SandboxMissing, OSError) as error:
+            raise UserError(str(error)) from error
         print("\n".join(_told(dataset, args["path"], renderer, longest, options)))
         code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
     return code
@@ -69,7 +70,7 @@ def _asked(options: argparse.Namespace) -> tuple[Sequence[Mapping[str, Any]], st
     settings = load_part(OrchSettings, options.path, [])
     asked: list[Mapping[str, Any]] = [{**env.args, **args} for env in settings.env if env.id == "dataset"]
     if not asked:
-        raise ValueError(
+        raise UserError(
             f"{options.path} has no environment dataset; it has {', '.join(env.id for env in settings.env)}"
         )
     longest = options.max_prompt_length or settings.buffer.max_prompt_length

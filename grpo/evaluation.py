@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,8 @@ from typing import Any
 import yaml
 
 from configs.infer import InferSettings
-from configs.loading import load
+from configs.loading import Values, load
 from configs.orch import OrchSettings
-from grpo.errors import CommandError
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings
@@ -33,6 +33,7 @@ from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
+from transport.errors import UserError
 from transport.http import Choice
 from transport.ports import free_port
 from transport.run import RUN_FILE, recorded_settings
@@ -151,12 +152,13 @@ def main(options: argparse.Namespace) -> int:
     try:
         _print(target, _figures(target, *settings_of(target, options)), options)
     except (ServerError, EnvironmentFailed) as error:
-        raise CommandError(str(error)) from error
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
 def find_target(text: str, step: int | None) -> Target:
-    """What a path or a name stands for. Raises ValueError and FileNotFoundError."""
+    """What a path or a name stands for. Raises UserError and FileNotFoundError."""
     path = Path(text)
     if (found := _VERSION_FOLDER.fullmatch(path.name)) and path.parent.name in ("checkpoints", "broadcasts"):
         path, step = path.parent.parent, int(found[1])
@@ -164,19 +166,19 @@ def find_target(text: str, step: int | None) -> Target:
         version = open_version(path, step)
         return Target(model=version.base_name, version=version)
     if step is not None:
-        raise ValueError(f"{text} is no run, of which --step {step} would be a version")
+        raise UserError(f"{text} is no run, of which --step {step} would be a version")
     resolve_model(text)
     return Target(model=text)
 
 
 def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettings, InferSettings]:
-    """Of the environments with their sampling, and of the server. Raises SettingsError and ValueError."""
+    """Of the environments with their sampling, and of the server. Raises SettingsError and UserError."""
     tree: dict[str, Any] = dict((target.run and recorded_settings(target.run, "orch")) or {})
     tree |= {"model": {**tree.get("model", {}), "name": target.model}, "report_to": None}
     if options.env:
         tree["env"] = [yaml.safe_load(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env]
     if not tree.get("env"):
-        raise ValueError("no environment to evaluate on; give --env ID")
+        raise UserError("no environment to evaluate on; give --env ID")
     sampled = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     chosen = {"num_examples": options.num_examples, "rollouts_per_example": options.rollouts_per_example}
     evaluated = tree.get("eval", {})
@@ -191,12 +193,12 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
         yaml.safe_dump({} if recorded is None else recorded | ALONE, file)
         infer = load(InferSettings, file=file.name, arguments=words).settings
     tree["client"] = {"base_url": [f"http://127.0.0.1:{infer.port}/v1"], "api_key_var": infer.api_key_var}
-    orch = OrchSettings.model_validate(tree)
+    orch = Values(tree=tree).validated(OrchSettings, default="grpo evaluate")
     for env in orch.held_out:
         if env.address is None:
             check_id(env.id)
     if any(env.rollouts_per_example > 1 and env.temperature == 0 for env in orch.held_out):
-        raise ValueError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
+        raise UserError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
     return orch, infer
 
 

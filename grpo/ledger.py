@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from grpo.errors import CommandError
 from grpo.run_files import orch_settings, read_run
+from transport.errors import UserError
 
 LEDGER_FILE = "ledger.sqlite"
 _BUSY_S = 5.0
@@ -29,10 +29,8 @@ reason). exit codes: 0 done; 1 --check has found a violation, or what was asked 
 ledger, or the command line is wrong"""
 
 
-class LedgerError(CommandError):
+class LedgerError(UserError):
     """A ledger that is not there or cannot be read, or a question that it cannot answer."""
-
-    exit_code = 2
 
 
 class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from grpo.errors import NoRun
+from transport.errors import UserError
 from transport.run import RUN_FILE, RunFile
 from transport.status import process_start
 
@@ -19,6 +19,10 @@ STEP, REWARD, EVALUATED = "progress/step", "reward/mean", "eval/failed"
 """Keys in `metrics.jsonl`: of every line, of those that are of a training step with rollouts, and of evaluations."""
 STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
 """Of a rollout in the ledger."""
+
+
+class NoRun(UserError):
+    """A folder that holds no run."""
 
 
 class Said(msgspec.Struct):

@@ -35,6 +35,7 @@ from transport.batches.channel import open_sender
 from transport.batches.filesystem import BatchSender
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
+from transport.errors import UserError
 from transport.folders import step_folder, steps_in
 from transport.hidden import key_variables
 from transport.records import TrainingSample
@@ -175,19 +176,19 @@ def rollouts_of(run: Path, renderer: ChatRenderer, *, min_reward: float) -> list
 
 
 def fitting(examples: Sequence[Example], *, sequence_len: int) -> list[Example]:
-    """Returns those that are not longer than `sequence_len`, and prints how many are. Raises ValueError where all
+    """Returns those that are not longer than `sequence_len`, and prints how many are. Raises UserError where all
     are."""
     kept = [one for one in examples if len(one.token_ids) <= sequence_len]
     if len(kept) < len(examples):
         print(f"{len(examples) - len(kept)} of {len(examples)} rows are longer than sequence_len = {sequence_len}")
     if not kept:
         longest = max(len(one.token_ids) for one in examples)
-        raise ValueError(f"no row fits into sequence_len = {sequence_len}; the longest has {longest} tokens")
+        raise UserError(f"no row fits into sequence_len = {sequence_len}; the longest has {longest} tokens")
     return kept
 
 
 def end_token(model: Path) -> int:
-    """The token at which servers end an answer of the model. Raises ValueError where it names none."""
+    """The token at which servers end an answer of the model. Raises UserError where it names none."""
     for name in ("generation_config.json", "config.json"):
         with contextlib.suppress(FileNotFoundError):
             found = json.loads((model / name).read_bytes()).get("eos_token_id")
@@ -195,7 +196,7 @@ def end_token(model: Path) -> int:
                 found = found[0]
             if isinstance(found, int):
                 return found
-    raise ValueError(f"{model} names no eos_token_id in generation_config.json or config.json, which ends an answer")
+    raise UserError(f"{model} names no eos_token_id in generation_config.json or config.json, which ends an answer")
 
 
 class Feed:

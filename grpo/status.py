@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from grpo.errors import NoRun
 from grpo.ledger import LedgerError, open_ledger
-from grpo.run_files import REWARD, STEP, Said, metrics, orch_settings, read, read_run
+from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, read, read_run
 from transport.checkpoints import TRAINER
 from transport.folders import steps_in
 from transport.status import FAILED, FINISHED

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.errors import CommandError
 from grpo.run_files import read_run
+from transport.errors import UserError
 from transport.folders import STABLE, step_folder, steps_in
 from transport.records import Canary, PolicyManifest, adapter_folders
 from transport.run import Role, recorded_settings
@@ -14,8 +14,10 @@ from transport.weights.identity import base_identity, resolve_model
 from transport.weights.store import CANARY_FILE, verify_policy
 
 
-class CannotExport(CommandError):
+class CannotExport(UserError):
     """There is no such version, or what was made of it does not compute as it did."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Samp
 from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.seeds import group_seed
 from orchestrator.workers.failures import EnvironmentFailed
+from transport.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +124,11 @@ async def _answered(
 
 
 def _check(env: str, answers: Answers, version: int) -> None:
-    """Raises EnvironmentFailed where all answers failed, or ValueError where all prompts are too long."""
+    """Raises EnvironmentFailed where all answers failed, or UserError where all prompts are too long."""
     failures = [answer.failure for of_one in answers for answer in of_one if answer.failure is not None]
     num, reasons = sum(len(of_one) for of_one in answers), Counter(failure.reason for failure in failures)
     if reasons[TOO_LONG] == num:
-        raise ValueError(f"all {len(answers)} held-out prompts of {env} are too long: {failures[-1].message}")
+        raise UserError(f"all {len(answers)} held-out prompts of {env} are too long: {failures[-1].message}")
     if len(failures) == num:
         raise EnvironmentFailed(
             f"environment {env}: all {num} answers of the evaluation of version {version} failed; "

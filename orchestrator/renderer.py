@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.rollouts.records import Messages
+from transport.errors import UserError
 from transport.http import Choice
 
 
@@ -24,10 +25,10 @@ class ChatRenderer:
 
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
-        """Of the model in `folder`. Raises ValueError where its tokenizer has no chat template."""
+        """Of the model in `folder`. Raises UserError where its tokenizer has no chat template."""
         tokenizer = load_tokenizer(folder)
         if tokenizer.chat_template is None:
-            raise ValueError(f"the tokenizer of {folder} has no chat template; give a model.name that has one")
+            raise UserError(f"the tokenizer of {folder} has no chat template; give a model.name that has one")
         return cls(tokenizer)
 
     def prompt_ids(self, messages: Messages) -> list[int]:

@@ -128,13 +128,13 @@ class Scheduler:
 
     def unpark(self, group: int) -> bool:
         """A group that was parked is in flight again. Returns whether it can be completed: not where it has become too
-        old, or would make others too old."""
+        old, would make others too old, or others have taken its place in the last batches."""
         ticket = self._in_flight[group] = self._parked.pop(group)
         self._num_unshipped[ticket.version] += 1
         num_due = 0
         for version in sorted(self._num_unshipped):
             num_due += self._num_unshipped[version]
-            if num_due > (version + 1 + self._max_off_policy_steps - self.shipped) * self._groups_per_batch:
+            if num_due > (self._last_batch(version) - self.shipped) * self._groups_per_batch:
                 return False
         return True
 
@@ -189,10 +189,12 @@ class Scheduler:
         """Groups that may be on their way: never so many that one could not ship before it is too old, or at all."""
         reachable = live + 1 + self._max_async_level - self.shipped
         wanted = math.ceil(self._oversampling_factor * reachable * self._groups_per_batch)
-        last_batch = live + 1 + self._max_off_policy_steps
-        if self._max_steps is not None:
-            last_batch = min(last_batch, self._max_steps)
-        return min(wanted, (last_batch - self.shipped) * self._groups_per_batch)
+        return min(wanted, (self._last_batch(live) - self.shipped) * self._groups_per_batch)
+
+    def _last_batch(self, version: int) -> int:
+        """The newest batch that may have a group of this version."""
+        newest = version + 1 + self._max_off_policy_steps
+        return newest if self._max_steps is None else min(newest, self._max_steps)
 
     def ship(self) -> Shipment | None:
         """The next batch, oldest groups first, or None where it must wait."""
@@ -223,8 +225,7 @@ class Scheduler:
             if (num_others := self._num_unshipped[version] - num_chosen) == 0:
                 continue
             num_due += num_others
-            last_batch = version + 1 + self._max_off_policy_steps
-            if num_due > (last_batch - step) * self._groups_per_batch:
+            if num_due > (self._last_batch(version) - step) * self._groups_per_batch:
                 return False
         return True
 

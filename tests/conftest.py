@@ -12,8 +12,11 @@ from itertools import groupby
 import hypothesis
 import pytest
 
-# Two shared cores: an example that takes long says nothing about the code.
-hypothesis.settings.register_profile("grpo", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# Two shared cores: an example that takes long says nothing about the code. Examples are the same ones each time; others
+# are met where somebody looks for them: `pytest --hypothesis-profile=explore`.
+PROFILE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("grpo", derandomize=True, **PROFILE)
+hypothesis.settings.register_profile("explore", max_examples=2000, **PROFILE)
 hypothesis.settings.load_profile("grpo")
 
 

@@ -67,7 +67,7 @@ def commands() -> Iterator[str]:
 def test_each_command_is_taken(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *words = shlex.split(command, comments=True)
     if program == "make":
-        subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True, timeout=60)
+        subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True, timeout=120)
         return
     if re.search(NEEDS_GPU, command) and not Path("/dev/nvidiactl").exists():
         pytest.skip("needs a GPU")

@@ -1,24 +1,17 @@
 """Models with random weights and the quickstart's tokenizer, made offline for tests and benchmarks.
 
-    python -m tools.random_models mid PATH [--dtype bfloat16] [--seed 0]
-
-`tiny` has the shape of the quickstart's model (0.8M parameters), `mid` has 29M: enough work for the
-matrix products, rather than the overhead of each step, to take the time; `hundred` has 95M, of which the memory
-can be told from the rest of a process. What they generate is noise.
+`TINY` has the shape of the embedded models (0.8M parameters), `MID` has 29M: enough work for the matrix products,
+rather than the overhead of each step, to take the time; `HUNDRED` has 95M, of which the memory can be told from the
+rest of a process. What they generate is noise.
 """
 
-from __future__ import annotations
-
-import argparse
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 QUICKSTART_MODEL = Path(__file__).parents[1] / "configs/quickstart/model"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-DtypeName = Literal["float32", "bfloat16"]
-
 TINY = {
     "vocab_size": 259,
     "hidden_size": 128,
@@ -40,7 +33,6 @@ MID = {
     "head_dim": 64,
     "max_position_embeddings": 2048,
 }
-
 HUNDRED = MID | {
     "vocab_size": 16384,
     "hidden_size": 768,
@@ -51,22 +43,10 @@ HUNDRED = MID | {
 }
 
 
-def make_tiny_random(path: Path, *, dtype: DtypeName = "float32", seed: int = 0) -> Path:
-    """Save a random model of 0.8M parameters under `path`, and return `path`."""
-    return _make(path, TINY, dtype, seed)
-
-
-def make_mid(path: Path, *, dtype: DtypeName = "bfloat16", seed: int = 0) -> Path:
-    """Save a random model of 29M parameters under `path`, and return `path`."""
-    return _make(path, MID, dtype, seed)
-
-
-def make_hundred(path: Path, *, dtype: DtypeName = "float32", seed: int = 0) -> Path:
-    """Save a random model of 95M parameters under `path`, and return `path`."""
-    return _make(path, HUNDRED, dtype, seed)
-
-
-def _make(path: Path, shape: dict[str, int], dtype: DtypeName, seed: int) -> Path:
+def make_random(
+    path: Path, shape: Mapping[str, int], *, dtype: Literal["float32", "bfloat16"] = "float32", seed: int = 0
+) -> Path:
+    """Saves a random Qwen3 of this shape under `path`, and returns `path`."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -87,18 +67,3 @@ def _make(path: Path, shape: dict[str, int], dtype: DtypeName, seed: int) -> Pat
     for name in TOKENIZER_FILES:
         shutil.copyfile(QUICKSTART_MODEL / name, path / name)
     return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=("tiny", "mid", "hundred"))
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 for mid, else float32")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    make = {"tiny": make_tiny_random, "mid": make_mid, "hundred": make_hundred}[args.size]
-    print(make(args.path, seed=args.seed, **({"dtype": args.dtype} if args.dtype else {})))
-
-
-if __name__ == "__main__":
-    main()

@@ -76,8 +76,8 @@ def launch(settings: TrainSettings, arguments: Sequence[str], *, status: Path) -
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle="SIGTERM,SIGINT",
-            **({"shutdown_timeout": END_S} if hasattr(LaunchConfig, "shutdown_timeout") else {}),
         )
+        config.shutdown_timeout = END_S
         try:
             elastic_launch(config, sys.executable)(*_python_flags(), "-m", _MODULE, *arguments)
         except SignalException as ended:

@@ -1,8 +1,15 @@
-"""What can go wrong between two programs."""
+"""What can go wrong between two programs, and what people ask for that cannot be."""
 
 START_AGAIN = 75
 """Exit code of a program that another process's end has stopped: started again, it may go on as before. (The number is
 that of sysexits' EX_TEMPFAIL.)"""
+
+
+class UserError(ValueError):
+    """What was asked for cannot be; the message says what was found, and how to mend it."""
+
+    exit_code = 2
+    """Of a command that ends with it."""
 
 
 class TransportError(Exception):
@@ -29,7 +36,7 @@ class MissingRankError(TransportError, LookupError):
         super().__init__(f"{split}; give orchestrator and trainer the same number of ranks")
 
 
-class RunFolderError(TransportError, ValueError):
+class RunFolderError(TransportError, UserError):
     """A run folder that cannot be made or joined."""
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from transport.errors import UserError
 
-class NotFound(ValueError):
+
+class NotFound(UserError):
     """A name that leads to nothing."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from grpo.errors import NoRun
+from grpo.run_files import NoRun
 from grpo.view.data import find_runs
 from grpo.view.export import export
 from grpo.view.server import HOST, make_app

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo.errors import NoRun
 from grpo.ledger import LedgerError, open_ledger, totals
 from grpo.ledger_check import check
-from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, metrics, read_file
+from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file
 from grpo.status import run_status
 from grpo.view import traces
 from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from grpo.errors import NoRun
 from grpo.ledger import LedgerError
+from grpo.run_files import NoRun
 from grpo.view import data, traces
 from grpo.view.server import STATIC, static
 from transport.traces import traced_steps

@@ -14,8 +14,8 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
-from grpo.errors import NoRun
 from grpo.ledger import LedgerError
+from grpo.run_files import NoRun
 from grpo.view import data
 
 HOST = "127.0.0.1"

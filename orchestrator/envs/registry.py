@@ -2,12 +2,14 @@
 
 import difflib
 import importlib.util
+import symtable
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
+from transport.errors import UserError
 from transport.importing import find
 
 BUILT_IN = {
@@ -23,7 +25,7 @@ BUILT_IN = {
 }
 
 
-class UnknownEnvironment(ValueError):
+class UnknownEnvironment(UserError):
     """An id that leads to no environment."""
 
 
@@ -54,12 +56,19 @@ def find_class(env_id: str) -> Any:
 
 def check_id(env_id: str) -> None:
     """Raises UnknownEnvironment for an id that leads nowhere. Imports nothing of the environment's."""
-    module, colon, _ = env_id.partition(":")
+    module, colon, name = env_id.partition(":")
     if env_id in BUILT_IN:
         return
     if module.endswith(".py"):
         if not Path(module).is_file():
             raise UnknownEnvironment(f"env.id = {env_id!r}: no such file {Path(module).absolute()}")
+        try:
+            table = symtable.symtable(code := Path(module).read_text(encoding="utf-8"), module, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UnknownEnvironment(f"env.id = {env_id!r}: {error}") from None
+        if name not in table.get_identifiers() and "import *" not in code:
+            classes = [one.get_name() for one in table.get_children() if one.get_type() == "class"]
+            raise UnknownEnvironment(f"env.id = {env_id!r}: expected {module}:CLASS, with one of {classes}")
         return
     if colon:
         top = module.partition(".")[0]

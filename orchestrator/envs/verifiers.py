@@ -121,14 +121,16 @@ class Verifiers(Episode, Environment):
 
     async def _served(self) -> vf.ModelContext:
         """Their shared servers, which stay for as long as the process does, and where their agents find the policy.
-        All wait for one start."""
-        if self._starting is None:
+        All wait for one start; after one that failed the next rollout tries again."""
+        if self._starting is None or (self._starting.done() and self._starting.exception()):
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> vf.ModelContext:
-        base_url, key = await self._stack.enter_async_context(shared())
-        await self._stack.enter_async_context(self._env.serving())
+        async with AsyncExitStack() as stack:
+            base_url, key = await stack.enter_async_context(shared())
+            await stack.enter_async_context(self._env.serving())
+            self._stack = stack.pop_all()
         client = vf.EvalClientConfig(base_url=base_url, api_key_var="GRPO_NO_KEY", headers={KEY_HEADER: key})
         return vf.ModelContext(model=POLICY, client=client)
 

@@ -31,7 +31,7 @@ from orchestrator.seeds import group_seed
 from orchestrator.shaping import RewardShaping
 from transport.records import Float32
 
-NUM_TOGETHER = 8
+MAX_BEGINNING = 8
 """Groups that begin in one turn of the event loop, and share the ledger's transaction."""
 
 
@@ -152,7 +152,7 @@ class Sampling:
         Unblocked by: versions, assemble, and its own groups. Ends when: the last batch has shipped."""
         async with asyncio.TaskGroup() as group:
             while not self._scheduler.finished:
-                tickets = list(itertools.islice(iter(self._scheduler.start, None), NUM_TOGETHER))
+                tickets = list(itertools.islice(iter(self._scheduler.start, None), MAX_BEGINNING))
                 for ticket in tickets:
                     rolling = group.create_task(self._roll_out(ticket, self._issue(ticket)))
                     self._tasks[rolling] = ticket

@@ -199,7 +199,9 @@ class Here(msgspec.Struct, tag=True):
 class Gone(msgspec.Struct, tag=True):
     """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""
 
-    how: str
+    how: str = ""
+    killed: bool = False
+    """The worker was ended from outside, not by its own code."""
 
 
 AnyCall = Sample | Ask | Store | Delay
@@ -228,7 +230,7 @@ def frame_of(*messages: bytes) -> bytes:
     return _encoder.encode([msgspec.Raw(message) for message in messages])
 
 
-ALIVE, GONE = frame_of(encode(Alive())), frame_of(encode(Gone(how="")))
+ALIVE, GONE = frame_of(encode(Alive())), frame_of(encode(Gone()))
 
 
 def encode_checked(message: FromWorker) -> bytes:

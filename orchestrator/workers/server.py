@@ -37,8 +37,6 @@ from transport.keys import SharedKey, is_loopback
 log = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
-MAX_SESSIONS = 256
-"""Further orchestrators are told that there is no room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +66,8 @@ class EnvironmentServer:
             SharedKey(secret).encrypt(self._socket, serves=True)
         at = f"[{host}]" if ":" in host else host
         self._socket.bind(f"tcp://{at}:{port or '*'}")
-        self.port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
-        self.address = f"tcp://{at}:{self.port}"
+        bound = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]
+        self.address = f"tcp://{at}:{bound}"
         """Where it listens."""
         self._sessions: dict[bytes, _Session] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -97,15 +95,13 @@ class EnvironmentServer:
     async def close(self) -> None:
         """Listens no more, and ends all workers and what they started."""
         for who in list(self._sessions):
-            self._end(who, "has ended with its server")
+            self._end(who, Gone(how="has ended with its server", killed=True))
         await asyncio.gather(*self._ending)
         self._forks.close()
         self._socket.close()
 
     async def _begin(self, who: bytes) -> None:
         try:
-            if len(self._sessions) >= MAX_SESSIONS:
-                raise OSError(f"there are {MAX_SESSIONS} sessions already")
             session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
         except (OSError, zmq.ZMQError) as error:
             log.error("a session could not be served: %s", error)
@@ -129,23 +125,25 @@ class EnvironmentServer:
             for who, session in list(self._sessions.items()):
                 if session.process.exit_code is not None:
                     await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # for what it said before
-                    self._end(who, f"of the server at {self.address} {session.process.how}")
+                    how = f"of the server at {self.address} {session.process.how}"
+                    self._end(who, Gone(how=how, killed=session.process.was_killed))
                 elif time.monotonic() - session.heard_s > SILENCE_LIMIT_S:
-                    self._end(who, f"was ended by {self.address}, to which nothing was said for {SILENCE_LIMIT_S:g} s")
+                    how = f"was ended by {self.address}, to which nothing was said for {SILENCE_LIMIT_S:g} s"
+                    self._end(who, Gone(how=how, killed=True))
 
-    def _end(self, who: bytes, how: str | None) -> None:
-        """`how`: what the orchestrator is told; None where it is gone itself."""
+    def _end(self, who: bytes, gone: Gone | None) -> None:
+        """`gone`: what the orchestrator is told; None where it is gone itself."""
         if (session := self._sessions.pop(who, None)) is None:
             return
         if session.relaying is not None:
             session.relaying.cancel()
-        ending = asyncio.create_task(self._end_worker(who, session, how))
+        ending = asyncio.create_task(self._end_worker(who, session, gone))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
-        if how is not None:
-            await self._say(who, frame_of(self._here(session), encode(Gone(how=how))))
+    async def _end_worker(self, who: bytes, session: _Session, gone: Gone | None) -> None:
+        if gone is not None:
+            await self._say(who, frame_of(self._here(session), encode(gone)))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
 

@@ -271,7 +271,7 @@ class Session:
                 self._reached_s = time.monotonic()
                 for message in messages:
                     if isinstance(message, Gone):
-                        await self._gone(message.how, CRASHED)
+                        await self._gone(message.how, CRASHED, killed=message.killed)
                         return
                     if isinstance(message, Here) and isinstance(worker, RemoteWorker):
                         worker.at_work = set(message.at_work)
@@ -325,18 +325,19 @@ class Session:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
                 await self._gone(f"took longer than {limit}, and held up its worker", LATE)
             elif isinstance(worker, RemoteWorker) and now_s - self._reached_s > SILENCE_LIMIT_S:
-                worker.was_killed = True  # with its server, as far as can be told: started again, it may work
-                await self._gone(f"is no longer reached at {self._address}", CRASHED)
+                # as far as can be told it has ended with its server: started again, it may work
+                await self._gone(f"is no longer reached at {self._address}", CRASHED, killed=True)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
                 self._send(Alive())
 
-    async def _gone(self, how: str, reason: str) -> None:
+    async def _gone(self, how: str, reason: str, *, killed: bool = False) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
         worker, self.over = self._worker, True
-        self.killed, at_work = (worker.was_killed, worker.at_work) if worker is not None else (False, set[int]())
+        was_killed, at_work = (worker.was_killed, worker.at_work) if worker is not None else (False, set[int]())
+        self.killed = killed or was_killed
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         for number, job in self._jobs.items():
             if not job.over.done():

@@ -9,12 +9,13 @@ import pytest
 
 from configs.run import load_run
 from configs.train import TrainSettings
-from deploy.memory import GIB, DryStepError, NoRoom, measure, utilization, with_split
+from deploy.memory import GIB, NoRoom, measure, utilization, with_split
 from deploy.plan import resolve
-from tools.random_models import TINY, make_tiny_random
+from tools.random_models import TINY, make_random
 from trainer.batch import check_step
 from trainer.dry_step import Measurement, batches
 from trainer.memory import estimate
+from transport.errors import UserError
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
 FOUND = Measurement(
@@ -38,7 +39,7 @@ def test_the_dry_steps_batches_are_ones_that_the_trainer_takes() -> None:
 
 
 def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
-    folder = make_tiny_random(tmp_path / "model")
+    folder = make_random(tmp_path / "model", TINY)
     found = measure(settings(sequence_len=512, loss=ALL_LOSSES), folder)
     assert found.in_step - found.between > 512 * TINY["hidden_size"] * TINY["num_hidden_layers"] * 4
     size = (folder / "model.safetensors").stat().st_size
@@ -86,7 +87,7 @@ def test_the_server_gets_its_share_as_a_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"), [("error: no such layer", DryStepError), ("error: CUDA out of memory. Tried", NoRoom)]
+    ("said", "kind"), [("error: no such layer", UserError), ("error: CUDA out of memory. Tried", NoRoom)]
 )
 def test_a_dry_step_that_fails_says_why(
     said: str, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ main()
 
 
 def dry_step_of(launcher: int) -> psutil.Process:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for process in psutil.Process(launcher).children():
             with suppress(psutil.Error):
@@ -41,9 +41,9 @@ def test_a_signal_ends_the_dry_step_and_the_launcher(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         dry_step = dry_step_of(launcher.pid)
         launcher.send_signal(signal.SIGINT)
-        _, errors = launcher.communicate(timeout=60)
+        _, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 130, errors
-    _, alive = psutil.wait_procs([dry_step], timeout=60)  # one that was just being started ends by itself
+    _, alive = psutil.wait_procs([dry_step], timeout=120)  # one that was just being started ends by itself
     assert alive == []
     with only_one(tmp_path / "run", "launcher"):
         assert not (tmp_path / "run" / "run.json").exists()
@@ -58,5 +58,5 @@ def test_no_key_is_seen_in_the_environment_of_a_process(tmp_path: Path, begins: 
     code += "lambda *_, **__: print(b'a-secret' in Path('/proc/self/environ').read_bytes()); cli.main()"
     command = [sys.executable, "-c", code, "quickstart", "--output_dir", str(tmp_path / "run")]
     environment = os.environ | {"VLLM_API_KEY": "a-secret", "WANDB_API_KEY": "a-secret"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "False\n", done.stderr

@@ -42,7 +42,7 @@ class Run:
 
     def noted(self, count: int) -> list[int]:
         """The processes that noted themselves, once there are `count`."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             pids = [int(line) for line in self.pids.read_text().split()] if self.pids.exists() else []
             if len(pids) >= count:
@@ -108,7 +108,7 @@ def test_programs_that_are_killed_or_ask_for_it_are_started_again(folder: Path) 
 
 def test_a_program_that_is_away_does_not_look_gone(folder: Path) -> None:
     run = Run(folder, train=f"first:sleep:0 {SERVE}", orch="kill:SIGKILL", restarts=8)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (status := read_status(folder / "status" / "orch.json") or {}).get("state") != AWAY:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -152,7 +152,7 @@ def test_kill_9_of_the_launcher_ends_the_programs(folder: Path) -> None:
     pids = run.noted(3)
     run.process.kill()
     run.end()
-    assert gone(pids, within_s=60)
+    assert gone(pids, within_s=120)
     again = Run(folder, train="exit:0", orch="exit:0")
     assert again.end()[0] == 0
 
@@ -166,8 +166,8 @@ def test_semaphores_of_what_was_killed_are_removed(folder: Path, killed: str) ->
     assert semaphore.exists()
     os.kill(program if killed == "program" else run.process.pid, signal.SIGKILL)
     run.end()
-    assert gone([program], within_s=60)
-    deadline = time.monotonic() + 60
+    assert gone([program], within_s=120)
+    deadline = time.monotonic() + 120
     while semaphore.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -201,4 +201,4 @@ def test_sigusr1_ends_the_trainer_first_and_the_launcher_with_75(folder: Path) -
     run.process.send_signal(signal.SIGUSR1)
     code, _ = run.end()
     assert code == START_AGAIN
-    assert gone(run.noted(3), within_s=5)
+    assert gone(run.noted(3))

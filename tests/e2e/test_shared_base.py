@@ -19,7 +19,7 @@ from configs.train import TrainSettings
 from tests.e2e.importer import CPU, anonymous_bytes, logprobs
 from tests.e2e.runs import END_S, ROOT, until
 from tests.infer.server_process import Server, running, wait_until_gone
-from tools.random_models import make_hundred
+from tools.random_models import HUNDRED, make_random
 from trainer.distributed import ONE
 from trainer.model import load_policy
 from transport.errors import START_AGAIN
@@ -101,7 +101,7 @@ def largest(left: Sequence[float], right: Sequence[float]) -> float:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hundred(tmp_path_factory.mktemp("hundred"))
+    return make_random(tmp_path_factory.mktemp("hundred"), HUNDRED)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo.cli import COMMANDS
+from grpo.cli import COMMANDS, main
 from tests.grpo.run_folder import grpo
+from transport.errors import UserError
 from transport.run import create_run
 
 
@@ -24,11 +25,28 @@ def test_run_need_not_be_said() -> None:
     assert grpo("run", *words).stdout == grpo(*words).stdout != ""
 
 
+def test_a_mistake_is_told_in_a_line_and_a_fault_of_ours_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr("grpo.status.main", fails)
+    monkeypatch.setattr("sys.argv", ["grpo", "status", "outputs"])
+    error: Exception = UserError("no such thing")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: no such thing\n")
+    error = ValueError("not enough values to unpack")
+    with pytest.raises(ValueError, match="unpack"):
+        main()
+
+
 def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("grpo")
     create_run(tmp_path / "run")
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([program, "status", tmp_path / "run"], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run([program, "status", tmp_path / "run"], stdout=writer, stderr=subprocess.PIPE, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

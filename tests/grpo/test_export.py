@@ -1,8 +1,10 @@
 """Exported versions: what transformers and PEFT load is what was trained, or nothing appears."""
 
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -134,27 +136,63 @@ def test_a_quantized_base_is_the_one_whose_values_lie_beside_the_run(tmp_path: P
     assert spec.base_model == base_identity(MODEL)
 
 
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks to upload a folder of small files."""
+
+    said: ClassVar[list[tuple[str, bytes]]] = []
+
+    def do_POST(self) -> None:
+        address = f"http://127.0.0.1:{self.server.server_address[1]}/me/a"
+        self.said.append((self.path, body := self._body()))
+        answer: dict[str, Any] = {"url": address, "commitUrl": f"{address}/commit/1", "commitOid": "1"}
+        if "preupload" in self.path:
+            told = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": one["path"], **told} for one in json.loads(body)["files"]]}
+        self._answer(answer)
+
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def _body(self) -> bytes:
+        if (length := self.headers.get("Content-Length")) is not None:
+            return self.rfile.read(int(length))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        return body
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 def test_an_export_is_pushed_to_a_private_repository(
-    published: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    published: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    class Api:
-        def create_repo(self, name: str, **more: Any) -> str:
-            calls.append((name, more))
-            return f"https://hub/{name}"
-
-        def upload_folder(self, **more: Any) -> None:
-            calls.append((more["repo_id"], sorted(path.name for path in more["folder_path"].iterdir())))
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    import grpo.cli
-
-    words = ["export", str(published.run.path), "--step", "3", "--output", str(tmp_path / "a"), "--push-to", "me/a"]
-    assert grpo.cli._command(words) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "https://hub/me/a"
-    assert calls[0] == ("me/a", {"private": True, "exist_ok": True})
-    assert {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= set(calls[1][1])
+    words = ["export", str(published.run.path), "--step", "3", "--push-to", "me/a"]
+    monkeypatch.setenv("HF_TOKEN", "hf_a")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        done = grpo(*words, "--output", str(tmp_path / "a"))
+        assert done.stdout.splitlines() == [str(tmp_path / "a"), f"{endpoint}/me/a"]
+        server.shutdown()
+    said = dict(Hub.said)
+    assert json.loads(said["/api/repos/create"]) == {"name": "a", "organization": "me", "visibility": "private"}
+    pushed = [json.loads(line)["value"].get("path") for line in said["/api/models/me/a/commit/main"].splitlines()]
+    assert set(pushed[1:]) == {path.name for path in (tmp_path / "a").iterdir()}
+    done = grpo(*words, "--output", str(tmp_path / "b"))  # nobody answers there any more
+    assert done.returncode == 1
+    assert str(tmp_path / "b") in done.stderr
 
 
 def test_two_texts_stand_side_by_side() -> None:

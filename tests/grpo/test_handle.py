@@ -8,8 +8,8 @@ import pytest
 
 import grpo
 from configs.errors import SettingsError
-from grpo.errors import NoRun
 from grpo.handle import command
+from grpo.run_files import NoRun
 from grpo.training import _texts
 from tests.grpo.run_folder import finish, found, says, write_metrics
 from transport.traces import SCHEMA, make_table, trace_path, write_table

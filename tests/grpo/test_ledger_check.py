@@ -133,7 +133,7 @@ async def test_what_an_orchestrator_leaves_agrees_with_its_batches(tmp_path: Pat
     trainer.start()
     await orchestrate(settings_for(tmp_path, server))
     await server.stop()
-    trainer.join(10)
+    trainer.join(60)
     says(tmp_path, "orch", "finished", step=3, pid=gone_pid())
     assert sorted(path.name for path in (tmp_path / "batches").glob("step_*"))[-1] == "step_000003"
     assert violations(tmp_path) == {}

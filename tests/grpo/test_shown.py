@@ -71,7 +71,7 @@ def test_on_a_terminal_a_table_shows_the_newest_step_and_evaluation_and_what_eac
     reader, terminal = pty.openpty()
     with os.fdopen(terminal, "wb") as screen:
         environment = os.environ | {"COLUMNS": "160", "TERM": "xterm"}
-        subprocess.run([sys.executable, "-c", code], stdout=screen, check=True, env=environment, timeout=60)
+        subprocess.run([sys.executable, "-c", code], stdout=screen, check=True, env=environment, timeout=120)
     drawn = b""
     with contextlib.suppress(OSError):  # Linux says so when all has been read
         while piece := os.read(reader, 65_536):

@@ -103,5 +103,5 @@ def test_a_script_that_would_start_its_run_again_in_each_worker_is_refused_at_on
     call = "print(grpo.train('quickstart', env=Mine, nonsense=1))"
     for end, error in ((call, "NoSource"), (f"if __name__ == '__main__':\n    {call}", "SettingsError")):
         script.write_text("\n".join([*lines, end]))
-        done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert f"{error}: " in done.stderr, done.stderr

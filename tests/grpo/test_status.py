@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.errors import NoRun
-from grpo.run_files import Said
+from grpo.run_files import NoRun, Said
 from grpo.status import ProcessStatus, RunStatus, run_status
 from tests.grpo.run_folder import found, gone_pid, grpo, says, write_ledger, write_metrics
 from transport.status import process_start

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.test_utils import unused_port
 from aiohttp.typedefs import Handler
 
 from configs.orch import OrchSettings
@@ -18,6 +17,7 @@ from configs.train import TrainSettings
 from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
+from transport.ports import free_port
 from transport.records import MicroBatch, PolicySpec
 from transport.run import join_run, only_one, open_run
 from transport.weights.identity import base_identity
@@ -67,7 +67,7 @@ class FakeServer:
         self.load_latency_s = 0.0
         self.api_key: str | None = None
         self.url = ""
-        self.host, self.port = "127.0.0.1", unused_port()
+        self.host, self.port = "127.0.0.1", free_port()
 
     async def start(self) -> "FakeServer":
         app = web.Application(middlewares=[self._unless_asleep])
@@ -197,8 +197,8 @@ class FakeServer:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Returns when it holds; fails after 30 s."""
-    async with asyncio.timeout(30):
+    """Returns when it holds; fails after two minutes."""
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - it stands for many conditions
             await asyncio.sleep(0.01)
 
@@ -241,7 +241,7 @@ class FakeTrainer(threading.Thread):
     def end(self) -> None:
         """Ends with the batches that are there; for a run that may have failed."""
         self._over.set()
-        self.join(10)
+        self.join(60)
 
     def run(self) -> None:
         with only_one(self.run_folder.path, "train"):
@@ -294,9 +294,9 @@ def settings_for(output_dir: Path, *servers: FakeServer, **changes: Any) -> Orch
         "max_steps": 3,
         "max_async_level": 0,
         "sampling": {"max_tokens": 16},
-        "client": {"base_url": [server.url for server in servers], "timeout": 10},
-        "reward_timeout_s": 20,
-        "wait_timeout_s": 20,
+        "client": {"base_url": [server.url for server in servers], "timeout": 60},
+        "reward_timeout_s": 60,
+        "wait_timeout_s": 60,
     }
     merged: Mapping[str, Any] = base | changes
     return OrchSettings.model_validate(merged)

@@ -26,7 +26,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 def test_a_server_that_never_comes_up_ends_with_1_and_an_error_that_names_it(tmp_path: Path) -> None:
     command = arguments(tmp_path, "--client.timeout", "0.5")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "http://127.0.0.1:9" in done.stderr.splitlines()[-1]
 

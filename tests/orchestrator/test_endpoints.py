@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
 
 from configs.auxiliary import ApiSettings
 from orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
@@ -22,13 +21,14 @@ from tests.orchestrator.chat_server import (
     status,
     text,
 )
+from transport.ports import free_port
 
 QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"
 
 
 def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> Endpoint:
-    known = {"name": "m", "base_url": base_url, "model": "m", "timeout_s": 5.0, "retries": 0}
+    known = {"name": "m", "base_url": base_url, "model": "m", "timeout_s": 60.0, "retries": 0}
     return Endpoint(ApiSettings(**(known | settings)), own_servers=lambda: own)
 
 
@@ -78,22 +78,23 @@ async def test_it_asks_and_reads_the_answer(chats: FakeChatServer) -> None:
 async def test_what_is_no_answer_has_its_reason(chats: FakeChatServer, say: Say, reason: str) -> None:
     chats.says["m"].append(say)
     began_s = time.monotonic()
-    assert (await failure(chats.base_url, timeout_s=0.5)).reason == reason
+    settings = {"timeout_s": 0.5} if say is dripping else {}
+    assert (await failure(chats.base_url, **settings)).reason == reason
     assert time.monotonic() - began_s < 30
     assert len(chats.requests) == 1  # redirects are not followed
 
 
 async def test_nobody_there_is_unreachable() -> None:
-    for base_url in (f"http://127.0.0.1:{unused_port()}/v1", None):
+    for base_url in (f"http://127.0.0.1:{free_port()}/v1", None):
         assert (await failure(base_url)).reason == "unreachable"
 
 
 async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(chats: FakeChatServer) -> None:
-    running: list[int] = [0]
+    running, three = [0], asyncio.Barrier(3)
 
     async def counted(request: web.Request) -> web.StreamResponse:
         running.append(running[-1] + 1)
-        await asyncio.sleep(0.02)
+        await three.wait()
         running.append(running[-1] - 1)
         return completion("X")
 
@@ -101,7 +102,7 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(chats: Fake
     settings = ApiSettings(name="m", base_url=chats.base_url, model="m", requests_per_s=10)
     endpoint, began_s = Endpoint(settings, num_parallel=3), time.monotonic()
     await asyncio.gather(*(endpoint.ask(QUESTION) for _ in range(15)))
-    assert 0.3 < time.monotonic() - began_s < 60  # 10 at once, 5 more in half a second
+    assert time.monotonic() - began_s > 0.3  # 10 at once, 5 more in half a second
     assert max(running) == 3
     await endpoint.close()
 

@@ -57,7 +57,7 @@ async def test_one_that_was_killed_when_the_trainer_had_ended_after_the_last_ver
 ) -> None:
     whole = await go(tmp_path, server, max_steps=2)
     (tmp_path / "summary.json").unlink()
-    settings = settings_for(tmp_path, server, max_steps=2, wait_timeout_s=1)
+    settings = settings_for(tmp_path, server, max_steps=2)
     summary = await orchestrate(settings)
     assert (summary.steps, summary.versions_served) == (2, whole.versions_served)
     assert summary.rollouts_trained == whole.rollouts_trained

@@ -1,6 +1,6 @@
 """The scheduler, stepped by hand."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.scheduler import Scheduler, Shipment, Ticket
@@ -119,6 +119,14 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
     choices=st.lists(
         st.tuples(st.sampled_from(["complete", "fail", "train", "park", "unpark"]), st.integers(0, 1000)), max_size=200
     ),
+)
+# What returns late finds the last batches taken.
+@example(
+    groups=1,
+    level=3,
+    patience=1,
+    oversampling=1.0,
+    choices=[(event, 0) for event in ("complete", "complete", "train", "train", "park", "unpark")],
 )
 def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
     groups: int, level: int, patience: int, oversampling: float, choices: list[tuple[str, int]]

@@ -12,7 +12,7 @@ from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import AnyCall, Reply, Sample, Sampled
 from orchestrator.workers.session import Answerer
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def pool_of(folder: Path, code: str, name: str, **given: Any) -> contextlib.AbstractAsyncContextManager[WorkerPool]:
@@ -25,7 +25,7 @@ def pool_of(folder: Path, code: str, name: str, **given: Any) -> contextlib.Abst
 @contextlib.asynccontextmanager
 async def pool_for(env_id: str, **given: Any) -> AsyncIterator[WorkerPool]:
     """The workers of an environment, loaded."""
-    told: dict[str, Any] = {"label": "e", "env_id": env_id, "args": {}, "timeout_s": 20.0, **given}
+    told: dict[str, Any] = {"label": "e", "env_id": env_id, "args": {}, "timeout_s": 60.0, **given}
     pool = WorkerPool(**told)
     try:
         await pool.load()

@@ -36,7 +36,7 @@ def settings_for(folder: Path, **changes: Any) -> TrainSettings:
         "lora_rank": 4,
         "lora_alpha": 8,
         "learning_rate": 1e-2,
-        "wait_timeout_s": 5.0,
+        "wait_timeout_s": 60.0,
     }
     return TrainSettings.model_validate(options | changes)
 

@@ -154,7 +154,7 @@ def test_a_run_publishes_versions_that_load_into_hugging_face_and_fit_their_cana
         sender.send(step, [[replace(batch, inference_logprobs=np.full(15, -4.0, np.float32))]])
     sender.finish(2)
     options = {"lora": False, "weight_broadcast": {"format": "full"}, "recipe": "fp32", "optimizer": "adamw"}
-    common = {"model": str(model), "device": "cpu", "sequence_len": 128, "wait_timeout_s": 5, "learning_rate": 1e-3}
+    common = {"model": str(model), "device": "cpu", "sequence_len": 128, "wait_timeout_s": 60, "learning_rate": 1e-3}
     joined = {"output_dir": str(founded.path), "run_id": founded.run_id}
     run(TrainSettings.model_validate(options | common | joined), model)
     earlier: tuple[float, ...] = ()

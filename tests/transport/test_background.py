@@ -37,7 +37,7 @@ def test_jobs_are_done_in_their_order_and_hold_nobody_up() -> None:
 
 
 def test_waits_end_with_an_error_that_says_for_whom() -> None:
-    slow = Slow(timeout_s=0.2)
+    slow = Slow(timeout_s=1)
     for number in (0, 1, 2):  # the first is at work, two wait
         slow.submit(number)
     for wait in (slow.background.flush, lambda: slow.submit(3)):

@@ -44,7 +44,7 @@ class Store:
         return f"http://127.0.0.1:{self.port}{path}"
 
     def get(self, path: str, token: str = KEY.token) -> httpx.Response:
-        return httpx.get(self.url(path), headers={"Authorization": f"Bearer {token}"})
+        return httpx.get(self.url(path), headers={"Authorization": f"Bearer {token}"}, timeout=60)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.server.close()
 
 
-def fetched(store: Store, tmp_path: Path, *, key: SharedKey = KEY, timeout_s: float = 30.0) -> FetchedVersions:
+def fetched(store: Store, tmp_path: Path, *, key: SharedKey = KEY, timeout_s: float = 60.0) -> FetchedVersions:
     return FetchedVersions(tmp_path / "own", url=store.url(), key=key, timeout_s=timeout_s)
 
 
@@ -84,7 +84,7 @@ def test_a_version_arrives_whole_and_is_fetched_anew_only_where_it_is_another(st
 def test_who_has_not_the_key_gets_nothing(store: Store, tmp_path: Path, path: str) -> None:
     store.publish(0)
     assert store.get(path).status_code == 200
-    assert store.get(path, OTHER_KEY.token).status_code == httpx.get(store.url(path)).status_code == 401
+    assert store.get(path, OTHER_KEY.token).status_code == httpx.get(store.url(path), timeout=60).status_code == 401
     assert reason(fetched(store, tmp_path, key=OTHER_KEY), 0) == "unauthorized"
     assert not list((tmp_path / "own").glob("*"))
 

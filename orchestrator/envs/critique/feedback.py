@@ -29,16 +29,20 @@ async def critiques(critique: Critique, writer: InferenceClient | None, num: int
     """Returns `prompt` and `answer` for the critiques of the training problems that worked, each once. `writer` writes
     `num` of each program; None: of the small problems, every critique there is.
 
-    Raises what the sandbox, the reviser and the writer raise."""
-    slots = asyncio.Semaphore(CONCURRENCY)
+    Tells on standard error how far it is. Raises what the sandbox, the reviser and the writer raise."""
+    slots, num_done = asyncio.Semaphore(CONCURRENCY), 0
+    problems = [*zip(critique.dataset("train"), critique.problems["train"], strict=True)]
 
     async def of_problem(example: Any, problem: Problem) -> list[dict[str, str]]:
+        nonlocal num_done
         async with slots:
             texts = await _written(critique, example["prompt"], problem, writer, num)
             worth = [(text, await play(critique, example, [text])) for text in dict.fromkeys(texts)]
+        num_done += 1
+        if num_done % 10 == 0:
+            print(f"{num_done} of {len(problems)} programs", file=sys.stderr, flush=True)
         return [{"prompt": example["prompt"], "answer": text} for text, outcome in worth if outcome.reward >= 1]
 
-    problems = zip(critique.dataset("train"), critique.problems["train"], strict=True)
     return [row for rows in await asyncio.gather(*(of_problem(*one) for one in problems)) for row in rows]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.rollouts.messages import is_text
+from transport.errors import UserError
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -24,7 +25,7 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _WRONG = (ValueError, TypeError, AttributeError, KeyError, IndexError, SyntaxError, RecursionError)
 
 
-class BadData(ValueError):
+class BadData(UserError):
     """Data that cannot be used; the message says where, and how to mend it."""
 
 

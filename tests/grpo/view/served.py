@@ -35,7 +35,7 @@ class Served:
         given = {"Cookie": f"grpo-view-{self.port}={self.token}"} if headers is None else headers
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=dict(given), method=method)
         try:
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=120) as response:
                 return response.status, response.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()

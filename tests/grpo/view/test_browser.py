@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.grpo.run_folder import found, grpo
+from tests.grpo.view.made_run import HOSTILE, make_run, trace
 from tests.grpo.view.served import Served, served
-from tools.made_run import HOSTILE, make_run, trace
 from transport.traces import trace_path, write_table
 
 if TYPE_CHECKING:

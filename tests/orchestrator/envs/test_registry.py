@@ -27,6 +27,15 @@ def test_a_file_that_is_not_there_is_named_where_it_was_looked_for() -> None:
         check_id("no/such.py:Class")
 
 
+def test_a_class_that_a_file_does_not_have_is_refused_before_the_file_runs(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(SHOUT.format("") + "\nraise SystemExit('it runs')\n")
+    with pytest.raises(UnknownEnvironment, match=r"NoSuch.*Shout"):
+        check_id(f"{file}:NoSuch")
+    file.write_text("class Mine(")
+    with pytest.raises(UnknownEnvironment, match=r"mine\.py"):
+        check_id(f"{file}:Mine")
+
+
 @pytest.mark.parametrize("env_id", ["arithmetic", "mine.py:Shout", "mine:Shout"])
 def test_what_there_is_is_found(env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(SHOUT.format("rubric = Rubric([lambda completion: 1.0])"))

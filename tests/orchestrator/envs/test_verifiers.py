@@ -101,6 +101,36 @@ async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
     assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
 
 
+FLAKY = """
+import verifiers.v1 as vf
+from checked_env import CheckedTaskset
+
+class FlakyEnv(vf.SingleAgentEnv):
+    num_starts = 0
+
+    async def start(self):
+        self.num_starts += 1
+        if self.num_starts == 1:
+            raise ConnectionError("no server yet")
+
+__all__ = ["CheckedTaskset", "FlakyEnv"]
+"""
+
+
+async def test_tool_servers_that_did_not_start_are_started_again_for_the_next_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checked_env.py").write_text(CHECKED)
+    (tmp_path / "flaky_env.py").write_text(FLAKY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = Verifiers(env_id="flaky-env", num_eval=1)
+    with pytest.raises(ConnectionError):
+        await played(environment, ["ab"])
+    outcome = await played(environment, ["ab"])
+    await environment.close()
+    assert outcome.reward == 2.0
+
+
 async def test_calls_that_fail_mark_their_answers_and_tell_the_policy() -> None:
     texts = [
         calls("words_word", number=1),

@@ -53,7 +53,7 @@ async def watched(
     try:
         async with running(watch, client):
             await sync.wait_for_servers()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while client.pool.out:
                     await client.pool.changed.wait()
             yield client, sync, watch

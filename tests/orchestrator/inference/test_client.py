@@ -108,7 +108,7 @@ async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does
         async def _generate(self, request: web.Request) -> web.Response:
             if self.num_failures:
                 client.hold()
-                asyncio.get_running_loop().call_later(1.5, release)
+                asyncio.get_running_loop().call_later(3.0, release)
             else:
                 answered.append(released.is_set())
             return await super()._generate(request)
@@ -119,7 +119,7 @@ async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does
 
     server = await Held().start()
     server.live, server.num_failures = {0}, 1
-    async with asking(server.url, timeout_s=1.0) as client:
+    async with asking(server.url, timeout_s=2.5) as client:
         assert await ask(client) == 1
     assert answered == [True]
     await server.stop()

@@ -85,7 +85,7 @@ async def test_a_server_that_is_found_late_proves_every_version_in_use_before_it
         await sync.wait_for_servers()
         for version in (3, 4):
             await sync.load(version)
-        late.load_latency_s = 0.2
+        late.load_latency_s = 0.5
         await late.start()
         names.addresses = list(ADDRESSES[:2])
         await until(lambda: len(client.pool.servers) == 2)

@@ -62,7 +62,7 @@ async def build(chats: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
 
 def api(chats: FakeChatServer, model: str, **settings: Any) -> dict[str, Any]:
     """A teacher that is another model of the server."""
-    known = {"name": model, "base_url": chats.base_url, "model": model, "retries": 0, "timeout_s": 5.0}
+    known = {"name": model, "base_url": chats.base_url, "model": model, "retries": 0, "timeout_s": 60.0}
     return known | {"requests_per_s": 10_000.0} | settings
 
 
@@ -102,7 +102,7 @@ async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_nex
     chats: FakeChatServer, build: Build, say: Say, reason: str
 ) -> None:
     chats.says["a"].append(say)
-    asked = build(api(chats, "a", name="the-wise", timeout_s=0.3), api(chats, "b"))
+    asked = build(api(chats, "a", name="the-wise", timeout_s=2.0), api(chats, "b"))
     asked.offer([result("0/0", "Where?", "Y")])
     metrics = await drained(asked)
     assert metrics[f"pairs/questions_{reason}/the-wise"] == metrics["pairs/skipped_too_few_answers"] == 1

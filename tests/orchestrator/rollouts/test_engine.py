@@ -167,7 +167,7 @@ class World:
         self.pool: WorkerPool | None = None
 
     async def start(self, name: str, **args: Any) -> None:
-        told: dict[str, Any] = {"label": "e", "args": args, "timeout_s": 20.0, "record": self.outcomes.append}
+        told: dict[str, Any] = {"label": "e", "args": args, "timeout_s": 60.0, "record": self.outcomes.append}
         self.pool = WorkerPool(env_id=f"{self.folder / 'envs.py'}:{name}", **told)
         self.prompts = await self.pool.prompts("train")
 

@@ -49,11 +49,11 @@ async def test_an_answer_that_is_none_is_an_error_of_the_rollout_and_names_no_ke
 
 async def test_the_answer_is_not_waited_for_on_the_environments_time(chats: FakeChatServer) -> None:
     async def late(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.8)
         return completion("late")
 
     chats.says["judge"] = [late] * 3
-    async with OpenAIClient(chats.base_url, "judge", num_parallel=1) as client, OwnTimeout(0.3):
+    async with OpenAIClient(chats.base_url, "judge", num_parallel=1) as client, OwnTimeout(2.0):
         assert await asyncio.gather(*(client.complete([user("hi")]) for _ in range(3))) == ["late"] * 3
 
 

@@ -112,13 +112,13 @@ async def test_the_policy_sees_results_until_it_answers_without_a_call() -> None
         ("DIVIDE[1, 0]", "tool_error", "tool_error", "ZeroDivisionError"),
         ("ADD[1]", "wrong_arguments", "wrong_arguments", "add"),
         ("MULTIPLY[1]", "unknown_tool", "unknown_tool", "look_up"),
-        ("SLEEP[]", "tool_timeout", "tool_timeout", "0.05"),
-        ("HANG[]", "tool_timeout", "tool_timeout", "0.05"),
+        ("SLEEP[]", "tool_timeout", "tool_timeout", "1.5"),
+        ("HANG[]", "tool_timeout", "tool_timeout", "1.5"),
     ],
 )
 async def test_a_call_that_fails_is_told_to_the_policy_and_marked(call: str, kind: str, key: str, told: str) -> None:
     released.clear()
-    outcome, _ = await played(f"LOOK_UP[apple] {call} DIVIDE[1, 0]", "I give up", timeout_s=0.05)
+    outcome, _ = await played(f"LOOK_UP[apple] {call} DIVIDE[1, 0]", "I give up", timeout_s=1.5)
     released.set()
     [_, result, _] = results(outcome)
     assert told in result

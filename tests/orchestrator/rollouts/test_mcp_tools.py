@@ -12,6 +12,7 @@ import pytest
 
 from grpo import Environment, EpisodeState, McpServer, Rubric, ToolEpisode, play
 from tests.orchestrator.rollouts.test_tool_calls import tagged
+from transport.ports import free_port
 
 SERVER = '''
 import asyncio, os, sys
@@ -77,12 +78,10 @@ def program(tmp_path: Path) -> McpServer:
 
 @pytest.fixture
 def address(tmp_path: Path, program: McpServer) -> Iterator[McpServer]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([*program.command, str(port)], stderr=subprocess.DEVNULL)
     try:
-        for _ in range(600):
+        for _ in range(1200):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
@@ -98,12 +97,12 @@ def test_a_program_is_called_its_errors_are_told_and_it_sees_its_own_keys(
     program: McpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUN_KEY", "secret")
-    shop = Shop(program, timeout_s=2)
+    shop = Shop(program, timeout_s=6)
     calls = [call("price", fruit="plum"), call("price", fruit="car"), call("slow"), call("key"), call("price")]
     state, told = asyncio.run(played(shop, "".join(calls)))
     assert told[0] == "4"
     assert "no car" in told[1]
-    assert "2 s" in told[2]
+    assert "6 s" in told[2]
     assert told[3] == "['a', None]"
     assert "fruit" in told[4]
     assert state.data == {"num_tool_calls": 5, "tool_errors": 3}
@@ -113,7 +112,7 @@ def test_a_program_is_called_its_errors_are_told_and_it_sees_its_own_keys(
 
 
 async def test_a_program_that_ended_is_started_again_for_the_next_rollout(program: McpServer) -> None:
-    shop = Shop(program, timeout_s=5)
+    shop = Shop(program, timeout_s=60)
     state, _ = await played(shop, call("die"))
     assert state.data["tool_errors"] == 1
     assert (await played(shop, call("price", fruit="apple")))[1] == ["5"]

@@ -139,11 +139,11 @@ async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
     class Slow(OpenBackend):
         async def __call__(self, call: Call) -> Any:
             with waiting(anew=True):
-                await asyncio.sleep(0.8)
+                await asyncio.sleep(1.2)
             return await super().__call__(call)
 
     body = {"messages": HELLO}
-    async with aiohttp.ClientSession() as client, OwnTimeout(0.6), endpoint_of(context_on(Slow())) as endpoint:
+    async with aiohttp.ClientSession() as client, OwnTimeout(2.0), endpoint_of(context_on(Slow())) as endpoint:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         for _ in range(2):
             answer = await client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.test_utils import unused_port
+
+from transport.ports import free_port
 
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 """Another answer than the good one, or None for the good one after all."""
@@ -26,7 +27,7 @@ class FakeTeacher:
         self.api_key: str | None = None
         self.num_busy = 0
         """So many of the next requests of any kind are answered with 503."""
-        self.port = unused_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         for name, value in changes.items():
             assert hasattr(self, name)

@@ -31,7 +31,7 @@ async def server() -> AsyncIterator[FakeTeacher]:
     await server.stop()
 
 
-def teacher(*servers: str, api_key: str | None = None, timeout: float = 5.0) -> ServedTeacher:
+def teacher(*servers: str, api_key: str | None = None, timeout: float = 60.0) -> ServedTeacher:
     client = {"base_url": servers, "timeout": timeout}
     settings = TeacherSettings.model_validate({"model": {"name": "large"}, "client": client})
     return ServedTeacher(settings, api_key=api_key, seq_len=100)
@@ -110,7 +110,7 @@ async def opened(
     name: str = str(MODEL),
     tokenizer: str | None = None,
     temperature: float = 1.0,
-    wait_s: float = 10.0,
+    wait_s: float = 60.0,
 ) -> ServedTeacher:
     model = {"name": name, "tokenizer": tokenizer}
     client = {"base_url": [one.url for one in servers]}
