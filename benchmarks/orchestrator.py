@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from benchmarks.report import parser, report
 from grpo import Environment, Rubric
@@ -192,7 +193,7 @@ def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: 
         finally:
             probing.cancel()
 
-    asyncio.run(both())
+    uvloop.run(both())
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = used.ru_utime + used.ru_stime
     connection.send(

@@ -7,6 +7,8 @@ import signal
 import sys
 from types import FrameType
 
+import uvloop
+
 from configs.entry import load_settings
 from configs.orch import OrchSettings
 from transport.errors import START_AGAIN, PeerFailed, TransportError
@@ -54,7 +56,7 @@ def _run(settings: OrchSettings) -> int:
         (await task).print()
 
     try:
-        asyncio.run(until_signal())
+        uvloop.run(until_signal())
     except asyncio.CancelledError:
         print(f"ended by {ended_by[0].name}", file=sys.stderr)
         return 128 + ended_by[0]

@@ -19,6 +19,7 @@ TICK_S = 0.02
 """Between two looks at what a program uses."""
 KILLED = 128 + signal.SIGKILL
 _KEEPER = """
+umask 022
 "$@" & bubblewrap=$!
 exec >/dev/null 2>&1
 read -r _
@@ -85,7 +86,6 @@ async def _run(program: bytes, stdin: bytes, limits: Limits, stop: asyncio.Event
             pass_fds=[*fds.values()],
             env={"PATH": os.defpath},
             cwd="/",
-            umask=0o022,
             start_new_session=True,
         )
         streams = [stream for stream in (keeper.stdout, keeper.stderr) if stream is not None]

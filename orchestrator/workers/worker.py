@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
 import zmq
 import zmq.asyncio
 
@@ -316,4 +317,4 @@ def serve(address: str, only: str) -> None:
         await Worker(socket, only).serve()
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main())
+        uvloop.run(main())
