@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="Slurm's machines are started by root here"),
 ]
 NUM_STEPS = 12
-"""So many that the run is not over before it has lost a machine."""
+"""So many that the run is not over before it has lost a machine, which was after step 2 on a busy machine."""
 TOPOLOGY = {
     "infer": {"cpus": CPUS},
     "train": {"nodes": 2, "cpus": CPUS},
@@ -45,10 +45,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 class Launched:
     """`grpo launch` with one run's settings, given again and again."""
 
-    def __init__(self, slurm: Slurm, folder: Path) -> None:
+    def __init__(self, slurm: Slurm, folder: Path, num_steps: int = NUM_STEPS) -> None:
         self.slurm, self.run = slurm, Run(folder)
         self.words = ["quickstart", "--on", "slurm", "--output_dir", str(folder), "--device", "cpu"]
-        self.words += ["--max_steps", str(NUM_STEPS), "--orch.batch_size", "64", "--orch.eval.num_examples", "0"]
+        self.words += ["--max_steps", str(num_steps), "--orch.batch_size", "64", "--orch.eval.num_examples", "0"]
         self.words += ["--train.num_threads", "1", "--infer.num_threads", "1", "--train.ckpt.interval", "1"]
         self.words += ["--topology", json.dumps(TOPOLOGY)]
 
@@ -81,12 +81,8 @@ class Launched:
 def test_a_run_whose_time_is_cut_short_and_that_loses_a_machine_comes_to_its_end(slurm: Slurm, tmp_path: Path) -> None:
     launch = Launched(slurm, tmp_path / "run")
     assert "queued as job" in launch()
-    launch.until(lambda: launch.published() >= 1)
-    state = launch()
-    assert "RUNNING" in state
-    assert "grpo-infer" in state
-
     job = launch.queued("%i")[0].partition("+")[0]
+    launch.until(lambda: launch.published() >= 1)
     slurm.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before its time is over
     launch.until(lambda: "told to end (SIGUSR1); its checkpoint of step" in launch.logs())
     launch.until(lambda: launch.num_starts() > 1)
@@ -105,9 +101,13 @@ def test_a_run_whose_time_is_cut_short_and_that_loses_a_machine_comes_to_its_end
     launch.until(lambda: not slurm.processes())
 
 
-def test_a_run_that_is_stopped_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
-    launch = Launched(slurm, tmp_path / "run")
+def test_a_run_shows_its_state_and_where_it_is_stopped_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
+    launch = Launched(slurm, tmp_path / "run", num_steps=1000)
     launch()
     launch.until(lambda: "RUNNING" in launch.queued("%T") and slurm.processes())
+    launch.until((launch.run.folder / "status" / "orch.json").exists)
+    state = launch()
+    assert "RUNNING" in state
+    assert "grpo-orch" in state
     launch("--stop")
     launch.until(lambda: not launch.queued("%i") and not slurm.processes())

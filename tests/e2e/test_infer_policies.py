@@ -115,15 +115,6 @@ def test_mixed_batches_sample_with_hugging_faces_logprobs(live: Live, truth: Any
             assert largest(choice["logprobs"], right) < EXACT, version
 
 
-def test_greedy_answers_are_those_of_the_version(live: Live, truth: Any) -> None:
-    for version in (None, 1, 2):
-        answer = live.server.answer(
-            "/policy/generate", version=version, prompt_token_ids=prompt(3, 8), max_tokens=12, temperature=0.0
-        )
-        ids, logprobs = answer["choices"][0]["token_ids"], answer["choices"][0]["logprobs"]
-        assert largest(logprobs, truth(version, prompt(3, 8) + ids, 1.0)[7:]) < EXACT
-
-
 def test_a_stop_token_ends_the_answer_and_is_part_of_it(live: Live) -> None:
     free = live.server.answer(
         "/policy/generate", version=1, prompt_token_ids=prompt(5, 8), max_tokens=12, temperature=0.0
@@ -191,13 +182,6 @@ def test_what_was_sampled_scores_as_it_was_sampled_and_as_hugging_face_does(live
         version, temperature, length = case
         assert largest(found[length - 1 :], choice["logprobs"]) < EXACT, case
         assert largest(found, truth(version, start + choice["token_ids"], temperature)) < EXACT, case
-
-
-def test_other_temperatures_give_other_numbers(live: Live) -> None:
-    ids = prompt(1, 50)
-    at = {temperature: score(live, None, ids, temperature) for temperature in TEMPERATURES}
-    assert largest(at[0.7], at[1.0]) > 100 * EXACT
-    assert largest(at[1.3], at[1.0]) > 100 * EXACT
 
 
 async def test_openais_routes_of_a_real_vllm_score_as_ours_do(live: Live) -> None:
@@ -393,7 +377,7 @@ def test_a_new_version_is_proved_before_a_long_queue(live: Live) -> None:
     publisher = live.publisher
     publisher.publish(20, publisher.files(version=20, seed=20))
 
-    body = {"version": 1, "prompt_token_ids": prompt(0, 8), "n": 64, "max_tokens": 200, "min_tokens": 200}
+    body = {"version": 1, "prompt_token_ids": prompt(0, 8), "n": 64, "max_tokens": 100, "min_tokens": 100}
     with ThreadPoolExecutor(4) as pool:
         # 256 sequences where 64 run at once, four times as long as a request takes alone.
         queue = [pool.submit(live.server.answer, "/policy/generate", **body) for _ in range(4)]

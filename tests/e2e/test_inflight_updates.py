@@ -26,4 +26,4 @@ def test_a_run_trains_every_token_with_the_version_that_sampled_it(tmp_path: Pat
     assert all(0 <= share <= 1 for share in run.by_step("rollout/several_versions").values())
     # a token that were trained with another version than its own would differ where its lag is 0
     assert summary["mismatch_max_lag0"] < 1e-4
-    assert max(run.by_step("policy/mismatch_max_lag1").values()) > 1e-2
+    assert max(run.by_step("policy/mismatch_max_lag1").values()) > 1e-2  # 0.30 to 0.46 in 3 runs

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import statistics
 import subprocess
 import tomllib
 from pathlib import Path
@@ -56,9 +55,8 @@ def test_the_wheels_programs_are_there_and_their_modules_are_its_own(installed: 
     assert done("-c", code, program=installed / "python", cwd=tmp_path).count(str(installed.parent)) == len(modules)
 
 
-def test_reward_rises_and_so_does_the_accuracy_on_words_never_trained_on(run: Run) -> None:
+def test_the_accuracy_on_words_never_trained_on_rises(run: Run) -> None:
     assert len(run.rewards) == NUM_STEPS
-    assert statistics.mean(run.rewards[-3:]) > statistics.mean(run.rewards[:3]) + 0.1
     assert 0.25 <= run.summary["accuracy_before"] <= 0.5
     # The same 200 words are answered greedily; where half of the answers change, its standard error is 0.05.
     assert run.summary["accuracy_after"] > run.summary["accuracy_before"] + 0.2

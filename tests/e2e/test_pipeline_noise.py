@@ -41,7 +41,8 @@ def test_the_trainer_computes_without_the_noise_that_the_server_samples_with(run
 
 def test_rollouts_explore_and_evaluation_does_not(run: Run) -> None:
     rewards, accuracies = run.by_step("reward/mean"), run.by_step("eval/accuracy")
-    assert max(rewards[step] for step in (3, 4)) < 0.05 < min(rewards[step] for step in (1, 2))
+    # 0 to 0.008, and 0.20 to 0.35, in 4 runs of different seeds
+    assert max(rewards[step] for step in (3, 4)) < 0.04 < min(rewards[step] for step in (1, 2))
     assert len(accuracies) == 7
     assert set(accuracies.values()) == {accuracies[0]}
     assert accuracies[0] > 0.1

@@ -35,6 +35,7 @@ def test_two_ranks_train_all_weights_and_what_they_train_is_served_in_place(tmp_
     assert summary["mismatch_max_lag0"] < 1e-4
     assert summary["versions_served"] == list(range(NUM_STEPS + 1))
     assert summary["rollouts_trained"] == summary["rollouts_issued"] == NUM_STEPS * run.batch_size
+    # 0.28, and 0.45 to 0.47 in 6 runs of different seeds
     assert summary["accuracy_after"] > summary["accuracy_before"]
     assert set(run.by_step("policy/lag_max").values()) == {0.0}
     manifest = json.loads((run.folder / f"broadcasts/step_{NUM_STEPS:06d}/manifest.json").read_text())
