@@ -36,10 +36,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grpo_step import TARGETS, keeping_freed_memory
-from benchmarks.report import parser, quickstart, report
+from benchmarks.report import parser, report
 from orchestrator.envs.base import Environment
 from orchestrator.envs.reverse_text import ReverseText, exact
 from orchestrator.rollouts.rubric import Rubric
+from tests.e2e.runs import options, trained
 from tools.random_models import MID, QUICKSTART_MODEL, make_random
 
 NUM_CORES, NUM_SKIPPED, RANK, ALPHA = 2, 2, 16, 32
@@ -146,10 +147,9 @@ def measure_ours(case: Case, model: Path, folder: Path, num_steps: int) -> Measu
         "orch.sampling.max_tokens": case.max_tokens,
         "orch.eval.num_examples": 0,
     }
-    steps = quickstart(folder, settings)
-    summary = json.loads((folder / "summary.json").read_text())
-    mean_tokens = summary["tokens"]["generate"] / summary["rollouts_issued"]
-    return [line["time/step_s"] for line in steps[NUM_SKIPPED:]], mean_tokens
+    run = trained("configs/quickstart", folder, *options(settings))
+    mean_tokens = run.summary["tokens"]["generate"] / run.summary["rollouts_issued"]
+    return [line["time/step_s"] for line in run.steps[NUM_SKIPPED:]], mean_tokens
 
 
 def measure_trl(case: Case, model: Path, folder: Path, num_steps: int) -> Measured:
@@ -241,15 +241,15 @@ def main() -> int:
     command = parser(__doc__)
     command.add_argument("--steps", type=int, default=10, help="optimizer steps of each run, at least 4 (default: 10)")
     command.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases (default: all)")
-    options = command.parse_args()
+    given = command.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     figures: dict[str, float] = {}
-    for name in options.only:
+    for name in given.only:
         with tempfile.TemporaryDirectory() as folder:
-            found = compare(CASES[name], Path(folder), num_steps=options.steps)
+            found = compare(CASES[name], Path(folder), num_steps=given.steps)
         figures |= {f"{name} {key}": value for key, value in found.items()}
     targets = {f"{name} times_as_fast": (">=", case.wanted) for name, case in CASES.items()}
-    return report("e2e", figures, targets, check=options.check)
+    return report("e2e", figures, targets, check=given.check)
 
 
 if __name__ == "__main__":

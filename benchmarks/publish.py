@@ -12,8 +12,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import parser, quickstart, report
+from benchmarks.report import parser, report
 from orchestrator.monitoring.timeline import SERVERS, TRAINER, read_timeline
+from tests.e2e.runs import options, trained
 from tools.random_models import MID, make_random
 
 NUM_STEPS, NUM_WARM_UP = 20, 4
@@ -33,7 +34,8 @@ TARGETS = {"total_ms": ("<=", 400.0), "publish_share": ("<=", 0.02)}
 
 def until_first_token(folder: Path) -> dict[str, float]:
     """Median milliseconds: until the version's files are seen, until it is loaded and proved, and until its answer."""
-    quickstart(folder, LARGE | {"model": make_random(folder.with_name("model"), MID)})
+    model = make_random(folder.with_name("model"), MID)
+    trained("configs/quickstart", folder, "--model", model, *options(LARGE))
     spans = read_timeline(folder)
     called = {span.step: span.start_s for span in spans if (span.who, span.what) == (TRAINER, "publish")}
     loaded = {span.step: span for span in spans if span.what == "load"}
@@ -50,7 +52,7 @@ def until_first_token(folder: Path) -> dict[str, float]:
 
 def shares(folder: Path) -> dict[str, float]:
     """Of the time of the quickstart's steps; the first is left out, in which everything starts up."""
-    steps = quickstart(folder, {"max_steps": NUM_STEPS})[1:]
+    steps = trained("configs/quickstart", folder, "--max_steps", NUM_STEPS).steps[1:]
     total_s = sum(line["time/step_s"] for line in steps)
     names = ("publish", "write_version", "load")
     return {f"{name}_share": sum(line[f"time/{name}_s"] for line in steps) / total_s for name in names}
@@ -58,10 +60,10 @@ def shares(folder: Path) -> dict[str, float]:
 
 def main() -> int:
     """The command."""
-    options = parser(__doc__).parse_args()
+    given = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = until_first_token(Path(folder) / "large") | shares(Path(folder) / "quickstart")
-    return report("publish", figures, TARGETS, check=options.check)
+    return report("publish", figures, TARGETS, check=given.check)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-"""What benchmarks share: `--check`, a table of figures beside their targets with one JSON object as the last line, and
-real runs of the product."""
+"""How every benchmark begins and ends: `--check`, a table of figures beside their targets, one JSON object."""
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 Targets = Mapping[str, tuple[str, float]]
@@ -32,13 +28,3 @@ def report(name: str, figures: Mapping[str, float], targets: Targets, *, check: 
     rounded = {key: round(value, 6) for key, value in figures.items()}
     print(json.dumps({"benchmark": name, "holds": not missed, **rounded, **more}))
     return int(check and bool(missed))
-
-
-def quickstart(folder: Path, settings: Mapping[str, object]) -> list[dict[str, Any]]:
-    """Runs `grpo configs/quickstart` with other `settings` in `folder`, and returns the lines of metrics.jsonl that are
-    of training steps. Raises CalledProcessError where it fails, which has said why on standard error."""
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(folder), *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("time/step_s")]
