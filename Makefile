@@ -57,8 +57,9 @@ docs: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/python -m tools.contracts
 
-gpu: $(STAMP)
-	$(BIN)/python -m benchmarks.gpu $(PART)
+# In an environment of one's own with `pip install -e '.[cuda,dev]'`: the one here has vLLM for CPUs.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(PART)
 
 size:
 	$(PYTHON) .ci/size.py

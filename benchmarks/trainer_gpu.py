@@ -1,15 +1,16 @@
-"""Tokens a second and peak memory of training steps on a GPU.
+"""Tokens a second, MFU and peak memory of training steps on a GPU.
 
-    python -m benchmarks.trainer_gpu [--check] [--shapes 0.6B 4B] [--compile] [--attention grpo_padded]
+    python -m benchmarks.trainer_gpu [--check] [--shapes 0.6B 4B] [--packs 16384x1024 …] [--keep none selective full]
 
-Qwen3 with random weights, made on the device, bfloat16, LoRA 16 on all linear layers, 16,384 packed tokens in samples
-of 1,024, of which all but the first 128 carry loss. A step is the whole one: forward, loss, backward and AdamW with
-8-bit state. Medians of 5 steps after 2 to warm up, without and with gradient checkpointing. Memory is the most that
-torch has allocated, weights included. `--quantized` takes each quantized base instead, checkpointed.
+Qwen3 with random weights, made on the device, bfloat16, LoRA 16 on all linear layers, compiled. A pack `16384x1024` is
+16,384 tokens in samples of 1,024, of which all but the first eighth carry loss. A step is the whole one: forward, loss,
+backward and AdamW with 8-bit state. Medians of 5 steps after 2 to warm up. Layers keep for their backward pass in turn
+what `--keep` says; what does not fit into memory is told so. Memory is the most that torch has allocated, weights
+included. `--quantized` takes each quantized base instead, keeping least.
 
-Targets on an H200: 50,000 (0.6B) and 13,000 (4B) tokens a second. The last line is one JSON object. `--check` exits 1
-where a figure misses its target. With `--device cpu --shapes tiny` it runs anywhere, for nothing but to see that it
-does.
+Targets on an H200: 50,000 (0.6B) and 13,000 (4B) tokens a second in samples of 1,024, 30,000 and 9,000 in one of
+16,384. The last line is one JSON object, and so is that of each figure. `--check` exits 1 where a figure misses its
+target. With `--device cpu --shapes tiny` it runs anywhere, for nothing but to see that it does.
 
 Not yet run: needs a GPU.
 """
@@ -17,11 +18,11 @@ Not yet run: needs a GPU.
 import argparse
 import gc
 import importlib.metadata
+import json
 import platform
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from benchmarks.report import parser, report
 from configs.loss import LossSettings
 from configs.train import QUANTIZED, TrainSettings
 from trainer.distributed import ONE
+from trainer.flops import peak_flops, step_flops
+from trainer.memory import Checkpointing, release_memory
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
@@ -49,32 +52,15 @@ SHAPES: dict[str, dict[str, int]] = {
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
 }
 """Those of Qwen3-0.6B and Qwen3-4B; both tie their embeddings."""
-TARGETS = {"0.6B": 50_000.0, "4B": 13_000.0}
-"""Tokens a second with the faster of no and full gradient checkpointing, on a plain base."""
+TARGETS = {
+    "0.6B best 16384x1024": 50_000.0,
+    "4B best 16384x1024": 13_000.0,
+    "0.6B best 16384x16384": 30_000.0,
+    "4B best 16384x16384": 9_000.0,
+}
+"""Tokens a second by the best of what layers may keep, on a plain base."""
+PACKS = ("16384x1024", "16384x16384", "8192x1024", "2048x1024")
 WARM_UP, STEPS = 2, 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One row of the table."""
-
-    shape: str
-    checkpointing: bool
-    quantization: Quantization | None
-
-    @property
-    def name(self) -> str:
-        """As the figures are called."""
-        return "_".join([self.shape, self.quantization or "bf16", *(["checkpointed"] if self.checkpointing else [])])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What was measured of a case."""
-
-    tokens_per_s: float
-    peak_bytes: int
-    """0 where the device does not tell."""
 
 
 def save_model(shape: str, folder: Path, device: torch.device) -> Path:
@@ -112,18 +98,16 @@ def batch_of(*, num_tokens: int, sample_len: int, vocab_size: int) -> MicroBatch
     )
 
 
-def settings_of(case: Case, folder: Path, options: argparse.Namespace) -> TrainSettings:
-    """Those of a trainer with the case's base."""
-    own: dict[str, Any] = {key: True for key, format in QUANTIZED.items() if format == case.quantization}
-    own |= {"model": str(folder), "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK, "compile": options.compile}
-    own |= {"gradient_checkpointing": case.checkpointing, "sequence_len": options.tokens}
-    return TrainSettings.model_validate(own)
+def settings_of(folder: Path, quantization: Quantization | None, options: argparse.Namespace) -> TrainSettings:
+    """Those of a trainer with such a base."""
+    own: dict[str, Any] = {key: True for key, format in QUANTIZED.items() if format == quantization}
+    own |= {"model": str(folder), "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK, "compile": not options.eager}
+    return TrainSettings.model_validate(own | {"sequence_len": max(tokens for tokens, _ in options.packs)})
 
 
-def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> Result:
+def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> dict[str, float]:
     """Steps of the trainer, without publishing."""
-    num_tokens = settings.sequence_len
-    objective = Objective(policy, LossSettings(), ONE, sequence_len=num_tokens)
+    objective = Objective(policy, LossSettings(), ONE, sequence_len=settings.sequence_len)
     optimizer = Optimizer(settings, policy.named_parameters)
     on_gpu, times_s = policy.device.type == "cuda", []
     if on_gpu:
@@ -135,37 +119,65 @@ def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> Resu
         if on_gpu:
             torch.cuda.synchronize()
         times_s.append(time.perf_counter() - began_s)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    return Result(tokens_per_s=num_tokens / statistics.median(times_s[WARM_UP:]), peak_bytes=peak)
+    step_s = statistics.median(times_s[WARM_UP:])
+    found = {"tokens_per_s": len(batch.token_ids) / step_s, "first_step_s": times_s[0]}
+    if (peak := peak_flops(policy.device)) is not None:
+        found["mfu"] = step_flops(policy, [batch]) / step_s / peak
+    return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if on_gpu else {})
 
 
-def measure(options: argparse.Namespace) -> dict[str, Result]:
-    """All cases; each tells itself."""
-    device, results = torch.device(options.device), {}
-    cases: list[tuple[bool, Quantization | None]] = [(False, None), (True, None)]
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """All figures by name; each tells itself as soon as it is there."""
+    device, figures = torch.device(options.device), dict[str, float]()
+    cases: list[tuple[Checkpointing, Quantization | None]] = [(keep, None) for keep in options.keep]
     if options.quantized:
-        cases = [(True, format) for format in QUANTIZE]
+        cases = [("full", format) for format in QUANTIZE]
     for shape in options.shapes:
-        batch = batch_of(
-            num_tokens=options.tokens, sample_len=options.sample_len, vocab_size=SHAPES[shape]["vocab_size"]
-        )
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
             folder = save_model(shape, Path(name), device)
-            for checkpointing, quantization in cases:
-                case = Case(shape=shape, checkpointing=checkpointing, quantization=quantization)
-                settings = settings_of(case, folder, options)
-                policy = load_policy(settings, folder, device, attention_kernel=options.attention)
-                results[case.name] = result = measured(settings, policy, batch)
-                print(f"{case.name:32} {result.tokens_per_s:12,.0f} tokens/s {result.peak_bytes / 2**30:8.2f} GiB")
-                del policy
+            for keep, quantization in cases:
+                of_case = measure_case(f"{shape} {quantization or keep}", shape, folder, keep, quantization, options)
+                figures |= of_case
+                for key, value in of_case.items():
+                    if key.endswith(" tokens_per_s"):
+                        best = f"{shape} best {key.split()[2]}"
+                        figures[best] = max(figures.get(best, 0.0), value)
                 gc.collect()
-    return results
+                release_memory(device)
+    return figures
+
+
+def measure_case(
+    name: str,
+    shape: str,
+    folder: Path,
+    keep: Checkpointing,
+    quantization: Quantization | None,
+    options: argparse.Namespace,
+) -> dict[str, float]:
+    """One policy's figures on every pack; the longest is the first, and what it compiles serves all."""
+    device, figures = torch.device(options.device), dict[str, float]()
+    settings = settings_of(folder, quantization, options)
+    kinds: dict[str, Any] = {"checkpointing": keep, "attention_kernel": options.attention}
+    policy = load_policy(settings, folder, device, **kinds)
+    for tokens, sample_len in options.packs:
+        batch = batch_of(num_tokens=tokens, sample_len=sample_len, vocab_size=SHAPES[shape]["vocab_size"])
+        try:
+            found = measured(settings, policy, batch)
+        except torch.cuda.OutOfMemoryError:
+            found = {"out_of_memory": 1.0}
+            for parameter in policy.parameters:
+                parameter.grad = None
+        mine = {f"{name} {tokens}x{sample_len} {key}": value for key, value in found.items()}
+        print(json.dumps(mine), flush=True)
+        figures |= mine
+    return figures
 
 
 def machine(device: torch.device) -> str:
     """The device and the versions that matter."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    packages = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "triton")
+    packages = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "flash-attn-3", "triton")
     versions = [f"{package} {version}" for package in packages if (version := _version(package))]
     return ", ".join([name, f"CUDA {torch.version.cuda}", *versions])
 
@@ -177,25 +189,26 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _pack(text: str) -> tuple[int, int]:
+    tokens, sample_len = map(int, text.split("x"))
+    return tokens, sample_len
+
+
 def main() -> int:
     """The command."""
     command = parser(__doc__)
     command.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "4B"])
+    command.add_argument("--packs", nargs="+", type=_pack, default=[*map(_pack, PACKS)], help="TOKENSxSAMPLE_TOKENS")
+    command.add_argument("--keep", nargs="+", choices=("none", "selective", "full"), default=["selective", "none"])
     command.add_argument("--quantized", action="store_true", help="quantized bases instead of the plain one")
-    command.add_argument("--compile", action="store_true", help="compile the layers")
+    command.add_argument("--eager", action="store_true", help="do not compile the layers")
     command.add_argument("--attention", help="the attention kernel (default: the best that is installed)")
     command.add_argument("--device", default="cuda")
-    command.add_argument("--tokens", type=int, default=16_384, help="packed tokens of a step")
-    command.add_argument("--sample-len", type=int, default=1_024, help="tokens of each sample")
     options = command.parse_args()
-    print(machine(torch.device(options.device)), end="\n\n")
-    figures: dict[str, float] = {}
-    for name, result in measure(options).items():
-        figures |= {f"{name} tokens_per_s": result.tokens_per_s, f"{name} peak_gib": result.peak_bytes / 2**30}
-        best = f"{name.partition('_')[0]} best_tokens_per_s"
-        figures[best] = max(figures.get(best, 0.0), result.tokens_per_s)
-    targets = {} if options.quantized else {f"{shape} best_tokens_per_s": (">=", one) for shape, one in TARGETS.items()}
-    return report("trainer_gpu", figures, targets, check=options.check)
+    on = machine(torch.device(options.device))
+    print(on, end="\n\n", flush=True)
+    targets = {} if options.quantized else {name: (">=", target) for name, target in TARGETS.items()}
+    return report("trainer_gpu", measure(options), targets, check=options.check, machine=on)
 
 
 if __name__ == "__main__":

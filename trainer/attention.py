@@ -29,7 +29,8 @@ from trainer.supported import check_window
 log = logging.getLogger(__name__)
 
 VARLEN, PADDED = "grpo_varlen", "grpo_padded"
-_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 hands fewer heads of keys and values to the same kernels without being told."""
 _HOPPER, _BLACKWELL = 9, 10
 """Major compute capabilities of the GPUs that have flash attention 3 and 4."""
 
@@ -68,18 +69,12 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Layout], tor
 
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
-    """Repeats shared prompts for every sample that has them, attends, and takes one result of each.
-
-    torch 2.11 shares no heads between queries, so that keys and values are repeated there.
-    """
+    """Repeats shared prompts for every sample that has them, attends, and takes one result of each."""
     if layout.shares:
         q, k, v = (_repeated(tensor, layout) for tensor in (q, k, v))
-    group = q.shape[1] // k.shape[1]
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
-    if _SHARES_HEADS:
-        options["enable_gqa"] = group > 1
-    elif group > 1:
-        k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
+    if _ASKS_FOR_SHARED_HEADS:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
     ends, longest = layout.boundaries, layout.longest
     output: Any = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     attended: torch.Tensor = output.index_select(0, layout.kept) if layout.shares else output

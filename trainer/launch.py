@@ -30,7 +30,7 @@ from transport.parent import PARENT_VAR
 from transport.status import StatusFile
 
 END_S = 8
-"""How long workers may take to end once they are told to."""
+"""How long workers may take to end once they are told to; torch 2.11 gives them 30 s whatever is asked."""
 LATECOMERS_S = 15
 """How long further machines are waited for once `min_nodes` have come."""
 _MODULE = "trainer.cli"
@@ -76,8 +76,8 @@ def launch(settings: TrainSettings, arguments: Sequence[str], *, status: Path) -
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle="SIGTERM,SIGINT",
-            shutdown_timeout=END_S,
         )
+        config.shutdown_timeout = END_S
         try:
             elastic_launch(config, sys.executable)(*_python_flags(), "-m", _MODULE, *arguments)
         except SignalException as ended:

@@ -161,14 +161,14 @@ class _TiledSoftmax:
         self._max = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         self._others = zeros
         """Σ exp(z - m) over all tokens but the target."""
-        self._gaps = zeros
+        self._gaps = torch.zeros_like(zeros)
         """Σ exp(z - m) (z - m) over the same."""
         self._mean = torch.zeros_like(hidden, dtype=zeros.dtype) if with_gradient else None
         """[k, H] Σ exp(z - m) weight over the same."""
         self._gaps_mean = torch.zeros_like(self._mean) if self._mean is not None and differentiable else None
         """[k, H] Σ exp(z - m) (z - m) weight over the same."""
         for tokens in blocks(len(weight), columns):
-            self._add(scaled_logits(hidden, weight[tokens], temperatures), tokens)
+            self._add(linear(hidden, weight[tokens]), tokens)
         self._target_exp = (self._target - self._max).exp_()
         self._sum = self._others + self._target_exp
 
@@ -176,12 +176,13 @@ class _TiledSoftmax:
         """Adds a tile. What was summed under a smaller maximum is scaled to the new one."""
         place = (self._targets - tokens.start)[:, None]
         fold = _compiled_fold() if logits.is_cuda else _fold
-        sums = fold(logits, place, self._target, self._max, self._others, self._gaps)
-        probs, gaps, shift, self._target, self._max, self._others, self._gaps = sums
+        so_far = self._target, self._max, self._others, self._gaps
+        sums = fold(logits, self._temperatures, place, *so_far, self._gaps_mean is not None)
+        probs, weighted, shift, self._target, self._max, self._others, self._gaps = sums
         scale = shift.exp()
         if self._gaps_mean is not None and self._mean is not None:
             self._gaps_mean.addcmul_(self._mean, shift).mul_(scale)
-            add_product(self._gaps_mean, gaps.mul_(probs), self._weight[tokens])
+            add_product(self._gaps_mean, weighted, self._weight[tokens])
         if self._mean is not None:
             add_product(self._mean.mul_(scale), probs, self._weight[tokens])
 
@@ -222,18 +223,23 @@ class _TiledSoftmax:
 
 def _fold(
     logits: torch.Tensor,
+    temperatures: torch.Tensor,
     place: torch.Tensor,
     target: torch.Tensor,
     largest: torch.Tensor,
     others: torch.Tensor,
     gaps_sum: torch.Tensor,
+    differentiable: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Folds a tile [k, v] of logits, which it may overwrite, into the sums [k, 1]: the part of a tile that is no matrix
-    product, in one kernel where it is compiled.
+    """Folds a tile [k, v] of logits, which it may overwrite, into the sums [k, 1]: all of a tile that is no matrix
+    product. Compiled, it passes over the tile twice, and only in the model's type.
 
     `place` [k, 1] is where the target is in the tile, if it is: its logit is remembered and its probability made 0.
-    Returns exp(z - m), z - m, the change of m, and the new sums.
+    Returns exp(z - m) and, for the entropy's gradient, (z - m) exp(z - m), both in the model's type, the change of m,
+    and the new sums.
     """
+    kind = logits.dtype
+    logits = logits.to(accum_dtype(kind)).div_(temperatures)
     lowest = torch.finfo(logits.dtype).min / 2
     new_largest = torch.maximum(largest, logits.amax(dim=1, keepdim=True))
     inside = (place >= 0) & (place < logits.shape[1])
@@ -248,7 +254,8 @@ def _fold(
     shifted = torch.addcmul(gaps_sum, others, shift).mul_(scale)
     gaps_sum = shifted + torch.linalg.vecdot(probs, gaps, dim=1)[:, None]
     others = torch.addcmul(probs.sum(dim=1, keepdim=True), others, scale)
-    return probs, gaps, shift, target, new_largest, others, gaps_sum
+    weighted = gaps.mul_(probs) if differentiable else gaps.new_empty(0)
+    return probs.to(kind), weighted.to(kind), shift, target, new_largest, others, gaps_sum
 
 
 @functools.cache

@@ -5,8 +5,8 @@ which sums in float32. FP8 is E4M3, and E5M2 for gradients (arXiv:2209.05433), w
 E2M1 with an E4M3 scale for each 16 numbers of a row and a float32 one for the tensor (arXiv:2509.25149). Gradients are
 in FP8 with either: rounded to the nearest of 4 bits they would be biased.
 
-Not yet run on a GPU. On a CPU, where the trainer refuses both, torch multiplies FP8 too, and NVFP4 is emulated: tests
-compare both with products in float64.
+Not yet run on a GPU. On a CPU, where the trainer refuses both, torch (from 2.12 on) multiplies FP8 too, and NVFP4 is
+emulated: tests compare both with products in float64.
 """
 
 import torch

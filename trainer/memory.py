@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch._dynamo
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from configs.train import TrainSettings
@@ -70,6 +71,10 @@ def prepare_layers(
     """
     if compile_layers and (missing := missing_for_compile(device)):
         raise ModelError(f"compile: true, but {missing}; install it or set compile: false")
+    # Numbers of the model's settings are constants: as symbols, each would be C++ code on the CPU in every graph.
+    torch._dynamo.config.specialize_float = True
+    # With and without gradients, shared prompts, adapters, in the first layer and in others: graphs of the same code.
+    torch._dynamo.config.recompile_limit = 64
     for layer in layers:
         if compile_layers:
             for module in filter(_is_quantized, layer.modules()):

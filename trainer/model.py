@@ -252,7 +252,7 @@ def _loaded(
         layers,
         checkpointing,
         compile_layers=memory.compiles(settings, device),
-        in_graph=implementation == attention.VARLEN,
+        in_graph=implementation == attention.VARLEN and quantization is None,
         device=device,
         wrap=takes_adapter_mask if len(names) > 1 else None,
     )

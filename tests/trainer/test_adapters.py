@@ -107,7 +107,7 @@ def assert_same_logprobs(joint: Policy, singles: Sequence[Policy]) -> None:
         logprobs = joint.logprobs(packed_tokens(batch, CPU))
         for adapter, single in enumerate(singles):
             expected = single.logprobs(packed_tokens(only(batch, adapter), CPU))
-            torch.testing.assert_close(logprobs[of_tokens == adapter], expected, atol=1e-6, rtol=0)
+            torch.testing.assert_close(logprobs[of_tokens == adapter], expected, atol=5e-6, rtol=0)
 
 
 def assert_as_alone(folder: Path, **options: Any) -> None:

@@ -111,7 +111,8 @@ def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_s
 
 
 def test_bfloat16_logits_are_normalised_in_float32() -> None:
-    hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(50, 8).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).bfloat16() for n in (3, 50))
     targets = torch.tensor([1, 2, 3])
     logprobs = token_logprobs(hidden, weight, targets, torch.ones(3))
     expected = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -201,12 +202,15 @@ def test_an_extreme_distribution_has_entropy_0_and_gradient_0() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, of its own code
-def test_the_body_of_a_tile_is_one_graph_that_computes_the_same() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_the_body_of_a_tile_is_one_graph_that_computes_the_same(differentiable: bool, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
-    logits, place = torch.randn(5, 7, generator=generator), torch.tensor([[0], [6], [-3], [9], [2]])
+    logits, place = torch.randn(5, 7, generator=generator, dtype=dtype), torch.tensor([[0], [6], [-3], [9], [2]])
     zeros = torch.zeros(5, 1)
-    sums = torch.full_like(zeros, torch.nan), torch.full_like(zeros, -1e30), zeros, zeros
+    sums = torch.full_like(zeros, torch.nan), torch.full_like(zeros, -1e30), zeros, zeros.clone()
+    inputs = torch.rand(5, 1, generator=generator) + 0.5, place, *sums, differentiable
     compiled = torch.compile(_fold, backend="eager", fullgraph=True, dynamic=True)
-    for one, other in zip(_fold(logits.clone(), place, *sums), compiled(logits.clone(), place, *sums), strict=True):
+    for one, other in zip(_fold(logits.clone(), *inputs), compiled(logits.clone(), *inputs), strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)

@@ -14,6 +14,10 @@ from trainer.errors import ModelError
 from trainer.low_precision import _swizzled, backward_product, check_device, forward_product
 from trainer.packing import packed_tokens
 
+needs_fp8_on_cpu = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
+    reason="this torch multiplies FP8 on GPUs only, as 2.11 does",
+)
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 GRIDS = {
     "e4m3": reference.E4M3,
@@ -52,6 +56,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@needs_fp8_on_cpu
 @pytest.mark.parametrize("recipe", ROUNDED)
 @pytest.mark.parametrize("shape", [(5, 32, 48), (150, 80, 36)])  # (m, k, n), the second in no whole blocks
 def test_a_product_is_that_of_the_rounded_operands(recipe: LowPrecision, shape: tuple[int, int, int]) -> None:
@@ -65,6 +70,7 @@ def test_a_product_is_that_of_the_rounded_operands(recipe: LowPrecision, shape: 
     torch.testing.assert_close(backward_product(grad, weight).double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@needs_fp8_on_cpu
 @pytest.mark.parametrize("recipe", ROUNDED)
 def test_what_is_not_finite_stays_so(recipe: LowPrecision) -> None:
     x = normal(4, 32, seed=1)
@@ -72,6 +78,7 @@ def test_what_is_not_finite_stays_so(recipe: LowPrecision) -> None:
     assert not forward_product(x, normal(16, 32, seed=2), recipe)[2].isfinite().any()
 
 
+@needs_fp8_on_cpu
 @pytest.mark.parametrize("recipe", ROUNDED)
 def test_training_is_in_few_bits_and_what_proves_a_version_is_exact(tiny_model: Path, recipe: LowPrecision) -> None:
     plain, ours = tiny_policy(tiny_model, recipe="bf16"), tiny_policy(tiny_model, recipe=recipe)
@@ -82,6 +89,7 @@ def test_training_is_in_few_bits_and_what_proves_a_version_is_exact(tiny_model: 
     assert 1e-4 < gaps.mean().item() < 1.0
 
 
+@needs_fp8_on_cpu
 @pytest.mark.parametrize("recipe", ROUNDED)
 def test_an_adapter_gets_exact_gradients_and_passes_on_those_of_the_rounded_base(
     tiny_model: Path, recipe: LowPrecision
