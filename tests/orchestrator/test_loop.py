@@ -201,8 +201,9 @@ async def test_what_does_not_fit_or_never_comes_is_an_error_that_names_it(
     error: type[Exception],
     message: str,
 ) -> None:
-    refuses, away = info.pop("refuses", None), info.pop("away", False)
-    server = await FakeServer(**info).start()
+    given_info = dict(info)
+    refuses, away = given_info.pop("refuses", None), given_info.pop("away", False)
+    server = await FakeServer(**given_info).start()
     server.refuse_version = refuses
     if away:
         await server.stop()
