@@ -52,7 +52,7 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
 
 
 def checked(asked: Run) -> Plan:
-    """What a run's settings come to. Raises `SettingsError`, and `UnknownEnvironment`, which are ValueErrors."""
+    """What a run's settings come to. Raises `SettingsError`, and `UserError`, which are ValueErrors."""
     plan = resolve(asked)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
@@ -192,7 +192,7 @@ def print_summary(folder: Path) -> int:
 def explain(outcome: Outcome) -> None:
     """Prints on standard error who failed, with the last lines of its log; the error comes last."""
     if outcome.stopped_by is not None:
-        print(f"ended by {outcome.stopped_by.name}", file=sys.stderr)
+        print(f"ended by {outcome.stopped_by.name}; the same command goes on", file=sys.stderr)
     elif (failed := outcome.failed) is not None:
         lines = failed.program.last_lines()
         shown = [f"  | {line}" for line in lines[-_NUM_LOG_LINES:] or ["(nothing)"]]

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from configs.orch import OrchSettings
 from configs.run import load_part, presets
+from grpo.sources import yaml_value
 from orchestrator.envs.data.environment import Dataset
 from orchestrator.envs.data.files import Refused
 from orchestrator.renderer import ChatRenderer
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown as they are asked (3)")
     parser.add_argument("--show", type=int, default=20, help="rows that are told of those refused and left out (20)")
     for name in ARGUMENTS:
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml.safe_load if name in NOT_TEXTS else str)
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml_value if name in NOT_TEXTS else str)
 
 
 def main(options: argparse.Namespace) -> int:

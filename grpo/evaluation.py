@@ -20,7 +20,7 @@ from configs.loading import Values, load
 from configs.orch import OrchSettings
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
-from grpo.sources import env_settings
+from grpo.sources import env_settings, yaml_value
 from grpo.training import Env
 from grpo.version import Version, open_version
 from orchestrator.envs.base import Environment
@@ -46,7 +46,7 @@ MODEL is a folder or a Hugging Face id. RUN is a run's folder, of which the newe
 sampling hold unless they are given here. All other options are keys of grpo-infer, which is started for it:
 
   grpo evaluate configs/quickstart/model --env reverse-text --dtype float32 --max_model_len 128 --max_tokens 12
-  grpo evaluate outputs/first --step 20 --rollouts_per_example 8 --temperature 1
+  grpo evaluate outputs/first --step 58 --rollouts_per_example 8 --temperature 1
 
 exit codes: 0 done, 1 a server or an environment failed, 2 settings that cannot be honoured, 130 Ctrl-C"""
 _LOOK_S = 0.5
@@ -176,7 +176,7 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
     tree: dict[str, Any] = dict((target.run and recorded_settings(target.run, "orch")) or {})
     tree |= {"model": {**tree.get("model", {}), "name": target.model}, "report_to": None}
     if options.env:
-        tree["env"] = [yaml.safe_load(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env]
+        tree["env"] = [yaml_value(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env]
     if not tree.get("env"):
         raise UserError("no environment to evaluate on; give --env ID")
     sampled = {"temperature": options.temperature, "max_tokens": options.max_tokens}

@@ -22,7 +22,7 @@ The version of step N is in RUN/broadcasts as long as weight_broadcast.keep_last
 only if it agrees with the trainer's numbers.
 
   grpo export outputs/quickstart                         outputs/quickstart/export/step_60-adapter
-  grpo export outputs/quickstart --step 40 --merged --output my-model --push-to me/my-model
+  grpo export outputs/quickstart --step 58 --merged --output my-model --push-to me/my-model
 
 exit codes: 0 done, 1 the version cannot be exported, 2 there is no run, or the command line is wrong"""
 

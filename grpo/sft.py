@@ -27,7 +27,7 @@ from configs.train import TrainSettings
 from deploy.launcher import explain
 from deploy.programs import Program, Signals, run_programs
 from grpo.run_files import STEP
-from orchestrator.envs.data.files import BadData, check_refused, parse_rows
+from orchestrator.envs.data.files import check_refused, parse_rows
 from orchestrator.packing import pack
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import messages_of
@@ -118,7 +118,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str, str]], str]]:
-    """Returns the messages and the answer of each row. Raises BadData, which names the row that has none."""
+    """Returns the messages and the answer of each row. Raises UserError, which names the row that has none."""
 
     def parsed(row: Mapping[str, Any], _: str) -> tuple[list[dict[str, str]], str]:
         for column in (prompt, answer):
@@ -155,13 +155,13 @@ def examples_of(rows: Sequence[tuple[list[dict[str, str]], str]], model: Path) -
 
 def rollouts_of(run: Path, renderer: ChatRenderer, *, min_reward: float) -> list[Example]:
     """Returns the rollouts of a run's training steps that have at least this reward, each once, whoever sampled them;
-    what was sampled is learned. Raises BadData for a run without traces, of another tokenizer, or without any such."""
+    what was sampled is learned. Raises UserError for a run without traces or such, or of another tokenizer."""
     try:
         known = pq.read_table(run / FOLDER / VOCABULARY_FILE)["text"].to_pylist()
     except OSError as error:
-        raise BadData(f"{run} is no run with traces: {error}; give a file, or a run that keeps traces") from error
+        raise UserError(f"{run} is no run with traces: {error}; give a file, or a run that keeps traces") from error
     if known != renderer.vocabulary():
-        raise BadData(f"the run in {run} has another tokenizer than this model; give a file with texts")
+        raise UserError(f"the run in {run} has another tokenizer than this model; give a file with texts")
     found: dict[bytes, Example] = {}
     for path in sorted((run / FOLDER).glob("step_*.parquet")):
         table = pq.read_table(path, columns=["reward", "token_ids", "loss_mask"])
@@ -170,7 +170,7 @@ def rollouts_of(run: Path, renderer: ChatRenderer, *, min_reward: float) -> list
                 ids = np.array(row["token_ids"], np.int32)
                 found.setdefault(ids.tobytes(), Example(row["token_ids"], row["loss_mask"]))
     if not found:
-        raise BadData(f"no rollout of {run} has a reward of {min_reward:g} or more; lower --min_reward")
+        raise UserError(f"no rollout of {run} has a reward of {min_reward:g} or more; lower --min_reward")
     print(f"{len(found)} different rollouts with a reward of {min_reward:g} or more")
     return list(found.values())
 

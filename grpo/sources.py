@@ -15,27 +15,34 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from orchestrator.envs.base import Environment
+from transport.errors import UserError
 from transport.run import RUN_FILE
 
 _MEND = "put it into a file and give its name, as env='my_env.py:MyEnv'"
 
 
-class NoSource(ValueError):
-    """An environment that other processes cannot make again."""
+def yaml_value(text: str) -> Any:
+    """Returns what an option says in YAML, and so in JSON. Raises UserError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{text!r} is no YAML: {error}") from error
 
 
 def env_settings(env: Any, folder: Path, *, overwrite: bool) -> dict[str, Any]:
     """The settings (`orch.env[]`) of an environment that is given as an id, as settings, as an object or as a class.
     `folder` is the run's, which takes the file of a class that has none; `overwrite`: also in the place of another one.
-    Raises `NoSource`."""
+    Raises `UserError`."""
     if isinstance(env, str):
         return {"id": env}
     if isinstance(env, Mapping):
         return dict(env)
     cls = env if isinstance(env, type) else type(env)
     if not issubclass(cls, Environment):
-        raise NoSource(f"env is {env!r}, expected an object or a class derived from grpo.Environment, or an id")
+        raise UserError(f"env is {env!r}, expected an object or a class derived from grpo.Environment, or an id")
     settings: dict[str, Any] = {"id": _location(cls, folder, overwrite), "name": cls.__name__}
     if not isinstance(env, type) and env.made_with:
         settings["args"] = _plain(cls, env.made_with)
@@ -51,7 +58,7 @@ def _plain(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
             kept = False
         if not kept:
             kind = type(value).__name__
-            raise NoSource(
+            raise UserError(
                 f"{cls.__name__} was made with {name}, a {kind}, which settings cannot hold: it is made again in other "
                 "processes; give it a number, a text, a list or a mapping, for example the path of a file"
             )
@@ -62,7 +69,7 @@ def _location(cls: type, folder: Path, overwrite: bool) -> str:
     """`module:Class` or `path/to/file.py:Class`."""
     name, module = cls.__qualname__, sys.modules[cls.__module__]
     if not name.isidentifier():
-        raise NoSource(f"{name} is defined within a function or a class; define it at the top of its file or cell")
+        raise UserError(f"{name} is defined within a function or a class; define it at the top of its file or cell")
     file = getattr(module, "__file__", None)
     if cls.__module__ == "__main__":
         if file is not None:
@@ -70,14 +77,14 @@ def _location(cls: type, folder: Path, overwrite: bool) -> str:
         elif (cells := _cells()) is not None:
             file = _written(name, source_of(name, vars(module), cells), folder, overwrite)
         else:
-            raise NoSource(f"{name} has no file: it was typed in; {_MEND}")
+            raise UserError(f"{name} has no file: it was typed in; {_MEND}")
     elif file is None or "." in cls.__module__:
         return f"{cls.__module__}:{name}"
     return f"{Path(file).resolve()}:{name}"
 
 
 def _check_guarded(script: Path) -> None:
-    """Raises `NoSource` where importing the script, as the environment's processes do, would call `train` again."""
+    """Raises `UserError` where importing the script, as the environment's processes do, would call `train` again."""
     frame = sys._getframe()
     while frame.f_back is not None and (frame.f_code.co_name, frame.f_globals["__name__"]) != ("<module>", "__main__"):
         frame = frame.f_back
@@ -88,7 +95,7 @@ def _check_guarded(script: Path) -> None:
     for one in statements:
         is_here = one.lineno <= frame.f_lineno <= (one.end_lineno or one.lineno)
         if is_here and not (isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)):
-            raise NoSource(
+            raise UserError(
                 f"{script.name}, line {frame.f_lineno}: processes that run the environment import this file, and would "
                 'start the run again; put that line below: if __name__ == "__main__":'
             )
@@ -101,10 +108,10 @@ def _cells() -> list[str] | None:
 
 
 def _written(name: str, source: str, folder: Path, overwrite: bool) -> Path:
-    """Writes the source of `name` to a file of the run. Raises `NoSource` where the run has begun with another one."""
+    """Writes the source of `name` to a file of the run. Raises `UserError` where the run has begun with another one."""
     path = folder / "code" / f"{name}.py"
     if path.exists() and path.read_text() != source and (folder / RUN_FILE).exists() and not overwrite:
-        raise NoSource(
+        raise UserError(
             f"{folder} holds a run with another {name}; give another output_dir or overwrite_output_dir=True"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +121,7 @@ def _written(name: str, source: str, folder: Path, overwrite: bool) -> Path:
 
 def source_of(name: str, values: Mapping[str, Any], cells: Sequence[str]) -> str:
     """A module with `name` and all that it names, from the cells of a notebook. `values` are the notebook's globals.
-    Raises `NoSource`."""
+    Raises `UserError`."""
     statements: dict[str, str] = {}
     for cell in cells:
         statements |= dict(_statements(cell))
@@ -155,7 +162,7 @@ def _lines(node: Any) -> list[int]:
 
 
 def _statement(name: str, value: Any, statements: Mapping[str, str]) -> str:
-    """A statement that gives `name` its value elsewhere: plain data, an import, or the source. Raises `NoSource`."""
+    """A statement that gives `name` its value elsewhere: plain data, an import, or the source. Raises `UserError`."""
     try:
         if ast.literal_eval(repr(value)) == value:
             return f"{name} = {value!r}"
@@ -168,7 +175,7 @@ def _statement(name: str, value: Any, statements: Mapping[str, str]) -> str:
         return f"from {home} import {known_as} as {name}"
     if name in statements:
         return statements[name]
-    raise NoSource(f"{name}, a {type(value).__name__}, is used by the environment, and no cell defines it; {_MEND}")
+    raise UserError(f"{name}, a {type(value).__name__}, is used by the environment, and no cell defines it; {_MEND}")
 
 
 def _globals(source: str) -> set[str]:

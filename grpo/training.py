@@ -47,7 +47,7 @@ def train(
 
     Raises:
         SettingsError: A ValueError that lists every setting that cannot be honoured.
-        NoSource: A ValueError for an environment whose source cannot be given to other processes.
+        UserError: A ValueError for an environment whose source cannot be given to other processes.
         RunFailed: The programs cannot start, for example because `output_dir` holds a run with other settings.
 
     Example:

@@ -12,7 +12,8 @@ from typing import Any
 from configs.orch import OrchSettings
 from configs.rollouts import EpisodicAdvantage, ReinforcePlusPlus, RunningBaseline
 from orchestrator.rollouts.records import EpisodeResult, levels, walk_all
-from transport.importing import NotFound, find
+from transport.errors import UserError
+from transport.importing import find
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""
@@ -69,7 +70,7 @@ def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFu
     """The user's function that `advantage.import_path` names. Raises ValueError where it is no function."""
     function = find(import_path, setting="advantage.import_path")
     if not callable(function):
-        raise NotFound(f"advantage.import_path = {import_path!r} is {function!r}, expected a function")
+        raise UserError(f"advantage.import_path = {import_path!r} is {function!r}, expected a function")
     return partial(_checked, partial(function, **kwargs), import_path)
 
 
@@ -139,12 +140,12 @@ def episodic_credit(results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
 
 def custom_credit(import_path: str, kwargs: Mapping[str, Any], *, setting: str) -> Credit:
     """The credit that `import_path` names: a CreditAssigner that is made of `kwargs`, or a function that is given
-    `kwargs` as well. `setting` is the key that names it. Raises NotFound where it is neither."""
+    `kwargs` as well. `setting` is the key that names it. Raises UserError where it is neither."""
     found, name = find(import_path, setting=setting), f"{setting} = {import_path!r}"
     if isinstance(found, type) and issubclass(found, CreditAssigner):
         return partial(checked_credit, found(**kwargs).compute, name)
     if not callable(found):
-        raise NotFound(f"{name} is {found!r}, expected a function or a CreditAssigner")
+        raise UserError(f"{name} is {found!r}, expected a function or a CreditAssigner")
     return partial(checked_credit, partial(found, **kwargs), name)
 
 

@@ -31,8 +31,9 @@ from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.samples import FinishedGroup, finish_group
 from orchestrator.scheduler import Ticket
 from orchestrator.workers.protocol import Ask, Sample, Sampled
+from transport.errors import UserError
 from transport.http import Choice
-from transport.importing import NotFound, find
+from transport.importing import find
 from transport.records import TrainingSample
 
 ARENA = "arena"
@@ -389,8 +390,8 @@ class ClientBackend(ScriptedBackend):
 
 
 def find_arena(location: str) -> Arena:
-    """The arena that `orch.arena` names. Raises NotFound."""
+    """The arena that `orch.arena` names. Raises UserError."""
     found = find(location, setting="arena")
     if not (isinstance(found, type) and issubclass(found, Arena)):
-        raise NotFound(f"arena = {location!r} is {found!r}, expected a class derived from grpo.Arena")
+        raise UserError(f"arena = {location!r} is {found!r}, expected a class derived from grpo.Arena")
     return found()

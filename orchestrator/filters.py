@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from configs.rollouts import FilterSettings
-from transport.importing import NotFound, find
+from transport.errors import UserError
+from transport.importing import find
 
 Finds = Callable[[Sequence[int], Sequence[float]], bool]
 """`(token ids [L], natural log-probabilities [L], as sampled) -> whether it shows in this answer`"""
@@ -84,7 +85,7 @@ def _custom(import_path: str, kwargs: dict[str, object]) -> Finds:
     """What a user's function says, which raises ValueError where that is neither True nor False."""
     function = find(import_path, setting="filters.import_path")
     if not callable(function):
-        raise NotFound(f"filters.import_path = {import_path!r} is {function!r}, expected a function")
+        raise UserError(f"filters.import_path = {import_path!r} is {function!r}, expected a function")
 
     def finds(token_ids_L: Sequence[int], logprobs_L: Sequence[float]) -> bool:
         said = function(list(token_ids_L), list(logprobs_L), **kwargs)

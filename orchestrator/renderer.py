@@ -25,8 +25,11 @@ class ChatRenderer:
 
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
-        """Of the model in `folder`. Raises UserError where its tokenizer has no chat template."""
-        tokenizer = load_tokenizer(folder)
+        """Of the model in `folder`. Raises UserError where it has no tokenizer, or that no chat template."""
+        try:
+            tokenizer = load_tokenizer(folder)
+        except (ValueError, OSError) as error:
+            raise UserError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
         if tokenizer.chat_template is None:
             raise UserError(f"the tokenizer of {folder} has no chat template; give a model.name that has one")
         return cls(tokenizer)

@@ -21,12 +21,6 @@ ALLOWED = {
 BUILT_IN = (ROOT / "orchestrator" / "envs", ROOT / "orchestrator" / "workers" / "main.py")
 """Environments are written as people write theirs, `from grpo import Environment`; workers import that before."""
 PUBLIC = {"grpo", "grpo.api", *(f"grpo.{name}" for name in grpo.api.__all__)}
-HEAVY = {"torch", "vllm", "transformers", "peft", "matplotlib", "aiohttp", "fastapi", "safetensors"}
-LIGHT_FILES = [
-    *(ROOT / package / "cli.py" for package in ("infer", "orchestrator", "trainer", "grpo")),
-    *sorted((ROOT / "transport").rglob("*.py")),
-    *sorted((ROOT / "configs").glob("*.py")),
-]
 
 
 def source_files(package: str) -> list[Path]:
@@ -53,25 +47,8 @@ def imported_names(path: Path, node: ast.AST) -> Iterator[str]:
         yield from (f"{start}.{alias.name}" for alias in node.names)
 
 
-def every_import(path: Path, source: str | None = None) -> set[str]:
-    tree = ast.parse(path.read_text() if source is None else source)
-    return {name for node in ast.walk(tree) for name in imported_names(path, node)}
-
-
-def imports_at_start(path: Path, source: str | None = None) -> set[str]:
-    """What importing the module imports: all statements outside functions and `if TYPE_CHECKING`."""
-    tree = ast.parse(path.read_text() if source is None else source)
-    found, waiting = set[str](), list[ast.AST]([tree])
-    while waiting:
-        node = waiting.pop()
-        found |= set(imported_names(path, node))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            waiting += node.orelse
-            continue
-        waiting += ast.iter_child_nodes(node)
-    return found
+def every_import(path: Path) -> set[str]:
+    return {name for node in ast.walk(ast.parse(path.read_text())) for name in imported_names(path, node)}
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -111,8 +88,3 @@ def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
     for module in sorted(graph):
         yield from visit(module, [])
-
-
-def test_what_is_imported_before_the_settings_are_parsed_is_light() -> None:
-    for path in LIGHT_FILES:
-        assert not {name for name in imports_at_start(path) if name.split(".")[0] in HEAVY}, path

@@ -11,14 +11,15 @@ from trainer.batch import StepCounts
 from trainer.errors import LossError
 from trainer.loss import Loss, PolicyTokens, mismatch_metrics, number_of, token_weights
 from trainer.metrics import Mean, Sum
-from transport.importing import NotFound, find
+from transport.errors import UserError
+from transport.importing import find
 
 
 def loss_function(import_path: str) -> Callable[[PolicyTokens], Any]:
     """Returns what `loss.import_path` names. Raises `LossError` where that is no function."""
     try:
         found = find(import_path, setting="loss.import_path")
-    except NotFound as error:
+    except UserError as error:
         raise LossError(str(error)) from error
     except Exception as error:
         raise LossError(f"loss.import_path = {import_path!r} cannot be imported: {_where(error)}") from error

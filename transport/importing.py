@@ -11,28 +11,24 @@ from typing import Any
 from transport.errors import UserError
 
 
-class NotFound(UserError):
-    """A name that leads to nothing."""
-
-
 def find(location: str, *, setting: str) -> Any:
-    """What `location` names. `setting` is the key that gave it. Raises NotFound, and what the module itself raises."""
+    """What `location` names. `setting` is the key that gave it. Raises UserError, and what the module itself raises."""
     module_name, colon, name = location.partition(":")
     if not colon:
-        raise NotFound(f"{setting} = {location!r}: expected module:name or path/to/file.py:name")
+        raise UserError(f"{setting} = {location!r}: expected module:name or path/to/file.py:name")
     if module_name.endswith(".py"):
         module = _from_file(Path(module_name), setting)
     else:
         module = _from_module(location, module_name, setting)
     if not hasattr(module, name):
-        raise NotFound(f"{setting} = {location!r}: {module_name} has no {name}")
+        raise UserError(f"{setting} = {location!r}: {module_name} has no {name}")
     return getattr(module, name)
 
 
 def _from_file(path: Path, setting: str) -> ModuleType:
     """A file is imported once, whoever asks for it, under a name that is its own."""
     if not path.is_file():
-        raise NotFound(f"{setting}: no such file {path.absolute()}")
+        raise UserError(f"{setting}: no such file {path.absolute()}")
     path = path.resolve()
     name = f"grpo_user_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     if name in sys.modules:
@@ -58,7 +54,7 @@ def _from_module(location: str, name: str, setting: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
-        raise NotFound(f"{setting} = {location!r}: there is no module {error.name}; install it") from error
+        raise UserError(f"{setting} = {location!r}: there is no module {error.name}; install it") from error
 
 
 def _add_working_directory() -> None:

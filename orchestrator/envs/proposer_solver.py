@@ -223,7 +223,7 @@ class ProposerSolver(Episode, Environment):
 
 
 def _questions_of(path: str) -> list[str]:
-    """The column `question` of a data file. Raises BadData."""
+    """The column `question` of a data file. Raises UserError."""
     made, refused = parse_rows(find_files(path, subset=None, split="train"), lambda row, place: str(row["question"]))
     check_refused(refused, len(made))
     return made

@@ -25,24 +25,17 @@ BUILT_IN = {
 }
 
 
-class UnknownEnvironment(UserError):
-    """An id that leads to no environment."""
-
-
 def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
     """The environment of a built-in name, `module:Class`, `path/to/file.py:Class`, or the name of an installed package
-    of the `verifiers` registry, whose settings `args` are then. Raises UnknownEnvironment, and NotFound where there is
-    no such module, file or class."""
+    of the `verifiers` registry, whose settings `args` are then. Raises UserError."""
     found = find_class(env_id)
     environment = found(**args) if ":" in BUILT_IN.get(env_id, env_id) else found(env_id=env_id, env_args=args)
     if not isinstance(environment, Environment):
-        raise UnknownEnvironment(
-            f"env.id = {env_id!r} is a {type(environment).__name__}; derive it from grpo.Environment"
-        )
+        raise UserError(f"env.id = {env_id!r} is a {type(environment).__name__}; derive it from grpo.Environment")
     try:
         episode_of(environment)
     except ValueError as error:
-        raise UnknownEnvironment(f"env.id = {env_id!r}: {error}") from None
+        raise UserError(f"env.id = {env_id!r}: {error}") from None
     return environment
 
 
@@ -55,20 +48,20 @@ def find_class(env_id: str) -> Any:
 
 
 def check_id(env_id: str) -> None:
-    """Raises UnknownEnvironment for an id that leads nowhere. Imports nothing of the environment's."""
+    """Raises UserError for an id that leads nowhere. Imports nothing of the environment's."""
     module, colon, name = env_id.partition(":")
     if env_id in BUILT_IN:
         return
     if module.endswith(".py"):
         if not Path(module).is_file():
-            raise UnknownEnvironment(f"env.id = {env_id!r}: no such file {Path(module).absolute()}")
+            raise UserError(f"env.id = {env_id!r}: no such file {Path(module).absolute()}")
         try:
             table = symtable.symtable(code := Path(module).read_text(encoding="utf-8"), module, "exec")
         except (SyntaxError, ValueError) as error:
-            raise UnknownEnvironment(f"env.id = {env_id!r}: {error}") from None
+            raise UserError(f"env.id = {env_id!r}: {error}") from None
         if name not in table.get_identifiers() and "import *" not in code:
             classes = [one.get_name() for one in table.get_children() if one.get_type() == "class"]
-            raise UnknownEnvironment(f"env.id = {env_id!r}: expected {module}:CLASS, with one of {classes}")
+            raise UserError(f"env.id = {env_id!r}: expected {module}:CLASS, with one of {classes}")
         return
     if colon:
         top = module.partition(".")[0]
@@ -78,7 +71,7 @@ def check_id(env_id: str) -> None:
         found = package.isidentifier() and importlib.util.find_spec(package) is not None
     if not found:
         close = difflib.get_close_matches(env_id, BUILT_IN, n=1)
-        raise UnknownEnvironment(
+        raise UserError(
             f"unknown env.id = {env_id!r}{f'; did you mean {close[0]}?' if close else '.'} Built in: "
             f"{', '.join(sorted(BUILT_IN))}. Your own: module:Class or path/to/file.py:Class. One of the verifiers "
             "registry: install it (pip install 'grpo[verifiers]', then prime env install OWNER/NAME), and give its name"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from orchestrator.envs.registry import UnknownEnvironment, check_id
+from orchestrator.envs.registry import check_id
 from orchestrator.workers.process import ForkServer, WorkerProcess
 from orchestrator.workers.protocol import (
     ALIVE,
@@ -30,7 +30,7 @@ from orchestrator.workers.protocol import (
     frame_of,
     open_socket,
 )
-from transport.errors import TransportError
+from transport.errors import TransportError, UserError
 from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
 
@@ -192,7 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         check_id(options.env_id)
-    except UnknownEnvironment as error:
+    except UserError as error:
         parser.error(str(error))
     hide_environment({ENV_KEY_VAR})
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -22,7 +22,6 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
-from orchestrator.envs.data.files import BadData
 from orchestrator.envs.registry import make_environment
 from orchestrator.rollouts.clock import (
     BOARD_BYTES,
@@ -63,6 +62,7 @@ from orchestrator.workers.protocol import (
     frame_of,
     open_socket,
 )
+from transport.errors import UserError
 
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
@@ -258,7 +258,7 @@ class Worker:
 _IMMUTABLE = (str, int, float, bool, type(None))
 
 
-SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, BadData)
+SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, UserError)
 """Errors that say all without a traceback."""
 
 

@@ -23,4 +23,4 @@ def test_ctrl_c_while_programs_start_ends_all_of_them(tmp_path: Path) -> None:
         launched.until(lambda: all(launched.program(role) for role in MODULES))
         launched.launcher.send_signal(signal.SIGINT)
         code, errors = launched.end()
-    assert (code, errors.splitlines()[-1]) == (130, "ended by SIGINT")
+    assert (code, "SIGINT" in errors.splitlines()[-1]) == (130, True)

@@ -128,7 +128,7 @@ def page(run: Run) -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
     wrong: list[str] = []
     with sync_api.sync_playwright() as playwright, served(run.folder) as view:
-        page = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS).new_page()
+        page = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=180_000).new_page()
         page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.set_default_timeout(180_000)

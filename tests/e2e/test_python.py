@@ -50,6 +50,7 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
     client = NotebookClient(
         notebook,
         timeout=int(END_S),
+        startup_timeout=int(END_S),
         allow_errors=True,
         kernel_manager_class=AsyncKernelManager,
         resources={"metadata": {"path": str(tmp_path)}},

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.chaos.launched import Launched
+from tests.e2e.runs import END_S
 from tests.infer.server_process import children_of, wait_until_gone
 from transport.run import current_run_id
 from transport.status import read_status, server_of
@@ -71,7 +72,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_vers
         run_id = current_run_id(folder)
         assert run_id is not None
         reader = PolicyReader(folder / "broadcasts", run_id=run_id)
-        with httpx.Client(base_url=server_of(victim), timeout=30) as second:
+        with httpx.Client(base_url=server_of(victim), timeout=END_S) as second:
             launched.until(lambda: _answers(second) and newest_in_flight(second) >= 1)
             make_way(pid_of(survivor), *(pid_of(folder / "status" / f"{role}.json") for role in ("train", "orch")))
 

@@ -12,6 +12,8 @@ from tests.grpo.run_folder import grpo
 from transport.errors import UserError
 from transport.run import create_run
 
+MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
+
 
 @pytest.mark.parametrize("command", ["run", *COMMANDS])
 def test_each_command_explains_itself(command: str) -> None:
@@ -40,6 +42,25 @@ def test_a_mistake_is_told_in_a_line_and_a_fault_of_ours_with_its_traceback(
     error = ValueError("not enough values to unpack")
     with pytest.raises(ValueError, match="unpack"):
         main()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data", "codes.csv", "--reward", "{"),
+        ("data", "codes.csv", "--prompt", "a", "--model", "model"),
+        ("evaluate", str(MODEL), "--env", "{id: ["),
+        ("sft", "codes.csv", "--prompt", "a", "--answer", "b", "--model", "model"),
+    ],
+)
+def test_what_people_mistype_is_told_without_a_traceback(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "codes.csv").write_text("a,b\nc,d\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert grpo(*words).returncode == 2
 
 
 def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from configs.errors import SettingsError
 from grpo.evaluation import find_target, settings_of
-from orchestrator.envs.registry import UnknownEnvironment
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.errors import UserError
 from transport.run import create_run, join_run
 
 MODEL = str(Path(__file__).parents[2] / "configs/quickstart/model")
@@ -69,7 +69,7 @@ def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
     found = find_target(MODEL, None)
     for given, error in (
         (options(), ValueError),
-        (options(env=["revers-text"]), UnknownEnvironment),
+        (options(env=["revers-text"]), UserError),
         (options("--max_model_lenn", "3", env=["reverse-text"]), SettingsError),
         (options(env=["reverse-text"], rollouts_per_example=4), ValueError),
     ):

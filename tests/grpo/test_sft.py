@@ -16,10 +16,10 @@ from grpo.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, sett
 from grpo.status import run_status
 from grpo.version import open_version
 from grpo.view.data import curves
-from orchestrator.envs.data.files import BadData
 from orchestrator.renderer import ChatRenderer
 from tests.trainer.models import is_zero, tiny_policy
 from trainer.weights import AdapterWeights
+from transport.errors import UserError
 from transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
 
 MODEL = Path("configs/quickstart/model")
@@ -68,15 +68,15 @@ def test_the_best_rollouts_of_a_run_are_learned_each_once(tmp_path: Path) -> Non
     table = [{"reward": reward, "token_ids": ids, "loss_mask": [False, True]} for ids, reward in rows]
     write_table(make_table(table, SCHEMA), trace_path(tmp_path, 1))
     texts = renderer.vocabulary()
-    with pytest.raises(BadData, match="traces"):
+    with pytest.raises(UserError, match="traces"):
         rollouts_of(tmp_path, renderer, min_reward=1.0)
     write_table(pa.table({"id": list(range(len(texts))), "text": texts}), tmp_path / FOLDER / VOCABULARY_FILE)
     found = rollouts_of(tmp_path, renderer, min_reward=1.0)
     assert [(one.token_ids, one.loss_mask) for one in found] == [([72, 105], [False, True]), ([72, 112], [False, True])]
-    with pytest.raises(BadData, match="min_reward"):
+    with pytest.raises(UserError, match="min_reward"):
         rollouts_of(tmp_path, renderer, min_reward=2.0)
     write_table(pa.table({"id": [0], "text": ["other"]}), tmp_path / FOLDER / VOCABULARY_FILE)
-    with pytest.raises(BadData, match="tokenizer"):
+    with pytest.raises(UserError, match="tokenizer"):
         rollouts_of(tmp_path, renderer, min_reward=1.0)
 
 
@@ -85,7 +85,7 @@ def test_the_best_rollouts_of_a_run_are_learned_each_once(tmp_path: Path) -> Non
     [({"prompt": "Hi"}, "answer"), ({"prompt": "Hi", "answer": ""}, "text")],
 )
 def test_a_row_without_a_prompt_or_an_answer_is_named(tmp_path: Path, row: Any, says: str) -> None:
-    with pytest.raises(BadData, match=rf"pairs\.jsonl:2.*{says}"):
+    with pytest.raises(UserError, match=rf"pairs\.jsonl:2.*{says}"):
         rows_of(written(tmp_path, [{"prompt": "Hi", "answer": "Ho"}, row]), prompt="prompt", answer="answer")
 
 

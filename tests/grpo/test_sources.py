@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from grpo import Environment, Rubric
-from grpo.sources import NoSource, env_settings, source_of
+from grpo.sources import env_settings, source_of
 from orchestrator.envs.registry import make_environment
+from transport.errors import UserError
 
 CELLS = [
     "import math as m\nimport re",
@@ -50,7 +51,7 @@ def test_the_newest_cell_counts(tmp_path: Path) -> None:
 
 def test_a_value_that_no_cell_defines_is_named() -> None:
     values = notebook(CELLS) | {"PATTERN": object()}
-    with pytest.raises(NoSource, match="PATTERN"):
+    with pytest.raises(UserError, match="PATTERN"):
         source_of("Mine", values, [cell for cell in CELLS if "PATTERN =" not in cell])
 
 
@@ -93,7 +94,7 @@ def test_what_cannot_be_made_again_is_refused(tmp_path: Path) -> None:
     typed_in = types.new_class("Typed", (Plain,))
     typed_in.__module__ = "__main__"
     for env in (Local(), Shout(extra=object()), Shout(extra={1: 2}), 5, int):
-        with pytest.raises(NoSource):
+        with pytest.raises(UserError):
             settings(env, tmp_path)
 
 
@@ -101,7 +102,7 @@ def test_a_script_that_would_start_its_run_again_in_each_worker_is_refused_at_on
     script = tmp_path / "script.py"
     lines = ["import grpo", "class Mine(grpo.Environment):", "    def dataset(self, split): return []", ""]
     call = "print(grpo.train('quickstart', env=Mine, nonsense=1))"
-    for end, error in ((call, "NoSource"), (f"if __name__ == '__main__':\n    {call}", "SettingsError")):
+    for end, error in ((call, "UserError"), (f"if __name__ == '__main__':\n    {call}", "SettingsError")):
         script.write_text("\n".join([*lines, end]))
         done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert f"{error}: " in done.stderr, done.stderr

@@ -15,7 +15,7 @@ from trainer.cli import main
 from transport.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-END_S = 200.0
+END_S = 400.0
 
 
 def forks() -> ForkServerContext:
@@ -92,6 +92,6 @@ def _main(arguments: list[str], environment: dict[str, str], outputs: tuple[str,
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
     os.chdir(ROOT)
-    launch.LATECOMERS_S = 5
+    launch.LATECOMERS_S = 10
     sys.argv = ["grpo-train", *arguments]
     main()

@@ -172,7 +172,7 @@ def worker(folder: Path, out: Path, variables: dict[str, str]) -> None:
     """Writes what this rank, which torchrun's variables name, has got for every case with the model in `folder`."""
     os.environ.update(variables)
     torch.set_num_threads(1)
-    ranks = join_group(CPU, timeout_s=60)
+    ranks = join_group(CPU, timeout_s=240)
     results: dict[str, object] = {"communicated": communicated(ranks)}
     for case in CASES:
         tensors, results[case.name] = run_case(case, folder, ranks)

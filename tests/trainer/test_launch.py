@@ -20,7 +20,7 @@ from transport.run import RunFolder, create_run
 from transport.status import read_status
 
 ARGUMENTS = ["--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
-ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "60"]
+ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "240"]
 
 
 def status(run: RunFolder, rank: int) -> dict[str, Any]:

@@ -111,7 +111,8 @@ def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_s
 
 
 def test_bfloat16_logits_are_normalised_in_float32() -> None:
-    hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(50, 8).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).bfloat16() for n in (3, 50))
     targets = torch.tensor([1, 2, 3])
     logprobs = token_logprobs(hidden, weight, targets, torch.ones(3))
     expected = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]

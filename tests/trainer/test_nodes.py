@@ -32,7 +32,7 @@ class Nodes:
         self._arguments = ["--model", str(model), "--output_dir", str(self.run.path), "--run_id", self.run.run_id]
         self.sender = stack.enter_context(BatchSender(self.run.batches, run_id=self.run.run_id, num_ranks=2))
 
-    def start(self, num: int, *more: str, interval: int = 1, timeout_s: int = 120) -> list[Forked]:
+    def start(self, num: int, *more: str, interval: int = 1, timeout_s: int = 240) -> list[Forked]:
         where = ["--rendezvous", f"127.0.0.1:{free_port()}", "--nodes", "2", *more]
         where += ["--wait_timeout_s", str(timeout_s), "--ckpt.interval", str(interval)]
         number = len(list(self._logs.glob("*")))
@@ -46,7 +46,7 @@ class Nodes:
         self.sender.send(step, [[replace(batch, rank=rank)] for rank in (0, 1)])
 
     def wait_for(self, there: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not there():
             assert time.monotonic() < deadline, [path.read_text() for path in self._logs.glob("*/stderr")]
             time.sleep(0.05)

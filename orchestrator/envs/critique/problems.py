@@ -64,7 +64,7 @@ class Problem:
 
 
 def load_problems(path: str) -> list[Problem]:
-    """Reads a data file of records, each with a candidate program. Raises BadData that names one that has none."""
+    """Reads a data file of records, each with a candidate program. Raises UserError that names one that has none."""
 
     def parse(record: Mapping[str, Any], place: str) -> Problem:
         problem = problem_from_record(record)

@@ -25,10 +25,6 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _WRONG = (ValueError, TypeError, AttributeError, KeyError, IndexError, SyntaxError, RecursionError)
 
 
-class BadData(UserError):
-    """Data that cannot be used; the message says where, and how to mend it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """A row that cannot be used. Example: ``Refused(place="sums.csv:17", why="there is no answer")``"""
@@ -40,7 +36,7 @@ class Refused:
 
 def parse_rows(files: Sequence[Path], parse: Callable[[Row, str], T]) -> tuple[list[T], list[Refused]]:
     """Returns what `parse` makes of each row, given the row and its place, and the rows for which it raises. Raises
-    BadData for a file that cannot be read at all, and where there is no row."""
+    UserError for a file that cannot be read at all, and where there is no row."""
     made: list[T] = []
     refused: list[Refused] = []
     for place, row in (found for file in files for found in rows_of(file)):
@@ -51,17 +47,17 @@ def parse_rows(files: Sequence[Path], parse: Callable[[Row, str], T]) -> tuple[l
                 raise TypeError(f"{shown(row)} is no object with columns")
             made.append(parse(row, place))
         except _WRONG as error:
-            why = str(error) if type(error) in (ValueError, BadData) else f"{type(error).__name__}: {error}"
+            why = str(error) if type(error) in (ValueError, UserError) else f"{type(error).__name__}: {error}"
             refused.append(Refused(place=place, why=why))
     if not made and not refused:
-        raise BadData(f"{', '.join(map(str, files))}: no rows; expected at least one")
+        raise UserError(f"{', '.join(map(str, files))}: no rows; expected at least one")
     return made, refused
 
 
 def check_refused(refused: Sequence[Refused], num_made: int) -> None:
-    """Raises BadData that tells of the first of the rows that cannot be used."""
+    """Raises UserError that tells of the first of the rows that cannot be used."""
     if refused:
-        raise BadData(
+        raise UserError(
             f"{refused[0].place}: {refused[0].why} ({len(refused)} of {num_made + len(refused)} rows cannot be used)"
         )
 
@@ -70,14 +66,14 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the place and the content of each row of a file; for a row that cannot be read, a ValueError."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise BadData(f"{path}: expected a file whose name ends with one of {', '.join(READERS)}")
+        raise UserError(f"{path}: expected a file whose name ends with one of {', '.join(READERS)}")
     try:
         for number, row in reader(path):
             yield f"{path}:{number}", row
-    except BadData:
+    except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise BadData(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def shown(value: Any) -> str:
@@ -141,13 +137,13 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise BadData(f"{path}:{line}: byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8") from None
+        raise UserError(f"{path}:{line}: byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8") from None
     csv.field_size_limit(sys.maxsize)
     delimiter = max(",;\t|", key=text.partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names = [name.strip() for name in next(reader, [])]
     if "" in names or len(set(names)) != len(names):
-        raise BadData(f"{path}:1: the columns are {shown(names)}, expected a name for each, and different ones")
+        raise UserError(f"{path}:1: the columns are {shown(names)}, expected a name for each, and different ones")
     while True:
         try:
             cells = next(reader)
@@ -195,7 +191,7 @@ def _of_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 def _bytes_of(path: Path) -> bytes:
     data = path.read_bytes()
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise BadData(f"{path} is UTF-16, expected UTF-8; save it as UTF-8")
+        raise UserError(f"{path} is UTF-16, expected UTF-8; save it as UTF-8")
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
@@ -215,38 +211,38 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 
 def find_files(path: str, *, subset: str | None, split: str) -> list[Path]:
     """The files of one split. `path`: a file, which is one split whatever it is called; a folder of files as the Hub
-    has them; or `owner/name` of the Hub. Raises BadData with what there is, and how to get what is missing."""
+    has them; or `owner/name` of the Hub. Raises UserError with what there is, and how to get what is missing."""
     place = Path(path).expanduser()
     if place.is_file():
         if subset is not None:
-            raise BadData(f"subset = {subset!r} has no effect on {path}, which is one file; remove it")
+            raise UserError(f"subset = {subset!r} has no effect on {path}, which is one file; remove it")
         return [place]
     folder = place if place.is_dir() else _downloaded(path)
     named = _named_files(folder)
     if subset is not None and subset not in named:
-        raise BadData(f"{path} has no subset {subset!r}; there are {', '.join(named) or 'none'}")
+        raise UserError(f"{path} has no subset {subset!r}; there are {', '.join(named) or 'none'}")
     if subset is None and len(named) > 1:
         if "default" not in named:
-            raise BadData(f"{path} has several subsets; set subset to one of {', '.join(named)}")
+            raise UserError(f"{path} has several subsets; set subset to one of {', '.join(named)}")
         subset = "default"
     splits = named[subset] if subset is not None else next(iter(named.values()), {})
     if split not in splits:
         known = f"there are {', '.join(splits)}" if splits else f"there are no files with {', '.join(READERS)}"
-        raise BadData(f"{path} has no split {split!r}: {known}")
+        raise UserError(f"{path} has no split {split!r}: {known}")
     return splits[split]
 
 
 def _downloaded(name: str) -> Path:
     """The folder of a data set in the cache of the Hub. Nothing is fetched."""
     if _HUB_NAME.fullmatch(name) is None or Path(name).suffix in READERS:
-        raise BadData(f"{name}: no such file or folder, seen from {Path.cwd()}")
+        raise UserError(f"{name}: no such file or folder, seen from {Path.cwd()}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
     except LocalEntryNotFoundError:
-        raise BadData(
+        raise UserError(
             f"{name}: no such folder, and no data set that was downloaded from the Hugging Face Hub; to download it: "
             f"hf download {name} --repo-type dataset"
         ) from None

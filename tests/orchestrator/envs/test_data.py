@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from orchestrator.envs.data.environment import MAX_CHARS, Dataset
-from orchestrator.envs.data.files import BadData
 from tests.orchestrator.rollouts.contexts import score_of
+from transport.errors import UserError
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -214,7 +214,7 @@ GOOD = {"sum": "1+1", "result": "2"}
     ],
 )
 def test_bad_data_is_told_in_one_clear_line(tmp_path: Path, data: Any, args: dict[str, Any], told: str) -> None:
-    with pytest.raises(BadData, match=told) as raised:
+    with pytest.raises(UserError, match=told) as raised:
         made(data(tmp_path), **args)
     assert "\n" not in str(raised.value)
 
@@ -222,7 +222,7 @@ def test_bad_data_is_told_in_one_clear_line(tmp_path: Path, data: Any, args: dic
 def test_rows_that_cannot_be_used_are_counted_and_no_other_is_lost(tmp_path: Path) -> None:
     rows = [*sums(50), {"sum": "x", "result": "?"}, *sums(100)[50:], sums(1)[0], {"sum": "y"}]
     path = write(tmp_path / "data.jsonl", rows)
-    with pytest.raises(BadData, match=r"data\.jsonl:51: .* \(2 of 102 rows cannot be used\)"):
+    with pytest.raises(UserError, match=r"data\.jsonl:51: .* \(2 of 102 rows cannot be used\)"):
         made(path)
     loaded = made(path, skip_refused=True).loaded
     assert [row.place for row in loaded.refused] == [f"{path}:51", f"{path}:103"]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.envs.registry import UnknownEnvironment, check_id, make_environment
+from orchestrator.envs.registry import check_id, make_environment
+from transport.errors import UserError
 
 SHOUT = """
 from grpo import Environment, Rubric
@@ -18,21 +19,21 @@ class Shout(Environment):
 
 @pytest.mark.parametrize("env_id", ["arithmetc", "owner/nosuch-env", "nosuch:Class"])
 def test_an_unknown_id_is_told_what_there_is_and_how_to_install_one(env_id: str) -> None:
-    with pytest.raises(UnknownEnvironment, match="arithmetic"):
+    with pytest.raises(UserError, match="arithmetic"):
         check_id(env_id)
 
 
 def test_a_file_that_is_not_there_is_named_where_it_was_looked_for() -> None:
-    with pytest.raises(UnknownEnvironment, match=f"{Path.cwd()}/no/such.py"):
+    with pytest.raises(UserError, match=f"{Path.cwd()}/no/such.py"):
         check_id("no/such.py:Class")
 
 
 def test_a_class_that_a_file_does_not_have_is_refused_before_the_file_runs(tmp_path: Path) -> None:
     (file := tmp_path / "mine.py").write_text(SHOUT.format("") + "\nraise SystemExit('it runs')\n")
-    with pytest.raises(UnknownEnvironment, match=r"NoSuch.*Shout"):
+    with pytest.raises(UserError, match=r"NoSuch.*Shout"):
         check_id(f"{file}:NoSuch")
     file.write_text("class Mine(")
-    with pytest.raises(UnknownEnvironment, match=r"mine\.py"):
+    with pytest.raises(UserError, match=r"mine\.py"):
         check_id(f"{file}:Mine")
 
 
@@ -45,7 +46,7 @@ def test_what_there_is_is_found(env_id: str, tmp_path: Path, monkeypatch: pytest
 
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SHOUT.format(""))
-    with pytest.raises(UnknownEnvironment, match="rubric"):
+    with pytest.raises(UserError, match="rubric"):
         make_environment(f"{tmp_path}/mine.py:Shout", {})
-    with pytest.raises(UnknownEnvironment, match="Environment"):
+    with pytest.raises(UserError, match="Environment"):
         make_environment("collections:Counter", {})

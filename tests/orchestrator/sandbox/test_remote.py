@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestServer
 from orchestrator.sandbox import remote
 from orchestrator.sandbox.records import Limits, SandboxError
 from orchestrator.sandbox.remote import RemoteSandbox
+from transport.ports import free_port
 
 
 def finished(stdout: str = "", code: int = 0, **more: Any) -> dict[str, Any]:
@@ -90,10 +91,10 @@ async def test_the_last_failure_is_told_and_refusals_and_redirects_are_not_follo
 
 
 async def test_a_service_that_is_not_there_is_named_and_what_cannot_be_sent_is_refused(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
-    address = f"http://127.0.0.1:{unused_tcp_port}"
+    address = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(SandboxError, match=address):
         await RemoteSandbox(address).run("pass")
     with pytest.raises(ValueError, match="utf-8"):

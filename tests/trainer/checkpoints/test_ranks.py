@@ -24,7 +24,7 @@ def worker(model: Path, saved: Path, out: Path, variables: dict[str, str]) -> No
     """Takes the state up and gives it back, as one of the ranks that torchrun's variables name."""
     os.environ.update(variables)
     torch.set_num_threads(1)
-    ranks = join_group(CPU, timeout_s=60)
+    ranks = join_group(CPU, timeout_s=240)
     policy = tiny_policy(model, moved=False, seed=5, ranks=ranks, zero_level=2)
     optimizer = optimizer_of(policy, ranks)
     parts = {name: load_file(saved / name) for name in ("weights", "optimizer")}

@@ -16,7 +16,7 @@ from transport.run import RunFolder, create_run
 
 NUM_STEPS = 4
 ARGUMENTS = ["--gpus", "2", "--zero_level", "2", "--device", "cpu"]
-ARGUMENTS += ["--recipe", "fp32", "--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "60"]
+ARGUMENTS += ["--recipe", "fp32", "--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "240"]
 ARGUMENTS += ["--lora_rank", "256", "--learning_rate", "1e-3", "--optimizer", "adamw_8bit", "--ckpt.interval", "2"]
 ARGUMENTS += [word for key, value in UNMASKED.items() for word in (f"--loss.{key}", str(value))]
 

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.envs.critique.problems import load_problems, problem_from_record
 from orchestrator.envs.critique.testing import Test as ProblemTest
 from orchestrator.envs.critique.testing import same_output
-from orchestrator.envs.data.files import BadData
+from transport.errors import UserError
 
 
 def test_standard_input_records() -> None:
@@ -103,7 +103,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, line: s
     (tmp_path / "problems.jsonl").write_text(f"{json.dumps(RECORD)}\n\n")
     assert [problem.program for problem in load_problems(str(tmp_path / "problems.jsonl"))] == [RECORD["program"]]
     (tmp_path / "problems.jsonl").write_text(f"{json.dumps(RECORD)}\n{line}\n")
-    with pytest.raises(BadData, match=r"problems\.jsonl:2"):
+    with pytest.raises(UserError, match=r"problems\.jsonl:2"):
         load_problems(str(tmp_path / "problems.jsonl"))
 
 
