@@ -195,6 +195,8 @@ def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
     try:
         if not path.is_file():
             raise ValueError("no such file; give the path of a YAML file with settings")
+        if path.suffix == ".py":
+            raise ValueError(f'it is Python; give an environment as --orch.env \'[{{"id": "{path.name}:CLASS"}}]\'')
         tree: dict[str, Any] = _absolute(_YamlFile(BaseSettings, yaml_file=path).yaml_data, prefix[:-1], path.parent)
         return tree
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -45,10 +45,6 @@ interrupted.
 exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 
 
-class CannotCompare(UserError):
-    """Arms or runs from which no comparison can be made."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One training of the comparison."""
@@ -107,7 +103,7 @@ def main(options: argparse.Namespace) -> int:
 
 def arms_of(named: str | None, given: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """The settings of each arm, as KEY=VALUE: those of the comparison `named`, and those `given`. Raises
-    `CannotCompare` for less than two arms."""
+    `UserError` for less than two arms."""
     arms: dict[str, list[str]] = {}
     if named == "async":
         arms = {"sync": ["orch.max_async_level=0"], "async": ["orch.max_async_level=1"]}
@@ -117,7 +113,7 @@ def arms_of(named: str | None, given: Sequence[tuple[str, str]]) -> dict[str, li
     for name, setting in given:
         arms.setdefault(name, []).extend([setting] if setting else [])
     if len(arms) < 2:
-        raise CannotCompare(f"{len(arms)} arms; give two or more, as in --arm sync:orch.max_async_level=0, or --arms")
+        raise UserError(f"{len(arms)} arms; give two or more, as in --arm sync:orch.max_async_level=0, or --arms")
     return arms
 
 
@@ -161,29 +157,29 @@ def _others(words: Sequence[str], settings: Sequence[str]) -> Iterator[str]:
 
 
 def _check_settings(runs: Sequence[Run]) -> None:
-    """Of every arm, before the first one is run. Raises `CannotCompare`, also for two arms that are the same."""
+    """Of every arm, before the first one is run. Raises `UserError`, also for two arms that are the same."""
     effective: dict[str, str] = {}
     for run in {run.arm: run for run in runs}.values():
         is_named = bool(run.words) and not run.words[0].startswith("--")
         try:
             plan = checked(load_run(run.words[0] if is_named else None, run.words[is_named:]))
         except (SettingsError, UserError) as error:
-            raise CannotCompare(f"arm {run.arm} has settings that cannot be honoured:\n{error}") from error
+            raise UserError(f"arm {run.arm} has settings that cannot be honoured:\n{error}") from error
         settings = plan.effective().replace(str(run.folder), "")
         if same := [arm for arm, one in effective.items() if one == settings]:
-            raise CannotCompare(f"arms {same[0]} and {run.arm} have the same settings; give them different ones")
+            raise UserError(f"arms {same[0]} and {run.arm} have the same settings; give them different ones")
         effective[run.arm] = settings
 
 
 def _check_folders(runs: Sequence[Run], folder: Path) -> None:
-    """Notes the command of each run. Raises `CannotCompare` where a folder has a run of another command, with which
+    """Notes the command of each run. Raises `UserError` where a folder has a run of another command, with which
     `grpo` might go on: some settings may change, and make a difference."""
     path = folder / COMMANDS_FILE
     commands = read(path, dict[str, list[str]]) or {}
     for run in runs:
         before = commands.setdefault(str(run.folder), list(run.words))
         if before != list(run.words):
-            raise CannotCompare(
+            raise UserError(
                 f"{run.folder} has a run of another command: grpo {shlex.join(before)}; give another "
                 f"--output_dir, or remove {folder}"
             )

@@ -29,10 +29,6 @@ reason). exit codes: 0 done; 1 --check has found a violation, or what was asked 
 ledger, or the command line is wrong"""
 
 
-class LedgerError(UserError):
-    """A ledger that is not there or cannot be read, or a question that it cannot answer."""
-
-
 class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
     """The fate of one rollout. Example: ``TrainingRow(id="17/3", group_id=17, state="trained", step=2, ...)``"""
 
@@ -75,10 +71,10 @@ class Answer:
 @contextmanager
 def open_ledger(folder: Path, *, limit_s: float = math.inf) -> Iterator[sqlite3.Connection]:
     """The ledger of the run in `folder`, to be read only, whether or not it is being written. Queries that take longer
-    than `limit_s` altogether raise sqlite3.OperationalError. Raises `LedgerError` where there is none."""
+    than `limit_s` altogether raise sqlite3.OperationalError. Raises `UserError` where there is none."""
     path = folder / LEDGER_FILE
     if not path.is_file():
-        raise LedgerError(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
+        raise UserError(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
     # Without a writer there is no write-ahead log, and then nothing need be created for reading.
     mode = "mode=ro" if path.with_name(f"{LEDGER_FILE}-wal").exists() else "mode=ro&immutable=1"
     database = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=_BUSY_S)
@@ -86,12 +82,12 @@ def open_ledger(folder: Path, *, limit_s: float = math.inf) -> Iterator[sqlite3.
     database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
     try:
         if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
-            raise LedgerError(f"{path} has no rollouts yet; the orchestrator has only begun")
+            raise UserError(f"{path} has no rollouts yet; the orchestrator has only begun")
         yield database
     except sqlite3.DatabaseError as error:
         if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):
             raise
-        raise LedgerError(f"{path} is not a ledger of this release: {error}") from error
+        raise UserError(f"{path} is not a ledger of this release: {error}") from error
     finally:
         database.close()
 
@@ -138,7 +134,7 @@ def main(options: argparse.Namespace) -> int:
         with open_ledger(options.run) as database:
             answer = _answer(options, database)
     except sqlite3.OperationalError as error:
-        raise LedgerError(f"{options.run / LEDGER_FILE} cannot be read now: {error}; try again") from error
+        raise UserError(f"{options.run / LEDGER_FILE} cannot be read now: {error}; try again") from error
     print(json.dumps(answer.fields, indent=1) if options.json else answer.text)
     return answer.exit_code
 
@@ -166,13 +162,13 @@ def _answer(options: argparse.Namespace, database: sqlite3.Connection) -> Answer
 
 
 def rollouts(database: sqlite3.Connection, where: str, *values: object) -> list[TrainingRow]:
-    """The rollouts for which `where` holds, by group and number. Raises `LedgerError` for a row that is none."""
+    """The rollouts for which `where` holds, by group and number. Raises `UserError` for a row that is none."""
     names = TrainingRow.__struct_fields__
     rows = database.execute(f"SELECT {', '.join(names)} FROM rollouts WHERE {where}", values).fetchall()
     try:
         found = [msgspec.convert(dict(zip(names, row, strict=True)), TrainingRow) for row in rows]
     except msgspec.ValidationError as error:
-        raise LedgerError(f"{LEDGER_FILE} is damaged: a row of its rollouts is none: {error}") from None
+        raise UserError(f"{LEDGER_FILE} is damaged: a row of its rollouts is none: {error}") from None
     return sorted(found, key=lambda row: (row.group_id, len(row.id), row.id))
 
 
@@ -232,7 +228,7 @@ def of_prompts(database: sqlite3.Connection, prompts: Sequence[tuple[str, int, s
 
 def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str]]:
     """Environment, number and prompt of the training examples whose prompt contains `text`. Constructs the run's
-    environments from the settings in `run.json`, and reads their training split. Raises `LedgerError`."""
+    environments from the settings in `run.json`, and reads their training split. Raises `UserError`."""
     from orchestrator.envs.registry import make_environment
 
     found: list[tuple[str, int, str]] = []
@@ -241,14 +237,14 @@ def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str]]:
             examples = make_environment(env["id"], env["args"]).dataset("train")
         except Exception as error:
             message = f"environment {env.get('id')} cannot be constructed here: {error}; give --example ENV/NUMBER"
-            raise LedgerError(message) from error
+            raise UserError(message) from error
         for index in range(len(examples)):
             prompt = examples[index]["prompt"]
             said = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
             if text in said:
                 found.append((env.get("name") or env["id"], index, said))
     if not found:
-        raise LedgerError(f"no training prompt contains {text!r}")
+        raise UserError(f"no training prompt contains {text!r}")
     return found
 
 

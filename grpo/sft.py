@@ -113,7 +113,9 @@ def main(options: argparse.Namespace) -> int:
         feed.tell()
     explain(outcome)
     if not outcome.exit_code:
-        print(f"done: {step_folder(run.broadcasts, settings.max_steps)}")
+        folder = step_folder(run.broadcasts, settings.max_steps)
+        export = f"grpo export {settings.output_dir} makes a model of it"
+        print(f"done: {folder}; {f'--train.init_adapter {folder} begins a run with it' if settings.lora else export}")
     return outcome.exit_code
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from grpo.ledger import LedgerError, open_ledger
+from grpo.ledger import open_ledger
 from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, read, read_run
 from transport.checkpoints import TRAINER
+from transport.errors import UserError
 from transport.folders import steps_in
 from transport.status import FAILED, FINISHED
 
@@ -188,7 +189,7 @@ def _ledger(folder: Path) -> tuple[dict[str, int] | None, list[int]]:
         with open_ledger(folder, limit_s=COUNT_LIMIT_S) as database:
             newest = [step for (step,) in database.execute(_NEWEST_STEP)]
             return dict(database.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state").fetchall()), newest
-    except (LedgerError, sqlite3.Error):
+    except (UserError, sqlite3.Error):
         return None, newest
 
 

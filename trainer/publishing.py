@@ -4,6 +4,7 @@ A canary is a fixed sequence whose log-probabilities prove which policy a server
 beside what the trainer does next: nothing waits for its numbers but the thread that writes the version.
 """
 
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -85,6 +86,7 @@ class CanaryMaker:
 
     def __init__(self, policy: Policy, token_ids: tuple[int, ...]) -> None:
         self._policy, self._token_ids = policy, token_ids
+        self._packed = functools.cache(self._pack)
         with policy.weights.disabled():
             self._base = self._logprobs(adapter=0)()
 
@@ -128,7 +130,7 @@ class CanaryMaker:
 
         return later
 
-    def _packed(self, adapter: int) -> PackedTokens:
+    def _pack(self, adapter: int) -> PackedTokens:
         """One sample, with every log-probability wanted."""
         ids = np.array(self._token_ids, np.int32)
         return pack_rows([(ids, np.arange(1, len(ids)))], [adapter], self._policy.device)

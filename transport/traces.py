@@ -169,5 +169,6 @@ def write_table(table: pa.Table, path: Path) -> None:
     """Writes a Parquet file that appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, file = max(1, table.num_rows * ROW_GROUP_BYTES // max(1, table.nbytes)), pa.BufferOutputStream()
-    pq.write_table(table, file, compression="zstd", row_group_size=max(16, rows))
+    # Hardly a log-probability comes twice: a dictionary of them takes longer and is larger.
+    pq.write_table(table, file, compression="zstd", use_dictionary=False, row_group_size=max(16, rows))
     write_atomic(path, memoryview(file.getvalue()), durable=False)

@@ -8,12 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo.ledger import LedgerError, open_ledger, totals
+from grpo.ledger import open_ledger, totals
 from grpo.ledger_check import check
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file
 from grpo.status import run_status
 from grpo.view import traces
 from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
+from transport.errors import UserError
 from transport.run import RUN_FILE
 from transport.traces import traced_steps
 
@@ -173,7 +174,7 @@ def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
             asked = "SELECT DISTINCT step FROM rollouts WHERE env = ? AND example = ? AND step IS NOT NULL"
             known = {number for (number,) in database.execute(asked, (env, example))}
         steps = [number for number in steps if number in known]
-    except LedgerError:
+    except UserError:
         pass
     evaluations = traced_steps(run, evaluation=True)
     return {
@@ -243,7 +244,7 @@ def pairs_of(run: Path, rollout: str) -> list[dict[str, Any]]:
             found = database.execute(
                 "SELECT record FROM pairs WHERE record ->> 'rollout_id' = ?", (rollout,)
             ).fetchall()
-    except LedgerError:
+    except UserError:
         return []
     names = ("messages", "chosen", "rejected", "source")
     return [{name: json.loads(record).get(name) for name in names} for (record,) in found]

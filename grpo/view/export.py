@@ -10,10 +10,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from grpo.ledger import LedgerError
-from grpo.run_files import NoRun
 from grpo.view import data, traces
 from grpo.view.server import STATIC, static
+from transport.errors import UserError
 from transport.traces import traced_steps
 
 NUM_STEPS = 3
@@ -42,7 +41,7 @@ def _answers(start: str, name: str, run: Path) -> dict[str, Any]:
     for what, answer in asked.items():
         try:
             answers[f"{start}/{what}"] = answer()
-        except (NoRun, LedgerError, OSError):
+        except (UserError, OSError):
             continue
     for step in steps:
         rows = traces.rollouts_of(run, step)

@@ -14,9 +14,8 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
-from grpo.ledger import LedgerError
-from grpo.run_files import NoRun
 from grpo.view import data
+from transport.errors import UserError
 
 HOST = "127.0.0.1"
 COOKIE = "grpo-view"
@@ -172,7 +171,7 @@ def _told(answer: Callable[[], Any]) -> Response:
     """What the run's files say, or why they cannot be read."""
     try:
         return as_json(answer())
-    except (NoRun, LedgerError, OSError) as error:
+    except (UserError, OSError) as error:
         raise HTTPException(404, str(error)) from error
 
 

@@ -1,6 +1,5 @@
 """Writes traces: every rollout of a step or an evaluation token by token, for people to look at."""
 
-import json
 import logging
 import time
 from collections import deque
@@ -9,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -187,17 +187,21 @@ def _row(
         "trained": sample is not None,
         "drop_reason": reason,
         "reward": None if result.failure is not None else result.reward,
-        "rewards": json.dumps(dict(result.rewards)),
-        "measures": json.dumps(dict(result.metrics)),
+        "rewards": _json(result.rewards),
+        "measures": _json(result.metrics),
         "accuracy": result.accuracy,
         "num_tokens": sum(len(result.steps[index].completion.token_ids) for index in steps),
         "temperature": result.steps[steps[0]].temperature if len(steps) else None,
         "stop_reason": _stop_reason(result, steps),
-        "extras": json.dumps(result.extras, ensure_ascii=False, default=str) if result.extras else None,
+        "extras": _json(result.extras) if result.extras else None,
         "hint": "\n\n".join(texts) or None,
-        "messages": json.dumps(_conversation(result, steps), ensure_ascii=False, default=str),
+        "messages": _json(_conversation(result, steps)),
         **({} if row is None else _tokens(row, sample)),
     }
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value, enc_hook=str).decode()
 
 
 def _stop_reason(result: EpisodeResult, steps: Sequence[int]) -> str | None:
@@ -221,7 +225,7 @@ def _tokens(row: TrainingRow, sample: TrainingSample | None) -> dict[str, Any]:
     if sample is None:
         return tokens
     advantages = np.where(row.sampled, np.asarray(sample.advantages, np.float32), np.float32(0))
-    return tokens | {"advantages": advantages, "advantage": float(advantages[row.sampled].mean())}
+    return tokens | {"advantages": advantages, "advantage": float(advantages.sum() / np.count_nonzero(row.sampled))}
 
 
 def _conversation(result: EpisodeResult, steps: Sequence[int]) -> list[dict[str, Any]]:

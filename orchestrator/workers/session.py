@@ -44,7 +44,7 @@ from orchestrator.workers.protocol import (
 from transport.hidden import ENV_KEY_VAR
 from transport.keys import SharedKey
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 """For Python to come up in a worker, or for an environment server to answer."""
 CONNECT_TIMEOUT_S = 5.0
 """For one attempt to reach an environment server."""
@@ -127,6 +127,8 @@ class Session:
         before; one that does not come up now may do so when the run is started again."""
         self._label, self._load, self._forks, self._address = label, load, forks, address
         self._start_s, self._again = start_s, again
+        self._limit_s = max(start_s, load.timeout_s)
+        """How long the environment's code may take: until it is constructed, also for a worker elsewhere to come up."""
         self._worker: WorkerProcess | RemoteWorker | None = None
         self._opening: asyncio.Task[Loaded] | None = None
         self._jobs: dict[int, _Job] = {}
@@ -154,10 +156,10 @@ class Session:
     async def request(self, message: Load | Dataset, what: str) -> Any:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
         try:
-            async with asyncio.timeout(self._load.timeout_s):
+            async with asyncio.timeout(self._limit_s):
                 answer = await self._do(message)
         except TimeoutError:
-            why = f"it took longer than reward_timeout_s = {self._load.timeout_s:g} s"
+            why = f"it took longer than {self._limit}"
             raise EnvironmentFailed(f"environment {self._label}: {what}: {why}") from None
         except WorkerGone as gone:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
@@ -201,7 +203,13 @@ class Session:
         except BaseException:
             await self._gone("could not be constructed", CRASHED)
             raise
+        self._limit_s = self._load.timeout_s
         return loaded
+
+    @property
+    def _limit(self) -> str:
+        name = "reward_timeout_s = " if self._limit_s == self._load.timeout_s else ""
+        return f"{name}{self._limit_s:g} s"
 
     async def _reach(self) -> EnvironmentFailed | None:
         """Begins a worker and waits until it says that it lives. Returns why it does not."""
@@ -314,16 +322,15 @@ class Session:
     async def _watch(self) -> None:
         """Notices a worker that has ended or is not reached, and one that is silent past the deadline of its rollouts;
         tells an environment server that we are there. Ends with the session."""
-        said_s, limit_s = 0.0, self._load.timeout_s + STILL_GRACE_S
+        said_s = 0.0
         while (worker := self._worker) is not None:
             await asyncio.sleep(WATCH_INTERVAL_S)
             now_s = time.monotonic()
             if worker.how is not None:
                 await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
                 await self._gone(worker.how, CRASHED)
-            elif now_s - self._heard_s > limit_s:
-                limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
-                await self._gone(f"took longer than {limit}, and held up its worker", LATE)
+            elif now_s - self._heard_s > self._limit_s + STILL_GRACE_S:
+                await self._gone(f"took longer than {self._limit}, and held up its worker", LATE)
             elif isinstance(worker, RemoteWorker) and now_s - self._reached_s > SILENCE_LIMIT_S:
                 # as far as can be told it has ended with its server: started again, it may work
                 await self._gone(f"is no longer reached at {self._address}", CRASHED, killed=True)

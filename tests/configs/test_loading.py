@@ -151,6 +151,12 @@ def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     assert problem.value == str(tmp_path / "none.yaml")
 
 
+def test_a_python_file_in_place_of_settings_is_answered_with_the_option_that_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text("x = 1\n")
+    [problem] = problems(TrainSettings, file=tmp_path / "my_env.py")
+    assert "--orch.env" in problem.message
+
+
 def test_values_are_cut_in_messages(orch_file: Path) -> None:
     [problem] = problems(OrchSettings, "--seed", "x" * 100_000, file=orch_file)
     assert len(str(problem)) < 400

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo.compare import CannotCompare, arms_of, planned
+from grpo.compare import arms_of, planned
 from grpo.figures import measured, report
 from orchestrator.monitoring.timeline import Timeline
 from tests.grpo.run_folder import grpo
+from transport.errors import UserError
 
 PRESET = "configs/quickstart"
 
@@ -51,7 +52,7 @@ def test_arms_are_what_was_given_and_named_ones_can_be_added_to() -> None:
     assert arms_of(None, [("a", "x=1"), ("b", ""), ("a", "y=2")]) == {"a": ["x=1", "y=2"], "b": []}
     assert arms_of("async", [("async", "seed=2")])["async"] == ["orch.max_async_level=1", "seed=2"]
     assert list(arms_of("ablation", [])) == ["baseline", "sdpo", "replay", "full"]
-    with pytest.raises(CannotCompare):
+    with pytest.raises(UserError):
         arms_of(None, [("a", "x=1")])
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from grpo.ledger import LedgerError, open_ledger
+from grpo.ledger import open_ledger
 from orchestrator.envs.reverse_text import ReverseText
 from tests.grpo.run_folder import found, grpo, write_ledger
+from transport.errors import UserError
 
 Ask = Callable[..., tuple[int, Any]]
 
@@ -104,7 +105,7 @@ def test_questions_that_make_no_sense_give_exit_code_2(run: Path, question: tupl
 def test_what_is_no_ledger_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "ledger.sqlite").write_bytes(content)
-    with pytest.raises(LedgerError, match=r"ledger\.sqlite"), open_ledger(tmp_path):
+    with pytest.raises(UserError, match=r"ledger\.sqlite"), open_ledger(tmp_path):
         pass
 
 

@@ -151,7 +151,7 @@ async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -
 async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
     env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address, timeout_s=4.0) as pool:
+    async with serving(env_id) as server, pool_for(env_id, address=server.address, timeout_s=8.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("hold", "pause", "pause")))
         assert [reason(one) for one in outcomes] == ["env_timeout", "", ""]
         assert pool.num_restarted <= 3
@@ -251,7 +251,7 @@ async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_
 
 async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(env_file: Path) -> None:
     env_id = f"{env_file}:Talk"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address, start_timeout_s=0.5) as pool:
+    async with serving(env_id) as server, pool_for(env_id, address=server.address, start_timeout_s=5.0) as pool:
         await server.close()
         with pytest.raises(EnvironmentKilled, match=server.address):
             await pool.run(task(), seed=0, begin=lambda: says("on", "bye"))

@@ -73,7 +73,7 @@ async def played(shop: Shop, *answers: str) -> tuple[EpisodeState, list[str]]:
 def program(tmp_path: Path) -> McpServer:
     path = tmp_path / "server.py"
     path.write_text(SERVER)
-    return McpServer(command=(sys.executable, str(path)), env={"SHOP_KEY": "a"}, start_timeout_s=60)
+    return McpServer(command=(sys.executable, str(path)), env={"SHOP_KEY": "a"}, start_timeout_s=240)
 
 
 @pytest.fixture
@@ -81,13 +81,13 @@ def address(tmp_path: Path, program: McpServer) -> Iterator[McpServer]:
     port = free_port()
     process = subprocess.Popen([*program.command, str(port)], stderr=subprocess.DEVNULL)
     try:
-        for _ in range(1200):
+        for _ in range(2400):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             assert process.poll() is None
             asyncio.run(asyncio.sleep(0.1))
-        yield McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["price"], start_timeout_s=60)
+        yield McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["price"], start_timeout_s=240)
     finally:
         process.terminate()
         process.wait()
