@@ -111,6 +111,9 @@ def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, la
     dtype = q.dtype
     if q.device.type == "cpu":
         q, k, v = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (q, k, v))
+    elif (group := q.shape[1] // k.shape[1]) > 1:
+        # The GPU's kernel for float32 shares no heads, and what torch takes in its place needs memory for all scores.
+        k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
     slots, shapes = layout.buckets.slots, layout.buckets.shapes
     rows = [tensor.flatten(1).index_select(0, slots).unflatten(1, tensor.shape[1:]) for tensor in (q, k, v)]
     sizes = [count * length for count, length in shapes]

@@ -22,14 +22,14 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_divergence_from_the_teacher_falls_by_half_or_more(distilled: Run) -> None:
     divergences = [line["policy/teacher_kl"] for line in distilled.steps]
     assert divergences[0] > 0.5
-    # 0.30 to 0.34 of it in 3 runs of different seeds
+    # 0.30 to 0.34 of it in 4 runs of different seeds
     assert statistics.mean(divergences[-3:]) < 0.5 * statistics.mean(divergences[:3])
 
 
 def test_the_student_learns_what_it_could_not_do_without_a_single_reward(distilled: Run) -> None:
     summary = distilled.summary
     assert 0.2 <= summary["accuracy_before"] <= 0.5
-    assert summary["accuracy_after"] >= 0.65  # 0.93 to 0.96 in 3 runs of different seeds
+    assert summary["accuracy_after"] >= 0.65  # 0.92 to 0.96 in 4 runs of different seeds
     assert {line["reward/mean"] for line in distilled.steps} == {0.0}
 
 

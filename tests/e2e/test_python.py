@@ -63,7 +63,7 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
     assert "Code: " in outputs[OPENED.replace("(20)", f"({NUM_STEPS})")][0].text
     assert f"ended, step {NUM_STEPS}" in outputs[ASKED][0].text
     assert outputs[ASKED][0].text.split("> ")[1] == f"{NUM_STEPS} 2 256 {NUM_STEPS}\n"
-    # It begins at 0.01, and was 0.80 to 0.83 in 4 runs of different seeds.
+    # It begins at 0.01, and was 0.80 to 0.85 in 5 runs of different seeds.
     assert float(outputs[LEARNED][0].text) > 0.3
     assert outputs[EXPORT][0].text == "['README.md', 'adapter_config.json']\n"
     assert outputs[OTHER][0].ename == "RunFailed"  # a run of other settings is there

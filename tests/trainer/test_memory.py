@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,11 +143,22 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> 
 
 
 @ignores_its_own_warnings
-def test_a_layer_with_variable_length_attention_is_one_graph(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_variable_length_attention_is_one_graph_with_numbers_as_constants(
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr("trainer.attention.varlen_attn", lambda q, k, v, ends, *_, **__: attend(q, k, v, ends))
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
+    inputs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, own: list[Any]) -> torch.fx.GraphModule:
+        inputs.extend(own)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
     policy = tiny_policy(one_layer, attention_kernel="grpo_varlen", compile=True)
     with torch.no_grad():
         for batch in BATCHES:  # an attention that breaks the graph would raise
             assert torch.isfinite(policy.logprobs(packed_tokens(batch, CPU))).all()
+    assert inputs
+    # A float as a symbol is an input of its own.
+    assert not [one for one in inputs if isinstance(one, float | torch.SymFloat) or getattr(one, "shape", None) == ()]
