@@ -1,5 +1,6 @@
-"""A checkpoint's tensors as a server exports them, from this process."""
+"""A checkpoint's tensors as a server exports them, from this process or one of its own."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from transport.shared_base import HostMemory, ImportedBase, Manifest, aligned, mapped
+from transport.shared_base import HostMemory, ImportedBase, Manifest, aligned, export_base, mapped
 from transport.weights.identity import base_identity
 
 Change = Callable[[dict[str, torch.Tensor]], None]
@@ -47,3 +48,10 @@ def imported(folder: Path, change: Change | None = None, **said: Any) -> Importe
     manifest, memory = offer_of(folder, change, **said)
     no_connection: Any = None
     return Imported(manifest=manifest, tensors=mapped(manifest, memory.descriptors[0]), connection=no_connection)
+
+
+def export_forever(folder: Path, output_dir: Path) -> None:
+    """Exports the checkpoint in `folder` to trainers of the run in `output_dir`, until it is killed."""
+    offer = offer_of(folder)
+    export_base(output_dir, "cpu", make=lambda: offer)
+    signal.pause()
