@@ -56,8 +56,8 @@ class Slurm:
         deadline = time.monotonic() + START_S
         while (states := self.run("sinfo", "--noheader", "--format=%T %D").split()) != ["idle", str(len(self.nodes))]:
             refused = [state for state in states if state.startswith(("inval", "drain"))]
-            in_time = time.monotonic() < deadline
-            assert in_time and not refused, [states, *(path.read_text() for path in self.folder.glob("*.log"))]
+            if refused or time.monotonic() > deadline:
+                raise AssertionError([states, *(path.read_text() for path in self.folder.glob("*.log"))])
             time.sleep(0.2)
 
     def _start(self, name: str, *command: str) -> None:

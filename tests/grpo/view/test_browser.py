@@ -121,13 +121,9 @@ def test_the_head_of_a_run_is_above_its_charts_whichever_answer_comes_first(
     chromium: object, view: Served, late: str
 ) -> None:
     other = {"/api/runs/one": ".charts", "/api/runs/one/curves": "main .state"}[late]
+    held: list[Route] = []
     for browser in _opened(chromium, view):
-        held: list[Route] = []
-
-        def hold(route: "Route", held: "list[Route]" = held) -> None:
-            held.append(route)
-
-        browser.page.route(lambda address: urlsplit(address).path == late, hold)
+        browser.page.route(lambda address: urlsplit(address).path == late, lambda route: held.append(route))
         browser.open("run/one", other)
         assert held
         browser.page.unroute_all()  # which lets those go on that were held
