@@ -132,10 +132,11 @@ class ProposerSolver(Episode, Environment):
     ) -> None:
         """The prompts contain `{question}`: for the Proposer an example, for a Solver what it is to answer. Training
         examples are `seed_questions`, texts or `{question: TEXT}`, those of the data file `questions` (docs/data.md;
-        its column `question`), and `num_train` drawn ones, those of evaluation `num_eval` other ones (50). `judge`: `base`,
-        `policy`, or `{base_url, model, api_key_var}`: questions are in words then, none are drawn, and the last
-        `num_eval` that are given are those of evaluation (a tenth of them, from 1 to 50). `from_store`: the share of training rollouts whose example is
-        drawn by weight from the store instead, in which the seed questions have weight 1."""
+        its column `question`), and `num_train` drawn ones; those of evaluation are `num_eval` other ones (50).
+        `judge`: `base`, `policy`, or `{base_url, model, api_key_var}`: questions are in words then, none are drawn,
+        and the last `num_eval` that are given are those of evaluation (a tenth of them, from 1 to 50). `from_store`:
+        the share of training rollouts whose example is drawn by weight from the store instead, in which the seed
+        questions have weight 1."""
         if num_solvers < 1 or not 0 <= target <= 1 or not 0 <= from_store <= 1:
             raise ValueError(
                 f"num_solvers={num_solvers}, target={target}, from_store={from_store}: expected at least 1, and shares "
