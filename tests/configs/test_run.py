@@ -68,6 +68,8 @@ def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Pa
 def test_a_programs_own_key_holds_before_the_shared_one_and_the_command_line_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run = run_of(tmp_path, seed=1, train={"seed": 2})
+    assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [2, 1, 1]
     run = run_of(tmp_path, "--seed", "3", "--orch.seed", "4", seed=1, train={"seed": 2})
     assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [3, 3, 4]
     monkeypatch.setenv("GRPO_RUN_SEED", "8")

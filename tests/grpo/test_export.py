@@ -1,6 +1,8 @@
 """Exported versions: what transformers and PEFT load is what was trained, or nothing appears."""
 
 import json
+import shutil
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -10,11 +12,11 @@ import pytest
 import torch
 from msgspec import structs
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.chat import side_by_side
-from grpo.export import export
+from grpo.export import PEFT_PREFIX, export
 from grpo.version import CannotExport, open_version
 from tests.grpo.run_folder import grpo
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
@@ -22,7 +24,7 @@ from transport.records import Canary
 from transport.run import create_run
 from transport.weights.identity import base_identity
 from transport.weights.shards import Weight
-from transport.weights.store import CANARY_FILE, PolicyPublisher
+from transport.weights.store import ADAPTER_FILE, CANARY_FILE, PolicyPublisher
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 
@@ -86,6 +88,30 @@ def test_a_merged_model_is_loaded_by_transformers(published: Publisher, tmp_path
         weights[name].float(), peft.get_parameter(name), atol=1e-6 if dtype is None else 0.01, rtol=0
     )
     assert (folder / "chat_template.jinja").read_bytes() == (MODEL / "chat_template.jinja").read_bytes()
+
+
+def test_of_several_adapters_the_named_one_is_merged(published: Publisher, tmp_path: Path) -> None:
+    solver, proposer = published.files(version=6, seed=1), published.files(version=6, seed=2)
+    files = solver | {f"adapters/proposer/{name}": data for name, data in proposer.items()}
+    spec = structs.replace(published.spec(), adapters=("solver", "proposer"))
+    published.publish(6, files, spec)
+    for name, of in ((None, solver), ("solver", solver), ("proposer", proposer)):
+        version = open_version(published.run.path, 6, lora=name)
+        folder = export(version, kind="merged", output=tmp_path / f"merged-{name}")
+        logprobs = logprobs_of(AutoModelForCausalLM.from_pretrained(folder), CANARY_IDS)
+        assert largest(logprobs, Canary.from_json(of[CANARY_FILE]).logprobs) < 1e-4
+    shutil.rmtree(published.run.broadcasts / "step_000006")
+
+
+def test_an_adapter_of_a_layer_that_the_base_lacks_is_not_merged(published: Publisher, tmp_path: Path) -> None:
+    files = published.files(version=3, seed=1)
+    layer = f"{PEFT_PREFIX}model.layers.99.mlp.down_proj"
+    more = {f"{layer}.lora_A.weight": torch.zeros(8, 4), f"{layer}.lora_B.weight": torch.zeros(4, 8)}
+    version = open_version(published.run.path, 3)
+    adapter = save(load(files[ADAPTER_FILE]) | more)
+    with pytest.raises(CannotExport, match=r"layers\.99"):
+        export(replace(version, files=files | {ADAPTER_FILE: adapter}), kind="merged", output=tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_are_no_adapter_are_exported_whole(published: Publisher, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ export function RunPage({ run }) {
   const traced = about.value?.traced;
   const toStep = (step) => go(["run", run, "step", traced?.length ? nearest(traced, step) : step]);
   return html`<h1>${run}</h1><${Tabs} run=${run} traced=${traced} here="curves" />
-    <${Answer} state=${about}>${(one) => html`<${Head} one=${one} />`}<//>
+    <div><${Answer} state=${about}>${(one) => html`<${Head} one=${one} />`}<//></div>
     <${Answer} state=${curves}>${({ train, eval: evaluated, changes }) => html`<${Charts} run=${run} columns=${train} onStep=${toStep} evaluated=${evaluated} changes=${changes} />`}<//>`;
 }
 
