@@ -38,7 +38,14 @@ MODULES = {
 }
 """By program: what Python runs."""
 SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
-_OF_PLACES = {"train.output_dir", "infer.output_dir", "orch.output_dir", "train.model", "infer.model", "orch.model.name"}
+_OF_PLACES = {
+    "train.output_dir",
+    "infer.output_dir",
+    "orch.output_dir",
+    "train.model",
+    "infer.model",
+    "orch.model.name",
+}
 """Settings that may differ although nothing is to be done: where things are."""
 _NUM_LOG_LINES = 20
 Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]

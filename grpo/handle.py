@@ -203,7 +203,9 @@ def _curves(run: Run, keys: tuple[str, ...]) -> "Figure":
         for key in chosen:
             axes.plot(frame.index, frame[key], mark, label=key)
     for step, files in code_changes(read_run(run.folder)).items():
-        axes.axvline(step, color="tab:red", linestyle=":", label=f"changed: {', '.join(Path(one).name for one in files)}")
+        axes.axvline(
+            step, color="tab:red", linestyle=":", label=f"changed: {', '.join(Path(one).name for one in files)}"
+        )
     axes.set_xlabel("step")
     axes.set_title(str(run.folder))
     axes.grid(alpha=0.3)

@@ -43,7 +43,14 @@ def test_code_that_settings_name_brings_what_it_imports_from_its_folder(
 def test_data_that_settings_name_counts_and_what_is_no_file_does_not(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n")
     rows = str(tmp_path / "rows.csv")
-    args = {"path": rows, "split": "train", "url": "http://a:1/v1", "long": "x" * 5000, "none": None, "module": "json:x"}
+    args = {
+        "path": rows,
+        "split": "train",
+        "url": "http://a:1/v1",
+        "long": "x" * 5000,
+        "none": None,
+        "module": "json:x",
+    }
     settings = {"env": [{"id": "dataset", "args": args}], "hints": {"templates": rows}, "name": rows}
     settings |= {"arena": "orchestrator.arena:Arena", "advantage": {"import_path": "not_there:f"}}
     assert names(settings) == {f"env.0.args.path {rows}", f"hints.templates {rows}"}
