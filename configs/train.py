@@ -1,7 +1,6 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
