@@ -134,7 +134,7 @@ def _check_finished(plan: Plan, ineffective: Sequence[str]) -> None:
     if ineffective:
         raise RunFolderError(
             f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps, and {', '.join(ineffective)} "
-            "would have no effect: set as it was to see the summary, raise max_steps to go on, or give another output_dir"
+            "would have no effect: set as it was to see the summary, raise max_steps to go on, or give another folder"
         )
 
 
