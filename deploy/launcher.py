@@ -26,7 +26,7 @@ from orchestrator.monitoring.summary import Summary
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
-from transport.hidden import hide_environment, key_variables
+from transport.hidden import hide_environment, key_variables, named_keys
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
 from transport.status import server_file
 from transport.weights.identity import base_identity, resolve_model
@@ -173,16 +173,17 @@ def clear_for_start(run: RunFolder) -> None:
 
 def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
     """The programs as they are started. Environment variables with settings are left out, because the files hold the
-    outcome, and they would overrule it; so are keys that only the orchestrator needs. Models are got with HF_TOKEN by
-    all of them."""
+    outcome, and they would overrule it; so are the run's keys that a program's own settings do not name. Models are got
+    with HF_TOKEN by all of them."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
         num_threads["teacher"] = plan.teacher.num_threads
-    needed = {role: key_variables(settings.model_dump()) for role, settings in plan.settings().items()}
+    keys = key_variables(plan.orch.model_dump()) - {"HF_TOKEN"}
+    needed = {role: named_keys(settings.model_dump()) for role, settings in plan.settings().items()} | {"orch": keys}
     programs = []
     for role in num_threads:
-        threads, without = num_threads[role], needed["orch"] - needed[role] - {"HF_TOKEN"}
+        threads, without = num_threads[role], keys - needed[role]
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
         environment = {k: v for k, v in inherited.items() if k not in without} | own
         ports = plan.ports if role == "infer" else (None,)
