@@ -158,6 +158,10 @@ def own(tmp_path: Path) -> Path:
         ({"type": "normalized"}, [-math.sqrt(1.5), 0, math.sqrt(1.5)]),
         ({"type": "leave_one_out"}, [-1.5, 0, 1.5]),
         ({"type": "episodic"}, [0, 1, 2]),
+        # The batch makes the rest of these.
+        ({"type": "reinforce_plus_plus"}, [0, 1, 2]),
+        ({"type": "reinforce_plus_plus", "group_baseline": True}, [-1, 0, 1]),
+        ({"type": "running_baseline"}, [0, 1, 2]),
         ({"type": "constant", "value": 0.25}, [0.25] * 3),
         ({"type": "custom", "import_path": "{own}:ranked", "kwargs": {"scale": 0.5}}, [0, 0.5, 1]),
         ({"type": "custom_credit", "import_path": "{own}:doubled"}, [0, 2, 4]),
