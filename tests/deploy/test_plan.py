@@ -204,6 +204,18 @@ def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
     assert ("60 steps" in capsys.readouterr().out) != starts
 
 
+def test_a_run_that_has_done_its_steps_does_not_swallow_a_setting(tmp_path: Path) -> None:
+    create_run(tmp_path)
+    earlier = plan().settings()
+    for role in ("train", "orch"):
+        join_run(tmp_path, role=role, settings=earlier[role].model_dump(mode="json"), timeout_s=1)
+    (tmp_path / "summary.json").write_text('{"steps": 60}')
+    for change in ("train.learning_rate=1e-4", "orch.eval.interval=7", "train.max_grad_norm=0.5"):
+        with pytest.raises(RunFolderError, match=change.partition("=")[0].partition(".")[2]):
+            run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{change}"]), shown)
+    run(load_run(PRESET, ["--output_dir", str(tmp_path)]), shown)
+
+
 def test_what_goes_back_is_the_launcher_and_not_a_program_that_it_starts_again() -> None:
     ready = with_run(plan("--resume_step", "4"), "abc")
     assert (ready.train.ckpt.resume_step, ready.orch.ckpt.resume_step) == (None, None)
