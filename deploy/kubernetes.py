@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from configs.errors import SettingsError
 from configs.run import RUN_FILE, Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, preset_of, said_by
+from deploy.plan import write_private
 from transport.errors import START_AGAIN
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
@@ -104,7 +105,7 @@ def submit(run: Run, target: str, overlay: str) -> str:
     folder = Path(f"{run.train.settings.output_dir}-kubernetes")
     for path, text in files(run, target).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+        write_private(folder / path, text)
     return said_by("kubectl", "apply", "-k", str(folder / overlay))
 
 

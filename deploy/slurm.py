@@ -16,6 +16,7 @@ from configs.errors import Problem, SettingsError
 from configs.run import Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
 from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary
+from deploy.plan import write_private
 from deploy.programs import Program, Signals, run_programs
 from transport.errors import START_AGAIN
 from transport.parent import PARENT_VAR
@@ -105,7 +106,7 @@ def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     (folder.path / "settings").mkdir(exist_ok=True)
     folder.logs.mkdir(exist_ok=True)
     file = folder.path / "settings" / "slurm.sh"
-    file.write_text(script(run, target, arguments))
+    write_private(file, script(run, target, arguments))
     number = said_by("sbatch", "--parsable", str(file)).partition(";")[0]
     (folder.path / "settings" / JOB_FILE).write_text(number)
     return f"queued as job {number}: {file}; its log is {folder.logs / 'slurm.log'}"
