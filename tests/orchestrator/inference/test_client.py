@@ -15,6 +15,8 @@ from tests.orchestrator.chat_server import Say, cut, slow, status, text
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, client_of, name_of
 
+pytestmark = pytest.mark.timeout(90)
+
 
 @asynccontextmanager
 async def faulty(say: Say) -> AsyncIterator[str]:
