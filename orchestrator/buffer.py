@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.orch import OrchSettings
+from orchestrator.advantage import are_equal
 from orchestrator.resuming import Progress
 
 log = logging.getLogger(__name__)
@@ -297,10 +298,9 @@ class Buffer:
 def without_spread(rewards_G: Sequence[float]) -> str | None:
     """The reason why nothing is learned from a group by comparing its rollouts; None where their rewards differ by more
     than rounding. A single rollout is compared with none, and has nothing to teach where it failed or succeeded."""
-    lowest, highest = min(rewards_G), max(rewards_G)
-    if highest - lowest > 1e-9 * max(abs(lowest), abs(highest)):
+    if not are_equal(rewards_G):
         return None
-    reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(lowest)
+    reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(min(rewards_G))
     return reason or (ALL_EQUAL if len(rewards_G) > 1 else None)
 
 

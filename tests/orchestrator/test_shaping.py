@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from configs.rollouts import ReinforcePlusPlus, RunningBaseline
@@ -119,6 +121,21 @@ def test_reinforce_plus_plus_normalises_over_the_tokens_of_the_batch() -> None:
     found = advantages(BatchAdvantages(settings).applied([rewarded(1, lengths=[3]), rewarded(0, lengths=[1])]))
     assert found == [[pytest.approx(0.25 / std)], [pytest.approx(-0.75 / std)]]
     assert advantages(BatchAdvantages(settings).applied([rewarded(0.1 + 0.2, 0.3)])) == [[0, 0]]
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.integers(1, 7), min_size=1, max_size=16), st.floats(0.0, 0.99))
+def test_equal_rewards_of_whole_batches_give_advantages_of_exactly_0(
+    reward: float, lengths: list[int], decay: float
+) -> None:
+    batch = [rewarded(*[reward] * len(lengths), lengths=lengths), rewarded(reward, reward)]
+    zeros = [[0.0] * len(lengths), [0.0] * 2]
+    running = BatchAdvantages(RunningBaseline(type="running_baseline", decay=decay))
+    assert [advantages(running.applied(batch)) for _ in range(4)] == [zeros] * 4
+    assert advantages(BatchAdvantages(ReinforcePlusPlus(type="reinforce_plus_plus")).applied(batch)) == zeros
+    grouped = ReinforcePlusPlus(type="reinforce_plus_plus", group_baseline=True)
+    group = [result(f"0/{number}", "q", "a" * length, reward=reward) for number, length in enumerate(lengths)]
+    [found] = advantages(BatchAdvantages(grouped).applied([finish_group(group, group_credit, group="0")]))
+    assert found == zeros[0]
 
 
 def test_a_baseline_of_the_group_is_subtracted_before() -> None:
