@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from orchestrator.inference.client import InferenceClient, Refused, ServerError, Unreachable
+from orchestrator.inference.client import InferenceClient, Refused, ServerError, ServersAway, Unreachable
 from transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 
 log = logging.getLogger(__name__)
@@ -168,17 +168,21 @@ class WeightSync:
     # --- servers that come, and come back ---
 
     async def wait_for_servers(self) -> None:
-        """Returns when a server is in the routing; where versions are broadcast, when all are. Raises ServerError."""
+        """Returns when a server is in the routing; where versions are broadcast, when all are. Raises ServerError: one
+        that was never there may be looked for at the wrong address, and another start does not mend that."""
         deadline_s = asyncio.get_running_loop().time() + self.client.timeout_s
         while not self.pool.routed or (self._broadcast and self.pool.out):
-            await self.client.until_changed(deadline_s)
+            try:
+                await self.client.until_changed(deadline_s)
+            except ServersAway as error:
+                raise ServerError(str(error)) from None
         self._has_begun = True
 
     def check_complete(self) -> None:
-        """Raises ServerError where a server is lost and versions are broadcast, which nobody can catch up with."""
+        """Raises ServersAway where a server is lost and versions are broadcast, which nobody can catch up with."""
         if self._broadcast and self._has_begun and (out := self.pool.out):
             gone = "; ".join(f"{server}: {why}" for server, why in out.items())
-            raise ServerError(f"with weight_broadcast.type: nccl no server can be missing; start again: {gone}")
+            raise ServersAway(f"with weight_broadcast.type: nccl no server can be missing; start again: {gone}")
 
     def refused(self, server: str, error: ServerError | ValueError) -> None:
         """A server does not fit the run, or cannot prove a version, which is no matter of time. Raises that as long as

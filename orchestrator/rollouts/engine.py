@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
-from orchestrator.inference.client import InferenceClient
+from orchestrator.inference.client import InferenceClient, TimedOut
 from orchestrator.inference.client import Refused as RefusedByServer
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation, single_row
@@ -27,7 +27,7 @@ from orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, S
 from orchestrator.workers.session import GivenUp
 from transport.http import Choice
 
-CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
+CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"
 NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""
 MAX_CALLS = 2000
@@ -96,7 +96,12 @@ class RolloutEngine:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[_Given | None] = [None] * group.num
         if self.is_single_turn(group.task.env):
-            given = [*await self._sample_group(group)]
+            try:
+                given = [*await self._sample_group(group)]
+            except TimedOut as error:
+                failure = Failure(reason=SERVER_TIMEOUT, message=str(error))
+                ids = (f"{group.id}/{group.first + number}" for number in range(group.num))
+                return [EpisodeResult(id=one, task=group.task, failure=failure) for one in ids]
             sampled()
         async with asyncio.TaskGroup() as tasks:
             waits = _Waits(group.num, delayed)
@@ -144,8 +149,8 @@ class RolloutEngine:
                 one.cancel()
         waits.settled(number, over=True)
         result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
-        if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
-            pool.record(result.failure)
+        if result.failure is None or result.failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
+            pool.record(result.failure)  # neither a prompt's length nor a slow server is the environment's fault
         return result
 
     async def _sample_group(self, group: Group) -> "list[_Given]":
@@ -247,6 +252,8 @@ class _Attempt:
             if isinstance(call, Sample):
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
+        except TimedOut as error:
+            raise GivenUp(Failure(reason=SERVER_TIMEOUT, message=str(error))) from None
         except _CallRefused as refused:
             return Refused(reason=refused.reason, message=str(refused))
 
