@@ -214,7 +214,9 @@ class InferenceClient:
             return ServersAway(message + "or raise client.timeout")
         silent_s = asyncio.get_running_loop().time() - self._answered_s
         if silent_s >= MAX_SILENT * self.timeout_s:
-            return ServerError(f"{message}raise client.timeout, or ask for less: no request was answered in {silent_s:g} s")
+            return ServerError(
+                f"{message}raise client.timeout, or ask for less: no request was answered in {silent_s:g} s"
+            )
         return TimedOut(message + "raise client.timeout, or lower sampling.max_tokens")
 
     def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest) -> bool:

@@ -75,7 +75,7 @@ class RolloutEngine:
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
-        of the examples' own prompts (None: any). `stores`: of all environments, where any has some."""
+        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self._num_restarted, self._max_prompt_length = 0, max_prompt_length
@@ -92,7 +92,8 @@ class RolloutEngine:
         advance: a group of single answers is one request, so that the server reads the prompt once. `delayed` is called
         once nothing of it goes on but waits for rewards that come later. Raises PromptTooLong, and what servers and
         broken environments raise."""
-        if (most := self._max_prompt_length) and (num := len(self.renderer.prompt_ids(group.task.messages))) > most:
+        most = self._max_prompt_length if group.task.split == "train" else None
+        if most is not None and (num := len(self.renderer.prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[_Given | None] = [None] * group.num
         if self.is_single_turn(group.task.env):

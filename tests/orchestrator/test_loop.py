@@ -369,7 +369,9 @@ async def test_a_run_whose_servers_stay_away_ends_so_that_it_can_be_started_agai
     with pytest.raises(ServersAway, match=r"client\.timeout"):
         await running
     await server.start()
-    assert (await run(tmp_path, server, trainer={"goes_on_after": 0}, eval=limits["eval"])).summary.rollouts_trained == 48
+    assert (
+        await run(tmp_path, server, trainer={"goes_on_after": 0}, eval=limits["eval"])
+    ).summary.rollouts_trained == 48
 
 
 async def test_a_run_survives_a_server_that_fails_and_is_away_for_a_while_for_which_it_says_that_it_waits(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -156,3 +159,27 @@ async def test_a_run_with_the_kl_in_the_reward_and_a_running_baseline(tmp_path: 
         [(state,)] = database.execute("SELECT state FROM steps WHERE step = 3")
     assert list(json.loads(state)[BASELINES]) == ["reverse-text"]
     assert all(line["reward/reference_kl_penalty"] < 0 for line in made.steps)
+
+
+class RefusesOnce(FakeServer):
+    """Refuses the first request for log-probabilities."""
+
+    async def _score(self, request: web.Request) -> web.Response:
+        if self.num_refused == 0:
+            self.num_refused += 1
+            return web.json_response({"error": {"type": "bad_request", "message": "no"}}, status=400)
+        return await super()._score(request)
+
+    num_refused = 0
+
+
+async def test_rollouts_that_the_reference_does_not_score_are_in_the_traces(tmp_path: Path) -> None:
+    server = await RefusesOnce(lambda prompt, version: random.choice(["a", "b", "ab"])).start()
+    made = await run(tmp_path, server, reward_shaping={"reference_kl": 0.5}, eval={"num_examples": 0})
+    await server.stop()
+    [(reason, num)] = made.summary.rollouts_dropped.items()
+    assert reason == "reference_refused"
+    reasons = [
+        one for path in (tmp_path / "traces").glob("step_*") for one in pq.read_table(path)["drop_reason"].to_pylist()
+    ]
+    assert reasons.count(reason) == num
