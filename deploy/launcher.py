@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
+from configs.loading import Given
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
 from deploy.cores import thread_variables
@@ -26,7 +28,7 @@ from transport.batches.store import StepStore
 from transport.checkpoints import TRAINER, Checkpoints
 from transport.errors import RunFolderError
 from transport.folders import steps_in
-from transport.hidden import hide_environment, key_variables
+from transport.hidden import hide_environment, key_variables, named_keys
 from transport.logs import printable
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
 from transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
@@ -39,6 +41,15 @@ MODULES = {
 }
 """By program: what Python runs."""
 SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
+_OF_PLACES = {
+    "train.output_dir",
+    "infer.output_dir",
+    "orch.output_dir",
+    "train.model",
+    "infer.model",
+    "orch.model.name",
+}
+"""Settings that may differ although nothing is to be done: where things are."""
 _NUM_LOG_LINES = 20
 Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
@@ -51,7 +62,7 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
         print(plan.effective(), end="")
         return 0
     hide_environment(key_variables(plan.orch.model_dump()))
-    return run_plan(plan, show)
+    return run_plan(plan, show, given=asked.given)
 
 
 def checked(asked: Run) -> Plan:
@@ -63,9 +74,10 @@ def checked(asked: Run) -> Plan:
     return plan
 
 
-def run_plan(plan: Plan, show: Show) -> int:
-    """A run with these settings, from its founding, or from where it stands, to its summary; the exit code. Raises
-    RunFolderError and FileNotFoundError, StorageError, and what `deploy.memory` raises."""
+def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> int:
+    """A run with these settings, from its founding, or from where it stands, to its summary; the exit code. `given` are
+    those that a person gave, which a finished run cannot follow. Raises RunFolderError and FileNotFoundError,
+    StorageError, and what `deploy.memory` raises."""
     for line in plan.notes:
         print(line, flush=True)
     with contextlib.ExitStack() as stack:
@@ -74,8 +86,9 @@ def run_plan(plan: Plan, show: Show) -> int:
         if plan.teacher is not None:
             plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
         stack.enter_context(only_one(plan.output_dir, "launcher"))
-        _check_folder(plan, model)
+        changed = _check_folder(plan, model)
         if _is_finished(plan):
+            _check_finished(plan, sorted(changed & given.keys() - _OF_PLACES))
             print(f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps; raise max_steps to go on")
             return print_summary(plan.output_dir)
         plan = _divided(plan, model)
@@ -101,19 +114,33 @@ def _divided(plan: Plan, model: Path) -> Plan:
     return plan
 
 
-def _check_folder(plan: Plan, model: Path) -> None:
-    """Raises `RunFolderError` where the folder holds a run that cannot be gone on with by these settings."""
+def _check_folder(plan: Plan, model: Path) -> set[str]:
+    """The settings that differ from those of the run in the folder. Raises `RunFolderError` where it cannot be gone on
+    with by them."""
     path, step, base = plan.output_dir, plan.resume_step, base_identity(model)
     if step is not None and current_run_id(path) is None:
         raise RunFolderError(f"resume_step is {step}, and {path} holds no run; give another --output_dir")
     for role in ("train", "orch"):
         with only_one(path, role):
             pass
-    if plan.train.resume == "auto" and not plan.train.overwrite_output_dir:
-        orch, infer = (settings.model_dump(mode="json") for settings in (plan.orch, plan.infer))
-        changes_of(path, role="train", settings=plan.train.recorded(), base_model=base, may_change=TRAINER_MAY_CHANGE)
-        changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE)
-        changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE)
+    if plan.train.resume == "never" or plan.train.overwrite_output_dir:
+        return set()
+    train, orch, infer = (one.model_dump(mode="json") for one in (plan.train, plan.orch, plan.infer))
+    changed = {
+        "train": changes_of(path, role="train", settings=train, base_model=base, may_change=TRAINER_MAY_CHANGE),
+        "orch": changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE),
+        "infer": changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE),
+    }
+    return {f"{role}.{key}" for role, keys in changed.items() for key in keys}
+
+
+def _check_finished(plan: Plan, ineffective: Sequence[str]) -> None:
+    """Raises `RunFolderError` for settings that a run which has done its steps cannot follow."""
+    if ineffective:
+        raise RunFolderError(
+            f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps, and {', '.join(ineffective)} "
+            "would have no effect: set as it was to see the summary, raise max_steps to go on, or give another folder"
+        )
 
 
 def _is_finished(plan: Plan) -> bool:
@@ -160,16 +187,17 @@ def clear_for_start(run: RunFolder) -> None:
 
 def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
     """The programs as they are started. Environment variables with settings are left out, because the files hold the
-    outcome, and they would overrule it; so are keys that only the orchestrator needs. Models are got with HF_TOKEN by
-    all of them."""
+    outcome, and they would overrule it; so are the run's keys that a program's own settings do not name. Models are got
+    with HF_TOKEN by all of them."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
         num_threads["teacher"] = plan.teacher.num_threads
-    needed = {role: key_variables(settings.model_dump()) for role, settings in plan.settings().items()}
+    keys = key_variables(plan.orch.model_dump()) - {"HF_TOKEN"}
+    needed = {role: named_keys(settings.model_dump()) for role, settings in plan.settings().items()} | {"orch": keys}
     programs = []
     for role in num_threads:
-        threads, without = num_threads[role], needed["orch"] - needed[role] - {"HF_TOKEN"}
+        threads, without = num_threads[role], keys - needed[role]
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
         environment = {k: v for k, v in inherited.items() if k not in without} | own
         ports = plan.ports if role == "infer" else (None,)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.run_files import EVALUATED, REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
 from grpo.status import RunStatus, run_status, shown
 from transport.parent import PARENT_VAR
+from transport.run import code_changes
 from transport.status import FAILED, FINISHED, STOPPED
 from transport.traces import trace_path, traced_steps
 
@@ -201,6 +202,10 @@ def _curves(run: Run, keys: tuple[str, ...]) -> "Figure":
     ):
         for key in chosen:
             axes.plot(frame.index, frame[key], mark, label=key)
+    for step, files in code_changes(read_run(run.folder)).items():
+        axes.axvline(
+            step, color="tab:red", linestyle=":", label=f"changed: {', '.join(Path(one).name for one in files)}"
+        )
     axes.set_xlabel("step")
     axes.set_title(str(run.folder))
     axes.grid(alpha=0.3)

@@ -29,6 +29,8 @@ def main() -> None:
     who = f"rank {rank}: " if rank else ""
     level = logging.INFO if rank in (None, "0") else logging.WARNING  # the others would say the same
     start_log(level=level, who=who)
+    # On a CPU it warns of a kernel that it would download, and that nothing here uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from trainer.errors import EndedEarly, ExporterGone, RankFailed, TrainerError
     from transport.errors import START_AGAIN, PeerFailed, TransportError
 

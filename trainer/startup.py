@@ -197,7 +197,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
     Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
     `RunFolderError` and others.
     """
-    path, recorded = Path(settings.output_dir), settings.recorded()
+    path, recorded = Path(settings.output_dir), settings.model_dump(mode="json")
     if not ranks.is_main:
         run_id, step = ranks.broadcast(None)
         run = RunFolder(path=path, run_id=run_id)

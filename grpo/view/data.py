@@ -9,13 +9,13 @@ from typing import Any
 
 from grpo.ledger import open_ledger, totals
 from grpo.ledger_check import check
-from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file
+from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
 from grpo.status import as_fields, run_status
 from grpo.view import traces
 from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
 from transport.errors import UserError
 from transport.logs import WARNINGS_FOLDER
-from transport.run import RUN_FILE
+from transport.run import RUN_FILE, code_changes
 from transport.traces import traced_steps
 
 _SPARKS = 60
@@ -104,11 +104,13 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 
 def curves(run: Path) -> dict[str, Any]:
-    """All metrics as columns: `train` by step and `eval` by version; null where a line lacks one."""
+    """All metrics as columns: `train` by step and `eval` by version; null where a line lacks one. `changes`: where the
+    user's code has changed between two starts, the newest version then and the files."""
     records = _metrics(run)
     return {
         "train": _columns([record for record in records if EVALUATED not in record]),
         "eval": _columns([record for record in records if EVALUATED in record]),
+        "changes": [*code_changes(read_run(run)).items()],
     }
 
 

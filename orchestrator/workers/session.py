@@ -33,6 +33,7 @@ from orchestrator.workers.protocol import (
     Load,
     Loaded,
     Prompts,
+    Refused,
     Reply,
     Run,
     ToWorker,
@@ -311,7 +312,10 @@ class Session:
         try:
             reply = await answer(call)
             reply.job, reply.call = call.job, call.call
-            self._send(reply)
+            try:
+                self._send(reply)
+            except ValueError as error:  # too large
+                self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
         except Exception as error:
             if not job.over.done():
                 job.over.set_exception(error)

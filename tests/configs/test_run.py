@@ -134,6 +134,25 @@ def test_every_preset_loads_by_its_name_from_anywhere(
 
 
 @pytest.mark.parametrize(
+    ("preset", "words", "gone"),
+    [
+        ("debate", ("--orch.eval.num_examples", "0"), "orch.eval.rollouts_per_example"),
+        ("critique", ("--orch.eval.num_examples", "0"), "orch.eval.rollouts_per_example"),
+        ("quickstart", ("--train.optimizer", "muon"), "train.adam_beta2"),
+    ],
+)
+def test_what_a_preset_says_and_an_option_makes_idle_is_no_error_and_what_a_person_says_is_one(
+    preset: str, words: tuple[str, ...], gone: str, tmp_path: Path
+) -> None:
+    run = load_run(preset, words)
+    assert gone not in run.given
+    value = "0.5" if "adam" in gone else "3"
+    assert gone in [one.key for one in problems(*words, f"--{gone}", value, target=preset)]
+    (tmp_path / "run.yaml").write_text((PRESETS / preset / "run.yaml").read_text())
+    assert gone in [one.key for one in problems(*words, target=tmp_path)]
+
+
+@pytest.mark.parametrize(
     ("cls", "key"), [(TrainSettings, "learning_rate"), (InferSettings, "max_model_len"), (OrchSettings, "batch_size")]
 )
 def test_a_program_takes_its_part_of_a_run(

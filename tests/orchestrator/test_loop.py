@@ -267,7 +267,7 @@ async def later(completion, example, ctx):
         (FOLDER / f"waits {example['number']}").touch()
         while not (FOLDER / "go").exists():
             await asyncio.sleep(0.01)
-    return 1.0
+    return float(bool(await ctx.ask([{"role": "user", "content": "was it good?"}], model="policy", max_tokens=4)))
 
 class Delayed(Environment):
     rubric = Rubric([later])
