@@ -1,11 +1,13 @@
 """One run: opens its folder, starts the programs, watches over them, and says how it ended."""
 
 import contextlib
+import getpass
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +50,7 @@ _OF_PLACES = {
 }
 """Settings that may differ although nothing is to be done: where things are."""
 _NUM_LOG_LINES = 20
+_COMPILED_VAR = "TORCHINDUCTOR_CACHE_DIR"
 Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
 
@@ -93,7 +96,8 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
         plan = _divided(plan, model)
         folder = _open(plan)
         plan = with_run(plan, folder.run_id)
-        programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder)
+        scratch = stack.enter_context(scratch_folder(folder.run_id))
+        programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder, scratch=scratch)
         with show(folder.path) as tick:
             outcome = run_programs(programs, restarts=plan.restarts, signals=signals, tick=tick)
     explain(outcome)
@@ -173,10 +177,26 @@ def clear_for_start(run: RunFolder) -> None:
     StepStore(run.batches, run_id=run.run_id).remove_finished()
 
 
-def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
+@contextlib.contextmanager
+def scratch_folder(run_id: str) -> Iterator[Path]:
+    """The folder for what the run's servers leave in the machine's temporary one, sockets above all; while it is
+    entered. Its name is the run's, so that the next start removes what a killed one has left. It is not in the run's
+    folder, because the path of a socket must be short. Raises OSError."""
+    path = Path(tempfile.gettempdir()) / f"grpo-{run_id[:8]}"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def make_programs(
+    plan: Plan, files: Mapping[str, Path], run: RunFolder, *, scratch: Path | None = None
+) -> list[Program]:
     """The programs as they are started. Environment variables with settings are left out, because the files hold the
     outcome, and they would overrule it; so are the run's keys that a program's own settings do not name. Models are got
-    with HF_TOKEN by all of them."""
+    with HF_TOKEN by all of them. `scratch` is the servers' folder for temporary files."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
@@ -187,6 +207,10 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
     for role in num_threads:
         threads, without = num_threads[role], keys - needed[role]
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
+        if scratch is not None and role in ("infer", "teacher"):
+            # What torch has compiled stays where it would be without us: it is for later runs too.
+            compiled = inherited.get(_COMPILED_VAR, f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+            own |= {"TMPDIR": str(scratch), _COMPILED_VAR: compiled}
         environment = {k: v for k, v in inherited.items() if k not in without} | own
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
