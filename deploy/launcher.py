@@ -24,7 +24,7 @@ from deploy.memory import with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.programs import Child, Outcome, Program, Signals, run_programs
 from deploy.teacher import within_model
-from orchestrator.envs.registry import check_id
+from orchestrator.envs.registry import check_arena, check_id
 from orchestrator.monitoring.summary import Summary, what_next
 from transport.batches.store import StepStore
 from transport.checkpoints import TRAINER, Checkpoints
@@ -74,6 +74,8 @@ def checked(asked: Run) -> Plan:
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
             check_id(env.id)
+    if plan.orch.arena is not None:
+        check_arena(plan.orch.arena)
     return plan
 
 

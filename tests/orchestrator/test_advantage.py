@@ -27,6 +27,7 @@ from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator import made
 from tests.orchestrator.fakes import settings_for
 from tests.orchestrator.made import step
+from transport.importing import FunctionFailed
 
 
 def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:
@@ -126,6 +127,15 @@ def infinite(rewards, lengths):
 
 def nothing(rewards, lengths):
     return None
+
+def raises(rewards, lengths):
+    raise KeyError("mine")
+
+def huge(rewards, lengths):
+    return [2e6] * len(rewards)
+
+def words(rewards, lengths):
+    return ["a"] * len(rewards)
 """
 
 
@@ -177,9 +187,9 @@ def test_settings_name_a_kind_of_credit(own: Path, chosen: dict[str, Any], expec
     assert [credit[str(n), 0] for n in range(3)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing"])
+@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing", "raises", "huge", "words"])
 def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"own\.py:{name}"):
+    with pytest.raises(FunctionFailed, match=rf"own\.py:{name}"):
         custom_advantage(f"{own}:{name}", {})([1, 0], [1, 1])
 
 
@@ -189,9 +199,11 @@ def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str
         {("0", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): math.nan},
+        {("0", 0): 1.0, ("0", 1): -2e6},
+        {("0", 0): 1.0, ("0", 1): "much"},
         [1.0, 1.0],
     ],
 )
 def test_credit_of_a_user_that_is_wrong_is_refused(received: Any) -> None:
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(FunctionFailed, match="mine"):
         checked_credit(lambda results: received, "mine", [result("0", {"A": 1.0}, steps="AA")])
