@@ -34,6 +34,7 @@ from transport.errors import TransportError, UserError
 from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
 from transport.limits import raise_file_limit
+from transport.logs import start_log
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def main() -> None:
         parser.error(str(error))
     raise_file_limit()
     hide_environment({ENV_KEY_VAR})
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log()
     raise SystemExit(asyncio.run(_serve(options.env_id, options.host, options.port)))
 
 
