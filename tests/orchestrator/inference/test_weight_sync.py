@@ -213,6 +213,35 @@ async def test_a_version_is_live_when_every_server_has_proved_it_and_its_noise_a
         await until(lambda: not client.pool.out)
 
 
+class LoadsLate(FakeServer):
+    """Reports what it has loaded once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = asyncio.Event()
+        self.may.set()
+
+    async def _load(self, request: web.Request) -> web.Response:
+        report = await super()._load(request)
+        await self.may.wait()
+        return report
+
+
+async def test_the_proof_of_a_version_that_is_published_again_meanwhile_does_not_count() -> None:
+    one, late = FakeServer(), LoadsLate()
+    async with synced(one, late) as (client, sync):
+        await sync.load(1)
+        late.may.clear()
+        late.loads.clear()
+        client.pool.eject(name_of(late), "it does not answer")
+        await until(lambda: late.loads)
+        await sync.load(1)
+        assert list(client.pool.out) == [name_of(late)]
+        late.may.set()
+        await until(lambda: not client.pool.out)
+        assert [load["version"] for load in late.loads] == [1, 1]
+
+
 FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4}
 
 
