@@ -12,7 +12,6 @@ from pathlib import Path
 
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
-from deploy.cores import thread_variables
 from deploy.gpus import VARIABLE as VISIBLE_GPUS
 from deploy.gpus import visible_gpus
 from deploy.memory import with_split
@@ -23,6 +22,7 @@ from orchestrator.envs.registry import check_id
 from orchestrator.monitoring.summary import Summary
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
+from transport.cores import thread_variables
 from transport.errors import RunFolderError
 from transport.hidden import hide_environment, key_variables
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
