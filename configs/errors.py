@@ -27,6 +27,11 @@ class Problem:
     message: str
     """What was expected, and how to mend it."""
 
+    @property
+    def ineffective(self) -> bool:
+        """Whether the value is right, and another setting leaves it without effect."""
+        return self.message.startswith("has no effect")
+
     def __str__(self) -> str:
         return f"{self.origin}: {self.key} = {_SHORT.repr(self.value)}: {self.message}"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
 
-from configs.common import Conflicts, Section
+from configs.common import Conflicts, Section, changed_keys
 
 EVAL_PREFIX = "eval:"
 """Tells an evaluation environment from a training one of the same name."""
@@ -108,7 +108,8 @@ class EvalSettings(Section):
 
     def conflicts(self) -> Conflicts:
         yield from label_conflicts("env", self.env)
-        for key in sorted(self.changed - {"num_examples"}) if self.num_examples == 0 else ():
+        idle = sorted(self.changed - {"num_examples"}) if self.num_examples == 0 else ()
+        for key in [one for name in idle for one in changed_keys(getattr(self, name), name)]:
             yield key, "has no effect with num_examples: 0, which switches evaluation off; remove it"
         if self.num_examples and self.rollouts_per_example > 1 and self.sampling.temperature == 0:
             why = "makes the same answer again and again at temperature 0; set eval.sampling.temperature above 0"

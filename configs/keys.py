@@ -126,3 +126,11 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(tree, dict):
             return
     tree.setdefault(last, value)
+
+
+def drop(tree: dict[str, Any], key: str) -> None:
+    """Removes a dotted key from a tree, where it is there."""
+    above, _, last = key.rpartition(".")
+    section = get(tree, above) if above else tree
+    if isinstance(section, dict):
+        section.pop(last, None)

@@ -5,7 +5,7 @@ They come from one file (`run.yaml`, a folder with one, or a preset's name) or f
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from configs.common import HttpBroadcast, ProcessSettings, all_conflicts
 from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
-from configs.keys import get, put
+from configs.keys import drop, get, put
 from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, environment, read_yaml, split
 from configs.orch import OrchSettings
 from configs.topology import Topology
@@ -63,6 +63,7 @@ class RunSettings(SharedSettings):
 SHARED: Mapping[str, tuple[str, ...]] = {
     **{key: targets for key, targets in AGREED.items() if not key.startswith(("ckpt.", "max_async_level"))},
     "overwrite_output_dir": ("train.overwrite_output_dir",),
+    "resume_with_changed_code": ("train.resume_with_changed_code", "orch.resume_with_changed_code"),
     "seed": ("train.seed", "infer.seed", "orch.seed"),
     "max_steps": ("train.max_steps", "orch.max_steps"),
     "device": ("train.device", "infer.device"),
@@ -119,10 +120,30 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     Raises `SettingsError` with every problem.
     """
     options = split(RunSettings, arguments)
-    files = _files(target, options)
+    files, idle = _files(target, options), set[tuple[str, str]]()
+    while True:
+        try:
+            return _loaded(target, options, files, idle)
+        except SettingsError as error:
+            found = {(one.origin, one.key) for one in error.problems if one.ineffective and _is_preset(one.origin)}
+            if found <= idle:
+                raise
+            idle |= found
+
+
+def _is_preset(origin: str) -> bool:
+    return Path(origin).name == RUN_FILE and Path(origin).parent.parent == PRESETS
+
+
+def _loaded(target: str | Path | None, options: Texts, files: Mapping[str, Path], idle: Set[tuple[str, str]]) -> Run:
+    """`load_run` but for `idle`: file and key of what a preset says and another setting has left without effect. A
+    person has not said it, and need not take it back."""
     values = Values(shared=SHARED)
     for prefix, file in files.items():
-        values.add(read_yaml(file, prefix), str(file), below=prefix)
+        tree = read_yaml(file, prefix)
+        for key in [key for origin, key in idle if origin == str(file)]:
+            drop(tree, key)
+        values.add(tree, str(file), below=prefix)
     prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in PROGRAMS.values()}}
     values.add_texts(RunSettings, environment(prefixes))
     values.add_texts(RunSettings, [one for one in options if one[1] not in PROGRAMS])

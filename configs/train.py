@@ -1,8 +1,6 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -72,6 +70,9 @@ class SharedSettings(OnDevice, Shared):
     """Base model: a local folder or a Hugging Face id."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
+    resume_with_changed_code: bool = False
+    """A run goes on although files that its settings name (environments, rewards, losses, data) have changed since it
+    began; `run.json` has it under `changes`, and curves a line there. false: that is refused."""
     overwrite_output_dir: bool = False
     """An earlier run in `output_dir` is removed first."""
     sequence_len: PositiveInt = 2048
@@ -199,14 +200,6 @@ class TrainSettings(ProcessSettings, SharedSettings):
             return given
         transport = given.get("rollout_transport", {})
         return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
-
-    def recorded(self) -> dict[str, Any]:
-        """Returns the settings as JSON, as a run's record keeps them: a loss of the user's own with its digest."""
-        fields = self.model_dump(mode="json")
-        path = Path((self.loss.import_path or "").partition(".py:")[0] + ".py")
-        if self.loss.import_path is not None and path.is_file():
-            fields["loss"]["import_path"] += f" sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-        return fields
 
     @property
     def num_ranks(self) -> int:

@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
 import uvloop
@@ -12,6 +13,7 @@ import uvloop
 from configs.entry import load_settings
 from configs.orch import OrchSettings
 from transport.errors import START_AGAIN, PeerFailed, TransportError
+from transport.logs import printable, start_log
 from transport.parent import end_with_starter
 
 log = logging.getLogger(__name__)
@@ -36,12 +38,13 @@ def _end(number: int, _: FrameType | None) -> None:
 def _run(settings: OrchSettings) -> int:
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
     from orchestrator.inference.client import ServerError
+    from orchestrator.monitoring.summary import what_next
     from orchestrator.run import orchestrate
     from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 
     gc.freeze()  # what is there stays: the collector never looks at it
     gc.enable()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log()
     ended_by: list[signal.Signals] = []
 
     async def until_signal() -> None:
@@ -54,6 +57,7 @@ def _run(settings: OrchSettings) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end, number)
         (await task).print()
+        print(what_next(Path(settings.output_dir)))
 
     try:
         uvloop.run(until_signal())
@@ -61,11 +65,11 @@ def _run(settings: OrchSettings) -> int:
         print(f"ended by {ended_by[0].name}", file=sys.stderr)
         return 128 + ended_by[0]
     except (TransportError, ServerError, EnvironmentFailed, ValueError, OSError) as error:  # whose message says all
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return START_AGAIN if isinstance(error, PeerFailed | EnvironmentKilled) else 1
     except Exception as error:
         log.exception("unexpected failure")
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 

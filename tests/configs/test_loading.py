@@ -130,7 +130,6 @@ def test_numbers_that_would_switch_a_promise_off_are_refused(cls: Any, given: st
     [
         "- a\n",
         "model: [1,",
-        "model: m\nsampling: {seed: 1}\nsampling: {seed: 2}\n",
         "model: &b {name: *b}\n",
         "a: &a [x, x]\nb: &b [*a, *a]\n",
         "model: " + "[" * 20_000,
@@ -144,6 +143,22 @@ def test_a_file_that_is_no_mapping_of_keys_to_values_is_an_error(tmp_path: Path,
     found = problems(OrchSettings, file=path)
     assert {problem.origin for problem in found} == {str(path)}
     assert sum(len(str(problem)) for problem in found) < 3000
+
+
+def test_a_key_that_stands_twice_in_a_mapping_is_an_error(orch_file: Path) -> None:
+    text = orch_file.read_text()
+    for twice in ("batch_size: 8\nbatch_size: 16\n", "sampling: {seed: 1, max_tokens: 3, seed: 1}\n"):
+        load(OrchSettings, file=orch_file)
+        orch_file.write_text(text + twice)
+        [problem] = problems(OrchSettings, file=orch_file)
+        assert problem.origin == str(orch_file)
+        assert twice.split(":")[-2].split()[-1] in problem.message
+        orch_file.write_text(text)
+
+
+def test_settings_of_one_program_that_contradict_each_other_are_refused(orch_file: Path) -> None:
+    [problem] = problems(OrchSettings, "--batch_size", "6", file=orch_file)
+    assert (problem.origin, problem.key, problem.value) == ("command line", "batch_size", 6)
 
 
 def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:

@@ -253,6 +253,15 @@ WRITER = {"sources": ["model"], "model": {"name": "w"}}
             {"weight_broadcast": NCCL},
             "weight_broadcast.inference_world_size",
         ),
+        (
+            {"recipe": "fp32", "weight_broadcast": NCCL | {"inference_world_size": 4}},
+            IN_PLACE | {"tp": 2, "weight_broadcast_type": "nccl"},
+            {
+                "weight_broadcast": NCCL | {"inference_world_size": 4},
+                "client": {"base_url": ["http://a/v1", "http://b/v1"]},
+            },
+            None,
+        ),
         ({}, {"max_loras": 9}, {}, "max_loras"),
         (NOISE, {"norm_noise": True, "max_loras": 20}, {"max_steps": 20}, None),
         (NOISE, {"norm_noise": True, "max_loras": 19}, {"max_steps": 20}, "max_loras"),

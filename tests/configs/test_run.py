@@ -68,6 +68,8 @@ def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Pa
 def test_a_programs_own_key_holds_before_the_shared_one_and_the_command_line_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run = run_of(tmp_path, seed=1, train={"seed": 2})
+    assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [2, 1, 1]
     run = run_of(tmp_path, "--seed", "3", "--orch.seed", "4", seed=1, train={"seed": 2})
     assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [3, 3, 4]
     monkeypatch.setenv("GRPO_RUN_SEED", "8")
@@ -129,6 +131,25 @@ def test_every_preset_loads_by_its_name_from_anywhere(
         assert Path(run.train.settings.model, "config.json").is_file()
     for target in (PRESETS / name, PRESETS / name / "run.yaml"):
         assert load_run(target).orch.settings == run.orch.settings
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "gone"),
+    [
+        ("debate", ("--orch.eval.num_examples", "0"), "orch.eval.rollouts_per_example"),
+        ("critique", ("--orch.eval.num_examples", "0"), "orch.eval.rollouts_per_example"),
+        ("quickstart", ("--train.optimizer", "muon"), "train.adam_beta2"),
+    ],
+)
+def test_what_a_preset_says_and_an_option_makes_idle_is_no_error_and_what_a_person_says_is_one(
+    preset: str, words: tuple[str, ...], gone: str, tmp_path: Path
+) -> None:
+    run = load_run(preset, words)
+    assert gone not in run.given
+    value = "0.5" if "adam" in gone else "3"
+    assert gone in [one.key for one in problems(*words, f"--{gone}", value, target=preset)]
+    (tmp_path / "run.yaml").write_text((PRESETS / preset / "run.yaml").read_text())
+    assert gone in [one.key for one in problems(*words, target=tmp_path)]
 
 
 @pytest.mark.parametrize(

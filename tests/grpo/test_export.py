@@ -1,6 +1,10 @@
 """Exported versions: what transformers and PEFT load is what was trained, or nothing appears."""
 
+import base64
 import json
+import shutil
+import traceback
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -10,11 +14,11 @@ import pytest
 import torch
 from msgspec import structs
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.chat import side_by_side
-from grpo.export import export
+from grpo.export import PEFT_PREFIX, export, push
 from grpo.version import CannotExport, open_version
 from tests.grpo.run_folder import grpo
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
@@ -22,7 +26,7 @@ from transport.records import Canary
 from transport.run import create_run
 from transport.weights.identity import base_identity
 from transport.weights.shards import Weight
-from transport.weights.store import CANARY_FILE, PolicyPublisher
+from transport.weights.store import ADAPTER_FILE, CANARY_FILE, PolicyPublisher
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 
@@ -86,6 +90,30 @@ def test_a_merged_model_is_loaded_by_transformers(published: Publisher, tmp_path
         weights[name].float(), peft.get_parameter(name), atol=1e-6 if dtype is None else 0.01, rtol=0
     )
     assert (folder / "chat_template.jinja").read_bytes() == (MODEL / "chat_template.jinja").read_bytes()
+
+
+def test_of_several_adapters_the_named_one_is_merged(published: Publisher, tmp_path: Path) -> None:
+    solver, proposer = published.files(version=6, seed=1), published.files(version=6, seed=2)
+    files = solver | {f"adapters/proposer/{name}": data for name, data in proposer.items()}
+    spec = structs.replace(published.spec(), adapters=("solver", "proposer"))
+    published.publish(6, files, spec)
+    for name, of in ((None, solver), ("solver", solver), ("proposer", proposer)):
+        version = open_version(published.run.path, 6, lora=name)
+        folder = export(version, kind="merged", output=tmp_path / f"merged-{name}")
+        logprobs = logprobs_of(AutoModelForCausalLM.from_pretrained(folder), CANARY_IDS)
+        assert largest(logprobs, Canary.from_json(of[CANARY_FILE]).logprobs) < 1e-4
+    shutil.rmtree(published.run.broadcasts / "step_000006")
+
+
+def test_an_adapter_of_a_layer_that_the_base_lacks_is_not_merged(published: Publisher, tmp_path: Path) -> None:
+    files = published.files(version=3, seed=1)
+    layer = f"{PEFT_PREFIX}model.layers.99.mlp.down_proj"
+    more = {f"{layer}.lora_A.weight": torch.zeros(8, 4), f"{layer}.lora_B.weight": torch.zeros(4, 8)}
+    version = open_version(published.run.path, 3)
+    adapter = save(load(files[ADAPTER_FILE]) | more)
+    with pytest.raises(CannotExport, match=r"layers\.99"):
+        export(replace(version, files=files | {ADAPTER_FILE: adapter}), kind="merged", output=tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_are_no_adapter_are_exported_whole(published: Publisher, tmp_path: Path) -> None:
@@ -188,11 +216,42 @@ def test_an_export_is_pushed_to_a_private_repository(
         server.shutdown()
     said = dict(Hub.said)
     assert json.loads(said["/api/repos/create"]) == {"name": "a", "organization": "me", "visibility": "private"}
-    pushed = [json.loads(line)["value"].get("path") for line in said["/api/models/me/a/commit/main"].splitlines()]
-    assert set(pushed[1:]) == {path.name for path in (tmp_path / "a").iterdir()}
+    commits = [body for path, body in Hub.said if path == "/api/models/me/a/commit/main"]
+    values = [json.loads(line)["value"] for body in commits for line in body.splitlines()]
+    pushed = {value["path"]: base64.b64decode(value["content"]) for value in values if "path" in value}
+    assert set(pushed) == {path.name for path in (tmp_path / "a").iterdir()}
+    assert json.loads(pushed["adapter_config.json"])["base_model_name_or_path"] == "model"
+    assert not any(str(MODEL.parent).encode() in content for content in pushed.values())
     done = grpo(*words, "--output", str(tmp_path / "b"))  # nobody answers there any more
     assert done.returncode == 1
     assert str(tmp_path / "b") in done.stderr
+
+
+class Echo(Hub):
+    """A hub that refuses, and repeats what it was asked with."""
+
+    def do_POST(self) -> None:
+        self._body()
+        told = f"no, {self.headers['Authorization']}"
+        self.send_response(400, told)
+        self.send_header("X-Error-Message", told)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_a_hub_that_repeats_the_token_does_not_bring_it_onto_the_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_a_secret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(CannotExport) as caught:
+            push(tmp_path, "me/a")
+        server.shutdown()
+    assert "Bearer" in str(caught.value)
+    assert "hf_a_secret" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_two_texts_stand_side_by_side() -> None:

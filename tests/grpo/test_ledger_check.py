@@ -65,6 +65,8 @@ def test_a_run_in_which_everything_agrees_passes(run: Path) -> None:
         ("UPDATE rollouts SET changed_at = 0 WHERE id = '3/1'", FATES),
         ("UPDATE rollouts SET example = 9 WHERE id = '0/0'", GROUPS),
         ("UPDATE rollouts SET step = 2 WHERE id = '0/0'", GROUPS),
+        ("UPDATE rollouts SET version = 1 WHERE id = '3/0'", GROUPS),
+        ("UPDATE rollouts SET env = 'other' WHERE id = '3/0'", GROUPS),
         ("UPDATE rollouts SET step = 3 WHERE step = 2", HOLES),
         ("UPDATE rollouts SET state = 'shipped' WHERE step = 1", HOLES),
         ("UPDATE rollouts SET version = 1 WHERE group_id = 0", LAGS),

@@ -27,6 +27,7 @@ from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator import made
 from tests.orchestrator.fakes import settings_for
 from tests.orchestrator.made import step
+from transport.importing import FunctionFailed
 
 
 def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:
@@ -126,6 +127,15 @@ def infinite(rewards, lengths):
 
 def nothing(rewards, lengths):
     return None
+
+def raises(rewards, lengths):
+    raise KeyError("mine")
+
+def huge(rewards, lengths):
+    return [2e6] * len(rewards)
+
+def words(rewards, lengths):
+    return ["a"] * len(rewards)
 """
 
 
@@ -158,6 +168,10 @@ def own(tmp_path: Path) -> Path:
         ({"type": "normalized"}, [-math.sqrt(1.5), 0, math.sqrt(1.5)]),
         ({"type": "leave_one_out"}, [-1.5, 0, 1.5]),
         ({"type": "episodic"}, [0, 1, 2]),
+        # The batch makes the rest of these.
+        ({"type": "reinforce_plus_plus"}, [0, 1, 2]),
+        ({"type": "reinforce_plus_plus", "group_baseline": True}, [-1, 0, 1]),
+        ({"type": "running_baseline"}, [0, 1, 2]),
         ({"type": "constant", "value": 0.25}, [0.25] * 3),
         ({"type": "custom", "import_path": "{own}:ranked", "kwargs": {"scale": 0.5}}, [0, 0.5, 1]),
         ({"type": "custom_credit", "import_path": "{own}:doubled"}, [0, 2, 4]),
@@ -173,9 +187,9 @@ def test_settings_name_a_kind_of_credit(own: Path, chosen: dict[str, Any], expec
     assert [credit[str(n), 0] for n in range(3)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing"])
+@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing", "raises", "huge", "words"])
 def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"own\.py:{name}"):
+    with pytest.raises(FunctionFailed, match=rf"own\.py:{name}"):
         custom_advantage(f"{own}:{name}", {})([1, 0], [1, 1])
 
 
@@ -185,9 +199,11 @@ def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str
         {("0", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): math.nan},
+        {("0", 0): 1.0, ("0", 1): -2e6},
+        {("0", 0): 1.0, ("0", 1): "much"},
         [1.0, 1.0],
     ],
 )
 def test_credit_of_a_user_that_is_wrong_is_refused(received: Any) -> None:
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(FunctionFailed, match="mine"):
         checked_credit(lambda results: received, "mine", [result("0", {"A": 1.0}, steps="AA")])

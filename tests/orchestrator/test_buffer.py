@@ -59,6 +59,15 @@ def test_the_order_is_by_the_seed_of_the_buffer_or_else_of_the_run() -> None:
     assert order(seed=1) == order(seed=2, buffer={"seed": 1}) != order(seed=2)
 
 
+def test_the_example_of_a_group_that_was_withdrawn_is_asked_again_before_any_other() -> None:
+    buffer = Buffer(FOUR, seed=1)
+    first, second = buffer.issue(0), buffer.issue(1)
+    buffer.withdrawn(0)
+    assert sorted(buffer.state()["open"]) == sorted([first.key, second.key])
+    assert buffer.issue(2) == first
+    assert buffer.issue(3).key not in (first.key, second.key)
+
+
 # --- identity ---
 
 
@@ -99,6 +108,7 @@ def test_when_no_normal_example_is_left_the_error_says_what_the_others_are() -> 
     resumed = Buffer(FOUR, seed=1, hard_threshold=0)  # without the other, easy examples are asked again
     assert resumed.restore(buffer.state(), buffer.moved()) == 0
     assert tuple(resumed.num_examples().values()) == (1, 0, 3)
+    assert resumed.moved() == {"p": "normal"}, "so that the next process does not find it easy"
 
 
 # --- online filtering ---
@@ -112,6 +122,7 @@ def test_when_no_normal_example_is_left_the_error_says_what_the_others_are() -> 
         ((0.1 + 0.2, 0.3), "all_rewards_equal"),
         ((0.0, 1.0), None),
         ((0.0,), "all_rewards_0"),
+        ((0.5,), None),
     ],
 )
 def test_groups_without_spread_are_not_trained(rewards: tuple[float, ...], reason: str | None) -> None:

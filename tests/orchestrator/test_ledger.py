@@ -33,6 +33,7 @@ def test_the_fate_of_every_rollout_is_kept(tmp_path: Path) -> None:
     ledger.changes()()
     with pytest.raises(KeyError):
         ship(ledger, 4, "0/0")  # a second time
+    ledger.drop_unfinished("run_ended")  # nothing is
     assert rows(path) == [
         ("0/0", "trained", None, 3, 0.5),
         ("0/1", "dropped", "env_error", None, None),
@@ -91,6 +92,22 @@ def test_changes_are_written_in_their_order_whoever_writes_them_first(tmp_path: 
     assert rows(path)[0][1:3] == ("dropped", "env_error")
 
 
+def test_what_is_told_while_a_write_goes_on_is_written_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+
+    def told_meanwhile(statement: str) -> None:
+        if "INTO rollouts" in statement and ledger.num_issued == 1:
+            ledger.issued(1, num=1, env="e", example=1, version=0)
+            ledger.changes()
+
+    ledger._database.set_trace_callback(told_meanwhile)
+    ledger.issued(0, num=1, env="e", example=0, version=0)
+    ledger.changes()()
+    ledger.close()
+    assert [row[0] for row in rows(path)] == ["0/0", "1/0"]
+
+
 def test_states_are_kept_of_the_newest_batches_and_of_checkpoints(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for step in range(1, NUM_STATES + 11):
@@ -132,10 +149,10 @@ def test_a_process_that_goes_on_keeps_what_the_channel_has_and_drops_the_rest(ki
     assert (ledger.num_issued, ledger.num_trained) == (5, 1)
     assert dict(ledger.num_dropped) == {"restarted": 2 if sent else 3}
     assert (ledger.state_after(3) is not None) == sent
-    ledger.trained(2)
-    assert ledger.num_trained == 2
+    ledger.trained(3)  # which says that those before are, too
+    assert ledger.num_trained == (3 if sent else 2)
     ledger.changes()()
-    assert rows(killed)[1][1:4] == ("trained", None, 2)
+    assert [row[1] for row in rows(killed)[:3]] == ["trained", "trained", "trained" if sent else "dropped"]
     ledger.close()
 
 

@@ -1,6 +1,7 @@
 """The whole orchestrator against a server and a trainer that are stand-ins."""
 
 import asyncio
+import itertools
 import random
 import sqlite3
 import time
@@ -21,6 +22,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, unti
 from tests.orchestrator.running import run
 from transport.batches.filesystem import BatchReceiver
 from transport.errors import DeadlineError
+from transport.importing import FunctionFailed
 from transport.run import create_run, join_run, only_one
 from transport.status import read_status
 from transport.weights.store import METRICS_FILE, PolicyPublisher
@@ -252,6 +254,42 @@ async def test_rollouts_whose_reward_raises_are_dropped_and_the_run_goes_on(tmp_
     assert not [request for request in server.requests if request["temperature"] == 0]
 
 
+OWN_ADVANTAGE = """
+calls = []
+
+def sometimes(rewards, lengths):
+    calls.append(rewards)
+    return [1.0] * len(rewards) if len(calls) % 3 else 1 / 0
+
+def never(rewards, lengths):
+    return ["much"]
+"""
+
+
+async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost_their_groups(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_ADVANTAGE)
+    numbers = itertools.count()
+
+    def answer(prompt: str, version: int) -> str:
+        server.logprob = -1e39 if next(numbers) == 5 else -0.5
+        return random.choice("ab")
+
+    server.answer = answer
+    given = {"eval": {"num_examples": 0}}
+    chosen = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:sometimes"}
+    made = await run(tmp_path / "run", server, advantage=chosen, **given)
+    assert made.summary.rollouts_trained == 48
+    assert made.summary.rollouts_dropped["function_failed"] % 4 == 0
+    assert made.summary.rollouts_dropped["not_finite"] == 4
+    assert made.summary.rollouts_issued == 48 + sum(made.summary.rollouts_dropped.values())
+    with pytest.raises(FunctionFailed, match=r"own\.py:never"):
+        await run(
+            tmp_path / "other", server, advantage={**chosen, "import_path": f"{tmp_path / 'own.py'}:never"}, **given
+        )
+
+
 DELAYED = """
 import asyncio
 from pathlib import Path
@@ -267,7 +305,7 @@ async def later(completion, example, ctx):
         (FOLDER / f"waits {example['number']}").touch()
         while not (FOLDER / "go").exists():
             await asyncio.sleep(0.01)
-    return 1.0
+    return float(bool(await ctx.ask([{"role": "user", "content": "was it good?"}], model="policy", max_tokens=4)))
 
 class Delayed(Environment):
     rubric = Rubric([later])

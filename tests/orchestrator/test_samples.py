@@ -1,7 +1,10 @@
 """Scored rollouts to training samples: baselines, filters, versions."""
 
 from functools import partial
+from typing import Any
 
+import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit
@@ -9,7 +12,7 @@ from orchestrator.filters import Filter, is_gibberish, is_repetition
 from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import finish_group, judge_group
+from orchestrator.samples import finish_group, judge_group, unfit
 from tests.orchestrator import made
 from transport.http import Choice
 
@@ -39,10 +42,52 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     assert (one.versions, other.versions) == ([5, 6, 8], [5])
     group = finish_group([one, other], group_credit, group="9")
     assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
-    assert group.oldest_version == 5
     later = replace(other, steps=(replace(other.steps[0], version=7),))
-    assert finish_group([later], group_credit, group="9").oldest_version == 7
+    for results, oldest in (([one, other], 5), ([later, one], 5), ([one, later], 5), ([later], 7)):
+        assert finish_group(results, group_credit, group="9").oldest_version == oldest
     assert [lag(one, 10) for one in (other, later)] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"advantages": 1e39}, False),
+        ({"advantages": float("nan")}, False),
+        ({"temperatures": 0.0}, False),
+        ({"temperatures": np.array([1, 1, -1], np.float32)}, False),
+        ({"inference_logprobs": np.array([0, 0, -np.inf], np.float32)}, False),
+        ({"teacher_logprobs": np.array([0, 0, np.nan], np.float32)}, False),
+    ],
+)
+def test_a_sample_that_the_trainer_would_refuse_is_known(change: dict[str, Any], fits: bool) -> None:
+    first, second = finish_group(group_of(2), group_credit, group="9").samples
+    assert (unfit([first, replace(second, **change)]) is None) == fits
+
+
+def test_a_sample_has_the_temperature_and_the_adapter_that_it_was_sampled_with() -> None:
+    first, second = group_of(2)
+    second = replace(second, steps=(replace(second.steps[0], adapter=1),))
+    samples = finish_group([first, second], group_credit, group="9").samples
+    assert [(sample.temperatures, sample.adapter) for sample in samples] == [(0.7, 0), (0.7, 1)]
+
+
+def test_what_a_rollout_spawned_is_trained_or_withheld_with_it() -> None:
+    parent, child, other = group_of(3)
+    group = [replace(parent, children=(child,)), other]
+    assert [one.rollout_id for one in finish_group(group, group_credit, group="9").samples] == ["9/2", "9/2", "9/4"]
+    kept = finish_group(group, group_credit, group="9", withheld={"9/2": "gibberish"})
+    assert (kept.trained, len(kept.samples)) == (["9/4"], 1)
+
+
+def test_evidence_goes_on_top_of_the_advantage_of_its_answer() -> None:
+    tokens = Choice(token_ids=[12, 13], logprobs=[-0.1] * 2, finish_reason="stop")
+    # Rewards 2 and 3: advantages -1/2 and 1/2.
+    group = [single(number, tokens) for number in (2, 3)]
+    added = {("9/3", 0): np.array([0.25, -2.0], np.float32)}
+    samples = finish_group(group, group_credit, group="9", added=added).samples
+    assert samples[0].advantages == -0.5
+    assert np.asarray(samples[1].advantages)[samples[1].loss_mask].tolist() == [0.75, -1.5]
 
 
 def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:

@@ -1,5 +1,6 @@
 """The scheduler, stepped by hand."""
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -90,6 +91,28 @@ def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
     second, third = ship(machine), ship(machine)
     assert [(ticket.group, second.lag(ticket)) for ticket in second.tickets] == [(slow.group, 0)]
     assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(late.group, 1)]
+
+
+def test_the_group_with_the_oldest_tokens_ships_first_though_it_was_started_later() -> None:
+    machine = scheduler(groups=1, level=1, off_policy=3, follows=True)
+    machine.version_live(0)
+    first, second = start_all(machine)
+    machine.version_live(1)
+    machine.completed(first.group, oldest=1)
+    machine.completed(second.group, oldest=0)
+    assert [ship(machine).tickets[0].group for _ in range(2)] == [second.group, first.group]
+
+
+def test_versions_become_live_in_their_order() -> None:
+    machine = scheduler()
+    with pytest.raises(ValueError, match="order"):
+        machine.version_live(1)  # of a batch that has not left
+    machine.version_live(0)
+    machine.version_live(1)
+    for version in (0, 1, 3):
+        with pytest.raises(ValueError, match="order"):
+            machine.version_live(version)
+    assert machine.live == 1
 
 
 def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_one() -> None:

@@ -71,6 +71,9 @@ async def test_long_answers_and_the_kl_are_taken_off_the_rewards_that_advantages
     shaped, failed = await by_length.shaped(group)
     assert ([one.reward for one in shaped], failed) == ([1.0, -0.5], {})
     assert by_length.metrics() == {"reward/overlong_penalty": -0.25}
+    # Of two answers of 5 and 4 tokens the longer one counts.
+    [twice], _ = await by_length.shaped([result("0/2", "q", "abcd", "abc", reward=1.0)])
+    assert twice.reward == 0.5
     # The policy sampled each token with -0.5, the reference has -0.7: k1 is 0.2 a token, of 4 and 5 tokens.
     by_kl = shaping(Reference(), reference_kl=0.1)
     shaped, _ = await by_kl.shaped(group)

@@ -101,7 +101,7 @@ async def test_questions_in_words_are_answered_in_words_and_a_model_says_what_is
         judged.append(messages[0]["content"])
         return f"Verdict: {'right' if 'Norway' in judged[-1] else 'wrong'}"
 
-    environment = ProposerSolver(questions=str(tmp_path / "questions.csv"), judge="base", num_solvers=2, num_eval=1)
+    environment = ProposerSolver(questions=str(tmp_path / "questions.csv"), judge="base", num_solvers=2)
     assert [len(environment.dataset(split)) for split in ("train", "eval")] == [2, 1]
     answers = players("Question: Where is Bergen?", ["In Norway.", "On Mars."])
     outcome = await play(environment, environment.dataset("train")[0], answers, asked=judge)

@@ -45,6 +45,15 @@ def test_letters_that_spell_the_end_of_a_turn_do_not_end_it() -> None:
     assert conversation.prompt_ids()[: len(first) + len(said) + 2] == [*first, *said.encode(), 258, *b"\n"]
 
 
+@pytest.mark.parametrize(("finish", "content"), [("stop", "x"), ("length", "x<|eot_id|>")])
+def test_another_end_token_ends_an_answer_where_the_server_stopped_at_it(finish: str, content: str) -> None:
+    [end] = TEMPLATES["quickstart"].renderer.ids_of("<|eot_id|>")
+    conversation = begun("quickstart")
+    assert TEMPLATES["quickstart"].end_id != end
+    conversation.answer(completion([*b"x", end], stop=finish == "stop"), version=3, temperature=1.0)
+    assert conversation.messages[-1] == {"role": "assistant", "content": content}
+
+
 def test_a_row_says_of_every_token_where_it_came_from() -> None:
     conversation = begun("quickstart", "a")
     conversation.prompt_ids()
@@ -113,8 +122,9 @@ def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
     short = Choice(token_ids=[1, 2], logprobs=[0.0], finish_reason="stop")
     with pytest.raises(ValueError, match="log-prob"):
         conversation.answer(short, version=1, temperature=1.0)
-    with pytest.raises(ValueError, match="cover"):
-        conversation.answer(completion([1, 2], versions=((1, 3),)), version=1, temperature=1.0)
+    for versions in (((1, 3),), ((1, 1),), ((1, 2), (2, 1))):
+        with pytest.raises(ValueError, match="cover"):
+            conversation.answer(completion([1, 2], versions=versions), version=1, temperature=1.0)
     assert conversation.rows() == []
     with pytest.raises(ValueError, match="message"):
         Conversation(TEMPLATES["quickstart"], [])
