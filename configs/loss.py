@@ -123,8 +123,8 @@ class LossSettings(Section):
     @classmethod
     def _named(cls, given: Any) -> Any:
         """What `name` stands for goes before the defaults."""
-        named = isinstance(given, Mapping) and given.get("name") in PRESETS
-        return {**PRESETS[given["name"]], **given} if named else given
+        name = given.get("name") if isinstance(given, Mapping) else None
+        return {**PRESETS[name], **given} if isinstance(name, str) and name in PRESETS else given
 
     @property
     def changed(self) -> set[str]:

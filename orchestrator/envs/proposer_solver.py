@@ -230,8 +230,8 @@ def _seed_question(given: Any) -> str:
     fields = given if isinstance(given, Mapping) else {"question": given}
     if others := sorted(map(str, fields.keys() - {"question"})):
         raise ValueError(
-            f"seed_questions has {given!r:.200}, and {', '.join(others)} would have no effect: whether Solvers are right "
-            "is computed, or the judge's word; give a text, or {question: TEXT}"
+            f"seed_questions has {given!r:.200}, and {', '.join(others)} would have no effect: who is right is "
+            "computed, or the judge's word; give a text, or {question: TEXT}"
         )
     if not isinstance(question := fields.get("question"), str):
         raise ValueError(f"seed_questions has {given!r:.200}; expected a text, or {{question: TEXT}}")
