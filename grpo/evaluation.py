@@ -244,7 +244,6 @@ async def _evaluated(target: Target, orch: OrchSettings, server: Served) -> Eval
             ChatRenderer.of_model(resolve_model(target.model)),
             context_len=(await client.info(server.url)).max_model_len,
             seed=orch.seed,
-            max_prompt_length=orch.buffer.max_prompt_length,
         )
         return await evaluate_version(engine, orch, prompts, version=target.number or 0)
 

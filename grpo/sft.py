@@ -24,7 +24,7 @@ import yaml
 from configs.errors import SettingsError
 from configs.loading import load, value_at
 from configs.train import TrainSettings
-from deploy.launcher import explain
+from deploy.launcher import explain, launched
 from deploy.programs import Program, Signals, run_programs
 from grpo.run_files import STEP
 from orchestrator.envs.data.files import check_refused, parse_rows
@@ -109,7 +109,10 @@ def main(options: argparse.Namespace) -> int:
         transport = settings.rollout_transport.model_dump()
         sender = stack.enter_context(open_sender(run, num_ranks=settings.gpus, **transport))
         feed = Feed(examples, settings, run, sender, batch_size=options.batch_size)
-        outcome = run_programs([_trainer(settings, run)], restarts=_RESTARTS, signals=signals, tick=feed.tick)
+        programs = [_trainer(settings, run)]
+        with launched(run) as ended:
+            outcome = run_programs(programs, restarts=_RESTARTS, signals=signals, tick=feed.tick)
+            ended(outcome)
         feed.tell()
     explain(outcome)
     if not outcome.exit_code:

@@ -23,7 +23,7 @@ from orchestrator.rollouts.clock import together
 from orchestrator.rollouts.engine import Group, PromptTooLong
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.local import LocalPool
-from orchestrator.rollouts.messages import ModelResponse
+from orchestrator.rollouts.messages import ModelResponse, shown
 from orchestrator.rollouts.play import ScriptedBackend
 from orchestrator.rollouts.records import EpisodeResult, Failure, Task
 from orchestrator.rollouts.roles import Role, RoleAdapters
@@ -255,6 +255,10 @@ class Arena:
         requests = self.get_batch()
         if inspect.isawaitable(requests):
             requests = await requests
+        if not isinstance(requests, Sequence) or not all(isinstance(one, EpisodeRequest) for one in requests):
+            raise UserError(f"get_batch of {type(self).__name__} returned {shown(requests)}, expected EpisodeRequests")
+        if not requests:
+            raise UserError(f"get_batch of {type(self).__name__} returned no requests, expected at least one")
         batch = await self.build_training_batch(await self.generate_rollouts(requests, concurrency))
         if self._run is not None:
             await self.train(batch)

@@ -47,25 +47,36 @@ def find_class(env_id: str) -> Any:
     return find(location, setting="env.id")
 
 
+def check_arena(location: str) -> None:
+    """Raises UserError for an `orch.arena` that leads nowhere. Imports nothing of it."""
+    if (":" not in location and not location.endswith(".py")) or not _leads_somewhere(location, "orch.arena"):
+        raise UserError(f"orch.arena = {location!r} leads nowhere, expected path/to/file.py:Class or module:Class")
+
+
+def _leads_somewhere(location: str, setting: str) -> bool:
+    """Whether there is such a module. Raises UserError for a file that is not there, or has no such class."""
+    module, _, name = location.partition(":")
+    if not module.endswith(".py"):
+        top = module.partition(".")[0]
+        return bool(top) and (PathFinder.find_spec(top, ["", *sys.path]) or importlib.util.find_spec(top)) is not None
+    if not Path(module).is_file():
+        raise UserError(f"{setting} = {location!r}: no such file {Path(module).absolute()}")
+    try:
+        table = symtable.symtable(code := Path(module).read_text(encoding="utf-8"), module, "exec")
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{setting} = {location!r}: {error}") from None
+    if name not in table.get_identifiers() and "import *" not in code:
+        classes = [one.get_name() for one in table.get_children() if one.get_type() == "class"]
+        raise UserError(f"{setting} = {location!r}: expected {module}:CLASS, with one of {classes}")
+    return True
+
+
 def check_id(env_id: str) -> None:
     """Raises UserError for an id that leads nowhere. Imports nothing of the environment's."""
-    module, colon, name = env_id.partition(":")
     if env_id in BUILT_IN:
         return
-    if module.endswith(".py"):
-        if not Path(module).is_file():
-            raise UserError(f"env.id = {env_id!r}: no such file {Path(module).absolute()}")
-        try:
-            table = symtable.symtable(code := Path(module).read_text(encoding="utf-8"), module, "exec")
-        except (SyntaxError, ValueError) as error:
-            raise UserError(f"env.id = {env_id!r}: {error}") from None
-        if name not in table.get_identifiers() and "import *" not in code:
-            classes = [one.get_name() for one in table.get_children() if one.get_type() == "class"]
-            raise UserError(f"env.id = {env_id!r}: expected {module}:CLASS, with one of {classes}")
-        return
-    if colon:
-        top = module.partition(".")[0]
-        found = (PathFinder.find_spec(top, ["", *sys.path]) or importlib.util.find_spec(top)) is not None
+    if ":" in env_id or env_id.endswith(".py"):
+        found = _leads_somewhere(env_id, "env.id")
     else:  # `owner/name@version` is installed as the module `name`
         package = env_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
         found = package.isidentifier() and importlib.util.find_spec(package) is not None

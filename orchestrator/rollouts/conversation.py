@@ -66,7 +66,8 @@ class _Row:
         start = 0
         for turn, (completion, temperature) in zip(self.turns, self.answers, strict=True):
             sampled[turn.begins : turn.ends] = True
-            logprobs[turn.begins : turn.ends] = completion.logprobs
+            with np.errstate(over="ignore"):  # before it is sent, what float32 does not hold is found
+                logprobs[turn.begins : turn.ends] = completion.logprobs
             temperatures[start : turn.ends] = temperature
             start = turn.ends
         return TrainingRow(

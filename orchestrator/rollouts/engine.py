@@ -8,30 +8,38 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
-from orchestrator.inference.client import InferenceClient
+from orchestrator.background import in_thread
+from orchestrator.inference.client import InferenceClient, ServerError, TimedOut
 from orchestrator.inference.client import Refused as RefusedByServer
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation, single_row
 from orchestrator.rollouts.local import LocalPool
-from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, Task, TrainingRow
+from orchestrator.rollouts.messages import num_characters
+from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Step, Task, TrainingRow
 from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.rollouts.templates import TemplateRefused, Templates
+from orchestrator.rollouts.templates import Templates
 from orchestrator.seeds import mixed_seed
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, Sample, Sampled, Store, Stored
 from orchestrator.workers.session import GivenUp
 from transport.http import Choice
 
-CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
+T = TypeVar("T")
+CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"
 NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""
 MAX_CALLS = 2000
 """Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
+MAX_CHARACTERS_ON_LOOP = 1 << 14
+"""Longer texts are tokenized in a thread."""
+FOR_ALL = (401, 403)
+"""What servers refuse with these, they refuse whoever asks."""
 MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
 
 
@@ -75,11 +83,13 @@ class RolloutEngine:
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
-        of the examples' own prompts (None: any). `stores`: of all environments, where any has some."""
+        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self._num_restarted, self._max_prompt_length = 0, max_prompt_length
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
+        self.max_characters = context_len * renderer.longest_token
+        """No longer text fits into the context. It is not tokenized: that would take seconds for megabytes."""
 
     async def run_group(
         self,
@@ -92,11 +102,17 @@ class RolloutEngine:
         advance: a group of single answers is one request, so that the server reads the prompt once. `delayed` is called
         once nothing of it goes on but waits for rewards that come later. Raises PromptTooLong, and what servers and
         broken environments raise."""
-        if (most := self._max_prompt_length) and (num := len(self.renderer.prompt_ids(group.task.messages))) > most:
+        most = self._max_prompt_length if group.task.split == "train" else None
+        if most is not None and (num := len(await self._prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[_Given | None] = [None] * group.num
         if self.is_single_turn(group.task.env):
-            given = [*await self._sample_group(group)]
+            try:
+                given = [*await self._sample_group(group)]
+            except TimedOut as error:
+                failure = Failure(reason=SERVER_TIMEOUT, message=str(error))
+                ids = (f"{group.id}/{group.first + number}" for number in range(group.num))
+                return [EpisodeResult(id=one, task=group.task, failure=failure) for one in ids]
             sampled()
         async with asyncio.TaskGroup() as tasks:
             waits = _Waits(group.num, delayed)
@@ -144,12 +160,19 @@ class RolloutEngine:
                 one.cancel()
         waits.settled(number, over=True)
         result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
-        if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
-            pool.record(result.failure)
+        if result.failure is None or result.failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
+            pool.record(result.failure)  # neither a prompt's length nor a slow server is the environment's fault
         return result
 
+    async def _prompt_ids(self, messages: Messages) -> list[int]:
+        if (num := num_characters(messages)) > self.max_characters:
+            raise PromptTooLong(f"a prompt of {num} characters; no {self.context_len} tokens have so many")
+        if num > MAX_CHARACTERS_ON_LOOP:
+            return await in_thread(self.renderer.prompt_ids, messages)
+        return self.renderer.prompt_ids(messages)
+
     async def _sample_group(self, group: Group) -> "list[_Given]":
-        prompt = self.renderer.prompt_ids(group.task.messages)
+        prompt = await self._prompt_ids(group.task.messages)
         room = self.context_len - len(prompt)
         max_tokens = room if group.params.max_tokens is None else group.params.max_tokens
         if not 1 <= max_tokens <= room:
@@ -227,6 +250,8 @@ class _Attempt:
         self._steps: dict[int, Step] = {}
         """By call."""
         self._num_calls = 0
+        self._has_waited = False
+        """For a reward that comes later: servers may have unloaded the group's version meanwhile."""
         self._asked: dict[bytes, int] = {}
         """How often each prompt was sampled from."""
         if given is not None:
@@ -242,13 +267,21 @@ class _Attempt:
         self._num_calls += 1
         try:
             if isinstance(call, Delay):
+                self._has_waited = True
                 self._delayed()
                 return Stored(value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
+        except TimedOut as error:
+            raise GivenUp(Failure(reason=SERVER_TIMEOUT, message=str(error))) from None
         except _CallRefused as refused:
             return Refused(reason=refused.reason, message=str(refused))
+        except (ServerError, GivenUp):
+            raise
+        except Exception as error:  # what was asked is user code's, whoever chokes on it
+            message = f"{type(call).__name__} came to nothing: {type(error).__name__}: {str(error)[:1000]}"
+            return Refused(reason=CALL_FAILED, message=message)
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
@@ -256,13 +289,15 @@ class _Attempt:
             raise _CallRefused(CALL_FAILED, f"call {call.call} of {call.role} is none that can be answered")
         own = (call.temperature or role.temperature) if group.task.split == "train" else None
         temperature = group.params.temperature if own is None else own
-        try:
+
+        def tokenized() -> tuple[list[int], Conversation, list[int]]:
             calls, conversation = self._talk(call)
-            prompt = conversation.prompt_ids()
-        except (TemplateRefused, ValueError) as error:
-            raise _CallRefused(CALL_FAILED, str(error)) from None
+            return calls, conversation, conversation.prompt_ids()
+
+        calls, conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools)
         params = replace(
             group.params,
+            follow=self._follows,
             temperature=temperature,
             max_tokens=self._max_tokens(prompt, call.max_tokens or role.max_tokens or group.params.max_tokens),
             adapter=group.adapters.name(call.role),
@@ -324,26 +359,44 @@ class _Attempt:
             )
         return min(room, limit or room)
 
+    @property
+    def _follows(self) -> bool:
+        """Whether servers answer under the newest version, which each token then has on record. An evaluation's own
+        version stays."""
+        return self._group.params.follow or (self._has_waited and self._group.task.split == "train")
+
+    async def _tokenized(self, make: Callable[[], T], *said: object) -> T:
+        """What `make` makes of what user code has said: in a thread, where that is long."""
+        engine = self._engine
+        if (num := num_characters(said)) > engine.max_characters:
+            raise _CallRefused(
+                CONTEXT_FULL,
+                f"messages of {num} characters; no {engine.context_len} tokens have so many, which is what the context "
+                f"holds; {MAKE_ROOM}, or let the environment say less",
+            )
+        try:
+            return await in_thread(make) if num > MAX_CHARACTERS_ON_LOOP else make()
+        except ValueError as error:  # TemplateRefused among them
+            raise _CallRefused(CALL_FAILED, str(error)) from None
+
     async def _ask(self, call: Ask) -> Reply:
         """An answer beside the rollout, of the base model or of the version that it is sampled by, by its first
         adapter."""
         if call.model not in ("base", "policy"):
             raise _CallRefused(CALL_FAILED, f"model is {call.model!r}, expected base or policy")
-        try:
+
+        def tokenized() -> list[int]:
             template = self._engine.templates.of(None)
-            prompt = template.renderer.ids_of(template.render(self._harmless(call.messages)))
-        except TemplateRefused as error:
-            raise _CallRefused(CALL_FAILED, str(error)) from None
+            return template.renderer.ids_of(template.render(self._harmless(call.messages)))
+
+        prompt = await self._tokenized(tokenized, call.messages)
         is_policy = call.model == "policy"
         params = SamplingParams(
             temperature=call.temperature,
             max_tokens=self._max_tokens(prompt, call.max_tokens),
-            follow=self._group.params.follow and is_policy,
+            follow=self._follows and is_policy,
         )
-        try:
-            completion = await self._generate(prompt, params, self._group.version if is_policy else None)
-        except RefusedByServer as error:  # what is asked here is user code's: a temperature that nobody samples at
-            raise _CallRefused(CALL_FAILED, str(error)) from None
+        completion = await self._generate(prompt, params, self._group.version if is_policy else None)
         return _reply(self._engine.renderer.texts([completion])[0], completion)
 
     async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None) -> Choice:
@@ -357,7 +410,12 @@ class _Attempt:
             seed = None if base is None else mixed_seed(mixed_seed(base, self._number), digest.hex(), num)
             asked = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
             self._generating[key] = asyncio.create_task(asked)
-        [completion] = await asyncio.shield(self._generating[key])
+        try:
+            [completion] = await asyncio.shield(self._generating[key])
+        except RefusedByServer as error:
+            if error.status in FOR_ALL:
+                raise
+            raise _CallRefused(CALL_FAILED, str(error)) from None
         return completion
 
     def _store(self, call: Store) -> Reply:

@@ -16,6 +16,11 @@ from orchestrator.rollouts.state import StepError
 from transport.http import Choice
 from transport.records import Bool, Float32, Int32
 
+MAX_REWARD = 1e6
+"""Rewards and advantages are at most so large, either way: the trainer computes with float32, and their squares, sums
+and quotients must be finite there."""
+MAX_METRIC = 1e15
+"""So large is any other number of a rollout at most: means over thousands of them must be finite."""
 Message = Mapping[str, str]
 Messages = tuple[Message, ...]
 """Chat messages, `{"role": "user", "content": "Reverse: hello"}`."""
@@ -153,8 +158,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a rollout came to nothing."""
 
     reason: str
-    """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `context_full` (before an episode's
-    first answer), or `prompt_too_long` in an evaluation."""
+    """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `reward_too_large`,
+    `context_full` (before an episode's first answer), `server_timeout`, or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""
 
@@ -200,6 +205,9 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
         for numbers in (self.rewards, self.metrics, {"accuracy": self.accuracy}):
             if not all(map(math.isfinite, numbers.values())):
                 raise NotFinite(f"rollout {self.id} has {dict(numbers)}, expected finite numbers")
+            most = MAX_REWARD if numbers is self.rewards else MAX_METRIC
+            if large := [value for value in numbers.values() if abs(value) > most]:
+                raise TooLarge(f"rollout {self.id} has a number of {large[0]:g}, expected at most {most:g} either way")
 
     def step_reward(self, index: int) -> float:
         """The reward of the role that took a step."""
@@ -243,6 +251,10 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class NotFinite(ValueError):
     """A rollout's numbers cannot be rewards."""
+
+
+class TooLarge(NotFinite):
+    """A rollout's numbers are beyond what can be trained on, or reported."""
 
 
 def walk_all(results: Iterable[EpisodeResult]) -> Iterator[EpisodeResult]:

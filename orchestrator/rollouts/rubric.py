@@ -9,6 +9,8 @@ from typing import Any
 
 from orchestrator.rollouts.clock import in_thread, together
 from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.messages import shown
+from orchestrator.rollouts.records import MAX_METRIC, MAX_REWARD
 from orchestrator.rollouts.state import EpisodeState
 
 RewardFunction = Callable[..., Any]
@@ -27,6 +29,10 @@ _ELSEWHERE = {
 
 class RewardNotFinite(ValueError):
     """A reward function returned something that cannot be a reward."""
+
+
+class RewardTooLarge(RewardNotFinite):
+    """A rollout's reward is beyond what can be trained on, or one of its metrics beyond what can be reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +62,8 @@ class Rubric:
     plain ones in threads, so that one that blocks stops nobody else.
 
     A function of two parameters with other names gets the completion and the example. It returns a finite number, which
-    every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function.
+    every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function. A role's
+    weighted sum is at most a million, either way.
 
     Metrics are the functions' values by name, those of mappings as `name/key`.
     """
@@ -92,8 +99,8 @@ class Rubric:
     async def score(
         self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
     ) -> Scores:
-        """Of a rollout. Raises what a reward function raises, RewardNotFinite, and ValueError for a reward of a role
-        that there is not."""
+        """Of a rollout. Raises what a reward function raises, RewardNotFinite, RewardTooLarge, and ValueError for a
+        reward of a role that there is not."""
         known = {
             "completion": state.last_text,
             "example": state.example,
@@ -113,6 +120,11 @@ class Rubric:
                 )
             for role, number in by_role.items():
                 rewards[role] = _finite(f"the weighted sum for {role}", rewards.get(role, 0.0) + weight * number)
+        if large := [f"{value:g} for {role}" for role, value in rewards.items() if abs(value) > MAX_REWARD]:
+            raise RewardTooLarge(
+                f"the reward is {large[0]}, expected at most {MAX_REWARD:g} either way; scale it, by `weights` for "
+                "example"
+            )
         for function in (*self._functions, *self._metrics):
             value, name = values[function], function.name
             metrics |= {name: value} if isinstance(value, float) else {f"{name}/{key}": n for key, n in value.items()}
@@ -196,7 +208,9 @@ def _finite(what: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RewardNotFinite(f"{what} returned {value!r}, expected a finite number") from None
+        raise RewardNotFinite(f"{what} returned {shown(value)}, expected a finite number") from None
     if not math.isfinite(number):
         raise RewardNotFinite(f"{what} returned {number}, expected a finite number")
+    if abs(number) > MAX_METRIC:
+        raise RewardTooLarge(f"{what} returned {number:g}, expected at most {MAX_METRIC:g} either way")
     return number

@@ -177,7 +177,8 @@ class Failed(Job, kw_only=True):
     """What was asked has come to nothing."""
 
     reason: str
-    """`env_error`, `env_timeout`, `env_memory`, `reward_not_finite`, or `context_full` (before the first answer)."""
+    """`env_error`, `env_timeout`, `env_memory`, `reward_not_finite`, `reward_too_large`, or `context_full` (before the
+    first answer)."""
     message: str
 
 

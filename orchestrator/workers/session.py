@@ -33,6 +33,7 @@ from orchestrator.workers.protocol import (
     Load,
     Loaded,
     Prompts,
+    Refused,
     Reply,
     Run,
     ToWorker,
@@ -165,7 +166,9 @@ class Session:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {gone}") from None
         if isinstance(answer, Failure):
-            raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
+            said = answer.message.strip()
+            between = "\n" if "\n" in said else ": "  # a traceback begins on a line of its own
+            raise EnvironmentFailed(f"environment {self._label}: {what} raised{between}{said}")
         return answer
 
     async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:
@@ -309,7 +312,10 @@ class Session:
         try:
             reply = await answer(call)
             reply.job, reply.call = call.job, call.call
-            self._send(reply)
+            try:
+                self._send(reply)
+            except ValueError as error:  # too large
+                self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
         except Exception as error:
             if not job.over.done():
                 job.over.set_exception(error)

@@ -15,7 +15,17 @@ from safetensors.torch import load
 
 from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
-from tests.trainer.models import CPU, TARGETS, files_of, hint_for, pair_of, tiny_batch, tiny_policy, tiny_settings
+from tests.trainer.models import (
+    CPU,
+    TARGETS,
+    canary_of,
+    files_of,
+    hint_for,
+    pair_of,
+    tiny_batch,
+    tiny_policy,
+    tiny_settings,
+)
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
 from trainer.batch import counts_of
 from trainer.checkpoint import restore, state_parts
@@ -208,6 +218,17 @@ def test_the_files_of_each_adapter_are_those_of_a_model_that_has_it_alone(tiny_m
             assert files[f"{folder}{name}"] == alone[name]
 
 
+def test_the_canary_of_each_adapter_is_that_of_a_model_that_has_it_alone(tiny_model: Path) -> None:
+    joint, singles = joint_and_single(tiny_model)
+    ids = (3, 9, 27, 17, 51)
+    canaries = [canary_of(joint, ids, version=1, adapter=adapter) for adapter in (0, 1)]
+    base = canary_of(tiny_policy(tiny_model, moved=False), ids, version=0).logprobs
+    for canary, single in zip(canaries, singles, strict=True):
+        assert canary.logprobs == pytest.approx(canary_of(single, ids, version=1).logprobs, abs=1e-5)
+        assert canary.base_logprobs == pytest.approx(base, abs=1e-6), "the base's are without what has been trained"
+    assert canaries[0].logprobs != pytest.approx(canaries[1].logprobs, abs=1e-2)
+
+
 def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=1, lora_adapters=NAMES, loss=UNMASKED)
     batch = tiny_batch((6, 9))
@@ -222,8 +243,9 @@ def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model:
     assert before[weights] == after[weights]
     assert before[f"{folder}{weights}"] != after[f"{folder}{weights}"]
     assert load(after[f"{folder}{weights}"]).keys() == load(after[weights]).keys()
-    assert Canary.from_json(after[canary]).is_zero
-    assert not Canary.from_json(after[f"{folder}{canary}"]).is_zero
+    untrained, trained = (Canary.from_json(after[f"{own}{canary}"]) for own in ("", folder))
+    assert (untrained.is_zero, trained.is_zero) == (True, False)
+    assert untrained.logprobs == untrained.base_logprobs == trained.base_logprobs != trained.logprobs
     metrics = json.loads(after["metrics.json"])
     assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (0, 13)
 

@@ -69,6 +69,15 @@ def test_micro_batches_of_different_steps_are_not_sent_together() -> None:
         encode([one, other])
 
 
+@pytest.mark.parametrize("name", ["advantages", "inference_logprobs", "temperatures"])
+def test_what_a_receiver_would_refuse_is_not_sent(name: str) -> None:
+    whole = micro_batch()
+    values = getattr(whole, name).copy()
+    values[-1] = np.inf
+    with pytest.raises(CorruptError, match=name):
+        encode([replace(whole, **{name: values})])
+
+
 def test_a_sample_whose_versions_do_not_cover_it_is_refused() -> None:
     with pytest.raises(CorruptError):
         TrainingSample(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.envs.registry import check_id, make_environment
+from orchestrator.envs.registry import check_arena, check_id, make_environment
 from transport.errors import UserError
 
 SHOUT = """
@@ -32,6 +32,10 @@ def test_a_class_that_a_file_does_not_have_is_refused_before_the_file_runs(tmp_p
     (file := tmp_path / "mine.py").write_text(SHOUT.format("") + "\nraise SystemExit('it runs')\n")
     with pytest.raises(UserError, match=r"NoSuch.*Shout"):
         check_id(f"{file}:NoSuch")
+    for arena in ("nope", "no_such_module:Arena", "no/such.py:Arena", f"{file}:NoSuch", str(file)):
+        with pytest.raises(UserError, match=r"orch\.arena"):
+            check_arena(arena)
+    check_arena(f"{file}:Shout")
     file.write_text("class Mine(")
     with pytest.raises(UserError, match=r"mine\.py"):
         check_id(f"{file}:Mine")

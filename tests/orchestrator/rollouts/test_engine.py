@@ -1,6 +1,8 @@
 """The rollout engine: tokens, credit, failures, and what a whole run keeps."""
 
+import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit
 from orchestrator.inference.client import Refused
@@ -51,14 +54,29 @@ class Chat(MultiTurnEpisode, Environment):
     def extras(self, state):
         return {"pid": os.getpid()}
 
+def much(state):
+    return state.data.get("more", 0.0)
+
 class Misbehaves(Chat):
     """Does what the first answer says."""
+    rubric = Rubric([count, much])
     async def respond(self, state, ctx):
         word = state.trajectory[0].text
         if word == "mark":
             state.mark_error("kind", "key", 17)
         if word == "cold":
             await ctx.ask([{"role": "user", "content": "advice"}], temperature=-1)
+        if word == "late" and state.turn == 1:
+            async with ctx.delayed(timeout_s=60):
+                await asyncio.sleep(0)
+        if word == "hot":
+            await ctx.sample("policy", [{"role": "user", "content": "x"}], temperature=1000)
+        if word == "long":
+            return "word " * 1_000_000
+        if word == "draws":
+            await ctx.stores["turns"].sample(10**7)
+        if word == "reward":
+            state.data["more"] = 1e40
         if word == "poll":
             while True:
                 try:
@@ -145,11 +163,12 @@ class Parrot:
         version: int | None,
         seed: int | None,
     ) -> list[Choice]:
-        if params.temperature < 0:
-            raise Refused(400, "bad_request", f"temperature is {params.temperature}, expected 0 or more")
+        prompt = bytes(i for i in prompt_token_ids if i < 256).decode()
+        if "refused" in prompt:
+            raise Refused(400, "bad_request", "cannot be sampled")
         self.asked.append((list(prompt_token_ids), params, version, seed))
         if seed not in self._given:
-            self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
+            self._given[seed] = self.answer(prompt)
         text = self._given[seed]
         ids = [*text.encode(), END_OF_TURN][: params.max_tokens]
         logprobs = [-(position + 1) / 16 for position in range(len(ids))]
@@ -269,7 +288,11 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     assert temperatures == pytest.approx([0.5] * 4 + [0.7] * 2)
 
 
-@pytest.mark.parametrize("word", ["mark", "cold", "poll"])
+WRONG = {"mark": "env_error", "cold": "env_error", "hot": "env_error", "refused": "env_error", "poll": "env_error"}
+WRONG |= {"draws": "env_error", "reward": "reward_too_large"}
+
+
+@pytest.mark.parametrize("word", WRONG)
 async def test_code_that_misbehaves_costs_its_own_rollout_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
@@ -284,8 +307,71 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
 
     monkeypatch.setattr("orchestrator.rollouts.engine.MAX_CALLS", 50)
     results = await world.group(answer, 4)
-    assert sorted(failures(results)) == ["", "", "", "env_error"]
+    assert sorted(failures(results)) == ["", "", "", WRONG[word]]
     assert len(world.outcomes) == 4
+
+
+async def test_after_a_delay_a_rollout_is_sampled_on_by_the_newest_version(world: World) -> None:
+    await world.start("Misbehaves")
+
+    class Moving(Parrot):
+        """Serves version 9 only, once the first answer is there."""
+
+        async def generate(self, prompt_token_ids: Sequence[int], **given: Any) -> list[Choice]:
+            if self.asked and not given["params"].follow:
+                raise Refused(404, "not_live", "4 not live")
+            choices = await super().generate(prompt_token_ids, **given)
+            follows = given["params"].follow
+            return [replace(one, versions=((9, len(one.token_ids)),)) if follows else one for one in choices]
+
+    [result] = await world.group(cast(Any, Moving(lambda prompt: "late")), 1)
+    assert (failures([result]), result.versions) == ([""], [4, 9])
+    [row] = result.rows
+    assert row.versions == ((4, row.turns[0].ends), (9, len(row.token_ids) - row.turns[0].ends))
+
+
+async def test_a_text_that_no_context_holds_is_not_tokenized(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.start("Misbehaves")
+    tokenized, ids_of = list[int](), ChatRenderer.ids_of
+
+    def seen(renderer: ChatRenderer, text: str) -> list[int]:
+        tokenized.append(len(text))
+        return ids_of(renderer, text)
+
+    monkeypatch.setattr(ChatRenderer, "ids_of", seen)
+    [result] = await world.group(lambda prompt: "long", 1)
+    assert (failures([result]), result.truncated, len(result.steps)) == ([""], True, 1)
+    assert max(tokenized) < 10_000
+    engine = RolloutEngine({}, cast(Any, None), world.renderer, context_len=512, seed=0, max_prompt_length=20)
+    with pytest.raises(PromptTooLong, match="characters"):
+        await engine.run_group(asking("word " * 1_000_000))
+    assert max(tokenized) < 10_000
+
+
+async def test_a_long_text_is_tokenized_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, ids_of = list[int](), ChatRenderer.ids_of
+
+    def slow(renderer: ChatRenderer, text: str) -> list[int]:
+        """Waits until the event loop has gone on."""
+        num, deadline_s = len(ticks), time.monotonic() + 60
+        while len(text) > 20_000 and len(ticks) < num + 3:
+            assert time.monotonic() < deadline_s, "the event loop stands still"
+            time.sleep(0.001)
+        return ids_of(renderer, text)
+
+    async def tick() -> None:
+        while True:
+            ticks.append(0)
+            await asyncio.sleep(0.001)
+
+    renderer = ChatRenderer.of_model(MODEL)
+    monkeypatch.setattr(ChatRenderer, "ids_of", slow)
+    ticking = asyncio.create_task(tick())
+    pools = {"e": cast(Any, Forging(telling(0, 1)))}
+    engine = RolloutEngine(pools, cast(Any, Parrot(lambda prompt: "x")), renderer, context_len=100_000, seed=0)
+    [result] = await engine.run_group(asking("word " * 6000))
+    ticking.cancel()
+    assert failures([result]) == [""]
 
 
 class Forging:
@@ -299,7 +385,7 @@ class Forging:
     async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
         answer = begin()
         for call in range(2):
-            message = {"role": "user", "content": "hi"}
+            message = dict(task.messages[0])
             await answer(Sample(call=call, role="policy", conversation=0, messages=[message]))
         return self.outcome
 
@@ -331,7 +417,9 @@ async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
         await engine.run_group(asking("hi " * 20))
 
 
-@pytest.mark.parametrize("told", [{"rewards": {"policy": float("nan")}}, {"metrics": {"m": float("-inf")}}])
+@pytest.mark.parametrize(
+    "told", [{"rewards": {"policy": float("nan")}}, {"rewards": {"policy": -2e6}}, {"metrics": {"m": float("-inf")}}]
+)
 def test_numbers_that_a_worker_forges_are_no_message_of_a_worker(told: dict[str, Any]) -> None:
     forged = msgspec.msgpack.encode([{"type": "Ended", "job": 0, "result": told}])
     with pytest.raises(msgspec.ValidationError):

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.rollouts.context import RolloutContext
 from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
+from orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
 from orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, score_of, user
 
@@ -70,17 +70,19 @@ async def test_accuracy_may_be_another_function_and_a_reward_is_of_a_role_that_t
         await Rubric([lambda state: {"aff": 1}]).score(ctx.state, ctx)
 
 
-async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
+async def test_a_weighted_sum_beyond_a_million_is_no_reward() -> None:
     def first(completion: str) -> float:
-        return 1e308
+        return 1e6
 
     def second(completion: str) -> float:
-        return 1e308
+        return 1e6
 
     ctx = await debated()
-    with pytest.raises(RewardNotFinite):
-        await Rubric([first, second]).score(ctx.state, ctx)
+    for wrong in (Rubric([first, second]), Rubric([long], metrics=[lambda state: 1e40]), Rubric([lambda state: -1e40])):
+        with pytest.raises(RewardTooLarge):
+            await wrong.score(ctx.state, ctx)
     assert (await score_of(Rubric([first, second], weights=[1, -1]), "a", {})).reward == 0
+    assert (await score_of(Rubric([first]), "a", {})).reward == 1e6
 
 
 async def test_functions_get_what_their_parameters_name() -> None:
