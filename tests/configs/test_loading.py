@@ -195,9 +195,7 @@ def test_a_python_file_in_place_of_settings_is_answered_with_the_option_that_tak
     assert "--orch.env" in problem.message
 
 
-@pytest.mark.parametrize(
-    "key", ["seed", "advantage.type", "model.lora_rank", "traces." + "x" * 100_000, "batch_size"]
-)
+@pytest.mark.parametrize("key", ["seed", "advantage.type", "model.lora_rank", "traces." + "x" * 100_000, "batch_size"])
 def test_values_are_cut_in_messages(orch_file: Path, key: str) -> None:
     [problem] = problems(OrchSettings, f"--{key}", "x" * 100_000, file=orch_file)
     assert len(str(problem)) < 1500
