@@ -124,7 +124,8 @@ class LossSettings(Section):
     def _named(cls, given: Any) -> Any:
         """What `name` stands for goes before the defaults."""
         name = given.get("name") if isinstance(given, Mapping) else None
-        return {**PRESETS[name], **given} if isinstance(name, str) and name in PRESETS else given
+        presets: Mapping[str, Mapping[str, Any]] = {**PRESETS}
+        return {**presets[name], **given} if isinstance(name, str) and name in presets else given
 
     @property
     def changed(self) -> set[str]:
