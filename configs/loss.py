@@ -124,7 +124,7 @@ class LossSettings(Section):
     def _named(cls, given: Any) -> Any:
         """What `name` stands for goes before the defaults."""
         name = given.get("name") if isinstance(given, Mapping) else None
-        presets: Mapping[str, Mapping[str, Any]] = {**PRESETS}
+        presets: dict[str, Mapping[str, Any]] = {key: preset for key, preset in PRESETS.items()}  # noqa: C416
         return {**presets[name], **given} if isinstance(name, str) and name in presets else given
 
     @property

@@ -82,6 +82,12 @@ def test_an_unknown_key_is_answered_with_the_right_one(
     assert hint in problem.message
 
 
+def test_a_trackers_name_stands_for_its_settings(orch_file: Path) -> None:
+    reports = load(OrchSettings, file=orch_file, arguments=["--report_to", "tensorboard"]).settings.report_to
+    assert reports is not None
+    assert reports.to == ("tensorboard",)
+
+
 def test_unknown_options_and_variables_are_errors(orch_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_ORCH_SAMPLING__TEMPERATUR", "1")
     found = problems(OrchSettings, "--sampling.max_tokes", "3", "--env.id", "x", "--seed", file=orch_file)
