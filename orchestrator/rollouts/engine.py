@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from orchestrator.background import in_thread
-from orchestrator.inference.client import InferenceClient, ServerError
+from orchestrator.inference.client import InferenceClient, ServerError, TimedOut
 from orchestrator.inference.client import Refused as RefusedByServer
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation, single_row
@@ -31,7 +31,7 @@ from orchestrator.workers.session import GivenUp
 from transport.http import Choice
 
 T = TypeVar("T")
-CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
+CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"
 NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""
 MAX_CALLS = 2000
@@ -83,7 +83,7 @@ class RolloutEngine:
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
-        of the examples' own prompts (None: any). `stores`: of all environments, where any has some."""
+        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self._num_restarted, self._max_prompt_length = 0, max_prompt_length
@@ -102,11 +102,17 @@ class RolloutEngine:
         advance: a group of single answers is one request, so that the server reads the prompt once. `delayed` is called
         once nothing of it goes on but waits for rewards that come later. Raises PromptTooLong, and what servers and
         broken environments raise."""
-        if (most := self._max_prompt_length) and (num := len(await self._prompt_ids(group.task.messages))) > most:
+        most = self._max_prompt_length if group.task.split == "train" else None
+        if most is not None and (num := len(await self._prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[_Given | None] = [None] * group.num
         if self.is_single_turn(group.task.env):
-            given = [*await self._sample_group(group)]
+            try:
+                given = [*await self._sample_group(group)]
+            except TimedOut as error:
+                failure = Failure(reason=SERVER_TIMEOUT, message=str(error))
+                ids = (f"{group.id}/{group.first + number}" for number in range(group.num))
+                return [EpisodeResult(id=one, task=group.task, failure=failure) for one in ids]
             sampled()
         async with asyncio.TaskGroup() as tasks:
             waits = _Waits(group.num, delayed)
@@ -154,8 +160,8 @@ class RolloutEngine:
                 one.cancel()
         waits.settled(number, over=True)
         result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
-        if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
-            pool.record(result.failure)
+        if result.failure is None or result.failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
+            pool.record(result.failure)  # neither a prompt's length nor a slow server is the environment's fault
         return result
 
     async def _prompt_ids(self, messages: Messages) -> list[int]:
@@ -267,6 +273,8 @@ class _Attempt:
             if isinstance(call, Sample):
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
+        except TimedOut as error:
+            raise GivenUp(Failure(reason=SERVER_TIMEOUT, message=str(error))) from None
         except _CallRefused as refused:
             return Refused(reason=refused.reason, message=str(refused))
         except (ServerError, GivenUp):
