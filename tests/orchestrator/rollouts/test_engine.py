@@ -305,7 +305,7 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
             return word
         return "fine"
 
-    monkeypatch.setattr("orchestrator.rollouts.engine.MAX_CALLS", 50)
+    monkeypatch.setattr("orchestrator.rollouts.attempt.MAX_CALLS", 50)
     results = await world.group(answer, 4)
     assert sorted(failures(results)) == ["", "", "", WRONG[word]]
     assert len(world.outcomes) == 4
