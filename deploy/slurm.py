@@ -15,7 +15,7 @@ from pathlib import Path
 from configs.errors import Problem, SettingsError
 from configs.run import Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
-from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary
+from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
 from deploy.programs import Program, Signals, run_programs
 from transport.errors import START_AGAIN
 from transport.parent import PARENT_VAR
@@ -138,8 +138,9 @@ def inside(run: Run, target: str, show: Show) -> int:
         folder = open_run(run.train.settings.output_dir, resume="auto")
         clear_for_start(folder)
         programs = _programs(run, target, folder)
-        with show(folder.path) as tick:
+        with launched(folder) as ended, show(folder.path) as tick:
             outcome = run_programs(programs, restarts=run.settings.restarts, signals=signals, tick=tick)
+            ended(outcome)
     explain(outcome)
     gave_up = outcome.failed is not None and outcome.failed.gave_up
     again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS

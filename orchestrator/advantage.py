@@ -20,6 +20,16 @@ AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""
 
 
+ROUNDING = 1e-9
+"""Relative difference up to which numbers count as equal."""
+
+
+def are_equal(rewards_G: Sequence[float]) -> bool:
+    """Returns whether the rewards, at least one, differ by no more than rounding."""
+    lowest, highest = min(rewards_G), max(rewards_G)
+    return highest - lowest <= ROUNDING * max(abs(lowest), abs(highest))
+
+
 def group_relative(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> list[float]:
     """A_i = r_i - mean(r), the baseline of GRPO without the division by the standard deviation.
 
@@ -28,6 +38,8 @@ def group_relative(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) ->
     """
     if not rewards_G:
         raise ValueError("a group without rewards has no advantages; give at least one")
+    if are_equal(rewards_G):  # a mean that is rounded would leave 1e-17 of them
+        return [0.0] * len(rewards_G)
     mean = sum(rewards_G) / len(rewards_G)
     return [reward - mean for reward in rewards_G]
 
@@ -43,6 +55,8 @@ def length_weighted(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> lis
         raise ValueError("a group without rewards has no advantages; give at least one")
     if (total := sum(lengths_G)) <= 0:
         raise ValueError(f"the rollouts of a group sampled {list(lengths_G)} tokens, expected at least one in all")
+    if are_equal(rewards_G):
+        return [0.0] * len(rewards_G)
     baseline = sum(length * reward for length, reward in zip(lengths_G, rewards_G, strict=True)) / total
     return [reward - baseline for reward in rewards_G]
 
@@ -53,8 +67,8 @@ def normalised(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> lis
     """
     advantages_G = group_relative(rewards_G, lengths_G)
     std = math.sqrt(sum(advantage * advantage for advantage in advantages_G) / len(advantages_G))
-    if std <= 1e-9 * max(map(abs, rewards_G)):  # what rounding leaves of equal rewards
-        return [0.0] * len(advantages_G)
+    if std == 0.0:
+        return advantages_G
     return [advantage / std for advantage in advantages_G]
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from configs.orch import OrchSettings
 from configs.rollouts import AnyAdvantage
-from orchestrator.advantage import constant_credit
+from orchestrator.advantage import ROUNDING, constant_credit
 from orchestrator.rollouts.records import EpisodeResult, NotFinite, TooLarge
 from orchestrator.samples import FinishedGroup, training_samples
 from orchestrator.teacher.scoring import Teaching
@@ -162,9 +162,9 @@ class BatchAdvantages:
         values = [values_of(sample) for group in groups for sample in group.samples]
         joined = np.concatenate(values)
         mean, std = float(joined.mean()), float(joined.std())
-        if std <= 1e-9 * max(1.0, abs(mean)):  # what rounding leaves of equal rewards
+        if std <= ROUNDING * max(1.0, abs(mean)):  # what rounding leaves of equal rewards
             return [_changed(group, lambda sample: np.zeros(1)) for group in groups]
-        return [_changed(group, lambda sample: (np.asarray(sample.advantages) - mean) / std) for group in groups]
+        return [_changed(group, lambda sample: _less(sample.advantages, mean) / std) for group in groups]
 
     def _against_baselines(self, groups: Sequence[FinishedGroup], *, decay: float) -> list[FinishedGroup]:
         rewards: defaultdict[str, list[float]] = defaultdict(list)
@@ -173,9 +173,16 @@ class BatchAdvantages:
                 rewards[sample.env].append(float(np.mean(values_of(sample))))
         means = {env: math.fsum(own) / len(own) for env, own in rewards.items()}
         known = means | self._baselines
-        made = [_changed(group, lambda sample: np.asarray(sample.advantages) - known[sample.env]) for group in groups]
+        made = [_changed(group, lambda sample: _less(sample.advantages, known[sample.env])) for group in groups]
         self._baselines |= {env: decay * known[env] + (1 - decay) * mean for env, mean in means.items()}
         return made
+
+
+def _less(rewards: float | Float32, baseline: float) -> NDArray[np.float64]:
+    """The rewards less the baseline: exactly 0 where rounding is all that is left."""
+    values = np.asarray(rewards, np.float64)
+    difference = values - baseline
+    return np.where(np.abs(difference) <= ROUNDING * max(abs(baseline), np.abs(values).max()), 0.0, difference)
 
 
 def values_of(sample: TrainingSample) -> NDArray[np.float64]:

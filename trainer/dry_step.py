@@ -91,9 +91,10 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     from trainer.model import load_policy
     from trainer.objective import Objective
     from trainer.optim import Optimizer
-    from trainer.startup import device_for, set_threads
+    from trainer.startup import device_for, set_threads, warn_of_cpu
 
     device = device_for(settings.device)
+    warn_of_cpu(settings.device, device)
     set_threads(settings.num_threads)
     policy = load_policy(settings, folder, device)
     objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)

@@ -59,9 +59,9 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_file(path: Path, content: Content) -> FileEntry:
+def _write_file(path: Path, content: Content, *, mode: int = 0o644) -> FileEntry:
     """Writes a file, over what it may hold, and returns its entry."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, mode), "wb", buffering=0) as file:
 
         def written() -> Iterator[Buffer]:
             for chunk in chunks_of(content):
@@ -75,12 +75,12 @@ def _write_file(path: Path, content: Content) -> FileEntry:
         return entry
 
 
-def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
-    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut. Raises
-    `StorageError` where the folder is not there."""
+def write_atomic(path: Path, data: Buffer, *, durable: bool = True, private: bool = False) -> None:
+    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut; `private`: for
+    this user alone. Raises `StorageError` where the folder is not there."""
     temporary = _temporary(path)
     try:
-        _write_file(temporary, data)
+        _write_file(temporary, data, mode=0o600 if private else 0o644)
         if durable:
             fsync(temporary)
         temporary.replace(path)

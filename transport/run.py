@@ -27,6 +27,7 @@ from transport.code import digests
 from transport.errors import DeadlineError, RunFolderError, StaleRunError
 from transport.folders import write_atomic
 from transport.keys import SharedKey
+from transport.logs import WARNINGS_FOLDER
 from transport.records import SCHEMA_VERSION
 from transport.status import process_start
 
@@ -41,7 +42,7 @@ _POLL_S = 0.05
 _FOLDERS = (
     *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "settings", "traces"),
     "dequantized",
-    *("wandb", "tensorboard"),
+    *("wandb", "tensorboard", WARNINGS_FOLDER),
 )
 _FILES = (
     *(KEY_FILE, "metrics.jsonl", "timeline.jsonl", "summary.json"),
@@ -396,7 +397,8 @@ def _read(path: Path) -> RunFile | None:
 
 
 def _write(path: Path, run: RunFile) -> None:
-    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
+    # Settings may hold keys, as arguments of environments.
+    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1), private=True)
 
 
 def _now() -> str:

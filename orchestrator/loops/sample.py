@@ -39,6 +39,8 @@ MAX_FAILED = 8
 """Groups in a row for which the user's advantage or filter may come to nothing."""
 MAX_BEGINNING = 8
 """Groups that begin in one turn of the event loop, and share the ledger's transaction."""
+MAX_TOO_LONG = 1000
+"""So many prompts in a row that are too long are an error, or all where there are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,9 @@ class Intake:
             self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
             usable.append(result)
         shaped, unshaped = await self.shaping.shaped(usable)
-        for rollout_id, why in unshaped.items():
-            self.ledger.dropped([rollout_id], why)
+        for result in [one for one in usable if one.id in unshaped]:
+            self.ledger.dropped([result.id], unshaped[result.id])
+            self.traces.dropped([result], unshaped[result.id])
         return [result for result in usable if result.id not in unshaped], shaped
 
     async def finish(
@@ -248,10 +251,12 @@ class Sampling:
             self._ledger.dropped(self._rollout_ids(ticket), "prompt_too_long")
             self._drop(ticket, [], "prompt_too_long")
             self._num_too_long[task.env] += 1
-            if self._num_too_long[task.env] < sum(self.buffer.num_examples(task.env).values()):
+            num_examples = sum(self.buffer.num_examples(task.env).values())
+            if self._num_too_long[task.env] < min(num_examples, MAX_TOO_LONG):
                 return
             raise ValueError(
-                f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}"
+                f"the last {self._num_too_long[task.env]} prompts of {task.env}, of {num_examples}, are all too long: "
+                f"{error}"
             ) from None
         self._num_too_long[task.env] = 0
         self._sampled()

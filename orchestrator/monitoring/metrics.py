@@ -52,6 +52,7 @@ time/generate_s time/wait_trainer_s time/load_s time/step_s time/sleep_s time/wa
 progress/step progress/examples_POOL
 eval/accuracy eval/accuracy/ENV eval/accuracy_stderr/ENV eval/reward/ENV eval/reward_stderr/ENV eval/pass@K/ENV
 eval/measure/NAME/ENV eval/num_tokens_mean/ENV eval/num_tokens eval/truncated/ENV eval/failed eval/failed/ENV
+eval/skipped
 """.split()  # noqa: SIM905
 """Every metric that a line may have, the trainer's included; what is in capitals is filled in. docs/metrics.md says
 what each means."""

@@ -14,6 +14,7 @@ from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_m
 from orchestrator.monitoring.summary import Summary, summarise
 from orchestrator.monitoring.trackers import Reporter
 from orchestrator.resuming import Progress
+from transport.logs import run_warnings
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class Recorder:
             counted_from=self._counted_from,
             wall_s=time.monotonic() - self._began_s + self._earlier_s,
             start_up_s=self._start_up_s,
+            warnings=run_warnings(self._folder),
         )
         summary.write(self._folder / "summary.json")
         self._reporter.end(asdict(summary))

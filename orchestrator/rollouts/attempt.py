@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from orchestrator.background import in_thread
 from orchestrator.inference.client import Refused as RefusedByServer
-from orchestrator.inference.client import ServerError
+from orchestrator.inference.client import ServerError, TimedOut
 from orchestrator.rollouts.conversation import Conversation
 from orchestrator.rollouts.messages import num_characters
 from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, TrainingRow
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from orchestrator.rollouts.engine import Group, RolloutEngine
 
 T = TypeVar("T")
-CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
+CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"
 MAX_CALLS = 2000
 """Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
 MAX_CHARACTERS_ON_LOOP = 1 << 14
@@ -105,6 +105,8 @@ class Attempt:
             if isinstance(call, Sample):
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
+        except TimedOut as error:
+            raise GivenUp(Failure(reason=SERVER_TIMEOUT, message=str(error))) from None
         except _CallRefused as refused:
             return Refused(reason=refused.reason, message=str(refused))
         except (ServerError, GivenUp):

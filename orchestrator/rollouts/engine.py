@@ -11,13 +11,21 @@ from functools import partial
 from msgspec.structs import replace
 
 from orchestrator.background import in_thread
-from orchestrator.inference.client import InferenceClient
+from orchestrator.inference.client import InferenceClient, TimedOut
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.attempt import CONTEXT_FULL, MAKE_ROOM, MAX_CHARACTERS_ON_LOOP, Attempt, Given, reply_of
+from orchestrator.rollouts.attempt import (
+    CONTEXT_FULL,
+    MAKE_ROOM,
+    MAX_CHARACTERS_ON_LOOP,
+    SERVER_TIMEOUT,
+    Attempt,
+    Given,
+    reply_of,
+)
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.messages import num_characters
-from orchestrator.rollouts.records import EpisodeResult, Messages, SamplingParams, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Task
 from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.rollouts.templates import Templates
@@ -69,7 +77,7 @@ class RolloutEngine:
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
-        of the examples' own prompts (None: any). `stores`: of all environments, where any has some."""
+        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self.num_withdrawn = 0
@@ -90,11 +98,17 @@ class RolloutEngine:
         advance: a group of single answers is one request, so that the server reads the prompt once. `delayed` is called
         once nothing of it goes on but waits for rewards that come later. Raises PromptTooLong, and what servers and
         broken environments raise."""
-        if (most := self._max_prompt_length) and (num := len(await self._prompt_ids(group.task.messages))) > most:
+        most = self._max_prompt_length if group.task.split == "train" else None
+        if most is not None and (num := len(await self._prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[Given | None] = [None] * group.num
         if self.is_single_turn(group.task.env):
-            given = [*await self._sample_group(group)]
+            try:
+                given = [*await self._sample_group(group)]
+            except TimedOut as error:
+                failure = Failure(reason=SERVER_TIMEOUT, message=str(error))
+                ids = (f"{group.id}/{group.first + number}" for number in range(group.num))
+                return [EpisodeResult(id=one, task=group.task, failure=failure) for one in ids]
             sampled()
         async with asyncio.TaskGroup() as tasks:
             waits = _Waits(group.num, delayed)
@@ -146,8 +160,8 @@ class RolloutEngine:
                 one.cancel()
         waits.settled(number, over=True)
         result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
-        if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
-            pool.record(result.failure)
+        if result.failure is None or result.failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
+            pool.record(result.failure)  # neither a prompt's length nor a slow server is the environment's fault
         return result
 
     async def _prompt_ids(self, messages: Messages) -> list[int]:

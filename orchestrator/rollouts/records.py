@@ -159,7 +159,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `reward_too_large`,
-    `context_full` (before an episode's first answer), or `prompt_too_long` in an evaluation."""
+    `context_full` (before an episode's first answer), `server_timeout`, or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""
 

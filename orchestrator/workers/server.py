@@ -33,6 +33,8 @@ from orchestrator.workers.protocol import (
 from transport.errors import TransportError, UserError
 from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
+from transport.limits import raise_file_limit
+from transport.logs import start_log
 
 log = logging.getLogger(__name__)
 
@@ -194,8 +196,9 @@ def main() -> None:
         check_id(options.env_id)
     except UserError as error:
         parser.error(str(error))
+    raise_file_limit()
     hide_environment({ENV_KEY_VAR})
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log()
     raise SystemExit(asyncio.run(_serve(options.env_id, options.host, options.port)))
 
 

@@ -167,7 +167,9 @@ class Session:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {gone}") from None
         if isinstance(answer, Failure):
-            raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
+            said = answer.message.strip()
+            between = "\n" if "\n" in said else ": "  # a traceback begins on a line of its own
+            raise EnvironmentFailed(f"environment {self._label}: {what} raised{between}{said}")
         return answer
 
     async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:

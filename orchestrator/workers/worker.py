@@ -10,7 +10,6 @@ import mmap
 import os
 import resource
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -64,6 +63,7 @@ from orchestrator.workers.protocol import (
     open_socket,
 )
 from transport.errors import UserError
+from transport.logs import start_log
 
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
@@ -307,9 +307,7 @@ def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> 
 
 def serve(address: str, only: str) -> None:
     """Connects to whoever started this process, and serves it until the process ends."""
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_log(level=logging.WARNING)
     threading.stack_size(STACK_BYTES)
 
     with Path(address.removeprefix("ipc://")).with_name(BOARD).open("r+b") as file:

@@ -89,12 +89,20 @@ def test_a_length_weighted_mean_counts_each_reward_as_often_as_its_role_has_toke
     assert credit == {("0", 0): 0.25, ("0", 1): 0.0, ("0", 2): 0.25, ("1", 0): -0.75}
 
 
-@pytest.mark.parametrize("advantage", [normalised, leave_one_out, group_relative])
-def test_groups_of_one_and_groups_that_do_not_differ_have_no_advantage(advantage: Any) -> None:
-    assert group_credit([result("0", {"A": 5.0})], advantage=advantage) == {("0", 0): 0.0}
-    # 0.1 three times has a mean that is not 0.1, in floating point.
-    trees = [result(str(number), {"A": 0.1}) for number in range(3)]
-    assert list(group_credit(trees, advantage=advantage).values()) == pytest.approx([0.0] * 3, abs=1e-15)
+GROUP_KINDS = (group_relative, normalised, leave_one_out, length_weighted)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 16), st.integers(1, 9))
+def test_equal_rewards_give_advantages_of_exactly_0(reward: float, num: int, length: int) -> None:
+    trees = [result(str(number), {"A": reward, "B": -reward}, steps="AB" * (number + length)) for number in range(num)]
+    for advantage in GROUP_KINDS:
+        assert set(group_credit(trees, advantage=advantage).values()) == {0.0}
+
+
+def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+    trees = [result(str(number), {"A": reward}) for number, reward in enumerate([0.1 + 0.2, 0.3, 0.3])]
+    for advantage in GROUP_KINDS:
+        assert set(group_credit(trees, advantage=advantage).values()) == {0.0}
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.randoms())

@@ -15,7 +15,7 @@ import pytest
 from configs.errors import SettingsError
 from configs.train import TrainSettings
 from orchestrator.checks import Mismatch
-from orchestrator.inference.client import ServerError
+from orchestrator.inference.client import ServerError, ServersAway
 from orchestrator.run import orchestrate
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
@@ -377,6 +377,39 @@ async def test_an_environment_that_fails_too_often_stops_the_run_with_its_traceb
     body = f"return 1.0 if example['split'] == 'train' or example['index'] in {right} else 1 / 0"
     with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
         await run(tmp_path, server, trainer={"step_s": step_s}, env=environment(tmp_path, body), **changes)
+
+
+class Hanging(FakeServer):
+    """Answers the fourth request never."""
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        await asyncio.sleep(600 if len(self.requests) == 4 else self.latency_s)
+
+
+async def test_an_answer_that_takes_too_long_costs_its_group_and_not_its_server(tmp_path: Path) -> None:
+    server = await Hanging(improving).start()
+    limits = {"client": {"base_url": [server.url], "timeout": 5}, "eval": {"num_examples": 0}}
+    made = await run(tmp_path, server, **limits)
+    assert made.summary.rollouts_dropped == {"server_timeout": 4}
+    assert made.summary.rollouts_trained == 48
+    assert [load["version"] for load in server.loads] == [0, 1, 2, 3]  # it was never out of the routing
+    await server.stop()
+
+
+async def test_a_run_whose_servers_stay_away_ends_so_that_it_can_be_started_again(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    server.latency_s = 0.2
+    limits = {"client": {"base_url": [server.url], "timeout": 3}, "eval": {"num_examples": 0}}
+    running = asyncio.create_task(run(tmp_path, server, **limits))
+    await until(lambda: server.requests)
+    await server.stop()
+    with pytest.raises(ServersAway, match=r"client\.timeout"):
+        await running
+    await server.start()
+    assert (
+        await run(tmp_path, server, trainer={"goes_on_after": 0}, eval=limits["eval"])
+    ).summary.rollouts_trained == 48
 
 
 async def test_a_run_survives_a_server_that_fails_and_is_away_for_a_while_for_which_it_says_that_it_waits(
