@@ -4,25 +4,25 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
 from orchestrator.background import in_thread
+from orchestrator.inference.client import InferenceClient, ServerError, TimedOut
 from orchestrator.inference.client import Refused as RefusedByServer
-from orchestrator.inference.client import ServerError, TimedOut
+from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation
 from orchestrator.rollouts.messages import num_characters
-from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, TrainingRow
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, TrainingRow
 from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.stores import ArtifactStores
+from orchestrator.rollouts.templates import Templates
 from orchestrator.seeds import mixed_seed
 from orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, Sample, Sampled, Store, Stored, Withdraw
 from orchestrator.workers.session import GivenUp
 from transport.http import Choice
-
-if TYPE_CHECKING:
-    from orchestrator.rollouts.engine import Group, RolloutEngine
 
 T = TypeVar("T")
 CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"
@@ -53,13 +53,25 @@ class _Talk:
     conversation: Conversation | None = None
 
 
+class Means(Protocol):
+    """What answers the calls of all attempts: the engine."""
+
+    client: InferenceClient
+    renderer: ChatRenderer
+    templates: Templates
+    stores: ArtifactStores | None
+    context_len: int
+    max_characters: int
+    num_withdrawn: int
+
+
 class Attempt:
     """One attempt at one rollout: answers its calls and keeps what was sampled."""
 
     def __init__(
         self,
-        engine: "RolloutEngine",
-        group: "Group",
+        engine: Means,
+        group: Group,
         roles: Sequence[Role],
         number: int,
         given: Given | None,

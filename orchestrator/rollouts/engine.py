@@ -5,7 +5,6 @@ User code runs in environment workers; its calls are answered here, and the toke
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -25,8 +24,7 @@ from orchestrator.rollouts.attempt import (
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.messages import num_characters
-from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Task
-from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.rollouts.templates import Templates
 from orchestrator.seeds import mixed_seed
@@ -39,26 +37,6 @@ NUM_TOGETHER = 4
 
 class PromptTooLong(ValueError):
     """A prompt that leaves no room for an answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A group of rollouts that is asked for."""
-
-    task: Task
-    id: str
-    """Rollouts are named `id/number`."""
-    num: int
-    version: int
-    """The policy version that samples."""
-    params: SamplingParams
-    adapters: RoleAdapters = SHARED_ADAPTER
-    seed: int | None = None
-    """Of its requests; None for the server's own randomness."""
-    score: bool = True
-    """Whether the rubric is asked; otherwise rewards are 0."""
-    first: int = 0
-    """Number of the first of its rollouts."""
 
 
 class RolloutEngine:

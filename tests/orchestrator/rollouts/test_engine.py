@@ -19,8 +19,8 @@ from orchestrator.advantage import group_credit
 from orchestrator.inference.client import Refused
 from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import training_samples
