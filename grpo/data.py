@@ -18,6 +18,7 @@ from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import messages_of
 from orchestrator.sandbox.records import SandboxMissing
 from transport.errors import UserError
+from transport.logs import printable
 from transport.weights.identity import resolve_model
 
 EPILOG = """\
@@ -55,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
             dataset = Dataset(**{**args, "skip_refused": True})
         except (TypeError, ValueError, SandboxMissing, OSError) as error:
             raise UserError(str(error)) from error
-        print("\n".join(_told(dataset, args["path"], renderer, longest, options)))
+        print(printable("\n".join(_told(dataset, args["path"], renderer, longest, options))))
         code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
     return code
 

@@ -80,6 +80,7 @@ class Assembling:
         metrics = self._metrics(step, groups, of_batch | slept, generate_s)
         self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         intake.traces.shipped(step, groups)
+        intake.recorder.batch(step, groups)
         if intake.story is not None:
             intake.story.batch(step, groups)
         artifacts = {} if intake.engine.stores is None else intake.engine.stores.save(step)

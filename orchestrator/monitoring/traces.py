@@ -16,11 +16,13 @@ import pyarrow as pa
 from configs.reporting import TraceSettings
 from orchestrator.rollouts.records import EpisodeResult, TrainingRow
 from orchestrator.samples import FinishedGroup
+from transport.folders import remove_leftovers
 from transport.records import TrainingSample
 from transport.traces import (
     FOLDER,
     SCHEMA,
     VOCABULARY_FILE,
+    left_trained,
     make_table,
     merge_trained,
     token_key,
@@ -44,10 +46,11 @@ class Traces:
     def __init__(self, run: Path, settings: TraceSettings, *, num_ranks: int) -> None:
         """`num_ranks`: processes of the trainer."""
         self._run, self._settings, self._num_ranks = run, settings, num_ranks
+        remove_leftovers(run / FOLDER)
         self._dropped: deque[tuple[EpisodeResult, str]] = deque(maxlen=MAX_DROPPED)
         self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[object]]()
-        self._unmerged: list[int] = []
-        """Steps whose part of the trainer is not there yet."""
+        self._unmerged = left_trained(run)
+        """Steps whose part of the trainer is not there yet, or was left by an earlier start."""
         self._sizes: dict[int, int] | None = None
         """Bytes of the traces of steps that are there, by step, once they have been looked at."""
         self._warned = False
@@ -115,7 +118,8 @@ class Traces:
 
     def _merge(self, step: int | None) -> None:
         """Runs in the writer's thread, as what is below."""
-        self._unmerged += [] if step is None else [step]
+        # At the end also what a trainer that was killed has trained again.
+        self._unmerged = sorted({*self._unmerged, *(left_trained(self._run) if step is None else [step])})
         unmerged = [one for one in self._unmerged if not merge_trained(self._run, one, self._num_ranks)]
         for merged in set(self._unmerged) - set(unmerged) if self._sizes is not None else ():
             self._measure(merged)

@@ -116,6 +116,23 @@ def test_a_part_that_comes_late_is_added_with_a_later_step_or_at_the_end(tmp_pat
     assert read(trace_path(tmp_path, 1))["7/0"]["num_masked"] == 1
 
 
+def test_what_killed_programs_left_is_added_or_goes(tmp_path: Path) -> None:
+    written(tmp_path)  # its trainer was killed, and trains it again after a restart
+    leave_part(tmp_path, step=1)
+    leave_part(tmp_path, step=2)  # whose trace was never written
+    (tmp_path / "traces" / ".step_000003.parquet.5f0c.tmp").write_bytes(b"half")
+    traces = Traces(tmp_path, TraceSettings(), num_ranks=1)
+    traces.shipped(3, [group()])
+    traces.trained(3)
+    leave_part(tmp_path, step=3)
+    traces.close()
+    assert [read(trace_path(tmp_path, step))["7/0"]["num_masked"] for step in (1, 3)] == [1, 1]
+    assert sorted(path.name for path in (tmp_path / "traces").rglob("*.*")) == [
+        "step_000001.parquet",
+        "step_000003.parquet",
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [

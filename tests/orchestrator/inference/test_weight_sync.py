@@ -18,6 +18,8 @@ from tests.orchestrator.running import run
 from transport.http import LoadReport, ServerInfo
 from transport.weights.store import InUse, read_in_use
 
+pytestmark = pytest.mark.timeout(90)
+
 
 async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:
     one, other = FakeServer(), FakeServer()
@@ -134,6 +136,21 @@ async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> 
         other.in_flight = {}
         assert await sync.keep_only({2}) == {2}
         assert (one.unloads, other.unloads) == ([0, 1], [0, 1])
+
+
+async def test_what_an_earlier_orchestrator_had_loaded_goes_and_what_another_run_has_stays() -> None:
+    ours, strangers = FakeServer(run_id="run"), FakeServer(run_id="another")
+    for server in (ours, strangers):
+        server.live = {1, 2}
+    async with synced(ours, strangers) as (client, sync):
+        await sync.adopt(2)
+        assert (ours.live, strangers.live) == ({2}, {1, 2})
+        await sync.load(3)
+        assert strangers.live == {1, 2, 3}
+        client.pool.eject(name_of(ours), "it does not answer")
+        ours.live |= {1}
+        await until(lambda: not client.pool.out)
+        assert ours.live == {3}
 
 
 async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path, server: FakeServer) -> None:
