@@ -1,6 +1,7 @@
 """The dotted keys of settings: which there are, which one was meant, and what pydantic's errors are about."""
 
 import difflib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -31,15 +32,16 @@ def types_of(section: type[BaseModel]) -> tuple[str, ...]:
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
-def known_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
+@functools.cache
+def known_keys(cls: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
     """All dotted keys, sections included (`sampling`, `sampling.max_tokens`); keys of a list's members have the list's
     key."""
-    keys = []
+    keys = list[str]()
     for name, field in cls.model_fields.items():
         keys.append(prefix + name)
         for section in sections_of(field.annotation):
             keys += known_keys(section, f"{prefix}{name}.")
-    return list(dict.fromkeys(keys))
+    return tuple(dict.fromkeys(keys))
 
 
 def _walk(cls: type[BaseModel], parts: Sequence[str]) -> Iterator[list[FieldInfo]]:

@@ -17,7 +17,7 @@ from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import drop, get, put
-from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, environment, read_yaml, split
+from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, read_yaml, split
 from configs.orch import OrchSettings
 from configs.topology import Topology
 from configs.train import QUANTIZED, SharedSettings, TrainSettings
@@ -144,9 +144,11 @@ def _loaded(target: str | Path | None, options: Texts, files: Mapping[str, Path]
         for key in [key for origin, key in idle if origin == str(file)]:
             drop(tree, key)
         values.add(tree, str(file), below=prefix)
-    prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in PROGRAMS.values()}}
-    values.add_texts(RunSettings, environment(prefixes))
-    values.add_texts(RunSettings, [one for one in options if one[1] not in PROGRAMS])
+    values.add_environment(RunSettings, ENV_PREFIX)
+    for role, cls in PROGRAMS.items():
+        values.add_environment(cls, cls.env_prefix, below=f"{role}.")
+    values.check_environment({ENV_PREFIX: RunSettings, **{cls.env_prefix: cls for cls in PROGRAMS.values()}})
+    values.add_options(RunSettings, [one for one in options if one[0] not in PROGRAMS])
     for section in (*PROGRAMS, "orch.model"):
         put(values.tree, section, {})
     _derive(values)
@@ -160,7 +162,7 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
     """One program's settings of a run, with `arguments` of that program; those that programs share hold for all. Raises
     `SettingsError`."""
     names = {key: name for name, keys in SHARED.items() for key in keys}
-    own = [(f"{cls.role}.{key}", text) for _, key, text in split(cls, arguments)]
+    own = [(f"{cls.role}.{key}", text) for key, text in split(cls, arguments)]
     words = [f"--{names.get(key, key)}" + ("" if text is None else f"={text}") for key, text in own]
     settings: S = getattr(load_run(target, words), cls.role).settings
     return settings
@@ -168,7 +170,7 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
 
 def _files(target: str | Path | None, options: Texts) -> dict[str, Path]:
     """What the keys of each file begin with, to the file. Raises `SettingsError`."""
-    given = [(key, text) for _, key, text in options if key in PROGRAMS]
+    given = [(key, text) for key, text in options if key in PROGRAMS]
     named, message = dict(given), f"no file; give a run's folder or file, one of {', '.join(presets())}, or --KEY FILE"
     for number, (key, text) in enumerate(given):
         if target is not None or key in dict(given[:number]):
@@ -249,5 +251,5 @@ def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], nam
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]
     problems += cross_problems(run.train, run.infer, run.orch)
     if problems:
-        raise SettingsError([one for position, one in enumerate(problems) if one not in problems[:position]])
+        raise SettingsError([*{(one.origin, one.key, one.message): one for one in problems}.values()])
     return run

@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.errors import SettingsError, exit_with_problems
 from transport.errors import TransportError, UserError
+from transport.logs import printable
 from transport.parent import end_with_starter
 
 COMMANDS = {
@@ -56,7 +57,7 @@ def _command(argv: list[str]) -> int:
     except SettingsError as error:
         exit_with_problems(error)
     except (UserError, TransportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
 
 

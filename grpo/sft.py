@@ -36,7 +36,7 @@ from transport.batches.filesystem import BatchSender
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import UserError
-from transport.folders import step_folder, steps_in
+from transport.folders import step_folder, steps_in, write_atomic
 from transport.hidden import key_variables
 from transport.records import TrainingSample
 from transport.run import RunFolder, only_one, open_run
@@ -285,7 +285,7 @@ def _trainer(settings: TrainSettings, run: RunFolder) -> Program:
     goes_on = {"run_id": run.run_id, "resume": "auto", "overwrite_output_dir": False}
     given = settings.model_copy(update=goes_on).model_dump(mode="json", exclude_unset=True)
     file = run.path / "settings" / "train.yaml"
-    file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+    write_atomic(file, yaml.safe_dump(given, sort_keys=False).encode(), durable=False, private=True)
     hidden = key_variables(settings.model_dump()) | {k for k in os.environ if k.startswith("GRPO_TRAIN_")}
     return Program(
         role="train",

@@ -25,7 +25,14 @@ of them says and another leaves open, though both must agree in it, holds for bo
 
 A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
 file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice and keys without effect
-are refused, with the file or variable, the key, the value and what to do.
+are refused, with the file or variable, the key, the value and what to do; so are variables that begin with `GRPO_` and
+that nothing reads (but those that end in `_KEY` or `_TOKEN`, whose names are settings).
+
+Values are read by the sources of pydantic-settings: `YamlConfigSettingsSource`, `EnvSettingsSource` and, by dotted key,
+`CliSettingsSource`. Two things they do not do were tried with version 2.16 and are done in `configs/loading.py`:
+`BaseSettings` merges its sources and forgets which of them had a value, which every message here names; and
+`CliSettingsSource` splits a command line by argparse, which takes the last of two `--seed` without a word, cannot have
+a switch both with and without a value, and stops at its first error.
 """
 
 

@@ -397,7 +397,8 @@ def _read(path: Path) -> RunFile | None:
 
 
 def _write(path: Path, run: RunFile) -> None:
-    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
+    # Settings may hold keys, as arguments of environments.
+    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1), private=True)
 
 
 def _now() -> str:

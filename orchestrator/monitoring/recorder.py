@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_m
 from orchestrator.monitoring.summary import Summary, summarise
 from orchestrator.monitoring.trackers import Reporter
 from orchestrator.resuming import Progress
+from orchestrator.samples import FinishedGroup
 from transport.logs import run_warnings
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,10 @@ class Recorder:
             self._write(metrics)
             shown = (REWARD, "reward/accuracy", "perf/generate_tokens_per_s", "policy/lag_max", "time/step_s")
             log.info("step %d: %s", proof.version, ", ".join(f"{key} {metrics[key]:.4g}" for key in shown))
+
+    def batch(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+        """A batch leaves: trackers get its rollouts, where they are due."""
+        self._reporter.batch(step, groups)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A version has been evaluated."""

@@ -78,6 +78,21 @@ def test_a_programs_own_key_holds_before_the_shared_one_and_the_command_line_bef
     assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [8, 9, 8]
 
 
+def test_a_variable_that_nothing_reads_is_refused_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GRPO_LEARNING_RATE", "GRPO_MAX_STEPS", "GRPO_TRAINER_SEED", "GRPO_HELLO", "GRPO_RUN_SED"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("GRPO_ENV_KEY", "k")
+    monkeypatch.setenv("GRPO_MY_JUDGES_KEY", "k")
+    found = {one.key: one.message for one in problems()}
+    assert found.keys() == {"GRPO_LEARNING_RATE", "GRPO_MAX_STEPS", "GRPO_TRAINER_SEED", "GRPO_HELLO", "sed"}
+    assert "GRPO_TRAIN_LEARNING_RATE" in found["GRPO_LEARNING_RATE"]
+    assert "GRPO_RUN_MAX_STEPS" in found["GRPO_MAX_STEPS"]
+    assert "GRPO_TRAIN_SEED" in found["GRPO_TRAINER_SEED"]
+    assert "did you mean" not in found["GRPO_HELLO"]
+
+
 def test_problems_name_the_key_as_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"seed": -1, "learning_rate": 1}))
     found = problems(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from configs.infer import InferSettings
+from configs.infer import VLLM_REFUSED, InferSettings
 from infer.arguments import ArgumentError, make_args, served_rank
 from infer.engine import Adapter, Engine, EngineEnded, EngineError
 from infer.following import continued_seed, follow
@@ -285,6 +286,16 @@ def test_vllms_own_arguments_pass_through_its_parser() -> None:
 def test_what_vllms_parser_does_not_know_is_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match="max-num-sqs"):
         arguments(vllm={"max_num_sqs": 4})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(VLLM_REFUSED))
+def test_no_refused_argument_passes_as_its_abbreviation(name: str) -> None:
+    shorter = name[:-1]
+    if shorter in VLLM_REFUSED:
+        return
+    with pytest.raises((ArgumentError, ValidationError)):
+        arguments(vllm={shorter: {"a": "b"}})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
