@@ -17,7 +17,6 @@ from types import MappingProxyType
 from configs.loading import Given
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
-from deploy.cores import thread_variables
 from deploy.gpus import VARIABLE as VISIBLE_GPUS
 from deploy.gpus import visible_gpus
 from deploy.memory import with_split
@@ -28,6 +27,7 @@ from orchestrator.envs.registry import check_arena, check_id
 from orchestrator.monitoring.summary import Summary, what_next
 from transport.batches.store import StepStore
 from transport.checkpoints import TRAINER, Checkpoints
+from transport.cores import thread_variables
 from transport.errors import RunFolderError
 from transport.folders import steps_in
 from transport.hidden import hide_environment, key_variables, named_keys
@@ -73,7 +73,7 @@ def checked(asked: Run) -> Plan:
     plan = resolve(asked)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
-            check_id(env.id)
+            check_id(env.id, env.args)
     if plan.orch.arena is not None:
         check_arena(plan.orch.arena)
     return plan

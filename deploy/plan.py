@@ -17,9 +17,9 @@ from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.run import Run
 from configs.train import TrainSettings
-from deploy.cores import available_cores, threads_each
 from deploy.gpus import divided, visible_gpus
 from deploy.teacher import server_settings, teacher_problems, why_not_started
+from transport.cores import available_cores, threads_each
 from transport.folders import write_atomic
 from transport.ports import free_port
 

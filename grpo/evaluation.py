@@ -201,7 +201,7 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
     orch = Values(tree=tree).validated(OrchSettings, default="grpo evaluate")
     for env in orch.held_out:
         if env.address is None:
-            check_id(env.id)
+            check_id(env.id, env.args)
     if any(env.rollouts_per_example > 1 and env.temperature == 0 for env in orch.held_out):
         raise UserError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
     return orch, infer

@@ -18,6 +18,7 @@ from infer.checks import BaseModel, check_tokenizer, is_stored_quantized, tensor
 from infer.engine import EngineEnded, embedded
 from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
+from transport.cores import available_cores
 from transport.errors import START_AGAIN
 from transport.keys import is_loopback
 from transport.logs import kept_warnings, printable, start_log
@@ -84,6 +85,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
 async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, key: str | None) -> None:
     """Builds the engine, then serves until a signal (uvicorn raises it again) or the engine's end."""
     identity, device = base_identity(model_dir), device_of(settings)
+    if device == "cpu":
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        log.info("computes with %s threads (num_threads); this process may use %d cores", threads, available_cores())
     model_dir = base_folder(settings, model_dir, identity, device)
     shapes = tensor_shapes(model_dir)
     async with embedded(settings, model_dir=model_dir, sock=sock) as (app, engine):

@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.entry import load_settings
 from configs.train import TrainSettings
+from transport.cores import set_numeric_defaults
 from transport.hidden import hide_environment, key_variables
 from transport.logs import printable, start_log
 from transport.parent import end_with_starter
@@ -23,6 +24,7 @@ def main() -> None:
     end_with_starter()
     settings = load_settings(TrainSettings)
     hide_environment(key_variables(settings.model_dump()))
+    set_numeric_defaults()
     rank = os.environ["RANK"] if settings.num_ranks > 1 and _is_worker(os.environ) else None
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)

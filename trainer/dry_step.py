@@ -107,7 +107,7 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
         optimizer.step(learning_rate=0.0)
     in_step = _in_use(device, peak=True)
     release_memory(device)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Measurement(

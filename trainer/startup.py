@@ -27,6 +27,7 @@ from trainer.weights import AdapterWeights
 from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
+from transport.cores import available_cores
 from transport.logs import kept_warnings
 from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
 from transport.status import FINISHED, PeerWatch, StatusFile
@@ -171,11 +172,12 @@ def warn_of_cpu(setting: str, device: torch.device) -> None:
 
 
 def set_threads(num_threads: int | None, *, num_local_ranks: int = 1) -> None:
-    """Gives this rank so many threads, or its share of what torch would take."""
-    if num_threads is None and num_local_ranks > 1:
-        num_threads = max(1, torch.get_num_threads() // num_local_ranks)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    """Gives this rank so many threads, or its share of the cores that torch would take and this process may use."""
+    cores = available_cores()
+    if num_threads is None:
+        num_threads = max(1, min(torch.get_num_threads(), cores) // num_local_ranks)
+    torch.set_num_threads(num_threads)
+    log.info("computes with %d threads (num_threads); this process may use %d cores", num_threads, cores)
 
 
 def _joined_ranks(settings: TrainSettings, device: torch.device) -> Ranks:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transport.errors import PeerFailed
-from transport.folders import write_atomic
+from transport.folders import remove_leftovers, write_atomic
 
 FAILED = "failed"
 FINISHED = "finished"
@@ -27,6 +27,7 @@ class StatusFile:
 
     def __init__(self, path: Path, *, pid: int | None = None) -> None:
         """`pid` of the process that it is about, None: of this one."""
+        remove_leftovers(path.parent, path.name)
         self._path, self._pid = path, pid
         self._last: tuple[Any, ...] | None = None
 

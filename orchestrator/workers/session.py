@@ -37,6 +37,7 @@ from orchestrator.workers.protocol import (
     Reply,
     Run,
     ToWorker,
+    Withdraw,
     decode_from_worker,
     encode,
     frame_of,
@@ -107,8 +108,8 @@ class _Job:
     answer: Answerer | None
     """Answers a rollout's calls."""
     over: "asyncio.Future[Loaded | Prompts | EpisodeResult | Failure]"
-    answering: set[asyncio.Task[None]] = field(default_factory=set)
-    """Its calls that wait for us."""
+    answering: dict[asyncio.Task[None], int] = field(default_factory=dict)
+    """Its calls that wait for us, and their numbers."""
 
 
 class Session:
@@ -306,7 +307,11 @@ class Session:
         elif isinstance(message, Ended):
             job.over.set_result(message.result)
         elif job.answer is not None:
-            job.answering.add(asyncio.create_task(self._answer(job, message, job.answer)))
+            if isinstance(message, Withdraw):
+                for task, number in job.answering.items():
+                    if number == message.call:
+                        task.cancel()
+            job.answering[asyncio.create_task(self._answer(job, message, job.answer))] = message.call
 
     async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
         try:
@@ -321,7 +326,7 @@ class Session:
                 job.over.set_exception(error)
         finally:
             if (task := asyncio.current_task()) is not None:
-                job.answering.discard(task)
+                job.answering.pop(task, None)
 
     # --- how it ends ---
 

@@ -55,6 +55,7 @@ from orchestrator.workers.protocol import (
     Sampled,
     Stored,
     ToWorker,
+    Withdraw,
     decode_to_worker,
     encode,
     encode_checked,
@@ -156,6 +157,10 @@ class Worker:
             self.send(encode_checked(call))
             with waiting(anew=True):
                 return await answered
+        except asyncio.CancelledError:
+            if isinstance(call, Sample) and call.job in self._running:
+                self.send(encode(Withdraw(job=call.job, call=call.call)))
+            raise
         finally:
             self._replies.pop(key, None)
 

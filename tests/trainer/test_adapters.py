@@ -250,13 +250,45 @@ def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model:
     assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (0, 13)
 
 
-def test_an_adapter_of_other_sizes_is_refused_with_the_keys_to_set(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 64}},
+        {"rank_pattern": {"q_proj": 4}},
+        {"fan_in_fan_out": True},
+        {"lora_bias": True},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"init_lora_weights": "pissa"},
+        {"peft_type": "IA3"},
+    ],
+)
+def test_an_adapter_that_computes_otherwise_is_not_gone_on_with(
+    tiny_model: Path, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    policy = tiny_policy(tiny_model)
+    for name, data in files_of(policy).items():
+        (tmp_path / name).write_bytes(data)
+    policy.weights.load(tmp_path)  # type: ignore[union-attr]
+    config = json.loads((tmp_path / "adapter_config.json").read_bytes())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | setting))
+    with pytest.raises(ModelError, match=next(iter(setting))):
+        policy.weights.load(tmp_path)  # type: ignore[union-attr]
+
+
+def test_an_adapter_is_taken_up_as_it_is_and_one_of_other_sizes_refused_with_the_keys_to_set(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=1)
     bench.send(1, tiny_batch((6, 9)))
     bench.trainer.train()
     for name, data in bench.files(1).items():
         (tmp_path / name).write_bytes(data)
-    other = tiny_policy(tiny_model, target_modules=TARGETS[:2])
-    for folder in (tmp_path, tmp_path / "nothing"):
+    same = tiny_policy(tiny_model)
+    same.weights.load(tmp_path)  # type: ignore[union-attr]
+    assert files_of(same)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
+    others = ({"target_modules": TARGETS[:2]}, {"lora_alpha": 16})
+    for change, folder in (*((change, tmp_path) for change in others), ({}, tmp_path / "nothing")):
         with pytest.raises(ModelError, match="init_adapter"):
-            other.weights.load(folder)  # type: ignore[union-attr]
+            tiny_policy(tiny_model, **change).weights.load(folder)  # type: ignore[union-attr, arg-type]

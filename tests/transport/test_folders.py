@@ -1,12 +1,15 @@
 """What is on disk after a power cut: folders and files under their names are whole, and stay."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.transport.power_cut import recorded
 from transport import folders
+from transport.errors import StorageError
 from transport.folders import ANNOUNCED, STABLE, mark_stable, write_atomic, write_folder
+from transport.status import StatusFile
 
 FILES = {"weights": b"w" * 1000, "canary": b"c"}
 BELOW = {"adapters/second/weights": b"v"}
@@ -60,3 +63,27 @@ def test_a_folder_that_is_reused_holds_only_what_is_written(tmp_path: Path) -> N
     held = {path.name: path.read_bytes() for path in new.iterdir()}
     assert held == {"rank_0": b"short", folders.MANIFEST: b"{}", STABLE: folders.digest_of(b"{}").encode()}
     assert not old.exists()
+
+
+def test_a_full_disk_names_file_folder_and_remedy_and_keeps_no_temporary_file(
+    tmp_path: Path, small_disk: Callable[[Path], None]
+) -> None:
+    small_disk(tmp_path / "disk")
+    path = tmp_path / "disk" / "status.json"
+    write_atomic(path, b"old")
+    for write in (
+        lambda: write_atomic(path, bytes(2**20)),
+        lambda: write_folder(tmp_path / "disk" / "folder", {"weights": bytes(2**20)}, lambda _: b"{}"),
+    ):
+        with pytest.raises(StorageError, match=rf"{tmp_path}/disk/\w.* cannot be .* room in {tmp_path}/disk or"):
+            write()
+    assert path.read_bytes() == b"old"
+    assert [one.name for one in path.parent.iterdir()] == ["status.json"]
+
+
+def test_leftovers_are_those_of_the_writer_that_removes_them(tmp_path: Path) -> None:
+    for name in (".train.json.5f0c.tmp", ".orch.json.5f0c.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / ".train.json.5f0d.tmp").mkdir()
+    StatusFile(tmp_path / "train.json").set("waiting")
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".orch.json.5f0c.tmp", "train.json"]
