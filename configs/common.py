@@ -89,7 +89,7 @@ def all_conflicts(settings: Section, prefix: str = "") -> Conflicts:
         value, key = getattr(settings, name), prefix + name
         missing = [one for one in field.metadata if isinstance(one, OnlyWith) and not one.holds(settings)]
         if missing and value is not None and name in settings.changed:
-            for idle in _changed_keys(value, key):
+            for idle in changed_keys(value, key):
                 yield idle, f"has no effect without {prefix}{missing[0]}; remove it, or set that"
         for position, one in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
             if isinstance(one, Section):
@@ -97,12 +97,13 @@ def all_conflicts(settings: Section, prefix: str = "") -> Conflicts:
     yield from ((prefix + key, message) for key, message in settings.conflicts())
 
 
-def _changed_keys(value: Any, key: str) -> Iterator[str]:
+def changed_keys(value: Any, key: str) -> Iterator[str]:
+    """The dotted key of a value or, where it is a section, of those of its values that are no defaults."""
     if not isinstance(value, Section):
         yield key
         return
     for name in sorted(value.changed):
-        yield from _changed_keys(getattr(value, name), f"{key}.{name}")
+        yield from changed_keys(getattr(value, name), f"{key}.{name}")
 
 
 class ProcessSettings(Section):

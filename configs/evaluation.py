@@ -1,11 +1,11 @@
 """Settings of environments and of the evaluation on them."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
-from configs.common import Conflicts, Section
+from configs.common import Conflicts, Section, changed_keys
 
 EVAL_PREFIX = "eval:"
 """Tells an evaluation environment from a training one of the same name."""
@@ -43,6 +43,15 @@ class EnvSettings(Section):
             yield "name", f"must not begin with {EVAL_PREFIX}, which marks environments of evaluation"
 
 
+def _environments(given: Any) -> Any:
+    """An id, or one environment's settings, stand for a list of one."""
+    one = {"id": given} if isinstance(given, str) else given
+    return [one] if isinstance(one, Mapping) else one
+
+
+Environments: TypeAlias = Annotated[tuple[EnvSettings, ...], BeforeValidator(_environments)]
+
+
 class EvalSamplingSettings(Section):
     """How held-out prompts are answered."""
 
@@ -72,7 +81,7 @@ class EvalSettings(Section):
     """Evaluation on held-out prompts, before the first and after the last step, and in between. Training goes on
     meanwhile, unless it is told to wait."""
 
-    env: tuple[EnvSettings, ...] = ()
+    env: Environments = ()
     """Environments to evaluate on (empty: the training ones). One that shares its name with a training environment, but
     not its arguments, is another environment, and both keep the name in their own metrics."""
     num_examples: int = Field(default=-1, ge=-1)
@@ -108,7 +117,8 @@ class EvalSettings(Section):
 
     def conflicts(self) -> Conflicts:
         yield from label_conflicts("env", self.env)
-        for key in sorted(self.changed - {"num_examples"}) if self.num_examples == 0 else ():
+        idle = sorted(self.changed - {"num_examples"}) if self.num_examples == 0 else ()
+        for key in [one for name in idle for one in changed_keys(getattr(self, name), name)]:
             yield key, "has no effect with num_examples: 0, which switches evaluation off; remove it"
         if self.num_examples and self.rollouts_per_example > 1 and self.sampling.temperature == 0:
             why = "makes the same answer again and again at temperature 0; set eval.sampling.temperature above 0"

@@ -21,8 +21,9 @@ from configs.common import (
     Shared,
     Transport,
     adapter_conflicts,
+    changed_keys,
 )
-from configs.evaluation import EnvSettings, EvalSettings, HeldOut, label_conflicts
+from configs.evaluation import Environments, EnvSettings, EvalSettings, HeldOut, label_conflicts
 from configs.reporting import ReportSettings, TraceSettings
 from configs.rollouts import (
     BATCH_ADVANTAGES,
@@ -74,13 +75,16 @@ class OrchSettings(ProcessSettings, Shared):
 
     model: ModelSettings
     """The policy."""
-    env: tuple[EnvSettings, ...] = ()
-    """Environments to train on."""
+    env: Environments = ()
+    """Environments to train on; an id alone stands for one."""
     arena: str | None = None
     """A schedule of your own instead of environments: `file.py:Class` or `module:Class`, derived from `grpo.Arena`
     (null: examples of `env` are sampled)."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run in `output_dir` that an orchestrator has worked in goes on (`auto`) or is refused (`never`)."""
+    resume_with_changed_code: bool = False
+    """A run goes on although files that its settings name (environments, rewards, advantages, filters, data) have
+    changed since it began. false: that is refused."""
     run_id: str | None = None
     """Id of the run to join, which the launcher gives (null: the one in `output_dir`)."""
     batch_size: PositiveInt = 128
@@ -184,8 +188,8 @@ class OrchSettings(ProcessSettings, Shared):
     def _arena_conflicts(self) -> Conflicts:
         """What an arena decides itself."""
         for key in ("buffer", "eval", "rollouts_per_example", "oversampling_factor", "max_concurrent_groups"):
-            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
-                yield key, f"has no effect with arena = {self.arena}; remove it"
+            for idle in changed_keys(getattr(self, key), key) if key in self.changed else ():
+                yield idle, f"has no effect with arena = {self.arena}; remove it"
 
     def _length_conflicts(self) -> Conflicts:
         max_tokens = self.sampling.max_tokens

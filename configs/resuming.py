@@ -7,7 +7,7 @@ from configs.infer import InferSettings
 
 TRAINER_MAY_CHANGE = frozenset(
     {
-        *("max_steps", "wait_timeout_s", "ckpt", "resume"),
+        *("max_steps", "wait_timeout_s", "ckpt", "resume", "resume_with_changed_code"),
         *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
         *("device", "gpus", "nodes", "min_nodes", "rendezvous", "zero_level", "num_threads", "offload"),
         *("gradient_checkpointing", "compile", "colocate", "sleep_mode"),
@@ -20,7 +20,7 @@ TRAINER_MAY_CHANGE = frozenset(
 )
 ORCHESTRATOR_MAY_CHANGE = frozenset(
     {
-        *("max_steps", "wait_timeout_s", "ckpt", "resume"),
+        *("max_steps", "wait_timeout_s", "ckpt", "resume", "resume_with_changed_code"),
         *("model.name", "model.lora_adapter", "output_dir", "run_id", "rollout_transport", "weight_broadcast"),
         *("client", "teacher_model.client", "hints.model.base_url", "preferences.teachers.base_url"),
         *("env.address", "env.num_workers", "env.memory_gb", "reward_timeout_s", "max_env_failure_rate"),

@@ -1,8 +1,6 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -72,6 +70,9 @@ class SharedSettings(OnDevice, Shared):
     """Base model: a local folder or a Hugging Face id."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
+    resume_with_changed_code: bool = False
+    """A run goes on although files that its settings name (environments, rewards, losses, data) have changed since it
+    began; `run.json` has it under `changes`, and curves a line there. false: that is refused."""
     overwrite_output_dir: bool = False
     """An earlier run in `output_dir` is removed first."""
     sequence_len: PositiveInt = 2048
@@ -118,7 +119,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """What is trained, its gradients and the optimizer's state are kept in main memory, where the optimizer steps them:
     less of the GPU's memory for a slower step. For `lora: false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
-    """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
+    """Threads of each rank for computation on a CPU (null: all cores that affinity and cgroup quotas allow, divided
+    among the ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
     """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
     `nvfp4` are bf16 but for the frozen weights of layers with an adapter, whose products in training are in 8 or 4
@@ -149,7 +151,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
     stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
-    little_signal: Share = 0.25
+    little_signal: Share = 0.0
     """Share of a batch's loss tokens that have anything to teach, an advantage other than 0 for example, below which
     its learning rate is lower, by the square root of that share over this: where most groups have equal rewards the
     batch is a small one, and one without any signal changes nothing (0: the rate stays)."""
@@ -198,14 +200,6 @@ class TrainSettings(ProcessSettings, SharedSettings):
             return given
         transport = given.get("rollout_transport", {})
         return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
-
-    def recorded(self) -> dict[str, Any]:
-        """Returns the settings as JSON, as a run's record keeps them: a loss of the user's own with its digest."""
-        fields = self.model_dump(mode="json")
-        path = Path((self.loss.import_path or "").partition(".py:")[0] + ".py")
-        if self.loss.import_path is not None and path.is_file():
-            fields["loss"]["import_path"] += f" sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-        return fields
 
     @property
     def num_ranks(self) -> int:

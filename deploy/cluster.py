@@ -1,5 +1,6 @@
 """What runs where on a cluster: the same commands for each engine that starts them."""
 
+import hashlib
 import json
 import subprocess
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from deploy.plan import run_id_problems
 from deploy.teacher import why_not_started
 
 _BESIDE_FILES = (COMMAND_LINE, "environment variable")
+MAX_NAME = 40
+"""Characters of a run's name: Kubernetes takes 63, which what it appends itself is part of."""
 ALL_INTERFACES = "0.0.0.0"
 ANSWER_S = 600.0
 """How long a command of an engine may take; SkyPilot makes machines meanwhile."""
@@ -193,9 +196,15 @@ def preset_of(target: str) -> str | None:
 
 
 def name_of(run: Run) -> str:
-    """A name for a run in a cluster: that of its folder, in small letters, digits and hyphens."""
-    folder = Path(run.train.settings.output_dir).name.lower()
-    return "".join(one if one.isascii() and one.isalnum() else "-" for one in folder).strip("-") or "grpo"
+    """A name for a run in a cluster, as RFC 1035 has it: that of its folder, in small letters, digits and hyphens. It
+    begins with a letter; a long one is cut, and ends with a digest of all of it."""
+    folder = Path(run.train.settings.output_dir).name
+    name = "".join(one if one.isascii() and one.isalnum() else "-" for one in folder.lower()).strip("-") or "grpo"
+    name = name if name[0].isalpha() else f"run-{name}"
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(folder.encode()).hexdigest()[:8]
+    return f"{name[: MAX_NAME - 9].rstrip('-')}-{digest}"
 
 
 def secrets(parts: Sequence[Part], run: Run) -> tuple[str, ...]:

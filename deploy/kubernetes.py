@@ -5,13 +5,17 @@ anew where they end with 75 or the cluster takes their machine, and which fail w
 Deployments. All share one volume. Not run on a real cluster: the files are validated, and their commands run.
 """
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from configs.run import Run, run_file
+from configs.errors import SettingsError
+from configs.run import RUN_FILE, Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, preset_of, said_by
 from transport.errors import START_AGAIN
 
@@ -23,14 +27,20 @@ OVERLAYS = {
     "leaderworkerset": (("apps/v1", "StatefulSet", "infer"),),
 }
 """By name, what of the base goes for the kind of the same name."""
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _INSTANCE = "app.kubernetes.io/instance"
 
 
 def files(run: Run, target: str) -> dict[str, str]:
-    """The files of a folder for `kubectl apply -k FOLDER/base`, or one of the overlays, by their paths."""
+    """The files of a folder for `kubectl apply -k FOLDER/base`, or one of the overlays, by their paths. Raises
+    `SettingsError` where a name is none in Kubernetes."""
     name, source, preset = name_of(run), run_file(target), preset_of(target)
-    seen_as = preset or f"{SETTINGS}/{source.name}"
+    if not _NAME.fullmatch(run.settings.topology.secret):
+        message = "is no name of a secret; use small letters, digits, '-' and '.', a letter or digit first and last"
+        raise SettingsError([run.problem("topology.secret", message)])
+    seen_as = preset or f"{SETTINGS}/{RUN_FILE}"
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
+    environment.filters["command"] = _command
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         parts=_parts(run, seen_as, name, f"{name}-train-0.{name}-train"),
@@ -48,8 +58,8 @@ def files(run: Run, target: str) -> dict[str, str]:
     written = {f"{overlay}/resources.yaml": _yaml(*resources) for overlay, resources in found.items()}
     kustomization: dict[str, Any] = {"resources": ["resources.yaml"]}
     if preset is None:
-        kustomization["configMapGenerator"] = [{"name": f"{name}-settings", "files": [source.name]}]
-        written[f"base/{source.name}"] = source.read_text(encoding="utf-8")
+        kustomization["configMapGenerator"] = [{"name": f"{name}-settings", "files": [RUN_FILE]}]
+        written[f"base/{RUN_FILE}"] = source.read_text(encoding="utf-8")
     written["base/kustomization.yaml"] = _yaml(kustomization)
     for overlay in ("jobset", "leaderworkerset"):
         gone = [
@@ -59,6 +69,11 @@ def files(run: Run, target: str) -> dict[str, str]:
         over = {"resources": ["../base", "resources.yaml"], "patches": [{"patch": _yaml(one)} for one in gone]}
         written[f"{overlay}/kustomization.yaml"] = _yaml(over)
     return written
+
+
+def _command(argv: Sequence[str]) -> str:
+    """A container's command as JSON. The kubelet puts variables in the place of `$(NAME)`, and reads `$$` as `$`."""
+    return json.dumps([word.replace("$", "$$") for word in argv])
 
 
 def _parts(run: Run, target: str, name: str, trainer: str) -> list[Part]:

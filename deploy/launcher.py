@@ -1,32 +1,39 @@
 """One run: opens its folder, starts the programs, watches over them, and says how it ended."""
 
 import contextlib
+import getpass
 import json
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
+from configs.loading import Given
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
-from deploy.cores import thread_variables
 from deploy.gpus import VARIABLE as VISIBLE_GPUS
 from deploy.gpus import visible_gpus
 from deploy.memory import with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
-from deploy.programs import Outcome, Program, Signals, run_programs
+from deploy.programs import Child, Outcome, Program, Signals, run_programs
 from deploy.teacher import within_model
-from orchestrator.envs.registry import check_id
-from orchestrator.monitoring.summary import Summary
+from orchestrator.envs.registry import check_arena, check_id
+from orchestrator.monitoring.summary import Summary, what_next
 from transport.batches.store import StepStore
-from transport.checkpoints import Checkpoints
+from transport.checkpoints import TRAINER, Checkpoints
+from transport.cores import thread_variables
 from transport.errors import RunFolderError
-from transport.hidden import hide_environment, key_variables
+from transport.folders import steps_in
+from transport.hidden import hide_environment, key_variables, named_keys
+from transport.logs import printable
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
-from transport.status import server_file
+from transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
 from transport.weights.identity import base_identity, resolve_model
 
 SUMMARY_FILE = "summary.json"
@@ -36,7 +43,17 @@ MODULES = {
 }
 """By program: what Python runs."""
 SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
+_OF_PLACES = {
+    "train.output_dir",
+    "infer.output_dir",
+    "orch.output_dir",
+    "train.model",
+    "infer.model",
+    "orch.model.name",
+}
+"""Settings that may differ although nothing is to be done: where things are."""
 _NUM_LOG_LINES = 20
+_COMPILED_VAR = "TORCHINDUCTOR_CACHE_DIR"
 Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
 
@@ -48,7 +65,7 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
         print(plan.effective(), end="")
         return 0
     hide_environment(key_variables(plan.orch.model_dump()))
-    return run_plan(plan, show)
+    return run_plan(plan, show, given=asked.given)
 
 
 def checked(asked: Run) -> Plan:
@@ -56,13 +73,16 @@ def checked(asked: Run) -> Plan:
     plan = resolve(asked)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
-            check_id(env.id)
+            check_id(env.id, env.args)
+    if plan.orch.arena is not None:
+        check_arena(plan.orch.arena)
     return plan
 
 
-def run_plan(plan: Plan, show: Show) -> int:
-    """A run with these settings, from its founding, or from where it stands, to its summary; the exit code. Raises
-    RunFolderError and FileNotFoundError, StorageError, and what `deploy.memory` raises."""
+def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> int:
+    """A run with these settings, from its founding, or from where it stands, to its summary; the exit code. `given` are
+    those that a person gave, which a finished run cannot follow. Raises RunFolderError and FileNotFoundError,
+    StorageError, and what `deploy.memory` raises."""
     for line in plan.notes:
         print(line, flush=True)
     with contextlib.ExitStack() as stack:
@@ -71,16 +91,20 @@ def run_plan(plan: Plan, show: Show) -> int:
         if plan.teacher is not None:
             plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
         stack.enter_context(only_one(plan.output_dir, "launcher"))
-        _check_folder(plan, model)
+        changed = _check_folder(plan, model)
         if _is_finished(plan):
+            _check_finished(plan, sorted(changed & given.keys() - _OF_PLACES))
             print(f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps; raise max_steps to go on")
             return print_summary(plan.output_dir)
         plan = _divided(plan, model)
         folder = _open(plan)
         plan = with_run(plan, folder.run_id)
-        programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder)
-        with show(folder.path) as tick:
+        print(_goes_on(folder), end="", flush=True)
+        scratch = stack.enter_context(scratch_folder(folder.run_id))
+        programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder, scratch=scratch)
+        with launched(folder) as ended, show(folder.path) as tick:
             outcome = run_programs(programs, restarts=plan.restarts, signals=signals, tick=tick)
+            ended(outcome)
     explain(outcome)
     return outcome.exit_code or print_summary(folder.path)
 
@@ -96,19 +120,33 @@ def _divided(plan: Plan, model: Path) -> Plan:
     return plan
 
 
-def _check_folder(plan: Plan, model: Path) -> None:
-    """Raises `RunFolderError` where the folder holds a run that cannot be gone on with by these settings."""
+def _check_folder(plan: Plan, model: Path) -> set[str]:
+    """The settings that differ from those of the run in the folder. Raises `RunFolderError` where it cannot be gone on
+    with by them."""
     path, step, base = plan.output_dir, plan.resume_step, base_identity(model)
     if step is not None and current_run_id(path) is None:
         raise RunFolderError(f"resume_step is {step}, and {path} holds no run; give another --output_dir")
     for role in ("train", "orch"):
         with only_one(path, role):
             pass
-    if plan.train.resume == "auto" and not plan.train.overwrite_output_dir:
-        orch, infer = (settings.model_dump(mode="json") for settings in (plan.orch, plan.infer))
-        changes_of(path, role="train", settings=plan.train.recorded(), base_model=base, may_change=TRAINER_MAY_CHANGE)
-        changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE)
-        changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE)
+    if plan.train.resume == "never" or plan.train.overwrite_output_dir:
+        return set()
+    train, orch, infer = (one.model_dump(mode="json") for one in (plan.train, plan.orch, plan.infer))
+    changed = {
+        "train": changes_of(path, role="train", settings=train, base_model=base, may_change=TRAINER_MAY_CHANGE),
+        "orch": changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE),
+        "infer": changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE),
+    }
+    return {f"{role}.{key}" for role, keys in changed.items() for key in keys}
+
+
+def _check_finished(plan: Plan, ineffective: Sequence[str]) -> None:
+    """Raises `RunFolderError` for settings that a run which has done its steps cannot follow."""
+    if ineffective:
+        raise RunFolderError(
+            f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps, and {', '.join(ineffective)} "
+            "would have no effect: set as it was to see the summary, raise max_steps to go on, or give another folder"
+        )
 
 
 def _is_finished(plan: Plan) -> bool:
@@ -135,6 +173,15 @@ def _open(plan: Plan) -> RunFolder:
     return run
 
 
+def _goes_on(run: RunFolder) -> str:
+    """A line that says from where a run goes on; nothing of one that only begins."""
+    newest, step = max(steps_in(run.broadcasts), default=0), max(steps_in(run.checkpoints, part=TRAINER), default=0)
+    if not newest:
+        return ""
+    again = f"; what came after it, up to step {newest}, is made again from its batches" if newest > step else ""
+    return f"going on from {'step' if step == newest else 'the checkpoint of step'} {step}{again}\n"
+
+
 def clear_for_start(run: RunFolder) -> None:
     """Removes what programs of an earlier start have said of themselves, and that the run is over."""
     (run.path / SUMMARY_FILE).unlink(missing_ok=True)
@@ -144,19 +191,40 @@ def clear_for_start(run: RunFolder) -> None:
     StepStore(run.batches, run_id=run.run_id).remove_finished()
 
 
-def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
+@contextlib.contextmanager
+def scratch_folder(run_id: str) -> Iterator[Path]:
+    """The folder for what the run's servers leave in the machine's temporary one, sockets above all; while it is
+    entered. Its name is the run's, so that the next start removes what a killed one has left. It is not in the run's
+    folder, because the path of a socket must be short. Raises OSError."""
+    path = Path(tempfile.gettempdir()) / f"grpo-{run_id[:8]}"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def make_programs(
+    plan: Plan, files: Mapping[str, Path], run: RunFolder, *, scratch: Path | None = None
+) -> list[Program]:
     """The programs as they are started. Environment variables with settings are left out, because the files hold the
-    outcome, and they would overrule it; so are keys that only the orchestrator needs. Models are got with HF_TOKEN by
-    all of them."""
+    outcome, and they would overrule it; so are the run's keys that a program's own settings do not name. Models are got
+    with HF_TOKEN by all of them. `scratch` is the servers' folder for temporary files."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
         num_threads["teacher"] = plan.teacher.num_threads
-    needed = {role: key_variables(settings.model_dump()) for role, settings in plan.settings().items()}
+    keys = key_variables(plan.orch.model_dump()) - {"HF_TOKEN"}
+    needed = {role: named_keys(settings.model_dump()) for role, settings in plan.settings().items()} | {"orch": keys}
     programs = []
     for role in num_threads:
-        threads, without = num_threads[role], needed["orch"] - needed[role] - {"HF_TOKEN"}
+        threads, without = num_threads[role], keys - needed[role]
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
+        if scratch is not None and role in ("infer", "teacher"):
+            # What torch has compiled stays where it would be without us: it is for later runs too.
+            compiled = inherited.get(_COMPILED_VAR, f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+            own |= {"TMPDIR": str(scratch), _COMPILED_VAR: compiled}
         environment = {k: v for k, v in inherited.items() if k not in without} | own
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
@@ -186,18 +254,56 @@ def print_summary(folder: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"error: {folder / SUMMARY_FILE}, which the run has written, cannot be read: {error}", file=sys.stderr)
         return 1
+    print(what_next(folder))
     return 0
+
+
+def ended_by(number: signal.Signals) -> str:
+    """What is said of a run that a signal has ended."""
+    return f"ended by {number.name}; the same command goes on"
+
+
+@contextlib.contextmanager
+def launched(run: RunFolder) -> Iterator[Callable[[Outcome], None]]:
+    """Within it the run's folder says that this launcher is at work, and afterwards how the run has ended, as what this
+    gives is told of it, or by the error that comes out of it."""
+    status = StatusFile(run.status / LAUNCHER_FILE)
+
+    def say(state: str, message: str | None = None) -> None:
+        with contextlib.suppress(OSError):  # a full disk, of which the programs complain
+            status.set(state, message=message)
+
+    def ended(outcome: Outcome) -> None:
+        if outcome.stopped_by is not None:
+            say(STOPPED, ended_by(outcome.stopped_by))
+        elif outcome.failed is not None:
+            say(FAILED, reason_of(outcome.failed))
+        else:
+            say(FINISHED)
+
+    say("running")
+    try:
+        yield ended
+    except BaseException as error:
+        is_told = isinstance(error, SystemExit | KeyboardInterrupt)
+        say(STOPPED if is_told else FAILED, "told to end" if is_told else f"{type(error).__name__}: {error}")
+        raise
 
 
 def explain(outcome: Outcome) -> None:
     """Prints on standard error who failed, with the last lines of its log; the error comes last."""
     if outcome.stopped_by is not None:
-        print(f"ended by {outcome.stopped_by.name}; the same command goes on", file=sys.stderr)
+        print(ended_by(outcome.stopped_by), file=sys.stderr)
     elif (failed := outcome.failed) is not None:
         lines = failed.program.last_lines()
-        shown = [f"  | {line}" for line in lines[-_NUM_LOG_LINES:] or ["(nothing)"]]
+        shown = [f"  | {printable(line)}" for line in lines[-_NUM_LOG_LINES:] or ["(nothing)"]]
         print(f"\nlast lines of {failed.program.log}:", *shown, sep="\n", file=sys.stderr)
-        print(f"error: {failed.program.name} {failed.failure}{last_error(lines)}", file=sys.stderr)
+        print(f"error: {reason_of(failed)}", file=sys.stderr)
+
+
+def reason_of(failed: Child) -> str:
+    """Why a program has failed, in its own words where it had some."""
+    return printable(f"{failed.program.name} {failed.failure}{last_error(failed.program.last_lines())}")
 
 
 def last_error(lines: Sequence[str]) -> str:

@@ -122,7 +122,10 @@ class Child:
         if self._process is None:
             if now_s >= self._again_s:
                 self._tidy()
-                self._start()
+                try:
+                    self._start()
+                except OSError as error:  # of its log, or of a machine without memory
+                    self.failure = f"cannot be started again: {error}{removed(self.program.log)}"
         elif (status := self._process.poll()) is not None:
             self._has_ended(status, now_s)
 
@@ -132,10 +135,11 @@ class Child:
         if status == 0 and not self.program.is_server:
             self.done = True
         elif not self._may_mend(status):
-            self.failure = how(status)
+            self.failure = how(status) + removed(self.program.log)
         elif self._num_in_a_row >= self._restarts:
             self.gave_up = True
-            self.failure = how(status) + (f" after {self._restarts} restarts" if self._restarts else "")
+            often = f" after {self._restarts} restarts" if self._restarts else ""
+            self.failure = how(status) + often + removed(self.program.log)
         else:
             pause_s = min(FIRST_PAUSE_S * 2.0**self._num_in_a_row, MAX_PAUSE_S)
             self._num_in_a_row += 1
@@ -181,6 +185,15 @@ def how(status: int) -> str:
         return f"ended with exit code {status}"
     number = -status
     return f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
+
+
+def removed(log: Path) -> str:
+    """The cause where a program's log is not there any more, to be appended: the folder that was removed, or the file.
+    What the program said of it went with the log."""
+    gone = [one for one in (log, *log.parents) if not one.exists()]
+    if not gone:
+        return ""
+    return f": {gone[-1]} was removed meanwhile; the same command goes on with what is left, or begins anew"
 
 
 class Signals:

@@ -15,7 +15,7 @@ from pathlib import Path
 from configs.errors import Problem, SettingsError
 from configs.run import Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
-from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary
+from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
 from deploy.programs import Program, Signals, run_programs
 from transport.errors import START_AGAIN
 from transport.parent import PARENT_VAR
@@ -31,13 +31,16 @@ _GROUPS = ("orch", "infer", "train", "env")
 
 
 def script(run: Run, target: str, arguments: Sequence[str]) -> str:
-    """The file for sbatch. `target` and `arguments` are the user's words."""
+    """The file for sbatch. `target` and `arguments` are the user's words. Raises `SettingsError` where a value cannot
+    stand in a line of it."""
     folder, topology = Path(run.train.settings.output_dir).absolute(), run.settings.topology
+    _check_lines(run, folder)
     found = {part.role.partition(".")[0]: part for part in parts(run, Places())}
-    common = [f"--{key}={value}" for key, value in topology.slurm.items()]
+    common = [_option(key, value) for key, value in topology.slurm.items()]
     head = [
-        *(f"--job-name={name_of(run)}", f"--chdir={Path.cwd()}", "--requeue", "--open-mode=append"),
-        *(f"--output={folder}/logs/slurm.log", f"--signal=B:USR1@{topology.slurm_notice_s}"),
+        *(f"--job-name={name_of(run)}", _option("chdir", Path.cwd()), "--requeue", "--open-mode=append"),
+        _option("output", f"{folder}/logs/slurm.log".replace("%", "%%")),  # %j is the job's number there
+        f"--signal=B:USR1@{topology.slurm_notice_s}",
     ]
     groups = [[*common, *_machines(found[role])] for role in _GROUPS if role in found]
     lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in head)]
@@ -46,6 +49,32 @@ def script(run: Run, target: str, arguments: Sequence[str]) -> str:
         lines += [f"#SBATCH {word}" for word in group]
     words = [sys.executable, "-P", "-m", "grpo.cli", "launch", target, "--on", "slurm", "--inside", *arguments]
     return "\n".join([*lines, f"exec {shlex.join(words)}", ""])
+
+
+def _check_lines(run: Run, folder: Path) -> None:
+    """Raises `SettingsError` where a key is no option of sbatch, or a line would end within a value."""
+    why = "holds a character that sbatch cannot read in a line of its file; use printable ones, and no backslash"
+    slurm = run.settings.topology.slurm
+    problems = [
+        run.problem("topology.slurm", f"{key!r} is no option of sbatch; write it as sbatch --help does, without --")
+        for key in slurm
+        if not re.fullmatch("[a-z][a-z0-9-]*", key)
+    ]
+    problems += [run.problem(f"topology.slurm.{key}", why) for key, one in slurm.items() if not str(one).isprintable()]
+    # A backslash in the name of a log changes how sbatch reads the rest of it.
+    problems += [run.train.problem("output_dir", why)] if not str(folder).isprintable() or "\\" in str(folder) else []
+    if not (here := str(Path.cwd())).isprintable():
+        problems.append(Problem(origin="working directory", key="here", value=here, message=why))
+    if problems:
+        raise SettingsError(problems)
+
+
+def _option(key: str, value: object) -> str:
+    """An option as sbatch reads it in its file: quoted, where a character of it would end or change the value."""
+    text = str(value)
+    if not re.search(r"[^\w@%+=:,./-]", text):
+        return f"--{key}={text}"
+    return f"--{key}=" + '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
 def _machines(part: Part) -> list[str]:
@@ -109,8 +138,9 @@ def inside(run: Run, target: str, show: Show) -> int:
         folder = open_run(run.train.settings.output_dir, resume="auto")
         clear_for_start(folder)
         programs = _programs(run, target, folder)
-        with show(folder.path) as tick:
+        with launched(folder) as ended, show(folder.path) as tick:
             outcome = run_programs(programs, restarts=run.settings.restarts, signals=signals, tick=tick)
+            ended(outcome)
     explain(outcome)
     gave_up = outcome.failed is not None and outcome.failed.gave_up
     again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS

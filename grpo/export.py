@@ -153,7 +153,9 @@ def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, fl
     canary = version.canary
     computed = canary.dtype if kind == "adapter" else dtype
     source = version.base if kind == "adapter" else folder
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, computed), local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=getattr(torch, computed), local_files_only=True, trust_remote_code=False
+    )
     if kind == "adapter":
         from peft import PeftModel
 
@@ -176,14 +178,29 @@ def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, fl
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads an exported folder to a private repository, made where there is none. Returns its address. Raises
-    `CannotExport` with the hub's reason."""
-    from huggingface_hub import HfApi
+    """Uploads an exported folder to a private repository, made where there is none; of a base on this machine the name
+    goes, not the path. Returns the repository's address. Raises `CannotExport` with the hub's reason."""
+    from huggingface_hub import HfApi, get_token
 
-    api = HfApi()
+    api, config = HfApi(), folder / ADAPTER_CONFIG_FILE
+    note = "grpo export"
     try:
         address = str(api.create_repo(name, private=True, exist_ok=True))
-        api.upload_folder(folder_path=folder, repo_id=name, commit_message="grpo export")
+        api.upload_folder(folder_path=folder, repo_id=name, commit_message=note, ignore_patterns=[config.name])
+        if config.exists():
+            content = _without_path(config.read_bytes())
+            api.upload_file(path_or_fileobj=content, path_in_repo=config.name, repo_id=name, commit_message=note)
     except Exception as error:  # those of the HTTP library that it happens to use, too
-        raise CannotExport(f"{folder} was exported, and could not be pushed to {name}: {error}") from error
+        reason = str(error)
+        if token := get_token():  # which an answer may repeat
+            reason = reason.replace(token, "***")
+        raise CannotExport(f"{folder} was exported, and could not be pushed to {name}: {reason}") from None
     return address
+
+
+def _without_path(config: bytes) -> bytes:
+    """An adapter's configuration as other machines get it: a folder of this one is none there."""
+    fields = json.loads(config)
+    if (base := Path(fields["base_model_name_or_path"])).exists():
+        fields["base_model_name_or_path"] = base.name
+    return json.dumps(fields, indent=1).encode()

@@ -24,7 +24,7 @@ import yaml
 from configs.errors import SettingsError
 from configs.loading import load, value_at
 from configs.train import TrainSettings
-from deploy.launcher import explain
+from deploy.launcher import explain, launched
 from deploy.programs import Program, Signals, run_programs
 from grpo.run_files import STEP
 from orchestrator.envs.data.files import check_refused, parse_rows
@@ -36,7 +36,7 @@ from transport.batches.filesystem import BatchSender
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import UserError
-from transport.folders import step_folder, steps_in
+from transport.folders import step_folder, steps_in, write_atomic
 from transport.hidden import key_variables
 from transport.records import TrainingSample
 from transport.run import RunFolder, only_one, open_run
@@ -83,10 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a whole number from 1 on")
+    return int(text)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -109,7 +108,10 @@ def main(options: argparse.Namespace) -> int:
         transport = settings.rollout_transport.model_dump()
         sender = stack.enter_context(open_sender(run, num_ranks=settings.gpus, **transport))
         feed = Feed(examples, settings, run, sender, batch_size=options.batch_size)
-        outcome = run_programs([_trainer(settings, run)], restarts=_RESTARTS, signals=signals, tick=feed.tick)
+        programs = [_trainer(settings, run)]
+        with launched(run) as ended:
+            outcome = run_programs(programs, restarts=_RESTARTS, signals=signals, tick=feed.tick)
+            ended(outcome)
         feed.tell()
     explain(outcome)
     if not outcome.exit_code:
@@ -282,7 +284,7 @@ def _trainer(settings: TrainSettings, run: RunFolder) -> Program:
     goes_on = {"run_id": run.run_id, "resume": "auto", "overwrite_output_dir": False}
     given = settings.model_copy(update=goes_on).model_dump(mode="json", exclude_unset=True)
     file = run.path / "settings" / "train.yaml"
-    file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+    write_atomic(file, yaml.safe_dump(given, sort_keys=False).encode(), durable=False, private=True)
     hidden = key_variables(settings.model_dump()) | {k for k in os.environ if k.startswith("GRPO_TRAIN_")}
     return Program(
         role="train",

@@ -1,5 +1,6 @@
 """The model's chat template and tokenizer: prompts to ids, sampled ids to text."""
 
+import functools
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,13 @@ class ChatRenderer:
         names = {number: name for name, number in self._tokenizer.get_vocab().items()}
         single: list[str] = self._tokenizer.batch_decode([[number] for number in range(max(names) + 1)])
         return [names.get(number, text) if "\ufffd" in text else text for number, text in enumerate(single)]
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most: as many as the longest name in the vocabulary has, in which
+        each sign stands for a byte or more. (A normalizer that shortens texts, or one token for any unknown word, is
+        not counted.)"""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def texts(self, completions: Sequence[Choice]) -> list[str]:
         """Each completion without special tokens."""
@@ -145,4 +153,5 @@ def load_tokenizer(name: Path | str) -> Any:
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer.from_pretrained(name, local_files_only=True)
+    # Without a word on it, transformers asks the terminal whether code that comes with the model may run.
+    return Tokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)

@@ -23,14 +23,16 @@ from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = (
     *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft", "python -m"),
-    *("grpo evaluate", "grpo export", "grpo serve", "grpo chat"),
+    *("grpo evaluate", "grpo export", "grpo serve", "grpo chat", "pip ", "kubectl ", "python -m venv"),
 )
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
 PROGRAMS: dict[str, Callable[[], Any]] = {
     **{"grpo": grpo.cli.main, "grpo-infer": infer.cli.main, "grpo-orch": orchestrator.cli.main},
     "grpo-train": trainer.cli.main,
 }
-NEEDS_GPU = "_gpus |--sleep_mode"
+NEEDS_GPU = "--sleep_mode"
+OF_A_READER = {"RUN": "quickstart", "train.yaml": "quickstart"}
+"""Names that stand for what a reader has."""
 
 
 def blocks(language: str) -> Iterator[str]:
@@ -55,7 +57,7 @@ def test_python_and_yaml_of_the_pages_can_be_read() -> None:
 
 def commands() -> Iterator[str]:
     """Without what stands before the program: variables, and the cores that it gets."""
-    for block in blocks("sh"):
+    for block in blocks("(?:ba)?sh"):
         for line in block.replace("\\\n", " ").splitlines():
             command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
             # Files of a page's own are there only for the tests of the page.
@@ -65,14 +67,14 @@ def commands() -> Iterator[str]:
 
 @pytest.mark.parametrize("command", sorted(set(commands())))
 def test_each_command_is_taken(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, *words = shlex.split(command, comments=True)
+    program, *words = (OF_A_READER.get(word, word) for word in shlex.split(command, comments=True))
     if program == "make":
         subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True, timeout=120)
         return
     if re.search(NEEDS_GPU, command) and not Path("/dev/nvidiactl").exists():
         pytest.skip("needs a GPU")
     cwd = ROOT
-    if words[0] in COMMANDS and words[0] != "compare":
+    if words[0] in COMMANDS and words[0] not in ("compare", "launch"):
         cwd, run = tmp_path, found(tmp_path / words[1])
         write_ledger(run)
         write_metrics(run)

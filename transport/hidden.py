@@ -17,12 +17,17 @@ _ENVIRON_START = 49
 def key_variables(settings: Any) -> set[str]:
     """Environment variables with keys of the run: those that `settings`, as plain data, name in any `…key_var`, and
     those that are keys by their names."""
+    return named_keys(settings) | _ALWAYS
+
+
+def named_keys(settings: Any) -> set[str]:
+    """Environment variables that `settings`, as plain data, name in any `…key_var`."""
     if isinstance(settings, Mapping):
         named = {one for key, one in settings.items() if str(key).endswith("key_var") and isinstance(one, str)}
-        return named.union(_ALWAYS, *map(key_variables, settings.values()))
+        return named.union(*map(named_keys, settings.values()))
     if isinstance(settings, list | tuple):
-        return set(_ALWAYS).union(*map(key_variables, settings))
-    return set(_ALWAYS)
+        return set[str]().union(*map(named_keys, settings))
+    return set()
 
 
 def hide_environment(names: Collection[str]) -> None:

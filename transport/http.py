@@ -7,7 +7,8 @@ from msgspec import Meta
 
 from transport.records import Natural, Record, require
 
-Temperature = Annotated[float, Meta(ge=0, le=100)]
+MAX_TEMPERATURE = 100
+Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently; 0 is greedy."""
 

@@ -23,9 +23,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from transport.code import digests
 from transport.errors import DeadlineError, RunFolderError, StaleRunError
 from transport.folders import write_atomic
 from transport.keys import SharedKey
+from transport.logs import WARNINGS_FOLDER
 from transport.records import SCHEMA_VERSION
 from transport.status import process_start
 
@@ -40,7 +42,7 @@ _POLL_S = 0.05
 _FOLDERS = (
     *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "settings", "traces"),
     "dequantized",
-    *("wandb", "tensorboard"),
+    *("wandb", "tensorboard", WARNINGS_FOLDER),
 )
 _FILES = (
     *(KEY_FILE, "metrics.jsonl", "timeline.jsonl", "summary.json"),
@@ -171,13 +173,13 @@ def join_run(
     may_change: frozenset[str] = frozenset(),
     timeout_s: float,
 ) -> RunFolder:
-    """Takes part in the run in `output_dir`, and records `settings` in its `run.json`, with the identity of the base
-    model where `base_model` gives it. A program of this role that has joined earlier is followed: what differs from
-    its settings is recorded as `changes`.
+    """Takes part in the run in `output_dir`, and records `settings` in its `run.json`, with digests of the files that
+    they name, and with the identity of the base model where `base_model` gives it. A program of this role that has
+    joined earlier is followed: what differs from its settings is recorded as `changes`, with the newest version then.
 
     Waits for the run. Raises `DeadlineError` after `timeout_s` seconds, `StaleRunError` where it is not `run_id`, and
-    `RunFolderError` where the base model or settings differ from those of the earlier one, but for the dotted keys, or
-    what is below them, in `may_change`.
+    `RunFolderError` where the base model, settings or files differ from those of the earlier one, but for the dotted
+    keys, or what is below them, in `may_change`, and for files where the settings have `resume_with_changed_code`.
     """
     path = Path(output_dir)
     makes = f"a trainer to make a run in {path}: there is none; start grpo-train with the same output_dir"
@@ -192,6 +194,7 @@ def join_run(
             **{"pid": pid, "host": socket.gethostname(), "started": process_start(pid), "joined": _now()},
             "versions": library_versions(),
             "settings": settings,
+            "code": digests(settings),
             "base_model": base_model or earlier.get("base_model"),
             "changes": [*earlier.get("changes", []), *changes],
         }
@@ -207,8 +210,9 @@ def changes_of(
     base_model: str | None = None,
     may_change: frozenset[str],
 ) -> set[str]:
-    """Returns the dotted keys of settings that differ from those that a program of this role has joined the run with;
-    none where none has. Raises `RunFolderError` where it could not be followed, as `join_run` does."""
+    """Returns the dotted keys of settings, and the files that they name (`code env.0.id my_env.py`), that differ from
+    those that a program of this role has joined the run with; none where none has. Raises `RunFolderError` where it
+    could not be followed, as `join_run` does."""
     path = Path(output_dir)
     return {change["key"] for change in _changes(path, _program(path, role), settings, base_model, may_change)}
 
@@ -230,7 +234,38 @@ def _changes(
             f"{path} holds a run of other settings: {listed}; set them as they were to go on with it, give another "
             "output_dir, or set overwrite_output_dir: true to remove it"
         )
-    return [{"joined": _now(), "key": key, "before": before, "now": now} for key, before, now in differing]
+    differing += _changed_files(path, earlier.get("code", {}), settings)
+    when: dict[str, Any] = {"joined": _now(), "step": _newest_version(path)} if differing else {}
+    return [when | {"key": key, "before": before, "now": now} for key, before, now in differing]
+
+
+def _changed_files(path: Path, before: dict[str, str], settings: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The files that these settings name and that were others when an earlier program joined."""
+    now = digests(settings)
+    changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    if changed and not settings.get("resume_with_changed_code"):
+        listed = ", ".join(f"{file} (of {key})" for key, _, file in (name.partition(" ") for name in changed))
+        raise RunFolderError(
+            f"{path} holds a run that began with other code: {listed} has changed since; put it back to go on with the "
+            "run, give another output_dir, or set resume_with_changed_code: true to go on with it as it is now, which "
+            "the curves then show"
+        )
+    return [(f"code {name}", before[name], now[name]) for name in changed]
+
+
+def _newest_version(path: Path) -> int:
+    steps = [folder.name.removeprefix("step_") for folder in path.glob("broadcasts/step_*")]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def code_changes(run: RunFile) -> dict[int, list[str]]:
+    """Returns the files that changed between two starts of a run, by the newest version then."""
+    found: dict[int, list[str]] = {}
+    for program in run.programs.values():
+        for change in program.get("changes", []):
+            if str(change.get("key")).startswith("code "):
+                found.setdefault(change["step"], []).append(change["key"].split(" ", 2)[-1])
+    return dict(sorted(found.items()))
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -362,7 +397,8 @@ def _read(path: Path) -> RunFile | None:
 
 
 def _write(path: Path, run: RunFile) -> None:
-    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
+    # Settings may hold keys, as arguments of environments.
+    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1), private=True)
 
 
 def _now() -> str:

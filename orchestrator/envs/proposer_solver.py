@@ -127,15 +127,16 @@ class ProposerSolver(Episode, Environment):
         proposer_prompt: str | None = None,
         solver_prompt: str | None = None,
         num_train: int = 500,
-        num_eval: int = 50,
+        num_eval: int | None = None,
         seed: int = 0,
     ) -> None:
         """The prompts contain `{question}`: for the Proposer an example, for a Solver what it is to answer. Training
         examples are `seed_questions`, texts or `{question: TEXT}`, those of the data file `questions` (docs/data.md;
-        its column `question`), and `num_train` drawn ones, those of evaluation `num_eval` other ones. `judge`: `base`,
-        `policy`, or `{base_url, model, api_key_var}`: questions are in words then, none are drawn, and the last
-        `num_eval` that are given are those of evaluation. `from_store`: the share of training rollouts whose example is
-        drawn by weight from the store instead, in which the seed questions have weight 1."""
+        its column `question`), and `num_train` drawn ones; those of evaluation are `num_eval` other ones (50).
+        `judge`: `base`, `policy`, or `{base_url, model, api_key_var}`: questions are in words then, none are drawn,
+        and the last `num_eval` that are given are those of evaluation (a tenth of them, from 1 to 50). `from_store`:
+        the share of training rollouts whose example is drawn by weight from the store instead, in which the seed
+        questions have weight 1."""
         if num_solvers < 1 or not 0 <= target <= 1 or not 0 <= from_store <= 1:
             raise ValueError(
                 f"num_solvers={num_solvers}, target={target}, from_store={from_store}: expected at least 1, and shares "
@@ -147,7 +148,7 @@ class ProposerSolver(Episode, Environment):
             if "{question}" not in prompt:
                 raise ValueError(f"{name} = {prompt!r} has no {{question}} in it, where a question is put")
         self._read = question_of if judge is None else free_question_of
-        given = [one["question"] if isinstance(one, Mapping) else one for one in seed_questions]
+        given = [_seed_question(one) for one in seed_questions]
         given += [] if questions is None else _questions_of(questions)
         read = [self._read(f"Question: {question}") for question in given]
         if None in read:
@@ -161,10 +162,12 @@ class ProposerSolver(Episode, Environment):
         self._seeds = [question for question in dict.fromkeys(read) if question is not None]
         self._from_store, self._seeded = from_store, False
         if judge is None:
+            num_eval = 50 if num_eval is None else num_eval
             drawn = drawn_questions(num_train + num_eval, random.Random(seed))
             drawn = [one for one in drawn if one not in self._seeds]
             self._questions = {"eval": drawn[:num_eval], "train": [*self._seeds, *drawn[num_eval:]]}
             return
+        num_eval = min(50, max(1, len(self._seeds) // 10)) if num_eval is None else num_eval
         if not 0 < num_eval < len(self._seeds):
             raise ValueError(f"{len(self._seeds)} different questions and num_eval={num_eval}: give more questions")
         self._questions = {"eval": self._seeds[-num_eval:], "train": self._seeds[:-num_eval]}
@@ -220,6 +223,19 @@ class ProposerSolver(Episode, Environment):
     def pass_rate(self, state: EpisodeState) -> float:
         """Of the Solvers; 0 where there was no question, which `parsable` tells apart."""
         return float(state.data.get("pass_rate", 0.0))
+
+
+def _seed_question(given: Any) -> str:
+    """The text of a seed question. Raises ValueError."""
+    fields = given if isinstance(given, Mapping) else {"question": given}
+    if others := sorted(map(str, fields.keys() - {"question"})):
+        raise ValueError(
+            f"seed_questions has {given!r:.200}, and {', '.join(others)} would have no effect: who is right is "
+            "computed, or the judge's word; give a text, or {question: TEXT}"
+        )
+    if not isinstance(question := fields.get("question"), str):
+        raise ValueError(f"seed_questions has {given!r:.200}; expected a text, or {{question: TEXT}}")
+    return question
 
 
 def _questions_of(path: str) -> list[str]:

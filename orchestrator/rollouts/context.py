@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.rollouts.clock import together, waiting
-from orchestrator.rollouts.messages import Message, checked_messages, plain
-from orchestrator.rollouts.roles import Role, by_id
+from orchestrator.rollouts.messages import Message, checked_messages, plain, shown
+from orchestrator.rollouts.roles import Role, by_id, check_temperature
 from orchestrator.rollouts.state import EpisodeState, Reply
 from orchestrator.workers import protocol
 
@@ -183,8 +183,8 @@ class RolloutContext:
         if role not in self.roles:
             raise ValueError(f"there is no role {role!r}; the episode's `roles` are {', '.join(self.roles)}")
         _check_max_tokens(max_tokens)
-        if temperature is not None and not temperature > 0 and self.split == "train":
-            raise ValueError(f"temperature is {temperature}, expected more than 0, because the trainer divides by it")
+        if temperature is not None and self.split == "train":
+            check_temperature(temperature)
         asked = checked_messages(messages)
         if not raw and (told := self.roles[role].system_prompt) and asked[0]["role"] != "system":
             asked = [{"role": "system", "content": told}, *asked]
@@ -233,6 +233,7 @@ class RolloutContext:
         if model not in ("base", "policy"):
             raise ValueError(f"model is {model!r}, expected base or policy; other models have clients of their own")
         _check_max_tokens(max_tokens)
+        check_temperature(temperature, greedy=True)
         asked = checked_messages(messages)
         call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
         return str((await self._shared.call(call)).text)
@@ -327,6 +328,6 @@ current_context: ContextVar[RolloutContext] = ContextVar("current_context")
 """Of the rollout whose code runs."""
 
 
-def _check_max_tokens(max_tokens: int | None) -> None:
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}, expected at least 1, or None")
+def _check_max_tokens(max_tokens: Any) -> None:
+    if max_tokens is not None and (type(max_tokens) is not int or not 1 <= max_tokens < 1 << 63):
+        raise ValueError(f"max_tokens is {shown(max_tokens)}, expected an integer of at least 1, or None")

@@ -8,7 +8,7 @@ from orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, 
 from orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
 from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.rollouts.roles import POLICY, Role
-from orchestrator.rollouts.rubric import RewardNotFinite, Rubric
+from orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric
 from orchestrator.rollouts.state import EpisodeState
 
 Response = str | Message | Sequence[Message] | None
@@ -79,6 +79,7 @@ def reason_of(error: BaseException) -> str:
     """The reason of a `Failure` for what a rollout's code has raised."""
     reasons: dict[type[BaseException], str] = {
         MemoryError: "env_memory",
+        RewardTooLarge: "reward_too_large",
         RewardNotFinite: "reward_not_finite",
         ContextFull: "context_full",
         TimeoutError: "env_timeout",

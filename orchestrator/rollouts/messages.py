@@ -89,6 +89,15 @@ def _checked(message: Message, index: int) -> dict[str, Any]:
     return copy | ({"content": text_of(content)} if isinstance(content, list) else {})
 
 
+def shown(value: object) -> str:
+    """Returns the beginning of a value's `repr`, for a message: there are integers that are too long for one, and
+    objects whose own raises."""
+    try:
+        return repr(value)[:200]
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
 def text_of(content: Any) -> str:
     """The text of a message's content, which may come in parts: as one, because a control token could be spelled over
     several. Raises ValueError for what is no text."""
@@ -99,6 +108,15 @@ def text_of(content: Any) -> str:
     raise ValueError(
         f"a message's content is {str(content)[:200]}, expected text; images and sound cannot be trained on"
     )
+
+
+def num_characters(value: object) -> int:
+    """Returns how many there are in all texts of plain data."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + num_characters(one) for key, one in value.items())
+    return sum(map(num_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def is_text(content: str) -> bool:

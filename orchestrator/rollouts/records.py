@@ -7,15 +7,22 @@ Legend: `L` tokens of one completion or row.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.rollouts.state import StepError
 from transport.http import Choice
 from transport.records import Bool, Float32, Int32
 
+MAX_REWARD = 1e6
+"""Rewards and advantages are at most so large, either way: the trainer computes with float32, and their squares, sums
+and quotients must be finite there."""
+MAX_METRIC = 1e15
+"""So large is any other number of a rollout at most: means over thousands of them must be finite."""
 Message = Mapping[str, str]
 Messages = tuple[Message, ...]
 """Chat messages, `{"role": "user", "content": "Reverse: hello"}`."""
@@ -54,6 +61,26 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """In which pass over the training examples it is asked; seeds follow from that, so that they outlive a restart."""
     solution: str = ""
     """The example's own `solution`, for hints; empty where it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A group of rollouts that is asked for."""
+
+    task: Task
+    id: str
+    """Rollouts are named `id/number`."""
+    num: int
+    version: int
+    """The policy version that samples."""
+    params: SamplingParams
+    adapters: RoleAdapters = SHARED_ADAPTER
+    seed: int | None = None
+    """Of its requests; None for the server's own randomness."""
+    score: bool = True
+    """Whether the rubric is asked; otherwise rewards are 0."""
+    first: int = 0
+    """Number of the first of its rollouts."""
 
 
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +180,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a rollout came to nothing."""
 
     reason: str
-    """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `context_full` (before an episode's
-    first answer), or `prompt_too_long` in an evaluation."""
+    """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `reward_too_large`,
+    `context_full` (before an episode's first answer), `server_timeout`, or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""
 
@@ -200,6 +227,9 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
         for numbers in (self.rewards, self.metrics, {"accuracy": self.accuracy}):
             if not all(map(math.isfinite, numbers.values())):
                 raise NotFinite(f"rollout {self.id} has {dict(numbers)}, expected finite numbers")
+            most = MAX_REWARD if numbers is self.rewards else MAX_METRIC
+            if large := [value for value in numbers.values() if abs(value) > most]:
+                raise TooLarge(f"rollout {self.id} has a number of {large[0]:g}, expected at most {most:g} either way")
 
     def step_reward(self, index: int) -> float:
         """The reward of the role that took a step."""
@@ -243,6 +273,10 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class NotFinite(ValueError):
     """A rollout's numbers cannot be rewards."""
+
+
+class TooLarge(NotFinite):
+    """A rollout's numbers are beyond what can be trained on, or reported."""
 
 
 def walk_all(results: Iterable[EpisodeResult]) -> Iterator[EpisodeResult]:

@@ -2,9 +2,25 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.rollouts.messages import shown
+from transport.http import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 POLICY = "policy"
 """The role of those who have no other."""
+
+
+def check_temperature(value: Any, what: str = "temperature", *, greedy: bool = False) -> None:
+    """Raises ValueError for one that servers do not sample at. `greedy`: 0 will do, where nothing is trained."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (MIN_TEMPERATURE <= value <= MAX_TEMPERATURE or (greedy and value == 0)):
+        return
+    zero = "0 or " if greedy else ""
+    raise ValueError(
+        f"{what} is {shown(value)}, expected {zero}{MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+        + ("" if greedy else ", because the trainer divides by it")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +41,8 @@ class Role:
     def __post_init__(self) -> None:
         if not self.id:
             raise ValueError("a role has an empty id; name it, such as Role(id='policy')")
-        if self.temperature is not None and not self.temperature > 0:
-            raise ValueError(
-                f"role {self.id} has temperature {self.temperature}, expected more than 0, because the trainer divides "
-                "by it, or None"
-            )
+        if self.temperature is not None:
+            check_temperature(self.temperature, f"the temperature of role {self.id}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"role {self.id} has max_tokens {self.max_tokens}, expected at least 1, or None")
 

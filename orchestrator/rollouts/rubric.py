@@ -9,6 +9,8 @@ from typing import Any
 
 from orchestrator.rollouts.clock import in_thread, together
 from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.messages import shown
+from orchestrator.rollouts.records import MAX_METRIC, MAX_REWARD
 from orchestrator.rollouts.state import EpisodeState
 
 RewardFunction = Callable[..., Any]
@@ -16,9 +18,21 @@ RewardFunction = Callable[..., Any]
 
 NAMES = ("completion", "example", "state", "ctx", "extras")
 
+_ELSEWHERE = {
+    **dict.fromkeys(("completions", "completion_ids", "responses", "solution_str"), "completion"),
+    **dict.fromkeys(("prompt", "prompts", "solution", "ground_truth", "extra_info", "info", "task"), "example"),
+    **dict.fromkeys(("rollout", "trainer_state"), "state"),
+    **dict.fromkeys(("arena", "parser", "judge"), "ctx"),
+}
+"""What reward functions of other libraries take, and what tells the same here."""
+
 
 class RewardNotFinite(ValueError):
     """A reward function returned something that cannot be a reward."""
+
+
+class RewardTooLarge(RewardNotFinite):
+    """A rollout's reward is beyond what can be trained on, or one of its metrics beyond what can be reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +62,8 @@ class Rubric:
     plain ones in threads, so that one that blocks stops nobody else.
 
     A function of two parameters with other names gets the completion and the example. It returns a finite number, which
-    every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function.
+    every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function. A role's
+    weighted sum is at most a million, either way.
 
     Metrics are the functions' values by name, those of mappings as `name/key`.
     """
@@ -84,8 +99,8 @@ class Rubric:
     async def score(
         self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
     ) -> Scores:
-        """Of a rollout. Raises what a reward function raises, RewardNotFinite, and ValueError for a reward of a role
-        that there is not."""
+        """Of a rollout. Raises what a reward function raises, RewardNotFinite, RewardTooLarge, and ValueError for a
+        reward of a role that there is not."""
         known = {
             "completion": state.last_text,
             "example": state.example,
@@ -105,6 +120,11 @@ class Rubric:
                 )
             for role, number in by_role.items():
                 rewards[role] = _finite(f"the weighted sum for {role}", rewards.get(role, 0.0) + weight * number)
+        if large := [f"{value:g} for {role}" for role, value in rewards.items() if abs(value) > MAX_REWARD]:
+            raise RewardTooLarge(
+                f"the reward is {large[0]}, expected at most {MAX_REWARD:g} either way; scale it, by `weights` for "
+                "example"
+            )
         for function in (*self._functions, *self._metrics):
             value, name = values[function], function.name
             metrics |= {name: value} if isinstance(value, float) else {f"{name}/{key}": n for key, n in value.items()}
@@ -153,6 +173,7 @@ def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some that are written in C do not say
         return None
+    _check_names(parameters, name)
     single = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     needed = [one for one in single if one.default is one.empty]
     by_name = all(one.name in NAMES and one.kind is not one.POSITIONAL_ONLY for one in needed)
@@ -167,11 +188,29 @@ def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
     )
 
 
+def _check_names(parameters: Sequence[inspect.Parameter], name: str) -> None:
+    """Raises ValueError for what other libraries pass and this one does not, with the line to write instead."""
+    by_place = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    unknown = [f"**{one.name}" for one in parameters if one.kind is one.VAR_KEYWORD and not by_place]
+    unknown += [one.name for one in parameters if one.name in _ELSEWHERE and one.default is one.empty]
+    if unknown:
+        known = [one.name for one in parameters if one.name in NAMES]
+        known += [_ELSEWHERE[one.name] for one in parameters if one.name in _ELSEWHERE]
+        known += ["example"] if "answer" in [one.name for one in parameters] else []
+        line = f"def {name}({', '.join(one for one in NAMES if one in known) or 'completion, example'})"
+        raise ValueError(
+            f"reward function {name} takes {', '.join(unknown)}, which it does not get: it is called for one rollout, "
+            f"with any of {', '.join(NAMES)}; write {line}"
+        )
+
+
 def _finite(what: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RewardNotFinite(f"{what} returned {value!r}, expected a finite number") from None
+        raise RewardNotFinite(f"{what} returned {shown(value)}, expected a finite number") from None
     if not math.isfinite(number):
         raise RewardNotFinite(f"{what} returned {number}, expected a finite number")
+    if abs(number) > MAX_METRIC:
+        raise RewardTooLarge(f"{what} returned {number:g}, expected at most {MAX_METRIC:g} either way")
     return number

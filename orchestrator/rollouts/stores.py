@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 
 from orchestrator.ledger import Ledger
-from orchestrator.rollouts.messages import plain
+from orchestrator.rollouts.messages import plain, shown
 
 SPLITS = ("train", "eval")
+MAX_CONTENT_CHARACTERS = 1 << 20
+"""Of one artifact as JSON."""
+MAX_DRAWS, MAX_DRAWN_CHARACTERS = 10_000, 1 << 24
+"""Of one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,11 @@ class ArtifactStore:
         lightest goes, which may be the one that is added. Raises ValueError where `data` is no JSON, or `weight` is not
         finite or negative."""
         content = json.dumps(plain(data, f"what is added to the store {self.name}"), sort_keys=True)
+        if len(content) > MAX_CONTENT_CHARACTERS:
+            raise ValueError(
+                f"a value of {len(content)} characters was to be added to the store {self.name}, expected at most "
+                f"{MAX_CONTENT_CHARACTERS} as JSON; keep what is longer in a file, and its name here"
+            )
         new = Artifact(id=_digest(content), content=content, weight=_checked_weight(weight), place=self._next_place)
         if not self.set_weight(new.id, weight):
             self._next_place += 1
@@ -114,8 +123,11 @@ class ArtifactStore:
     def sample(self, num: int = 1, *, weighted: bool = False, replace: bool = True) -> list[Artifact]:
         """`num` draws, each of every artifact alike, or `weighted`. Without `replace` all are different.
 
-        Raises ValueError where the store has nothing to draw, or without `replace` not enough.
+        Raises ValueError where the store has nothing to draw, or without `replace` not enough, and for more draws at a
+        time than one call may have.
         """
+        if type(num) is not int or abs(num) > MAX_DRAWS:
+            raise ValueError(f"{shown(num)} artifacts were to be drawn, expected an integer of at most {MAX_DRAWS}")
         drawable = [one for one in self._artifacts.values() if one.weight > 0 or not weighted]
         if num < 0 or len(drawable) < (min(num, 1) if replace else num):
             kind = "artifacts with a weight above 0" if weighted else "artifacts"
@@ -126,11 +138,14 @@ class ArtifactStore:
         self.num_draws += 1
         if not num:
             return []
-        weights = np.array([one.weight if weighted else 1.0 for one in drawable])
-        # Gumbel keys: the largest of a row is drawn by weight, the largest `num` one after the other likewise.
-        keys = np.log(weights) + draws.gumbel(size=(num if replace else 1, len(drawable)))
-        places = keys.argmax(1) if replace else np.argsort(-keys[0], kind="stable")[:num]
-        return [drawable[place] for place in places]
+        probs = None
+        if weighted:
+            weights = np.array([one.weight for one in drawable])
+            probs = (weights := weights / weights.max()) / weights.sum()  # the largest may be close to infinity
+        drawn = [drawable[place] for place in draws.choice(len(drawable), num, replace=replace, p=probs)]
+        if (size := sum(len(one.content) for one in drawn)) > MAX_DRAWN_CHARACTERS:
+            raise ValueError(f"{num} draws of {size} characters, at most {MAX_DRAWN_CHARACTERS} at a time; draw fewer")
+        return drawn
 
     def changes(self) -> list[tuple[str, Artifact | None]]:
         """What has changed since the last call, by id, with what it is now; None for one that has gone."""

@@ -152,6 +152,11 @@ class Delay(Call, kw_only=True):
     """From here on the rollout waits for a reward that comes later. Answered by Stored."""
 
 
+class Withdraw(Call, kw_only=True):
+    """Nobody has received the answer to the Sample that is this `call`, and nobody waits for it any more: it is not
+    trained. Its answer is not waited for either."""
+
+
 class Run(Job, kw_only=True):
     """Roll out an episode. Answered, after calls, by Ended or Failed."""
 
@@ -177,7 +182,8 @@ class Failed(Job, kw_only=True):
     """What was asked has come to nothing."""
 
     reason: str
-    """`env_error`, `env_timeout`, `env_memory`, `reward_not_finite`, or `context_full` (before the first answer)."""
+    """`env_error`, `env_timeout`, `env_memory`, `reward_not_finite`, `reward_too_large`, or `context_full` (before the
+    first answer)."""
     message: str
 
 
@@ -204,11 +210,11 @@ class Gone(msgspec.Struct, tag=True):
     """The worker was ended from outside, not by its own code."""
 
 
-AnyCall = Sample | Ask | Store | Delay
+AnyCall = Sample | Ask | Store | Delay | Withdraw
 Reply = Sampled | Stored | Refused
 Answer = Loaded | Prompts | Ended | Failed
 ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Gone
-FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Alive | Here | Gone
+FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Withdraw | Alive | Here | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = msgspec.msgpack.Decoder(FromWorker).decode

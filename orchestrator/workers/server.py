@@ -33,6 +33,9 @@ from orchestrator.workers.protocol import (
 from transport.errors import TransportError, UserError
 from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
+from transport.limits import raise_file_limit
+from transport.logs import start_log
+from transport.ports import port_number
 
 log = logging.getLogger(__name__)
 
@@ -188,14 +191,15 @@ def main() -> None:
     )
     parser.add_argument("env_id", metavar="ENV_ID", help="as env.id: a built-in name, module:Class or file.py:Class")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=7000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--port", type=port_number, default=7000, help="0: any that is free (default: %(default)s)")
     options = parser.parse_args()
     try:
         check_id(options.env_id)
     except UserError as error:
         parser.error(str(error))
+    raise_file_limit()
     hide_environment({ENV_KEY_VAR})
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log()
     raise SystemExit(asyncio.run(_serve(options.env_id, options.host, options.port)))
 
 

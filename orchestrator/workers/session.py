@@ -33,9 +33,11 @@ from orchestrator.workers.protocol import (
     Load,
     Loaded,
     Prompts,
+    Refused,
     Reply,
     Run,
     ToWorker,
+    Withdraw,
     decode_from_worker,
     encode,
     frame_of,
@@ -106,8 +108,8 @@ class _Job:
     answer: Answerer | None
     """Answers a rollout's calls."""
     over: "asyncio.Future[Loaded | Prompts | EpisodeResult | Failure]"
-    answering: set[asyncio.Task[None]] = field(default_factory=set)
-    """Its calls that wait for us."""
+    answering: dict[asyncio.Task[None], int] = field(default_factory=dict)
+    """Its calls that wait for us, and their numbers."""
 
 
 class Session:
@@ -165,7 +167,9 @@ class Session:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {gone}") from None
         if isinstance(answer, Failure):
-            raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
+            said = answer.message.strip()
+            between = "\n" if "\n" in said else ": "  # a traceback begins on a line of its own
+            raise EnvironmentFailed(f"environment {self._label}: {what} raised{between}{said}")
         return answer
 
     async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:
@@ -303,19 +307,26 @@ class Session:
         elif isinstance(message, Ended):
             job.over.set_result(message.result)
         elif job.answer is not None:
-            job.answering.add(asyncio.create_task(self._answer(job, message, job.answer)))
+            if isinstance(message, Withdraw):
+                for task, number in job.answering.items():
+                    if number == message.call:
+                        task.cancel()
+            job.answering[asyncio.create_task(self._answer(job, message, job.answer))] = message.call
 
     async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
         try:
             reply = await answer(call)
             reply.job, reply.call = call.job, call.call
-            self._send(reply)
+            try:
+                self._send(reply)
+            except ValueError as error:  # too large
+                self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
         except Exception as error:
             if not job.over.done():
                 job.over.set_exception(error)
         finally:
             if (task := asyncio.current_task()) is not None:
-                job.answering.discard(task)
+                job.answering.pop(task, None)
 
     # --- how it ends ---
 

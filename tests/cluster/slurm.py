@@ -13,6 +13,9 @@ from transport.ports import free_port
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")
 CPUS = 4
+"""Of each machine, as Slurm is told."""
+START_S = 60.0
+"""How long the machines may take to become idle."""
 
 
 class Slurm:
@@ -33,6 +36,7 @@ class Slurm:
             *("SwitchType=switch/none", "MpiDefault=none", "JobAcctGatherType=jobacct_gather/none"),
             *("SelectType=select/cons_tres", "SelectTypeParameters=CR_CPU", "DefMemPerCPU=100"),
             *("SchedulerParameters=bf_interval=1,sched_interval=1", "AccountingStorageType=accounting_storage/none"),
+            "SlurmdParameters=config_overrides",  # a machine has as many CPUs as it says here, whatever it really has
             *("SlurmdTimeout=5", "KillWait=3", "ReturnToService=2", "JobRequeue=1"),
             *(f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/%n"),
             *(f"SlurmctldPidFile={folder}/ctld.pid", f"SlurmdPidFile={folder}/%n.pid"),
@@ -45,13 +49,15 @@ class Slurm:
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
     def start(self) -> None:
-        """Returns when all machines are idle."""
+        """Returns when all machines are idle. One that Slurm refuses will not become so."""
         self._start("controller", "slurmctld", "-c", "-D")
         for name in self.nodes:
             self._start(name, "slurmd", "-D", "-N", name)
-        deadline = time.monotonic() + 300
-        while self.run("sinfo", "--noheader", "--format=%T %D").split() != ["idle", str(len(self.nodes))]:
-            assert time.monotonic() < deadline, [path.read_text() for path in self.folder.glob("*.log")]
+        deadline = time.monotonic() + START_S
+        while (states := self.run("sinfo", "--noheader", "--format=%T %D").split()) != ["idle", str(len(self.nodes))]:
+            refused = [state for state in states if state.startswith(("inval", "drain"))]
+            if refused or time.monotonic() > deadline:
+                raise AssertionError([states, *(path.read_text() for path in self.folder.glob("*.log"))])
             time.sleep(0.2)
 
     def _start(self, name: str, *command: str) -> None:

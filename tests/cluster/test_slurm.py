@@ -102,7 +102,8 @@ def test_a_run_whose_time_is_cut_short_and_that_loses_a_machine_comes_to_its_end
 
 
 def test_a_run_shows_its_state_and_where_it_is_stopped_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
-    launch = Launched(slurm, tmp_path / "run", num_steps=1000)
+    folder = tmp_path / "my run's #1, 100%"  # what #SBATCH lines must not be broken by
+    launch = Launched(slurm, folder, num_steps=1000)
     launch()
     launch.until(lambda: "RUNNING" in launch.queued("%T") and slurm.processes())
     launch.until((launch.run.folder / "status" / "orch.json").exists)

@@ -33,7 +33,8 @@ from transport.run import current_run_id
 from transport.status import server_file
 
 ROOT = Path(__file__).parent.parent.parent
-COMPOSE = yaml.safe_load((ROOT / "deploy" / "docker-compose.yaml").read_text())
+FILE = (ROOT / "deploy" / "docker-compose.yaml").read_text()
+COMPOSE = yaml.safe_load(FILE)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 PROFILES = {"cpu": ("train", "infer", "orch"), "gpu": ("train-gpu", "infer-gpu", "orch-gpu")}
 VOLUME = "/outputs"
@@ -64,6 +65,22 @@ def test_the_three_commands_agree_with_each_other(profile: str, monkeypatch: pyt
     assert trainer.output_dir.startswith(VOLUME)
     assert (server.host, str(server.port)) == ("0.0.0.0", PORT)
     assert orchestrator.client.base_url == (f"http://{PROFILES[profile][1]}:{PORT}/v1",)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_settings_that_the_head_of_the_file_names_reach_every_program(
+    profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    named = set(re.findall(r"GRPO_(?:RUN|TRAIN|INFER|ORCH)_\w+", FILE))
+    assert named
+    for name in named:
+        monkeypatch.setenv(name, "32")
+    train, infer, orch = (SERVICES[name]["command"] for name in PROFILES[profile])
+    trainer = load_part(TrainSettings, train[1], train[2:])
+    load_part(InferSettings, infer[1], infer[2:])
+    orchestrator = load_part(OrchSettings, orch[1], orch[2:])
+    assert (trainer.max_steps, orchestrator.max_steps, orchestrator.batch_size) == (32, 32, 32)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

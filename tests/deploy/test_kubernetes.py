@@ -1,6 +1,7 @@
 """Kubernetes' files: valid, built by kustomize, and their commands run as processes in the order of a cluster."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -12,8 +13,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from configs.errors import SettingsError
 from configs.run import load_run
-from deploy.cluster import check
+from deploy.cluster import check, name_of
 from deploy.kubernetes import OVERLAYS, files
 from tests.deploy.containers import start, substituted
 from tests.e2e.runs import END_S, Run, until
@@ -122,6 +124,48 @@ def test_a_run_of_ones_own_brings_its_file_along(tmp_path: Path) -> None:
     container = pods(resources(texts))["mine-train"]["containers"][0]
     assert container["command"][:2] == ["grpo-train", "/etc/grpo/run.yaml"]
     assert {"name": "settings", "mountPath": "/etc/grpo", "readOnly": True} in container["volumeMounts"]
+
+
+@pytest.mark.parametrize("folder", ["2026-11-23", "a" * 120, "-", "Übung 3", "-".join("9" * 99)])
+def test_a_name_is_one_for_services_and_what_kubernetes_appends_fits(folder: str) -> None:
+    all_of = resources(rendered("--output_dir", f"outputs/{folder}"))
+    for (kind, name), one in all_of.items():
+        kubernetes_validate.validate(one, VERSION, strict=True)
+        assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name), "RFC 1035, of Services"
+        # The name of a pod is a host's, at most 63; a StatefulSet's revision is a label, with a digest after its name.
+        assert len(name) + len("-0-0-abcde" if kind != "StatefulSet" else "-abcdefabcd") <= 63
+        labels = one["metadata"]["labels"].values()
+        assert all(re.fullmatch("[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label) for label in labels)
+
+
+def test_names_that_are_cut_stay_different_and_a_secret_must_have_one() -> None:
+    runs = [load_run("quickstart", ["--output_dir", f"outputs/{'a' * 60}{number}"]) for number in (1, 2)]
+    assert len({name_of(run) for run in runs}) == 2
+    with pytest.raises(SettingsError, match=r"topology\.secret"):
+        rendered("--topology.secret", "My Keys")
+
+
+def expanded(word: str, variables: dict[str, str]) -> str:
+    """What the kubelet makes of a word of a command."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        return "$" if name is None else variables.get(name, found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, word)
+
+
+def test_no_value_is_expanded_by_the_kubelet() -> None:
+    prompt = "cost: $(VLLM_API_KEY) or $$5, $HOME"
+    env = json.dumps([{"id": "reverse-text", "args": {"system_prompt": prompt}}])
+    container = pods(resources(rendered("--orch.env", env)))["quickstart-orch"]["containers"][0]
+    words = [expanded(word, {"VLLM_API_KEY": "secret"}) for word in container["command"]]
+    assert any(prompt in word for word in words), words
+
+
+def test_a_containers_cores_are_a_limit_which_its_program_reads_as_its_quota() -> None:
+    server = pods(resources(rendered()))["quickstart-infer"]["containers"][0]
+    assert server["resources"]["limits"]["cpu"] == server["resources"]["requests"]["cpu"] == "4"
 
 
 # --- the commands, run ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.errors import SettingsError
 from configs.orch import OrchSettings
 from configs.run import load_part, load_run
 from configs.train import TrainSettings
@@ -37,6 +38,36 @@ def test_slurms_file_has_a_group_of_machines_for_each_part_and_the_same_command(
     assert all(word in trainer for word in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=4"))
     words = shlex.split(re.findall(r"^exec (.*)$", environment, re.M)[0])
     assert words[words.index("launch") :] == ["launch", "quickstart", "--on", "slurm", "--inside", *WORDS]
+
+
+def test_values_reach_sbatch_whole_and_no_value_can_end_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / 'my "best" run #1 100%'
+    here.mkdir()
+    monkeypatch.chdir(here)
+    words = ["--output_dir", "out $HOME", "--topology.slurm", json.dumps({"comment": "first; \\ try", "time": "20"})]
+    head = script(load_run("quickstart", words), "quickstart", words).partition("#SBATCH hetjob")[0]
+    lines = [line.removeprefix("#SBATCH ") for line in head.splitlines() if line.startswith("#SBATCH ")]
+    given = dict(shlex.split(line)[0].partition("=")[::2] for line in lines)  # sbatch's quotes are those of a shell
+    assert given["--chdir"] == str(here)
+    assert given["--output"] == f"{here}/out $HOME/logs/slurm.log".replace("%", "%%")
+    assert (given["--comment"], given["--time"]) == ("first; \\ try", "20")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--output_dir", "out\ntouch x #"], "output_dir"),
+        (["--output_dir", "out\\run"], "output_dir"),
+        (["--topology.slurm", '{"comment": "a\\ntouch x"}'], "topology.slurm.comment"),
+        (["--topology.slurm", '{"time=1\\ntouch x": "1"}'], "topology.slurm"),
+    ],
+)
+def test_what_sbatch_would_read_otherwise_is_refused(words: list[str], key: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        script(load_run("quickstart", words), "quickstart", words)
+    assert [problem.key for problem in caught.value.problems] == [key]
 
 
 def test_each_parts_command_has_what_the_command_line_gave_its_program_and_the_programs_take_it() -> None:

@@ -1,6 +1,7 @@
 """Resolving the three settings together, and what the launcher adds."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from configs.run import load_run
 from configs.train import TrainSettings
 from deploy.launcher import make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
+from deploy.programs import Outcome
 from grpo.status import shown
 from transport.errors import RunFolderError
 from transport.run import Role, RunFolder, create_run, join_run, only_one
@@ -88,6 +90,13 @@ def test_threads_are_given_only_on_a_cpu_and_where_the_user_left_them_open() -> 
     assert with_threads(chosen, 4, gpu=False).train.num_threads == 2
 
 
+def test_settings_that_may_hold_keys_are_for_this_user_alone(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    files = write_settings(with_run(plan(), run.run_id), run.path / "settings")
+    files["run"] = run.path / "run.json"
+    assert {name: file.stat().st_mode & 0o777 for name, file in files.items()} == dict.fromkeys(files, 0o600)
+
+
 def test_the_files_that_are_written_start_each_program_with_the_same_settings(tmp_path: Path) -> None:
     ready = with_run(plan("--overwrite_output_dir", "--orch.sampling.max_tokens", "9"), "abc")
     files = write_settings(ready, tmp_path / "settings")
@@ -97,23 +106,53 @@ def test_the_files_that_are_written_start_each_program_with_the_same_settings(tm
     assert ready.train.overwrite_output_dir is False
 
 
+def test_the_files_hold_no_default_which_would_count_as_set(tmp_path: Path) -> None:
+    files = write_settings(with_run(plan("--train.seed", "2"), "abc"), tmp_path / "settings")
+    written = yaml.safe_load(files["train"].read_text())
+    assert written["seed"] == 2
+    assert not {"max_grad_norm", "zero_level", "offload"} & set(written)
+
+
+def started_with(folder: Path, *options: str) -> dict[str, Mapping[str, str]]:
+    """The environment of each program."""
+    ready = with_run(plan(*options), "abc")
+    files = write_settings(ready, folder / "settings")
+    return {one.role: one.environment for one in make_programs(ready, files, RunFolder(path=folder, run_id="abc"))}
+
+
 def test_the_programs_do_not_see_settings_in_the_environment_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GRPO_TRAIN_SEED", "1")
-    for name in ("VLLM_API_KEY", "JUDGE_KEY", "HF_TOKEN"):
+    names = [f"GRPO_{one}_SEED" for one in ("RUN", "TRAIN", "INFER", "ORCH")]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    programs = started_with(tmp_path, "--seed", "2", "--train.num_threads", "5")
+    assert set(programs) == {"infer", "train", "orch"}
+    for environment in programs.values():
+        assert not set(names) & set(environment)
+    assert programs["train"]["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_program_gets_the_keys_that_its_own_settings_name_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"VLLM_API_KEY", "GRPO_TRANSPORT_KEY", "GRPO_ENV_KEY", "WANDB_API_KEY", "JUDGE_KEY", "HF_TOKEN"}
+    for name in keys:
         monkeypatch.setenv(name, "key")
     apis = [{"name": n, "base_url": "http://a/v1", "model": "m", "api_key_var": n} for n in ("JUDGE_KEY", "HF_TOKEN")]
     options = ["--orch.preferences.teachers", json.dumps(apis), "--train.loss.beta_replay", "1"]
-    ready = with_run(plan("--train.seed", "2", "--train.num_threads", "5", *options), "abc")
-    programs = make_programs(
-        ready, write_settings(ready, tmp_path / "settings"), RunFolder(path=tmp_path, run_id="abc")
-    )
-    train = next(program for program in programs if program.role == "train")
-    assert "GRPO_TRAIN_SEED" not in train.environment
-    assert "JUDGE_KEY" not in train.environment
-    assert train.environment["VLLM_API_KEY"] == train.environment["HF_TOKEN"] == "key"
-    assert train.environment["OMP_NUM_THREADS"] == "5"
+    options += ["--rollout_transport.type", "zmq"]
+    seen = {role: keys & set(environment) for role, environment in started_with(tmp_path, *options).items()}
+    assert seen["orch"] == keys
+    assert seen["infer"] == {"VLLM_API_KEY", "GRPO_TRANSPORT_KEY", "HF_TOKEN"}
+    assert seen["train"] == {"GRPO_TRANSPORT_KEY", "HF_TOKEN"}
+
+
+def test_with_nccl_no_program_is_started_again() -> None:
+    over_nccl = ("--weight_broadcast.type", "nccl")
+    assert (plan().restarts, plan(*over_nccl).restarts) == (3, 0)
+    with pytest.raises(SettingsError, match="restarts"):
+        plan(*over_nccl, "--restarts", "2")
 
 
 def test_dry_run_prints_the_effective_settings_of_all_three(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,14 +190,37 @@ def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_
         run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{role}.{change}"]), shown)
 
 
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        ((), False),
+        (("--resume_step", "-1"), False),
+        (("--max_steps", "61"), True),
+        (("--overwrite_output_dir",), True),
+    ],
+)
 def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str], starts: bool
 ) -> None:
+    started = []
+    monkeypatch.setattr("deploy.launcher.run_programs", lambda programs, **_: started.append(programs) or Outcome())
     create_run(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 60}')
+    run(load_run(PRESET, ["--output_dir", str(tmp_path), *words]), shown)
+    assert bool(started) == starts
+    assert ("60 steps" in capsys.readouterr().out) != starts
+
+
+def test_a_run_that_has_done_its_steps_does_not_swallow_a_setting(tmp_path: Path) -> None:
+    create_run(tmp_path)
+    earlier = plan().settings()
+    for role in ("train", "orch"):
+        join_run(tmp_path, role=role, settings=earlier[role].model_dump(mode="json"), timeout_s=1)
+    (tmp_path / "summary.json").write_text('{"steps": 60}')
+    for change in ("train.learning_rate=1e-4", "orch.eval.interval=7", "train.max_grad_norm=0.5"):
+        with pytest.raises(RunFolderError, match=change.partition("=")[0].partition(".")[2]):
+            run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{change}"]), shown)
     run(load_run(PRESET, ["--output_dir", str(tmp_path)]), shown)
-    assert "60 steps" in capsys.readouterr().out
-    assert list((tmp_path / "logs").iterdir()) == []
 
 
 def test_what_goes_back_is_the_launcher_and_not_a_program_that_it_starts_again() -> None:

@@ -1,6 +1,7 @@
 """The launcher over small fake programs: what is started again, who is named, what is ended, what is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,18 @@ def test_a_program_that_fails_is_named_with_its_error_and_the_others_are_ended(f
     assert code == 1
     assert errors.splitlines()[-1] == "error: grpo-train ended with exit code 3: it broke"
     assert gone(pids)
+
+
+@pytest.mark.parametrize("ends", ["exit:1", "kill:SIGKILL"])
+def test_a_run_whose_folder_is_removed_says_so(folder: Path, ends: str) -> None:
+    mark = folder.parent / "go"
+    run = Run(folder, orch=f"@ wait:{mark} {ends}")
+    run.noted(1)
+    shutil.rmtree(folder)
+    mark.touch()
+    code, errors = run.end()
+    assert code == 1
+    assert f"{folder} was removed" in errors.splitlines()[-1]
 
 
 def test_a_server_that_ends_with_0_before_the_others_is_a_failure(folder: Path) -> None:

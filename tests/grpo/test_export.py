@@ -1,7 +1,9 @@
 """Exported versions: what transformers and PEFT load is what was trained, or nothing appears."""
 
+import base64
 import json
 import shutil
+import traceback
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +18,7 @@ from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.chat import side_by_side
-from grpo.export import PEFT_PREFIX, export
+from grpo.export import PEFT_PREFIX, export, push
 from grpo.version import CannotExport, open_version
 from tests.grpo.run_folder import grpo
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
@@ -214,11 +216,42 @@ def test_an_export_is_pushed_to_a_private_repository(
         server.shutdown()
     said = dict(Hub.said)
     assert json.loads(said["/api/repos/create"]) == {"name": "a", "organization": "me", "visibility": "private"}
-    pushed = [json.loads(line)["value"].get("path") for line in said["/api/models/me/a/commit/main"].splitlines()]
-    assert set(pushed[1:]) == {path.name for path in (tmp_path / "a").iterdir()}
+    commits = [body for path, body in Hub.said if path == "/api/models/me/a/commit/main"]
+    values = [json.loads(line)["value"] for body in commits for line in body.splitlines()]
+    pushed = {value["path"]: base64.b64decode(value["content"]) for value in values if "path" in value}
+    assert set(pushed) == {path.name for path in (tmp_path / "a").iterdir()}
+    assert json.loads(pushed["adapter_config.json"])["base_model_name_or_path"] == "model"
+    assert not any(str(MODEL.parent).encode() in content for content in pushed.values())
     done = grpo(*words, "--output", str(tmp_path / "b"))  # nobody answers there any more
     assert done.returncode == 1
     assert str(tmp_path / "b") in done.stderr
+
+
+class Echo(Hub):
+    """A hub that refuses, and repeats what it was asked with."""
+
+    def do_POST(self) -> None:
+        self._body()
+        told = f"no, {self.headers['Authorization']}"
+        self.send_response(400, told)
+        self.send_header("X-Error-Message", told)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_a_hub_that_repeats_the_token_does_not_bring_it_onto_the_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_a_secret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(CannotExport) as caught:
+            push(tmp_path, "me/a")
+        server.shutdown()
+    assert "Bearer" in str(caught.value)
+    assert "hf_a_secret" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_two_texts_stand_side_by_side() -> None:

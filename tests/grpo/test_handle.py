@@ -1,5 +1,6 @@
 """`grpo.Run` and `grpo.train`: a run from Python."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from configs.errors import SettingsError
 from grpo.handle import command
 from grpo.run_files import NoRun
 from grpo.training import _texts
+from grpo.view.data import curves
 from tests.grpo.run_folder import finish, found, says, write_metrics
 from transport.traces import SCHEMA, make_table, trace_path, write_table
 
@@ -49,6 +51,16 @@ def test_a_plot_is_a_figure_that_a_notebook_shows(folder: Path) -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nonsense"):
         grpo.Run(folder).plot("nonsense")
+
+
+def test_code_that_changed_between_two_starts_is_a_line_in_the_curves(folder: Path) -> None:
+    record = json.loads((folder / "run.json").read_text())
+    change = {"joined": "then", "step": 3, "key": "code env.0.id my_env.py", "before": "a", "now": "b"}
+    record["programs"].setdefault("orch", {})["changes"] = [change]
+    (folder / "run.json").write_text(json.dumps(record))
+    [axes] = grpo.Run(folder).plot().axes
+    assert [list(line.get_xdata()) for line in axes.lines if "my_env.py" in str(line.get_label())] == [[3, 3]]
+    assert curves(folder)["changes"] == [(3, ["my_env.py"])]
 
 
 def test_a_run_that_was_started_elsewhere_is_waited_for_and_not_stopped(folder: Path) -> None:

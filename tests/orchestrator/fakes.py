@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -17,6 +18,7 @@ from configs.train import TrainSettings
 from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
+from transport.http import GenerateRequest
 from transport.ports import free_port
 from transport.records import MicroBatch, PolicySpec
 from transport.run import join_run, only_one, open_run
@@ -153,7 +155,11 @@ class FakeServer:
         return web.json_response({"version": version, "in_flight": 0})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
+        try:  # as grpo-infer
+            msgspec.json.decode(data := await request.read(), type=GenerateRequest)
+        except (msgspec.MsgspecError, ValueError) as error:
+            return web.json_response({"error": {"type": "bad_request", "message": str(error)}}, status=400)
+        body = json.loads(data)
         if self.num_failures > 0:
             self.num_failures -= 1
             return web.Response(status=503)

@@ -63,6 +63,17 @@ def test_weighted_draws_are_by_weight_and_others_are_not() -> None:
     assert len(alike) == 3
 
 
+@pytest.mark.parametrize("num", [10**7, 10**400, -1, True, 2.0, "3", float("nan")])
+def test_draws_and_values_that_are_too_many_or_too_long_are_refused(num: Any) -> None:
+    store = filled(tea=1e308, rain=1e308)
+    with pytest.raises(ValueError, match="drawn"):
+        store.sample(num)
+    with pytest.raises(ValueError, match="topics"):
+        store.add("x" * (1 << 21))
+    assert len(store.sample(10_000, weighted=True)) == 10_000
+    assert len(store.all()) == 2
+
+
 # --- the ledger ---
 
 

@@ -71,6 +71,8 @@ def test_a_version_whose_weights_do_not_arrive_is_never_stable(tmp_path: Path, e
         publisher(tmp_path, engine, timeout_s=0.1).publish(version=4, spec=SPEC, files={}, weights=WEIGHTS)
     assert not list(tmp_path.glob(f"*/{STABLE}"))
     engine.may_end.set()
+    publisher(tmp_path, engine).publish(version=4, spec=SPEC, files={}, weights=WEIGHTS)
+    assert PolicyReader(tmp_path, run_id="run").latest() == 4, "announced is not published"
 
 
 def test_vllm_is_told_names_types_and_shapes_in_order() -> None:

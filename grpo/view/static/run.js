@@ -6,6 +6,7 @@ import { Curve, Gantt, Spark } from "./charts.js";
 const CHARTS = [
   ["Reward", ["reward/mean", "reward/mean/", "reward/std"]],
   ["Accuracy", ["reward/accuracy", "reward/accuracy/"]],
+  ["Groups of equal rewards, which teach nothing (share)", ["reward/groups_without_spread", "reward/groups_without_spread/"]],
   ["Entropy of the policy (nats)", ["policy/entropy", "policy/entropy/"]],
   ["Server against trainer, KL by lag (nats)", ["policy/mismatch_kl_lag"]],
   ["Importance ratio", ["policy/ratio_mean", "policy/ratio_min", "policy/ratio_max"]],
@@ -78,8 +79,8 @@ export function RunPage({ run }) {
   const traced = about.value?.traced;
   const toStep = (step) => go(["run", run, "step", traced?.length ? nearest(traced, step) : step]);
   return html`<h1>${run}</h1><${Tabs} run=${run} traced=${traced} here="curves" />
-    <${Answer} state=${about}>${(one) => html`<${Head} one=${one} />`}<//>
-    <${Answer} state=${curves}>${({ train, eval: evaluated }) => html`<${Charts} run=${run} columns=${train} onStep=${toStep} evaluated=${evaluated} />`}<//>`;
+    <div><${Answer} state=${about}>${(one) => html`<${Head} one=${one} />`}<//></div>
+    <${Answer} state=${curves}>${({ train, eval: evaluated, changes }) => html`<${Charts} run=${run} columns=${train} onStep=${toStep} evaluated=${evaluated} changes=${changes} />`}<//>`;
 }
 
 function nearest(steps, step) {
@@ -89,26 +90,30 @@ function nearest(steps, step) {
 function Head({ one }) {
   return html`<p><${State} state=${one.state} /> step ${figure(one.step)}${one.max_steps ? ` of ${one.max_steps}` : ""},
     reward ${figure(one.reward)}, policy ${one.live === null ? "–" : `v${one.live}`}</p>
-    <p class="quiet">${one.waits}</p>`;
+    <p class="quiet">${one.waits}</p>
+    ${(one.warnings ?? []).map((warning) => html`<p key=${warning.kind} class="warning" role="status">⚠ ${warning.program}${warning.step === null ? ""
+      : `, step ${warning.step}`}${warning.times > 1 ? `, ${warning.times} times` : ""}: ${warning.message}</p>`)}`;
 }
 
-function Charts({ run, columns, onStep, evaluated }) {
+function Charts({ run, columns, onStep, evaluated, changes }) {
   const steps = columns["progress/step"] ?? [];
   if (!steps.length) return html`<p>No step is finished yet.</p>`;
   // What a line marks: rollouts were dropped or began again, or the step took five times as long as usual.
   const usual = [...(columns["time/step_s"] ?? [])].sort((a, b) => a - b)[Math.floor(steps.length / 2)];
   const marks = steps.filter((_, index) => columns["rollout/dropped"]?.[index] > 0 || columns["rollout/restarted"]?.[index] > 0
     || columns["time/step_s"]?.[index] > 5 * usual);
+  const changed = changes.map(([step]) => step);
   const known = evaluated["progress/step"] ?? [];
   return html`<div class="charts">
-    ${known.length > 0 && html`<${Curve} title="Held-out accuracy" steps=${known} group="eval"
+    ${known.length > 0 && html`<${Curve} title="Held-out accuracy" steps=${known} marks=${changed} group="eval"
       series=${named(evaluated, ["eval/accuracy", "eval/accuracy/"]).map((name) => ({ label: name, values: evaluated[name] }))}
       onStep=${(step) => go(["run", run, "evaluation"], { after: step })} />`}
     ${CHARTS.map(([title, wanted]) => [title, named(columns, wanted)]).filter(([, names]) => names.length).map(([title, names]) => html`
-      <${Curve} key=${title} title=${title} steps=${steps} marks=${marks} group="train" onStep=${onStep}
+      <${Curve} key=${title} title=${title} steps=${steps} marks=${[...marks, ...changed]} group="train" onStep=${onStep}
         series=${names.map((name) => ({ label: name, values: columns[name] }))} />`)}</div>
     <p class="quiet">A click on a step opens its rollouts; dragging zooms, a double click shows all. Dashed lines: something was
-    dropped, began again, or the step stood still.</p>`;
+    dropped, began again, or the step stood still${changes.length > 0 ? ", or code was changed" : ""}.</p>
+    ${changes.map(([step, files]) => html`<p key=${step}>Code changed after step ${step}: <code>${files.join(", ")}</code></p>`)}`;
 }
 
 export function ComparePage({ query }) {

@@ -1,22 +1,25 @@
 """Every page in a real browser: no error on its console, no request elsewhere, live, by mouse and by keys."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.grpo.run_folder import found, grpo
 from tests.grpo.view.made_run import HOSTILE, make_run, trace
 from tests.grpo.view.served import Served, served
+from transport.logs import kept_warnings
 from transport.traces import trace_path, write_table
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
@@ -103,6 +106,34 @@ PAGES = {
 }
 
 
+def _order(page: "Page") -> list[str]:
+    """What the page of a run shows, from above: its name, its tabs, its state, its charts."""
+    found: list[str] = page.evaluate(
+        "[...document.querySelectorAll('main h1, main nav.tabs, main .state, main .charts')]"
+        ".map((one) => one.classList[0] ?? one.tagName)"
+    )
+    return found
+
+
+IN_ORDER = ["H1", "tabs", "state", "charts"]
+
+
+@pytest.mark.parametrize("late", ["/api/runs/one", "/api/runs/one/curves"])
+def test_the_head_of_a_run_is_above_its_charts_whichever_answer_comes_first(
+    chromium: object, view: Served, late: str
+) -> None:
+    other = {"/api/runs/one": ".charts", "/api/runs/one/curves": "main .state"}[late]
+    held: list[Route] = []
+    for browser in _opened(chromium, view):
+        browser.page.route(lambda address: urlsplit(address).path == late, lambda route: held.append(route))
+        browser.open("run/one", other)
+        assert held
+        browser.page.unroute_all()  # which lets those go on that were held
+        for shows in ("main .state", ".charts"):
+            browser.page.wait_for_selector(shows)
+        assert _order(browser.page) == IN_ORDER
+
+
 @pytest.mark.parametrize("width", [400, 1280])
 def test_every_page_is_shown(chromium: object, view: Served, width: int) -> None:
     scheme = "dark" if width == 400 else "light"
@@ -167,6 +198,9 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
                 file.write(json.dumps({"progress/step": 4.0, "reward/mean": 0.987}) + "\n")
                 os.fsync(file.fileno())
             browser.page.wait_for_selector("text=reward 0.987")
+            with kept_warnings(run, "orch", step=lambda: 4):
+                logging.getLogger("orchestrator").warning("all rewards are equal")
+            browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
 
 
 def test_a_long_rollout_is_shown_to_its_end(browser: Browser) -> None:
@@ -188,4 +222,6 @@ def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) 
         for address, shows in (("run/one", ".u-over"), ("run/one/step/12", ".heat a"), ("run/one/proof", ".checks li")):
             page.goto(f"{report.as_uri()}#/{address}")
             page.wait_for_selector(shows)
+            if address == "run/one":
+                assert _order(page) == IN_ORDER
         assert wrong == []

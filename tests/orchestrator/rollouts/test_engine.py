@@ -1,6 +1,8 @@
 """The rollout engine: tokens, credit, failures, and what a whole run keeps."""
 
+import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,20 +13,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit
 from orchestrator.inference.client import Refused
 from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import training_samples
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Loaded, Sample, decode_from_worker
+from orchestrator.workers.protocol import Loaded, Sample, Withdraw, decode_from_worker
 from orchestrator.workers.session import Answerer
-from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer
+from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, until
 from tests.orchestrator.running import run
 from transport.http import Choice
 from transport.traces import trace_path
@@ -51,14 +54,29 @@ class Chat(MultiTurnEpisode, Environment):
     def extras(self, state):
         return {"pid": os.getpid()}
 
+def much(state):
+    return state.data.get("more", 0.0)
+
 class Misbehaves(Chat):
     """Does what the first answer says."""
+    rubric = Rubric([count, much])
     async def respond(self, state, ctx):
         word = state.trajectory[0].text
         if word == "mark":
             state.mark_error("kind", "key", 17)
         if word == "cold":
             await ctx.ask([{"role": "user", "content": "advice"}], temperature=-1)
+        if word == "late" and state.turn == 1:
+            async with ctx.delayed(timeout_s=60):
+                await asyncio.sleep(0)
+        if word == "hot":
+            await ctx.sample("policy", [{"role": "user", "content": "x"}], temperature=1000)
+        if word == "long":
+            return "word " * 1_000_000
+        if word == "draws":
+            await ctx.stores["turns"].sample(10**7)
+        if word == "reward":
+            state.data["more"] = 1e40
         if word == "poll":
             while True:
                 try:
@@ -106,6 +124,28 @@ class Agent(Episode, Environment):
     def extras(self, state):
         return {"logprobs": state.data["logprobs"]}
 
+class Impatient(Agent):
+    """Gives up its first request once the policy was asked, and asks again."""
+    rubric = Rubric([lambda completion: float(completion == "a")])
+    async def rollout(self, ctx, state):
+        import aiohttp
+        from grpo import endpoint_of
+        async with endpoint_of(ctx) as at:
+            asked = {"url": f"{at.base_url}/chat/completions", "headers": {"Authorization": f"Bearer {at.api_key}"}}
+            asked["json"] = {"messages": [{"role": "user", "content": "one"}]}
+            async with aiohttp.ClientSession() as client:
+                first = asyncio.create_task(client.post(**asked))
+                while not os.path.exists(__file__ + ".asked"):
+                    await asyncio.sleep(0.01)
+                first.cancel()
+            while at.answering:
+                await asyncio.sleep(0.01)
+            open(__file__ + ".gone", "w").close()
+            async with aiohttp.ClientSession() as client, client.post(**asked) as answer:
+                await answer.json()
+    def extras(self, state):
+        return {}
+
 class Solve(SingleTurnEpisode):
     roles = (Role(id="solver", temperature=0.5),)
     rubric = Rubric([lambda completion, example: float(completion == "1")])
@@ -145,11 +185,12 @@ class Parrot:
         version: int | None,
         seed: int | None,
     ) -> list[Choice]:
-        if params.temperature < 0:
-            raise Refused(400, "bad_request", f"temperature is {params.temperature}, expected 0 or more")
+        prompt = bytes(i for i in prompt_token_ids if i < 256).decode()
+        if "refused" in prompt:
+            raise Refused(400, "bad_request", "cannot be sampled")
         self.asked.append((list(prompt_token_ids), params, version, seed))
         if seed not in self._given:
-            self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
+            self._given[seed] = self.answer(prompt)
         text = self._given[seed]
         ids = [*text.encode(), END_OF_TURN][: params.max_tokens]
         logprobs = [-(position + 1) / 16 for position in range(len(ids))]
@@ -180,8 +221,8 @@ class World:
         with closing(Ledger(self.folder / "ledger.sqlite")) as ledger:
             stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
             given: dict[str, Any] = {"context_len": self.policy.context_len, "seed": 3, "stores": stores}
-            engine = RolloutEngine({"e": self.pool}, cast(Any, self.policy), self.renderer, **given)
-            return await engine.run_group(group)
+            self.engine = RolloutEngine({"e": self.pool}, cast(Any, self.policy), self.renderer, **given)
+            return await self.engine.run_group(group)
 
 
 @pytest_asyncio.fixture
@@ -233,6 +274,21 @@ async def test_what_an_agent_of_any_kind_samples_is_recorded_token_by_token(worl
     assert raw == [257, *b"raw a", END_OF_TURN, *b"more", *b"a", END_OF_TURN]
 
 
+async def test_who_asks_again_after_giving_up_gets_the_answer_and_it_is_trained_once(world: World) -> None:
+    await world.start("Impatient")
+
+    class Slow(Parrot):
+        async def generate(self, *given: Any, **more: Any) -> list[Choice]:
+            (world.folder / "envs.py.asked").touch()
+            await until(lambda: (world.folder / "envs.py.gone").exists())
+            return await super().generate(*given, **more)
+
+    [result] = await world.group(cast(Any, Slow(lambda prompt: "a")), 1)
+    assert (failures([result]), result.reward, len(result.steps), len(result.rows)) == ([""], 1.0, 1, 1)
+    assert len(world.policy.asked) == 1
+    assert world.engine.newly_withdrawn() == 1
+
+
 async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(world: World) -> None:
     await world.start("Chat")
     await world.group(lambda prompt: "x", 3)
@@ -269,7 +325,11 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     assert temperatures == pytest.approx([0.5] * 4 + [0.7] * 2)
 
 
-@pytest.mark.parametrize("word", ["mark", "cold", "poll"])
+WRONG = {"mark": "env_error", "cold": "env_error", "hot": "env_error", "refused": "env_error", "poll": "env_error"}
+WRONG |= {"draws": "env_error", "reward": "reward_too_large"}
+
+
+@pytest.mark.parametrize("word", WRONG)
 async def test_code_that_misbehaves_costs_its_own_rollout_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
@@ -282,10 +342,73 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
             return word
         return "fine"
 
-    monkeypatch.setattr("orchestrator.rollouts.engine.MAX_CALLS", 50)
+    monkeypatch.setattr("orchestrator.rollouts.attempt.MAX_CALLS", 50)
     results = await world.group(answer, 4)
-    assert sorted(failures(results)) == ["", "", "", "env_error"]
+    assert sorted(failures(results)) == ["", "", "", WRONG[word]]
     assert len(world.outcomes) == 4
+
+
+async def test_after_a_delay_a_rollout_is_sampled_on_by_the_newest_version(world: World) -> None:
+    await world.start("Misbehaves")
+
+    class Moving(Parrot):
+        """Serves version 9 only, once the first answer is there."""
+
+        async def generate(self, prompt_token_ids: Sequence[int], **given: Any) -> list[Choice]:
+            if self.asked and not given["params"].follow:
+                raise Refused(404, "not_live", "4 not live")
+            choices = await super().generate(prompt_token_ids, **given)
+            follows = given["params"].follow
+            return [replace(one, versions=((9, len(one.token_ids)),)) if follows else one for one in choices]
+
+    [result] = await world.group(cast(Any, Moving(lambda prompt: "late")), 1)
+    assert (failures([result]), result.versions) == ([""], [4, 9])
+    [row] = result.rows
+    assert row.versions == ((4, row.turns[0].ends), (9, len(row.token_ids) - row.turns[0].ends))
+
+
+async def test_a_text_that_no_context_holds_is_not_tokenized(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.start("Misbehaves")
+    tokenized, ids_of = list[int](), ChatRenderer.ids_of
+
+    def seen(renderer: ChatRenderer, text: str) -> list[int]:
+        tokenized.append(len(text))
+        return ids_of(renderer, text)
+
+    monkeypatch.setattr(ChatRenderer, "ids_of", seen)
+    [result] = await world.group(lambda prompt: "long", 1)
+    assert (failures([result]), result.truncated, len(result.steps)) == ([""], True, 1)
+    assert max(tokenized) < 10_000
+    engine = RolloutEngine({}, cast(Any, None), world.renderer, context_len=512, seed=0, max_prompt_length=20)
+    with pytest.raises(PromptTooLong, match="characters"):
+        await engine.run_group(asking("word " * 1_000_000))
+    assert max(tokenized) < 10_000
+
+
+async def test_a_long_text_is_tokenized_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, ids_of = list[int](), ChatRenderer.ids_of
+
+    def slow(renderer: ChatRenderer, text: str) -> list[int]:
+        """Waits until the event loop has gone on."""
+        num, deadline_s = len(ticks), time.monotonic() + 60
+        while len(text) > 20_000 and len(ticks) < num + 3:
+            assert time.monotonic() < deadline_s, "the event loop stands still"
+            time.sleep(0.001)
+        return ids_of(renderer, text)
+
+    async def tick() -> None:
+        while True:
+            ticks.append(0)
+            await asyncio.sleep(0.001)
+
+    renderer = ChatRenderer.of_model(MODEL)
+    monkeypatch.setattr(ChatRenderer, "ids_of", slow)
+    ticking = asyncio.create_task(tick())
+    pools = {"e": cast(Any, Forging(telling(0, 1)))}
+    engine = RolloutEngine(pools, cast(Any, Parrot(lambda prompt: "x")), renderer, context_len=100_000, seed=0)
+    [result] = await engine.run_group(asking("word " * 6000))
+    ticking.cancel()
+    assert failures([result]) == [""]
 
 
 class Forging:
@@ -299,11 +422,37 @@ class Forging:
     async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
         answer = begin()
         for call in range(2):
-            message = {"role": "user", "content": "hi"}
+            message = dict(task.messages[0])
             await answer(Sample(call=call, role="policy", conversation=0, messages=[message]))
         return self.outcome
 
     def record(self, failure: Failure | None) -> None: ...
+
+
+class Withdrawing(Forging):
+    """Two answers of one conversation, the second of which nobody received, and one of another."""
+
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+        answer, message = begin(), dict(task.messages[0])
+        for call, conversation in ((0, 0), (1, 0), (2, 1)):
+            await answer(Sample(call=call, role="policy", conversation=conversation, messages=[message]))
+            if call == 1:
+                await answer(Withdraw(call=call))
+        return self.outcome
+
+
+async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
+    pools = {"e": cast(Any, Withdrawing(telling(0, 2)))}
+    engine = RolloutEngine(
+        pools, cast(Any, Parrot(lambda prompt: "xy")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
+    )
+    [result] = await engine.run_group(asking("hi"))
+    assert failures([result]) == [""]
+    assert [(len(row.turns), int(row.sampled.sum()), row.versions) for row in result.rows] == [
+        (1, 3, ((0, len(row.token_ids)),)) for row in result.rows
+    ]
+    assert len(result.rows) == 2
+    assert engine.newly_withdrawn() == 1
 
 
 def telling(*calls: int, children: Sequence[EpisodeResult] = ()) -> EpisodeResult:
@@ -331,7 +480,9 @@ async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
         await engine.run_group(asking("hi " * 20))
 
 
-@pytest.mark.parametrize("told", [{"rewards": {"policy": float("nan")}}, {"metrics": {"m": float("-inf")}}])
+@pytest.mark.parametrize(
+    "told", [{"rewards": {"policy": float("nan")}}, {"rewards": {"policy": -2e6}}, {"metrics": {"m": float("-inf")}}]
+)
 def test_numbers_that_a_worker_forges_are_no_message_of_a_worker(told: dict[str, Any]) -> None:
     forged = msgspec.msgpack.encode([{"type": "Ended", "job": 0, "result": told}])
     with pytest.raises(msgspec.ValidationError):
