@@ -37,6 +37,7 @@ from transport.hidden import ENV_KEY_VAR, RUN_KEYS, hide_environment
 from transport.keys import SharedKey, is_loopback
 from transport.limits import raise_file_limit
 from transport.logs import start_log
+from transport.ports import port_number
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def main() -> None:
     )
     parser.add_argument("env_id", metavar="ENV_ID", help="as env.id: a built-in name, module:Class or file.py:Class")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=7000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--port", type=port_number, default=7000, help="0: any that is free (default: %(default)s)")
     options = parser.parse_args()
     try:
         check_id(options.env_id)
