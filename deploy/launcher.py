@@ -73,7 +73,7 @@ def checked(asked: Run) -> Plan:
     plan = resolve(asked)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
-            check_id(env.id)
+            check_id(env.id, env.args)
     if plan.orch.arena is not None:
         check_arena(plan.orch.arena)
     return plan

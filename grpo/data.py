@@ -29,6 +29,8 @@ options are the arguments of the environment, docs/data.md has them:
   grpo data sums.csv --prompt "What is {sum}?" --answer result --reward number --model configs/quickstart/model
 
 exit codes: 0 all rows can be used, 1 some cannot, 2 the data or the options cannot be used"""
+MAX_SHOWN = 4_000
+"""Characters of a prompt, and of an answer, that are shown."""
 MAX_COUNTED = 20_000
 """Prompts whose tokens are counted, evenly spread."""
 ARGUMENTS = [name for name in inspect.signature(Dataset).parameters if name != "path"]
@@ -95,13 +97,18 @@ def _told(
     train, held_out = loaded.examples["train"], loaded.examples["eval"]
     yield f"{path}: {len(train):,} prompts to train on, {len(held_out):,} to evaluate on"
     for example in train[: options.rows]:
-        yield f"\n{_rendered(example, renderer)}"
+        yield f"\n{_cut(_rendered(example, renderer))}"
         if "answer" in example:
-            yield f"[answer] {example['answer']}"
+            yield f"[answer] {_cut(str(example['answer']))}"
     if train:
         yield f"\n{_lengths([*train, *held_out], renderer, longest)}"
     yield from _rows("refused", loaded.refused, options.show)
     yield from _rows("left out, which say nothing new", loaded.duplicates, options.show)
+
+
+def _cut(text: str) -> str:
+    """A text as it is shown: its beginning, where it is long."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} … ({len(text):,} characters)"
 
 
 def _rendered(example: Mapping[str, Any], renderer: ChatRenderer | None) -> str:

@@ -20,12 +20,12 @@ from orchestrator.background import in_thread
 from orchestrator.loops.sample import Intake
 from orchestrator.rollouts.clients import InferenceClient
 from orchestrator.rollouts.clock import together
-from orchestrator.rollouts.engine import Group, PromptTooLong
+from orchestrator.rollouts.engine import PromptTooLong
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.messages import ModelResponse, shown
 from orchestrator.rollouts.play import ScriptedBackend
-from orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
 from orchestrator.rollouts.roles import Role, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.samples import FinishedGroup, finish_group

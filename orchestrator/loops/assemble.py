@@ -122,6 +122,7 @@ class Assembling:
             | intake.auxiliary.metrics()
             | intake.shaping.metrics()
             | {"rollout/restarted": float(intake.engine.newly_restarted())}
+            | {"rollout/answers_withdrawn": float(intake.engine.newly_withdrawn())}
             | {"perf/max_concurrent_groups": float(intake.scheduler.max_in_flight)}
         )
         return intake.recorder.shipped(step, metrics, dropped=intake.ledger.num_dropped, generate_s=generate_s)

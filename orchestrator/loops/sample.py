@@ -23,8 +23,8 @@ from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.story import Story
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Messages, SamplingParams, Task
+from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
 from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.samples import FinishedGroup, finish_group, judge_group, unfit
 from orchestrator.scheduler import Scheduler, Ticket

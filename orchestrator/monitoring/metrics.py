@@ -34,6 +34,7 @@ reward/measure/NAME/ENV reward/role/ROLE/ENV
 rollout/num rollout/temperature rollout/num_tokens_mean rollout/num_tokens_max rollout/truncated
 rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows
 rollout/found_FILTER rollout/dropped rollout/dropped_REASON rollout/restarted
+rollout/answers_withdrawn
 teacher/rows teacher/tokens teacher/tokens_left_out teacher/requests teacher/failed teacher/failed_REASON
 evidence/hinted evidence/asked evidence/hints_failed
 hints/errors hints/given hints/given_SOURCE hints/declined_REASON hints/left_out_REASON

@@ -46,6 +46,7 @@ class FakeClient:
         self.errored = False
         self.asked = asyncio.Event()
         self.prompts: list[Any] = []
+        self.params: list[Any] = []
         self.running: dict[str, asyncio.Future[str]] = {}
         self.lost = 2
         self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 8, dtype=torch.float32)
@@ -67,6 +68,7 @@ class FakeClient:
 
     async def generate(self, prompt: Any, params: Any, *, request_id: str, **_: Any) -> AsyncIterator[Any]:
         self.prompts.append(prompt)
+        self.params.append(params)
         self.asked.set()
         self.running[request_id] = asyncio.get_running_loop().create_future()
         reason = await self.running[request_id]
@@ -161,6 +163,24 @@ async def test_whoever_waits_for_an_engine_that_dies_is_told(name: str, monkeypa
             await waiting
         await watch
     assert engine.ended.is_set()
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def test_vllm_is_asked_for_all_that_the_request_says() -> None:
+    asked = {"n": 1, "max_tokens": 7, "min_tokens": 2, "temperature": 0.7, "seed": 11, "stop_token_ids": [5, 4]}
+    client = FakeClient()
+    answering = asyncio.create_task(engine_of(client).generate(wanted(**asked), ADAPTER))
+    await client.asked.wait()
+    await asyncio.sleep(0)
+    client.running["policy-1"].set_result("stop")
+    [answer] = await answering
+    assert (answer.token_ids, answer.logprobs, answer.stop_reason) == ([5, 6], [-0.5, -0.6], 6)
+    [prompt], [params] = client.prompts, client.params
+    assert prompt["prompt_token_ids"] == [1, 2]
+    assert {name: getattr(params, name) for name in asked} == asked
+    assert (params.top_p, params.top_k, params.logprobs, params.detokenize) == (1.0, 0, 0, False)
 
 
 # --- requests that follow ---------------------------------------------------------------------------------------------

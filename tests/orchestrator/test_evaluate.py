@@ -15,8 +15,8 @@ from aiohttp import web
 from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
 from orchestrator.evaluate import due, evaluate, figures_of, pass_at_k
-from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, Step
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step
 from tests.orchestrator import made
 from tests.orchestrator.fakes import FakeServer, settings_for, until
 from tests.orchestrator.running import run

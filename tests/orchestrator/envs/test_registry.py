@@ -48,6 +48,21 @@ def test_what_there_is_is_found(env_id: str, tmp_path: Path, monkeypatch: pytest
     check_id(env_id)
 
 
+CLASSIC = "import verifiers as vf\n\ndef load_environment(**kwargs):\n    raise SystemExit('it runs')\n"
+
+
+@pytest.mark.parametrize(("env_id", "args"), [("me/classic-sums@1.0", {}), ("verifiers", {"env_id": "classic-sums"})])
+def test_a_package_for_an_older_verifiers_is_refused_before_it_is_imported(
+    env_id: str, args: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "classic_sums.py").write_text(CLASSIC)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"0\.4"):
+        check_id(env_id, args)
+    (tmp_path / "classic_sums.py").write_text(f"__all__ = ['Sums']\n{CLASSIC}")  # both
+    check_id(env_id, args)
+
+
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SHOUT.format(""))
     with pytest.raises(UserError, match="rubric"):
