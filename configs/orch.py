@@ -23,7 +23,7 @@ from configs.common import (
     adapter_conflicts,
     changed_keys,
 )
-from configs.evaluation import EnvSettings, EvalSettings, HeldOut, label_conflicts
+from configs.evaluation import Environments, EnvSettings, EvalSettings, HeldOut, label_conflicts
 from configs.reporting import ReportSettings, TraceSettings
 from configs.rollouts import (
     BATCH_ADVANTAGES,
@@ -75,8 +75,8 @@ class OrchSettings(ProcessSettings, Shared):
 
     model: ModelSettings
     """The policy."""
-    env: tuple[EnvSettings, ...] = ()
-    """Environments to train on."""
+    env: Environments = ()
+    """Environments to train on; an id alone stands for one."""
     arena: str | None = None
     """A schedule of your own instead of environments: `file.py:Class` or `module:Class`, derived from `grpo.Arena`
     (null: examples of `env` are sampled)."""

@@ -83,10 +83,10 @@ def _arm(text: str) -> tuple[str, str]:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    seeds = tuple(int(part) for part in text.split(","))
-    if len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text}: expected different seeds")
-    return seeds
+    parts = text.split(",")
+    if not all(map(str.isdecimal, parts)) or len(set(map(int, parts))) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected different numbers, as in 1,2,3")
+    return tuple(map(int, parts))
 
 
 def main(options: argparse.Namespace) -> int:

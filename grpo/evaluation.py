@@ -18,6 +18,7 @@ import yaml
 from configs.infer import InferSettings
 from configs.loading import Values, load
 from configs.orch import OrchSettings
+from configs.run import load_run, presets
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings, yaml_value
@@ -168,6 +169,9 @@ def find_target(text: str, step: int | None) -> Target:
         return Target(model=version.base_name, version=version)
     if step is not None:
         raise UserError(f"{text} is no run, of which --step {step} would be a version")
+    if not path.exists() and text.replace("-", "_") in presets():
+        model = load_run(text).train.settings.model
+        raise UserError(f"{text} is a preset, and no model or run; its model is {model}")
     resolve_model(text)
     return Target(model=text)
 

@@ -89,10 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a whole number from 1 on")
+    return int(text)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -20,7 +20,8 @@ program. A file of one program alone has its keys at the top, the shared ones in
 the command line (`grpo quickstart --train.learning_rate 1e-3`, `grpo-train train.yaml --learning_rate 1e-3`) and in the
 environment (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Precedence,
 highest first: command line, environment, file, default. Of a program's key and the shared one that stands for it, the
-program's holds. With a file for each program (`grpo --train train.yaml --infer infer.yaml --orch orch.yaml`), what one
+program's holds. `env` at the top stands for `orch.env`; there and on the command line (`--env FILE:CLASS`) an id alone
+is enough. With a file for each program (`grpo --train train.yaml --infer infer.yaml --orch orch.yaml`), what one
 of them says and another leaves open, though both must agree in it, holds for both.
 
 A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
@@ -50,7 +51,9 @@ def reference() -> str:
     programs: tuple[type[ProcessSettings], ...] = (TrainSettings, InferSettings, OrchSettings)
     lines = [_HEAD.rstrip("\n")]
     shared = "Keys that stand for several of the programs' keys are said once here."
-    lines += _table("What the programs share", RunSettings, shared, frozenset({"train", "infer", "orch", "teacher"}))
+    lines += _table(
+        "What the programs share", RunSettings, shared, frozenset({"train", "infer", "orch", "teacher", "env[]"})
+    )
     for cls in programs:
         same = {key.partition(".")[0] for key, keys in SHARED.items() if f"{cls.role}.{key}" in keys}
         names = ", ".join(f"`{key}`" for key in sorted(same))

@@ -198,7 +198,7 @@ def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
 def test_a_python_file_in_place_of_settings_is_answered_with_the_option_that_takes_it(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text("x = 1\n")
     [problem] = problems(TrainSettings, file=tmp_path / "my_env.py")
-    assert "--orch.env" in problem.message
+    assert "--env my_env.py:CLASS" in problem.message
 
 
 @pytest.mark.parametrize("key", ["seed", "advantage.type", "model.lora_rank", "traces." + "x" * 100_000, "batch_size"])
