@@ -116,6 +116,8 @@ def test_a_programs_own_key_holds_before_the_shared_one_and_the_command_line_bef
 ) -> None:
     run = run_of(tmp_path, seed=1, train={"seed": 2})
     assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [2, 1, 1]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"seed": 1, "train": {"seed": -2}}))
+    assert [(problem.key, problem.value) for problem in problems(target=tmp_path)] == [("train.seed", -2)]
     run = run_of(tmp_path, "--seed", "3", "--orch.seed", "4", seed=1, train={"seed": 2})
     assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [3, 3, 4]
     monkeypatch.setenv("GRPO_RUN_SEED", "8")
