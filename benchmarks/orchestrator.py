@@ -43,6 +43,7 @@ import uvloop
 
 from benchmarks.report import parser, report
 from grpo import Environment, Rubric
+from transport.limits import raise_file_limit
 
 GROUP_SIZE, NUM_TOKENS, SEQ_LEN = 8, 64, 2048
 NUM_EXAMPLES, NUM_ANSWERS = 10_000, 256
@@ -160,7 +161,6 @@ class Seen:
 def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: Connection) -> None:
     """Runs the program, and sends what was seen."""
     os.sched_setaffinity(0, cores)
-    raise_file_limit()
     from configs.orch import OrchSettings
     from orchestrator.run import orchestrate
 
@@ -209,12 +209,6 @@ def use_of_workers() -> tuple[float, int]:
             times = process.cpu_times()
             used_s, used_bytes = used_s + times.user + times.system, used_bytes + process.memory_info().rss
     return used_s, used_bytes
-
-
-def raise_file_limit() -> None:
-    """Lets this process have as many connections as the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def measured(

@@ -20,8 +20,8 @@ from typing import Any, cast
 from benchmarks.report import parser, report
 from grpo import Environment, EpisodeState, MultiTurnEpisode, RolloutContext, Rubric
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import SamplingParams, Task
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.records import Group, SamplingParams, Task
 from orchestrator.workers.pool import WorkerPool
 from transport.http import Choice
 

@@ -33,7 +33,12 @@ class Problem:
         return self.message.startswith("has no effect")
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.key} = {_SHORT.repr(self.value)}: {self.message}"
+        return f"{self.origin}: {_cut(self.key, 120)} = {_SHORT.repr(self.value)}: {_cut(self.message, 900)}"
+
+
+def _cut(text: str, length: int) -> str:
+    """The same, or its beginning and its end."""
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
 
 
 class SettingsError(ValueError):

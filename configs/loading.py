@@ -3,6 +3,8 @@
 Precedence, highest first: command line, environment, YAML file, default.
 """
 
+import difflib
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +14,12 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import BaseSettings, YamlConfigSettingsSource
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, YamlConfigSettingsSource
 
 from configs.common import ProcessSettings, all_conflicts
 from configs.errors import Problem, SettingsError
-from configs.keys import find, get, holds, key_of, put, sections_of, unknown
+from configs.keys import find, get, holds, key_of, known_keys, put, unknown
 
 S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)
@@ -26,12 +29,22 @@ _TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
 # Keys whose value may be a path, or end in one before `:name`; in a file, it is relative to that file.
 _PATHS = {
     *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
+    *("env", "env.id", "orch.env", "orch.eval.env"),
     *("orch.teacher_model.model.tokenizer", "orch.env.id", "orch.eval.env.id", "orch.advantage.import_path"),
     *("orch.arena", "orch.filters.import_path"),
     *("orch.hints.templates", "orch.preferences.pairs", "train.loss.import_path", "train.init_adapter"),
 }
-Texts: TypeAlias = Sequence[tuple[str, str, str | None]]
-"""Origin, dotted key and text of values that are given as texts; None where the text is missing."""
+_PREFIXES = ("GRPO_RUN_", "GRPO_TRAIN_", "GRPO_INFER_", "GRPO_ORCH_", "GRPO_TEACHER_")
+"""What the names of variables begin with that hold settings; each program looks at its own."""
+_MAX_VALUES = 500_000
+"""Of one file."""
+_NUM_EXPLAINED = 50
+"""So many unknown keys are answered with the one that was meant."""
+_TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+_NO_SETTINGS = {"GRPO_PARENT_PID"}
+"""Variables that are no person's."""
+Texts: TypeAlias = Sequence[tuple[str, str | None]]
+"""Dotted key and text of the values on a command line; None where the text is missing."""
 Given: TypeAlias = Mapping[str, tuple[str, str]]
 """By the dotted key of every value that was set: its origin, and the key by which it was set there."""
 
@@ -58,31 +71,64 @@ class Values:
                 self.given[target] = (origin, name)
         self.tree = _merged(self.tree, added)
 
-    def add_texts(self, cls: type[BaseModel], texts: Texts) -> None:
-        """Takes over values that are given as texts, those of keys that stand for others first."""
-        seen: dict[str, str] = {}
-        for origin, key, text in sorted(texts, key=lambda one: one[1] not in self.shared):
-            known, value = find(cls, key), dict[str, Any]()
-            try:
-                if known is None:
-                    raise ValueError(unknown(cls, key))
-                if text is None or key in seen:
-                    raise ValueError(
-                        f"is given twice ({seen[key]})" if key in seen else f"needs a value: --{key} VALUE"
-                    )
-                put(value, key, _value(text, known.annotation))
-                self.add(value, origin)
-                seen[key] = origin
-            except (json.JSONDecodeError, RecursionError):
-                why = 'is not JSON, in which mappings and lists of them are given, as \'[{"id": "reverse-text"}]\''
-                self.problems.append(Problem(origin=origin, key=key, value=text, message=why))
-            except ValueError as error:
-                self.problems.append(Problem(origin=origin, key=key, value=text, message=str(error)))
+    def add_options(self, cls: type[BaseModel], texts: Texts) -> None:
+        """Takes over the values of a command line, those of keys that stand for others first."""
+        right = dict[str, str]()
+        for key, text in texts:
+            message = unknown(cls, _without_numbers(key)) if find(cls, key) is None else None
+            message = message or ("is given twice; give it once" if key in right else None)
+            message = message or (f"needs a value: --{key} VALUE" if text is None else None)
+            if text is None or message is not None:
+                self._refuse(COMMAND_LINE, key, text, str(message))
+            else:
+                right[key] = text
+        tree = _options_of(cls)(parsed_args=dict(right))()
+        for key in sorted(right, key=lambda one: one not in self.shared):
+            self._add_one(COMMAND_LINE, key, get(tree, key))
+
+    def add_environment(self, cls: type[BaseModel], prefix: str, *, below: str = "") -> None:
+        """Takes over the values of environment variables whose names begin with `prefix`, those of keys that stand for
+        others first. `below`: what precedes their keys here, as `train.`."""
+        tree = _Environment(cls, prefix)()
+        names = {_key_of(name, prefix): name for name in os.environ if name.startswith(prefix)}
+        for key in sorted(names, key=lambda one: below + one not in self.shared):
+            origin = f"environment variable {names[key]}"
+            if find(cls, key) is None:
+                self._refuse(origin, below + key, os.environ[names[key]], unknown(cls, key))
+            else:
+                self._add_one(origin, below + key, get(tree, key))
+
+    def check_environment(self, programs: Mapping[str, type[BaseModel]]) -> None:
+        """Refuses environment variables that nothing reads. `programs`: whose settings there are, by the beginning of
+        their variables' names. Variables with keys are what settings say they are called, often others' settings."""
+        strange = [name for name in sorted(os.environ) if name.startswith("GRPO_") and not name.startswith(_PREFIXES)]
+        strange = [name for name in strange if not name.endswith(("_KEY", "_TOKEN")) and name not in _NO_SETTINGS]
+        if not strange:
+            return
+        known = [_variable(prefix, key) for prefix, cls in programs.items() for key in known_keys(cls)]
+        for name in strange:
+            parts = {one: one.removeprefix(prefix) for prefix in programs for one in known if one.startswith(prefix)}
+            close = [one for one, key in parts.items() if key == name.removeprefix("GRPO_")]
+            close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            message = f"nothing reads it{f'; did you mean {close[0]}?' if close else ''}; unset it otherwise"
+            self._refuse("environment", name, os.environ[name], message)
+
+    def _add_one(self, origin: str, key: str, value: Any) -> None:
+        if isinstance(value, _NoJson):
+            why = 'is not JSON, in which mappings and lists of them are given, as \'[{"type": "repetition"}]\''
+            self._refuse(origin, key, value.text, why)
+            return
+        tree = dict[str, Any]()
+        put(tree, key, value)
+        self.add(tree, origin)
+
+    def _refuse(self, origin: str, key: str, value: object, message: str) -> None:
+        self.problems.append(Problem(origin=origin, key=key, value=value, message=message))
 
     def validated(self, cls: type[M], *, default: str, missing: Mapping[str, str] | None = None) -> M:
         """The settings that these values make. `default`: the origin of those that were not given. `missing`: keys that
         another one could fill, to that one. Raises `SettingsError`, also with the problems that were found before."""
-        problems = list(self.problems)
+        problems, seen = list(self.problems), set[tuple[str, str, str]]()
         try:
             settings = cls.model_validate(self.tree)
         except ValidationError as error:
@@ -91,32 +137,33 @@ class Values:
                 origin, shown = nearest(self.given, key) or (default, key)
                 if item["type"] == "too_short" and item["input"]:
                     continue  # a member of the list has an error
+                if shown in self.shared and shown != key and any(one[:2] == (origin, shown) for one in seen):
+                    continue  # one program after the other says what it thinks of the same value
                 if item["type"] == "missing":
                     shown = (missing or {}).get(key, shown)
-                    value, message = None, f"is required; set it in the file, or --{shown}"
+                    in_list = any(part.isdigit() for part in shown.split("."))
+                    value, message = (
+                        None,
+                        "is required" if in_list else f"is required; set it in the file, or --{shown}",
+                    )
+                elif item["type"] == "tuple_type":
+                    message = "expected a list"
+                elif item["type"] == "string_pattern_mismatch" and not str(value).strip():
+                    message = "must not be empty"
                 elif item["type"] == "extra_forbidden":
-                    message = unknown(cls, key)
-                problem = Problem(origin=origin, key=shown, value=value, message=message)
-                problems += [problem] if problem not in problems else []
+                    message = unknown(cls, key) if len(seen) < _NUM_EXPLAINED else "unknown key"
+                if (origin, shown, message) not in seen:
+                    seen.add((origin, shown, message))
+                    problems.append(Problem(origin=origin, key=shown, value=value, message=message))
         if problems:
             raise SettingsError(problems)
         return settings
 
 
-def environment(prefixes: Mapping[str, str]) -> Texts:
-    """The values in environment variables. `prefixes`: what a name begins with, to what its key begins with."""
-    return [
-        (f"environment variable {name}", key + name.removeprefix(prefix).lower().replace("__", "."), text)
-        for name, text in os.environ.items()
-        for prefix, key in prefixes.items()
-        if name.startswith(prefix)
-    ]
-
-
 def split(cls: type[BaseModel], arguments: Sequence[str]) -> Texts:
     """The values of a command line: `--key value`, `--key=value` and, for what is true or false, `--key`. Raises
     `SettingsError` for words that belong to no option."""
-    texts: list[tuple[str, str, str | None]] = []
+    texts: list[tuple[str, str | None]] = []
     problems, remaining = list[Problem](), list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -129,7 +176,7 @@ def split(cls: type[BaseModel], arguments: Sequence[str]) -> Texts:
         follows = not equals and remaining and not remaining[0].startswith("--")
         if follows and (not is_switch or remaining[0].lower() in _TRUE_OR_FALSE):
             equals, text = "=", remaining.pop(0)
-        texts.append((COMMAND_LINE, key, text if equals else "true" if is_switch else None))
+        texts.append((key, text if equals else "true" if is_switch else None))
     if problems:
         raise SettingsError(problems)
     return texts
@@ -161,20 +208,67 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _value(text: str, annotation: Any) -> Any:
-    """What a text on the command line or in the environment stands for; pydantic reads numbers and the like itself."""
-    of_sections, is_list = bool(sections_of(annotation)), holds(annotation, tuple)
-    if text != "null" and ((of_sections and is_list) or text[:1] in ("[", "{")):
-        return json.loads(text) if of_sections or is_list or holds(annotation, dict) else text
-    return None if text == "null" else text
+# --- pydantic-settings' sources: docs/settings.md says what they do not do here ---
+
+
+@dataclass(frozen=True, slots=True)
+class _NoJson:
+    """A text that looks like JSON and is none."""
+
+    text: str
+
+
+class _Decoding(EnvSettingsSource):
+    """Values as texts: what begins like JSON is JSON; other texts are left to pydantic."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if value[:1] not in ("[", "{"):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return _NoJson(value)
+
+
+class _Environment(_Decoding):
+    def __init__(self, cls: type[BaseModel], prefix: str) -> None:
+        own: Any = cls  # it asks for a BaseSettings, and uses the fields alone
+        super().__init__(own, env_prefix=prefix, env_nested_delimiter="__", env_parse_none_str="null")
+
+
+class _Options(_Decoding, CliSettingsSource[Any]):
+    """Values by their dotted keys."""
+
+
+@functools.cache
+def _options_of(cls: type[BaseModel]) -> _Options:
+    own: Any = cls
+    return _Options(own, cli_parse_none_str="null")
+
+
+def _variable(prefix: str, key: str) -> str:
+    return prefix + key.replace(".", "__").upper()
+
+
+def _without_numbers(key: str) -> str:
+    """`env.0.id` as `env.id`: options do not reach into lists, however they count."""
+    return ".".join(part for part in key.split(".") if not part.isdigit()) or key
+
+
+def _key_of(variable: str, prefix: str) -> str:
+    return variable.removeprefix(prefix).lower().replace("__", ".")
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which YAML would drop the first without a word."""
+    """Refuses a key that stands twice in one mapping, of which YAML would drop the first without a word, and keys that
+    YAML reads as something else, as `yes` and `1`."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if key_node.tag not in _TEXTS:
+                why = f"the key {str(key_node.value)[:100]} is no text; write it in quotes"
+                raise yaml.constructor.ConstructorError(None, None, why, key_node.start_mark)
             if (key := str(key_node.value)) in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", key_node.start_mark)
             seen.add(key)
@@ -186,7 +280,19 @@ class _YamlFile(YamlConfigSettingsSource):
         tree = yaml.load(file_path.read_text(encoding="utf-8"), _Loader)
         if tree is not None and not isinstance(tree, dict):
             raise ValueError(f"it holds a {type(tree).__name__}, expected a mapping of keys to values")
+        _check_size(tree)
         return tree or {}
+
+
+def _check_size(tree: Any) -> None:
+    """Raises ValueError for more values than a person writes: a few aliases of aliases stand for billions."""
+    waiting, num = [tree], 0
+    while waiting:
+        one = waiting.pop()
+        inner = [*one.values()] if isinstance(one, dict) else one if isinstance(one, list) else []
+        waiting += inner
+        if (num := num + len(inner)) > _MAX_VALUES:
+            raise ValueError(f"it holds more than {_MAX_VALUES:,} values, each alias counted where it stands")
 
 
 def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
@@ -196,7 +302,7 @@ def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
         if not path.is_file():
             raise ValueError("no such file; give the path of a YAML file with settings")
         if path.suffix == ".py":
-            raise ValueError(f'it is Python; give an environment as --orch.env \'[{{"id": "{path.name}:CLASS"}}]\'')
+            raise ValueError(f"it is Python; give an environment as --env {path.name}:CLASS, after the run")
         tree: dict[str, Any] = _absolute(_YamlFile(BaseSettings, yaml_file=path).yaml_data, prefix[:-1], path.parent)
         return tree
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -269,8 +375,9 @@ def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()
     name, values = str(file) if file is not None else f"grpo-{cls.role}", Values()
     if file is not None:
         values.add(read_yaml(Path(file), f"{cls.role}."), name)
-    values.add_texts(cls, environment({cls.env_prefix: ""}))
-    values.add_texts(cls, split(cls, arguments))
+    values.add_environment(cls, cls.env_prefix)
+    values.check_environment({cls.env_prefix: cls})
+    values.add_options(cls, split(cls, arguments))
     loaded = Loaded(settings=values.validated(cls, default=name), given=values.given, file=name)
     if problems := [loaded.problem(key, message) for key, message in all_conflicts(loaded.settings)]:
         raise SettingsError(problems)

@@ -123,8 +123,9 @@ class LossSettings(Section):
     @classmethod
     def _named(cls, given: Any) -> Any:
         """What `name` stands for goes before the defaults."""
-        named = isinstance(given, Mapping) and given.get("name") in PRESETS
-        return {**PRESETS[given["name"]], **given} if named else given
+        name = given.get("name") if isinstance(given, Mapping) else None
+        presets: dict[str, Mapping[str, Any]] = {key: preset for key, preset in PRESETS.items()}  # noqa: C416
+        return {**presets[name], **given} if isinstance(name, str) and name in presets else given
 
     @property
     def changed(self) -> set[str]:

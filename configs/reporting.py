@@ -1,10 +1,10 @@
 """Settings of what is written down beside metrics, on this machine and in experiment trackers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
-from configs.common import Listed, OnlyWith, Section
+from configs.common import Conflicts, Listed, OnlyWith, Section
 
 
 class TraceSettings(Section):
@@ -22,8 +22,8 @@ TrackerName = Literal["wandb", "tensorboard", "trackio"]
 
 
 class ReportSettings(Section):
-    """What is reported to experiment trackers: the metrics of every step, and settings that cannot be secrets. Without
-    it nothing leaves the machine."""
+    """What is reported to experiment trackers: the metrics of every step, settings that cannot be secrets, and on
+    demand answers and distributions. Without it nothing leaves the machine."""
 
     to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
     """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX), trackio."""
@@ -33,3 +33,19 @@ class ReportSettings(Section):
     """Name of the run (null: that of the run's folder)."""
     offline: Annotated[bool, OnlyWith("to", "wandb")] = False
     """W&B writes to the run's folder only, for `wandb sync` to upload later; needs no network and no key."""
+    samples: Annotated[PositiveInt | None, OnlyWith("to", "wandb", "tensorboard")] = None
+    """Number of rollouts of a step that are reported with prompt, answer and reward (null: none)."""
+    distributions: Annotated[bool | None, OnlyWith("to", "wandb", "tensorboard")] = None
+    """Histograms of a step's rewards, advantages and lengths are reported (null: none)."""
+    interval: PositiveInt = 10
+    """Steps between two reports of samples and distributions. Metrics are reported at every step."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        """A tracker's name stands for all that is said of it by default."""
+        return {"to": given} if isinstance(given, str) else given
+
+    def conflicts(self) -> Conflicts:
+        if "interval" in self.changed and self.samples is None and not self.distributions:
+            yield "interval", "has no effect without samples or distributions; metrics are reported every step"

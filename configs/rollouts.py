@@ -57,8 +57,8 @@ class BufferSettings(Section):
     """Fields that identify an example: of two that agree in them the second is left out and counted, and after a
     restart an example is known by them. `task` is the environment's name, unless the example has its own."""
     max_prompt_length: PositiveInt | None = None
-    """Longest prompt in tokens; a longer one is not asked, and counted as `prompt_too_long` (null: what leaves room for
-    an answer)."""
+    """Longest training prompt in tokens; a longer one is not asked, and counted as `prompt_too_long` (null: what leaves
+    room for an answer). Held-out prompts are asked whatever their length."""
     online_difficulty_filtering: bool = False
     """Groups whose rewards are all equal, from which nothing is learned, are not trained; others are sampled in their
     place, at most 8 for each group with spread (DAPO's dynamic sampling)."""

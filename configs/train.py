@@ -119,7 +119,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """What is trained, its gradients and the optimizer's state are kept in main memory, where the optimizer steps them:
     less of the GPU's memory for a slower step. For `lora: false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
-    """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
+    """Threads of each rank for computation on a CPU (null: all cores that affinity and cgroup quotas allow, divided
+    among the ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
     """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
     `nvfp4` are bf16 but for the frozen weights of layers with an adapter, whose products in training are in 8 or 4
@@ -150,7 +151,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
     stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
-    little_signal: Share = 0.25
+    little_signal: Share = 0.0
     """Share of a batch's loss tokens that have anything to teach, an advantage other than 0 for example, below which
     its learning rate is lower, by the square root of that share over this: where most groups have equal rewards the
     batch is a small one, and one without any signal changes nothing (0: the rate stays)."""

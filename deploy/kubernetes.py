@@ -17,8 +17,8 @@ from jinja2 import Environment, StrictUndefined
 from configs.errors import SettingsError
 from configs.run import RUN_FILE, Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, preset_of, said_by
-from deploy.plan import write_private
 from transport.errors import START_AGAIN
+from transport.folders import write_atomic
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
 TEMPLATE = Path(__file__).with_suffix(".yaml.j2")
@@ -105,7 +105,7 @@ def submit(run: Run, target: str, overlay: str) -> str:
     folder = Path(f"{run.train.settings.output_dir}-kubernetes")
     for path, text in files(run, target).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        write_private(folder / path, text)
+        write_atomic(folder / path, text.encode(), durable=False, private=True)
     return said_by("kubectl", "apply", "-k", str(folder / overlay))
 
 

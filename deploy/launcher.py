@@ -5,6 +5,7 @@ import getpass
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,21 +17,23 @@ from types import MappingProxyType
 from configs.loading import Given
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
-from deploy.cores import thread_variables
 from deploy.gpus import VARIABLE as VISIBLE_GPUS
 from deploy.gpus import visible_gpus
 from deploy.memory import with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
-from deploy.programs import Outcome, Program, Signals, run_programs
+from deploy.programs import Child, Outcome, Program, Signals, run_programs
 from deploy.teacher import within_model
-from orchestrator.envs.registry import check_id
-from orchestrator.monitoring.summary import Summary
+from orchestrator.envs.registry import check_arena, check_id
+from orchestrator.monitoring.summary import Summary, what_next
 from transport.batches.store import StepStore
-from transport.checkpoints import Checkpoints
+from transport.checkpoints import TRAINER, Checkpoints
+from transport.cores import thread_variables
 from transport.errors import RunFolderError
+from transport.folders import steps_in
 from transport.hidden import hide_environment, key_variables, named_keys
+from transport.logs import printable
 from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
-from transport.status import server_file
+from transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
 from transport.weights.identity import base_identity, resolve_model
 
 SUMMARY_FILE = "summary.json"
@@ -70,7 +73,9 @@ def checked(asked: Run) -> Plan:
     plan = resolve(asked)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
-            check_id(env.id)
+            check_id(env.id, env.args)
+    if plan.orch.arena is not None:
+        check_arena(plan.orch.arena)
     return plan
 
 
@@ -94,10 +99,12 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
         plan = _divided(plan, model)
         folder = _open(plan)
         plan = with_run(plan, folder.run_id)
+        print(_goes_on(folder), end="", flush=True)
         scratch = stack.enter_context(scratch_folder(folder.run_id))
         programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder, scratch=scratch)
-        with show(folder.path) as tick:
+        with launched(folder) as ended, show(folder.path) as tick:
             outcome = run_programs(programs, restarts=plan.restarts, signals=signals, tick=tick)
+            ended(outcome)
     explain(outcome)
     return outcome.exit_code or print_summary(folder.path)
 
@@ -164,6 +171,15 @@ def _open(plan: Plan) -> RunFolder:
     join_run(run.path, role="infer", settings=server, may_change=SERVER_MAY_CHANGE, timeout_s=1.0)
     clear_for_start(run)
     return run
+
+
+def _goes_on(run: RunFolder) -> str:
+    """A line that says from where a run goes on; nothing of one that only begins."""
+    newest, step = max(steps_in(run.broadcasts), default=0), max(steps_in(run.checkpoints, part=TRAINER), default=0)
+    if not newest:
+        return ""
+    again = f"; what came after it, up to step {newest}, is made again from its batches" if newest > step else ""
+    return f"going on from {'step' if step == newest else 'the checkpoint of step'} {step}{again}\n"
 
 
 def clear_for_start(run: RunFolder) -> None:
@@ -238,18 +254,56 @@ def print_summary(folder: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"error: {folder / SUMMARY_FILE}, which the run has written, cannot be read: {error}", file=sys.stderr)
         return 1
+    print(what_next(folder))
     return 0
+
+
+def ended_by(number: signal.Signals) -> str:
+    """What is said of a run that a signal has ended."""
+    return f"ended by {number.name}; the same command goes on"
+
+
+@contextlib.contextmanager
+def launched(run: RunFolder) -> Iterator[Callable[[Outcome], None]]:
+    """Within it the run's folder says that this launcher is at work, and afterwards how the run has ended, as what this
+    gives is told of it, or by the error that comes out of it."""
+    status = StatusFile(run.status / LAUNCHER_FILE)
+
+    def say(state: str, message: str | None = None) -> None:
+        with contextlib.suppress(OSError):  # a full disk, of which the programs complain
+            status.set(state, message=message)
+
+    def ended(outcome: Outcome) -> None:
+        if outcome.stopped_by is not None:
+            say(STOPPED, ended_by(outcome.stopped_by))
+        elif outcome.failed is not None:
+            say(FAILED, reason_of(outcome.failed))
+        else:
+            say(FINISHED)
+
+    say("running")
+    try:
+        yield ended
+    except BaseException as error:
+        is_told = isinstance(error, SystemExit | KeyboardInterrupt)
+        say(STOPPED if is_told else FAILED, "told to end" if is_told else f"{type(error).__name__}: {error}")
+        raise
 
 
 def explain(outcome: Outcome) -> None:
     """Prints on standard error who failed, with the last lines of its log; the error comes last."""
     if outcome.stopped_by is not None:
-        print(f"ended by {outcome.stopped_by.name}; the same command goes on", file=sys.stderr)
+        print(ended_by(outcome.stopped_by), file=sys.stderr)
     elif (failed := outcome.failed) is not None:
         lines = failed.program.last_lines()
-        shown = [f"  | {line}" for line in lines[-_NUM_LOG_LINES:] or ["(nothing)"]]
+        shown = [f"  | {printable(line)}" for line in lines[-_NUM_LOG_LINES:] or ["(nothing)"]]
         print(f"\nlast lines of {failed.program.log}:", *shown, sep="\n", file=sys.stderr)
-        print(f"error: {failed.program.name} {failed.failure}{last_error(lines)}", file=sys.stderr)
+        print(f"error: {reason_of(failed)}", file=sys.stderr)
+
+
+def reason_of(failed: Child) -> str:
+    """Why a program has failed, in its own words where it had some."""
+    return printable(f"{failed.program.name} {failed.failure}{last_error(failed.program.last_lines())}")
 
 
 def last_error(lines: Sequence[str]) -> str:

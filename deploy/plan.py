@@ -17,10 +17,10 @@ from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.run import Run
 from configs.train import TrainSettings
-from deploy.cores import available_cores, threads_each
 from deploy.gpus import divided, visible_gpus
 from deploy.teacher import server_settings, teacher_problems, why_not_started
-from transport.errors import StorageError
+from transport.cores import available_cores, threads_each
+from transport.folders import write_atomic
 from transport.ports import free_port
 
 C = TypeVar("C", bound=BaseModel)
@@ -191,25 +191,15 @@ def _with(settings: C, **changed: Any) -> C:
 def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:
     """Writes `train.yaml`, `infer.yaml`, `orch.yaml` and maybe `teacher.yaml`, from which each program can be started.
     They hold what was set and leave out defaults, because a default that is spelt out counts as set, and may be refused
-    as without effect. Raises `StorageError`."""
+    as without effect. This user alone can read them: arguments of environments may be keys."""
     folder.mkdir(exist_ok=True)
     (folder / "teacher.yaml").unlink(missing_ok=True)
     files = {}
     for role, settings in plan.settings().items():
         files[role] = folder / f"{role}.yaml"
-        write_private(files[role], _yaml(settings.model_dump(mode="json", exclude_unset=True)))
+        text = _yaml(settings.model_dump(mode="json", exclude_unset=True))
+        write_atomic(files[role], text.encode(), durable=False, private=True)
     return files
-
-
-def write_private(path: Path, text: str) -> None:
-    """Writes a file that its owner alone reads: arguments of environments may hold keys. Raises `StorageError`."""
-    try:
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        why = f"{path} cannot be written: {error.strerror}; make room or mend the folder, and start the same command"
-        raise StorageError(why) from error
 
 
 def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:

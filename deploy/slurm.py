@@ -15,10 +15,10 @@ from pathlib import Path
 from configs.errors import Problem, SettingsError
 from configs.run import Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
-from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, print_summary
-from deploy.plan import write_private
+from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
 from deploy.programs import Program, Signals, run_programs
 from transport.errors import START_AGAIN
+from transport.folders import write_atomic
 from transport.parent import PARENT_VAR
 from transport.run import RunFolder, open_run
 
@@ -106,7 +106,7 @@ def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     (folder.path / "settings").mkdir(exist_ok=True)
     folder.logs.mkdir(exist_ok=True)
     file = folder.path / "settings" / "slurm.sh"
-    write_private(file, script(run, target, arguments))
+    write_atomic(file, script(run, target, arguments).encode(), durable=False, private=True)
     number = said_by("sbatch", "--parsable", str(file)).partition(";")[0]
     (folder.path / "settings" / JOB_FILE).write_text(number)
     return f"queued as job {number}: {file}; its log is {folder.logs / 'slurm.log'}"
@@ -139,8 +139,9 @@ def inside(run: Run, target: str, show: Show) -> int:
         folder = open_run(run.train.settings.output_dir, resume="auto")
         clear_for_start(folder)
         programs = _programs(run, target, folder)
-        with show(folder.path) as tick:
+        with launched(folder) as ended, show(folder.path) as tick:
             outcome = run_programs(programs, restarts=run.settings.restarts, signals=signals, tick=tick)
+            ended(outcome)
     explain(outcome)
     gave_up = outcome.failed is not None and outcome.failed.gave_up
     again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS

@@ -8,12 +8,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from grpo.run_files import REWARD, metrics
 from grpo.serve import ALIAS, Served, served, settings_alone
 from grpo.version import open_version, settings_of
+from transport.logs import printable
 
 EPILOG = """\
-Each line is answered by the base (left) and by the policy (right), each with its own answers before. An empty line
-begins anew; Ctrl-D ends.
+Each line is answered by the base (left) and by the policy (right). Where the run's rollouts were single answers, each
+line begins anew, since a second turn is nothing that was trained; elsewhere, and with --conversation, each has its own
+answers before, and an empty line begins anew. Ctrl-D ends.
 
 exit codes: 0 done, 1 the version cannot be served, 2 there is no run, or the command line is wrong, 130 Ctrl-C"""
 ANSWER_S = 300.0
@@ -25,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
     parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, the likeliest answer")
-    parser.add_argument("--max-tokens", type=int, help="of an answer (default: as the run samples)")
+    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="of an answer (default: as the run samples)")
+    parser.add_argument("--conversation", action="store_true", help="keep what was said before, whatever was trained")
     parser.add_argument("--system", help="a system message before everything")
 
 
@@ -36,18 +40,26 @@ def main(options: argparse.Namespace) -> int:
     with served(settings_alone(version), version.run / "logs" / "chat.log", version=version) as server:
         sampling = settings_of(version.run, "orch").get("sampling", {})
         options.max_tokens = options.max_tokens or sampling.get("max_tokens")
-        talk(server, options)
+        talk(server, options, keeps=options.conversation or not has_single_answers(version.run))
     return 0
 
 
-def talk(server: Served, options: argparse.Namespace) -> None:
-    """Asks and answers, until the input ends."""
+def has_single_answers(run: Path) -> bool:
+    """Whether every rollout that the run has trained was one answer to one prompt."""
+    steps = [line for line in metrics(run) if REWARD in line]
+    return bool(steps) and not any("rollout/num_turns" in line for line in steps)
+
+
+def talk(server: Served, options: argparse.Namespace, *, keeps: bool) -> None:
+    """Asks and answers, until the input ends. `keeps`: a line is asked with what was said before."""
     from openai import OpenAI, OpenAIError
 
     client = OpenAI(base_url=f"{server.url}/v1", api_key=server.key or "none", timeout=ANSWER_S)
     models = (server.base, ALIAS)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     conversations: list[list[dict[str, str]]] = [list(begin) for _ in models]
+    if not keeps:
+        print("(each line begins anew, as in the run; --conversation keeps what was said before)")
     print(side_by_side("base", "policy"))
 
     def answer(model: str, messages: list[Any]) -> str:
@@ -59,12 +71,14 @@ def talk(server: Served, options: argparse.Namespace) -> None:
             return f"[no answer: {error}]"
         return made.choices[0].message.content or ""
 
-    with ThreadPoolExecutor(len(models)) as pool:
+    with client, ThreadPoolExecutor(len(models)) as pool:
         while (line := _asked()) is not None:
             if not line.strip():
                 conversations = [list(begin) for _ in models]
                 print("(begun anew)")
                 continue
+            if not keeps:
+                conversations = [list(begin) for _ in models]
             for messages in conversations:
                 messages.append({"role": "user", "content": line})
             answers = list(pool.map(answer, models, conversations))
@@ -85,7 +99,7 @@ def side_by_side(left: str, right: str, *, width: int | None = None) -> str:
     width = width or shutil.get_terminal_size((100, 24)).columns
     column = max(5, (width - len(_GAP)) // 2)
     columns = [
-        [part for line in text.splitlines() or [""] for part in textwrap.wrap(line, column) or [""]]
+        [part for line in printable(text).splitlines() or [""] for part in textwrap.wrap(line, column) or [""]]
         for text in (left, right)
     ]
     return "\n".join(f"{one:<{column}}{_GAP}{other}".rstrip() for one, other in zip_longest(*columns, fillvalue=""))

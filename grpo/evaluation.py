@@ -18,6 +18,7 @@ import yaml
 from configs.infer import InferSettings
 from configs.loading import Values, load
 from configs.orch import OrchSettings
+from configs.run import load_run, presets
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings, yaml_value
@@ -35,6 +36,7 @@ from orchestrator.startup import held_out_prompts, make_environments
 from orchestrator.workers.failures import EnvironmentFailed
 from transport.errors import UserError
 from transport.http import Choice
+from transport.logs import printable
 from transport.ports import free_port
 from transport.run import RUN_FILE, recorded_settings
 from transport.weights.identity import resolve_model
@@ -87,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollouts_per_example", type=int, help="answers to each prompt; more than 1 give pass@k (1)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
     parser.add_argument("--max_tokens", type=int, help="longest answer (what the context leaves)")
-    parser.add_argument("--seed", type=int, help="of what is sampled")
-    parser.add_argument("--show", type=int, default=0, help="answers that are printed, of each environment (0)")
+    parser.add_argument("--seed", type=int, help="sampling seed")
+    parser.add_argument("--show", type=int, default=0, help="print so many answers of each environment (0)")
     parser.add_argument("--json", action="store_true", help="the figures as JSON instead of a table")
 
 
@@ -152,7 +154,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         _print(target, _figures(target, *settings_of(target, options)), options)
     except (ServerError, EnvironmentFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 
@@ -167,6 +169,9 @@ def find_target(text: str, step: int | None) -> Target:
         return Target(model=version.base_name, version=version)
     if step is not None:
         raise UserError(f"{text} is no run, of which --step {step} would be a version")
+    if not path.exists() and text.replace("-", "_") in presets():
+        model = load_run(text).train.settings.model
+        raise UserError(f"{text} is a preset, and no model or run; its model is {model}")
     resolve_model(text)
     return Target(model=text)
 
@@ -196,7 +201,7 @@ def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettin
     orch = Values(tree=tree).validated(OrchSettings, default="grpo evaluate")
     for env in orch.held_out:
         if env.address is None:
-            check_id(env.id)
+            check_id(env.id, env.args)
     if any(env.rollouts_per_example > 1 and env.temperature == 0 for env in orch.held_out):
         raise UserError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
     return orch, infer
@@ -244,7 +249,6 @@ async def _evaluated(target: Target, orch: OrchSettings, server: Served) -> Eval
             ChatRenderer.of_model(resolve_model(target.model)),
             context_len=(await client.info(server.url)).max_model_len,
             seed=orch.seed,
-            max_prompt_length=orch.buffer.max_prompt_length,
         )
         return await evaluate_version(engine, orch, prompts, version=target.number or 0)
 
@@ -271,21 +275,27 @@ def _print(target: Target, evaluation: Evaluation, options: argparse.Namespace) 
         print(json.dumps({**about, "metrics": dict(evaluation.metrics)}, indent=2))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     envs = list(evaluation.accuracy)
-    table = Table("", *envs, title=target.name)
+    table = Table("", *(escape(printable(env)) for env in envs), title=Text(target.name))
     names = dict.fromkeys(key.removesuffix(f"/{env}") for env in envs for key in evaluation.metrics if _is_of(key, env))
     for name in names:
         cells = [evaluation.metrics.get(f"{name}/{env}") for env in envs]
-        table.add_row(name.removeprefix("eval/"), *("" if one is None else f"{one:.4g}" for one in cells))
+        table.add_row(
+            Text(printable(name.removeprefix("eval/"))), *("" if one is None else f"{one:.4g}" for one in cells)
+        )
     Console().print(table)
     for env in envs:
         own = [result for result in evaluation.results if result.task.env.removeprefix("eval:") == env]
         for result in own[: options.show]:
-            print(f"\n{env}, example {result.task.index}, reward {result.reward if result.failure is None else 'none'}")
-            print("\n".join(f"[{message['role']}] {message['content']}" for message in result.task.messages))
-            print("\n".join(f"[{step.role}] {step.text}" for one in result.walk() for step in one.steps))
+            reward = result.reward if result.failure is None else "none"
+            lines = [f"\n{env}, example {result.task.index}, reward {reward}"]
+            lines += [f"[{message['role']}] {message['content']}" for message in result.task.messages]
+            lines += [f"[{step.role}] {step.text}" for one in result.walk() for step in one.steps]
+            print(printable("\n".join(lines)))
 
 
 def _is_of(key: str, env: str) -> bool:

@@ -153,7 +153,9 @@ def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, fl
     canary = version.canary
     computed = canary.dtype if kind == "adapter" else dtype
     source = version.base if kind == "adapter" else folder
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, computed), local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=getattr(torch, computed), local_files_only=True, trust_remote_code=False
+    )
     if kind == "adapter":
         from peft import PeftModel
 

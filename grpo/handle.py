@@ -15,7 +15,7 @@ from grpo.run_files import EVALUATED, REWARD, STEP, SUMMARY_FILE, metrics, read,
 from grpo.status import RunStatus, run_status, shown
 from transport.parent import PARENT_VAR
 from transport.run import code_changes
-from transport.status import FAILED, FINISHED
+from transport.status import FAILED, FINISHED, STOPPED
 from transport.traces import trace_path, traced_steps
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Run:
         """Whether it goes on."""
         if self._process is not None:
             return self._process.poll() is None
-        return self.status.state not in (FINISHED, FAILED)
+        return self.status.state not in (FINISHED, FAILED, STOPPED)
 
     def wait(self, timeout_s: float | None = None) -> "Run":
         """Waits for the end, and shows the run meanwhile: a live curve in a notebook, elsewhere what `grpo` shows.
@@ -145,7 +145,7 @@ class Run:
     def check(self) -> None:
         """Raises `RunFailed` where the run has ended with an error."""
         if self._process is None:
-            if (status := self.status).state == FAILED:
+            if (status := self.status).state in (FAILED, STOPPED):
                 raise RunFailed(f"{self.folder}: {status.waits}")
         elif self._process.poll():
             lines = self.log.splitlines()

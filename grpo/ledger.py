@@ -18,6 +18,7 @@ import msgspec
 
 from grpo.run_files import orch_settings, read_run
 from transport.errors import UserError
+from transport.logs import printable
 
 LEDGER_FILE = "ledger.sqlite"
 _BUSY_S = 5.0
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> int:
-    if not 0 <= int(text) <= _LARGEST:
+    if not text.isdecimal() or int(text) > _LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]}: expected a number from 0 to {_LARGEST}")
     return int(text)
 
@@ -135,7 +136,7 @@ def main(options: argparse.Namespace) -> int:
             answer = _answer(options, database)
     except sqlite3.OperationalError as error:
         raise UserError(f"{options.run / LEDGER_FILE} cannot be read now: {error}; try again") from error
-    print(json.dumps(answer.fields, indent=1) if options.json else answer.text)
+    print(json.dumps(answer.fields, indent=1) if options.json else printable(answer.text))
     return answer.exit_code
 
 

@@ -1,5 +1,5 @@
-"""`grpo ledger RUN --check`: whether a ledger agrees with itself, with the metrics of its steps, the batches on disk
-and the summary."""
+"""`grpo ledger RUN --check`: whether a ledger agrees with itself, with the metrics of its steps, the batches and traces
+on disk, and the summary."""
 
 import math
 import sqlite3
@@ -155,6 +155,35 @@ def _as_in_batches(checked: _Checked) -> Iterator[str]:
             yield f"rollout {rollout} is in step {step} of {where[0]}, but not of {where[1]}"
 
 
+def _as_in_traces(checked: _Checked) -> Iterator[str]:
+    """A step may be without a trace (`traces.every`, `keep_last`, a slow disk); one that is there has its rollouts."""
+    from transport.traces import trace_path, traced_steps
+
+    newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
+    steps = [step for step in traced_steps(checked.folder) if step <= newest]
+    if not steps:
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for step in steps:
+        try:
+            table = pq.read_table(trace_path(checked.folder, step), columns=["step", "rollout", "trained"])
+        except FileNotFoundError:
+            continue  # it has been removed meanwhile
+        except (OSError, pa.ArrowException) as error:
+            yield f"the trace of step {step} cannot be read: {error}"
+            continue
+        if others := sorted(set(table["step"].to_pylist()) - {step}):
+            yield f"the trace of step {step} has rollouts of step {others[0]}"
+        rows = zip(table["rollout"].to_pylist(), table["trained"].to_pylist(), strict=True)
+        traced = {rollout.partition(".")[0] for rollout, trained in rows if trained}
+        filed = {one for (one,) in checked.database.execute("SELECT id FROM rollouts WHERE step = ?", (step,))}
+        for rollout in sorted(traced ^ filed):
+            where = ("its trace", "the ledger") if rollout in traced else ("the ledger", "its trace")
+            yield f"rollout {rollout} is in step {step} of {where[0]}, but not of {where[1]}"
+
+
 # --- what holds at the end ---
 
 
@@ -202,6 +231,7 @@ _ALWAYS: dict[str, Callable[[_Checked], Iterator[str]]] = {
     "no rollout is from a later version, or staler than max_off_policy_steps": _lags,
     "each step has one line in metrics.jsonl, with its rollouts and mean reward": _as_in_metrics,
     "the batches on disk hold just the rollouts of their step": _as_in_batches,
+    "the traces on disk show just the trained rollouts of their step": _as_in_traces,
 }
 _AT_THE_END: dict[str, Callable[[_Checked], Iterator[str]]] = {
     "every rollout is trained or dropped": _all_final,

@@ -15,9 +15,12 @@ from typing import Any
 import httpx
 import yaml
 
+from deploy.programs import Signals
 from grpo.version import CannotExport, Version, open_version, settings_of
 from transport.parent import PARENT_VAR
 from transport.ports import free_port
+from transport.run_warnings import WARNINGS_FOLDER
+from transport.status import server_file
 
 ALIAS = "policy"
 START_S = 900.0
@@ -69,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
     """Returns the exit code, once the server has ended."""
     version = open_version(options.run, options.step)
     settings = settings_alone(version, host=options.host, port=options.port)
-    with served(settings, version.run / "logs" / "serve.log", version=version) as server:
+    with Signals(), served(settings, version.run / "logs" / "serve.log", version=version) as server:
         print(f"{server.url}/v1  model: {ALIAS} (version {version.manifest.version}) or {server.base}", flush=True)
         return server.process.wait()
 
@@ -108,6 +111,10 @@ def served(settings: Mapping[str, Any], log: Path, *, version: Version | None = 
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(END_S)
                 process.kill()
+                if version is not None:  # what it has said of itself is nothing of the run
+                    for name in ("status", WARNINGS_FOLDER):
+                        said = version.run / name / server_file(host, int(settings["port"]))
+                        said.unlink(missing_ok=True)
 
 
 def _wait_until_up(server: Served) -> None:

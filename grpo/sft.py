@@ -24,7 +24,7 @@ import yaml
 from configs.errors import SettingsError
 from configs.loading import load, value_at
 from configs.train import TrainSettings
-from deploy.launcher import explain
+from deploy.launcher import explain, launched
 from deploy.programs import Program, Signals, run_programs
 from grpo.run_files import STEP
 from orchestrator.envs.data.files import check_refused, parse_rows
@@ -36,7 +36,7 @@ from transport.batches.filesystem import BatchSender
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import UserError
-from transport.folders import step_folder, steps_in
+from transport.folders import step_folder, steps_in, write_atomic
 from transport.hidden import key_variables
 from transport.records import TrainingSample
 from transport.run import RunFolder, only_one, open_run
@@ -76,17 +76,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, help="file with a prompt and an answer in each row, or a run's folder")
     parser.add_argument("--prompt", default="prompt", metavar="COLUMN", help="the prompts' column (prompt)")
     parser.add_argument("--answer", default="answer", metavar="COLUMN", help="the answers' column (answer)")
-    parser.add_argument("--min_reward", type=float, default=1.0, metavar="X", help="of a run's rollouts (1)")
+    parser.add_argument(
+        "--min_reward",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="learn only a run's rollouts with at least this reward (1)",
+    )
     parser.add_argument("--batch_size", type=_positive, default=64, metavar="N", help="rows of a step (64)")
     parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="times that each row is learned (1)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of grpo-train as YAML")
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a whole number from 1 on")
+    return int(text)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -109,7 +114,10 @@ def main(options: argparse.Namespace) -> int:
         transport = settings.rollout_transport.model_dump()
         sender = stack.enter_context(open_sender(run, num_ranks=settings.gpus, **transport))
         feed = Feed(examples, settings, run, sender, batch_size=options.batch_size)
-        outcome = run_programs([_trainer(settings, run)], restarts=_RESTARTS, signals=signals, tick=feed.tick)
+        programs = [_trainer(settings, run)]
+        with launched(run) as ended:
+            outcome = run_programs(programs, restarts=_RESTARTS, signals=signals, tick=feed.tick)
+            ended(outcome)
         feed.tell()
     explain(outcome)
     if not outcome.exit_code:
@@ -282,7 +290,7 @@ def _trainer(settings: TrainSettings, run: RunFolder) -> Program:
     goes_on = {"run_id": run.run_id, "resume": "auto", "overwrite_output_dir": False}
     given = settings.model_copy(update=goes_on).model_dump(mode="json", exclude_unset=True)
     file = run.path / "settings" / "train.yaml"
-    file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+    write_atomic(file, yaml.safe_dump(given, sort_keys=False).encode(), durable=False, private=True)
     hidden = key_variables(settings.model_dump()) | {k for k in os.environ if k.startswith("GRPO_TRAIN_")}
     return Program(
         role="train",

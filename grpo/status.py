@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, re
 from transport.checkpoints import TRAINER
 from transport.errors import UserError
 from transport.folders import steps_in
-from transport.status import FAILED, FINISHED
+from transport.logs import printable
+from transport.run_warnings import RunWarning, run_warnings, told
+from transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -35,6 +37,8 @@ NUM_REWARDS = 5
 COUNT_LIMIT_S = 0.4
 """Counting the rollouts of a long run may take no longer; `grpo ledger` has the time."""
 REFRESH_S = 0.5
+CLOCKS_S = 5.0
+"""The clocks of a run's machines may differ by so much."""
 _TAIL_BYTES = 256 * 1024
 _NEWEST_STEP = "SELECT step FROM rollouts WHERE step IS NOT NULL AND state != 'shipping' ORDER BY step DESC LIMIT 1"
 _AWAITED = {"orchestrator": "grpo-orch", "trainer": "grpo-train", "inference servers": "grpo-infer"}
@@ -45,6 +49,7 @@ _TOLD_TO_END = {
     "KeyboardInterrupt": "ended by SIGINT",
     "CancelledError": "ended by a signal",
 }
+_ENDED = (FINISHED, FAILED, STOPPED)
 _COLUMNS = (
     ("reward", REWARD, "{:.3f}"),
     ("tokens/s", "perf/generate_tokens_per_s", "{:,.0f}"),
@@ -54,8 +59,13 @@ _COLUMNS = (
 )
 _ACCURACY = "eval/accuracy/"
 EPILOG = """\
-exit codes: 0 the run is at work, or finished; 1 a program has failed, or is gone without a word;
-2 there is no run, or the command line is wrong"""
+exit codes: 0 the run has finished; 1 it has failed: a program has, or is gone without a word; 2 there is no run, or the
+command line is wrong; 3 it is starting or running; 4 it was stopped (Ctrl-C, SIGTERM), and the same command goes on. To
+wait for its end:
+
+  while grpo status outputs/first > /dev/null; [ $? -eq 3 ]; do sleep 10; done"""
+EXIT_CODES = {FINISHED: 0, FAILED: 1, "starting": 3, "running": 3, STOPPED: 4}
+"""By state of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +89,12 @@ class ProcessStatus:
     @property
     def failed(self) -> bool:
         """It has said so, or it is gone without having finished."""
-        return self.state == FAILED or (self.alive is False and self.state != FINISHED)
+        return self.state == FAILED or (self.alive is False and self.state not in _ENDED)
 
     @property
     def awaited(self) -> tuple[str, str] | None:
         """The program that it waits for, and what for; None where it waits for nobody."""
-        if self.waiting_for is None or self.failed or self.state == FINISHED:
+        if self.waiting_for is None or self.failed or self.state in _ENDED:
             return None
         who, _, what = self.waiting_for.partition(": ")
         return _AWAITED.get(who, who), what
@@ -97,10 +107,10 @@ class RunStatus:
     folder: str
     run_id: str
     state: str
-    """`starting`, `running`, `finished`, or `failed`."""
+    """`starting`, `running`, `finished`, `failed`, or `stopped`."""
     processes: tuple[ProcessStatus, ...]
     waits: str
-    """Who waits for whom, in one line."""
+    """Who waits for whom, in one line; of a run that has ended for a reason, that reason."""
     shipped: int | None
     """Newest batch that has left for the trainer."""
     published: int | None
@@ -114,6 +124,8 @@ class RunStatus:
     """Mean reward of the newest steps."""
     rollouts: Mapping[str, int] | None
     """Number by state; None where they are not counted."""
+    warnings: tuple[RunWarning, ...]
+    """What the programs have warned of, each kind once."""
 
 
 class _InUse(msgspec.Struct):
@@ -124,15 +136,18 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
     """Everything that the folder tells, now; with the number of rollouts if `count`. Raises `NoRun`."""
     run = read_run(folder)
     processes = tuple(_processes(folder / "status", run.programs))
+    state, reason = _state(processes, read(folder / "status" / LAUNCHER_FILE, Said))
+    if state in (FINISHED, STOPPED):
+        processes = tuple(map(_ended_with_run, processes))
     steps = {int(one[STEP]): one for one in metrics(folder, last_bytes=_TAIL_BYTES) if REWARD in one}
     counts, trained = _ledger(folder) if count else (None, [])
     in_use = read(folder / "broadcasts" / "in_use.json", _InUse)
     return RunStatus(
         folder=str(folder),
         run_id=run.run_id,
-        state=_state(processes),
+        state=state,
         processes=processes,
-        waits=wait_graph(processes),
+        waits=reason or wait_graph(processes),
         shipped=max([*steps_in(folder / "batches"), *trained], default=None),
         published=max(steps_in(folder / "broadcasts"), default=None),
         live=max([*([in_use.newest] if in_use else []), *steps], default=None),
@@ -140,6 +155,7 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
         checkpoint=max(steps_in(folder / "checkpoints", part=TRAINER), default=None),
         rewards={step: steps[step][REWARD] for step in sorted(steps)[-NUM_REWARDS:]},
         rollouts=counts,
+        warnings=tuple(run_warnings(folder)),
     )
 
 
@@ -160,7 +176,7 @@ def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Itera
             more = more.replace("_", ":" if role == "infer" else " ")
             yield ProcessStatus(
                 name=f"grpo-{role} {more}".strip(),
-                state=one.state,
+                state=STOPPED if one.message in _TOLD_TO_END else one.state,
                 step=one.step,
                 seconds=None if one.since is None else max(0.0, time.time() - one.since),
                 waiting_for=one.waiting_for,
@@ -170,15 +186,43 @@ def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Itera
             )
 
 
-def _state(processes: Sequence[ProcessStatus]) -> str:
+def _state(processes: Sequence[ProcessStatus], launcher: Said | None) -> tuple[str, str | None]:
+    """The run's state, and why it has ended, where the launcher has said so. Its word counts until somebody starts
+    programs without it."""
     by_name = {process.name: process for process in processes}
     orch, train = by_name["grpo-orch"], by_name["grpo-train"]
-    if train.state == FINISHED and orch.state in (FINISHED, _NOT_STARTED):  # a supervised stage has no orchestrator
-        return FINISHED
+    beginning = "starting" if {orch.state, train.state} & {_NOT_STARTED, "joined"} else "running"
+    finished = train.state == FINISHED and orch.state in (FINISHED, _NOT_STARTED)  # a supervised stage has no orch
+    if launcher is not None and not _is_older(launcher, orch, train):
+        if launcher.state in _ENDED:
+            return launcher.state, launcher.message
+        if launcher.alive:  # it will say how the run has ended
+            return beginning, None
+        if launcher.alive is False and not finished:
+            return FAILED, "grpo, which started the programs, is gone without a word"
+    if finished:
+        return FINISHED, None
     # A server may go: others may be left, and the orchestrator says where none is.
-    if any(process.failed for process in processes if not process.name.startswith(_REPLACEABLE)):
-        return FAILED
-    return "starting" if {orch.state, train.state} & {_NOT_STARTED, "joined"} else "running"
+    needed = [one for one in processes if not one.name.startswith(_REPLACEABLE)]
+    if any(one.failed for one in needed):
+        return FAILED, None
+    if any(one.state == STOPPED for one in needed):  # what waits for it in vain fails
+        at_work = any(one.alive is not False and one.state not in _ENDED for one in (orch, train))
+        return FAILED if at_work else STOPPED, None
+    return beginning, None
+
+
+def _is_older(launcher: Said, *programs: ProcessStatus) -> bool:
+    """Whether a program has said something since, as one does that was started by hand."""
+    since_s = time.time() - (launcher.since or 0.0)
+    ended = launcher.state in _ENDED or launcher.alive is False
+    return ended and any(one.seconds is not None and one.seconds < since_s - CLOCKS_S for one in programs)
+
+
+def _ended_with_run(process: ProcessStatus) -> ProcessStatus:
+    """A server that the end of its run has ended, as a scheduler ends jobs, needs no word of its own."""
+    ended = process.name.startswith(_REPLACEABLE) and process.alive is False and process.state not in _ENDED
+    return replace(process, state=STOPPED, waiting_for=None) if ended else process
 
 
 def _ledger(folder: Path) -> tuple[dict[str, int] | None, list[int]]:
@@ -200,7 +244,7 @@ def wait_graph(processes: Sequence[ProcessStatus]) -> str:
     """Who waits for whom, in one line, the longest wait first; then what those do that wait for nobody."""
     waits = sorted((one for one in processes if one.awaited), key=lambda one: -(one.seconds or 0.0))
     parts = [_wait(one) for one in waits]
-    others = [one for one in processes if not one.awaited and one.state != FINISHED]
+    others = [one for one in processes if not one.awaited and one.state not in (FINISHED, STOPPED)]
     parts += [f"{one.name} is {doing(one)}{_for(one)}" for one in others]
     return "; ".join(parts) or "nobody waits: all have finished"
 
@@ -243,8 +287,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """`grpo status`; the exit code."""
     status = run_status(options.run)
-    print(json.dumps(asdict(status), indent=1) if options.json else text(status))
-    return int(status.state == FAILED)
+    print(json.dumps(as_fields(status), indent=1) if options.json else text(status))
+    return EXIT_CODES[status.state]
+
+
+def as_fields(status: RunStatus) -> dict[str, Any]:
+    """The status as JSON takes it."""
+    return asdict(status) | {"warnings": [msgspec.to_builtins(one) for one in status.warnings]}
 
 
 def text(status: RunStatus) -> str:
@@ -264,7 +313,8 @@ def text(status: RunStatus) -> str:
     lines = [f"run {status.run_id} in {status.folder}: {status.state}", ""]
     lines += [f"  {process.name:{width}}  {_line(process)}" for process in status.processes]
     lines += ["", f"  {status.waits}", "", *(f"  {name:17}  {value}" for name, value in figures.items())]
-    return "\n".join(lines)
+    lines += ["", *(f"  warning: {told(one)}" for one in status.warnings)] if status.warnings else []
+    return printable("\n".join(lines))
 
 
 def _line(process: ProcessStatus) -> str:
@@ -284,6 +334,7 @@ def shown(folder: Path) -> Iterator[Callable[[], None]]:
     """Shows the run while it is entered: on a terminal a table that is drawn anew, else a line for each step and,
     before the first one, for each new state. What it gives is called often."""
     from rich.live import Live
+    from rich.text import Text
 
     print(f"run folder {folder}", flush=True)
     began_s, next_s = time.monotonic(), 0.0
@@ -294,6 +345,11 @@ def shown(folder: Path) -> Iterator[Callable[[], None]]:
         elapsed = f"{time.monotonic() - began_s:.0f} s"
         with contextlib.suppress(NoRun):  # the folder is gone: the launcher finds out what that means
             status = run_status(folder, count=False)
+            for line in lines.new_warnings(status):
+                if live is None:
+                    print(line, flush=True)
+                else:
+                    live.console.print(Text(line))  # above the table
             if live is None:
                 lines.print_new(status, elapsed)
             else:
@@ -317,15 +373,17 @@ def _table(status: RunStatus, records: Sequence[Mapping[str, float]], elapsed: s
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
+    from rich.text import Text
 
     newest = {REWARD in record: record for record in records}
     done = newest.get(True, {}).get(STEP, 0.0)
     head, programs = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     bar = "" if status.max_steps is None else ProgressBar(total=status.max_steps, completed=done, width=24)
-    head.add_row(elapsed, bar, _line_of(newest.get(True, {REWARD: 0.0, STEP: 0.0}), status.max_steps))
+    line = _line_of(newest[True], status.max_steps) if True in newest else "no step is done yet"
+    head.add_row(elapsed, bar, Text(line))
     for process in status.processes:
-        programs.add_row(process.name, doing(process))
-    evaluated = [_line_of(newest[False], None)] if False in newest else []
+        programs.add_row(process.name, Text(printable(doing(process))))
+    evaluated = [Text(_line_of(newest[False], None))] if False in newest else []
     return Group(head, *evaluated, programs)
 
 
@@ -338,6 +396,15 @@ class _Lines:
         self._known = {_key(record) for record in metrics(folder, last_bytes=_TAIL_BYTES)}
         """Steps and evaluations that were there before or have been printed."""
         self._any_step = False
+        self._warned = {(one.program, one.kind): one.times for one in run_warnings(folder)}
+        """How often each warning had come before, or had when it was printed."""
+
+    def new_warnings(self, status: RunStatus) -> Iterator[str]:
+        """A line for each kind of warning that has come since the beginning, once."""
+        for one in status.warnings:
+            if self._warned.get((one.program, one.kind), 0) < one.times:
+                self._warned[one.program, one.kind] = sys.maxsize
+                yield f"warning: {told(one)}"
 
     def print_new(self, status: RunStatus, elapsed: str) -> None:
         for record in metrics(self._folder, last_bytes=_TAIL_BYTES):
@@ -349,7 +416,7 @@ class _Lines:
             state = doing(process)
             if not self._any_step and self._states.get(process.name) != state:
                 self._states[process.name] = state
-                print(f"{elapsed:>5}  {process.name}: {state}", flush=True)
+                print(f"{elapsed:>5}  {process.name}: {printable(state)}", flush=True)
 
 
 def _key(record: Mapping[str, float]) -> tuple[bool, float]:
@@ -366,4 +433,4 @@ def _line_of(record: Mapping[str, float], max_steps: int | None) -> str:
         texts = [f"evaluation of v{record[STEP]:.0f}"]
         found = {key.removeprefix(_ACCURACY): value for key, value in record.items() if key.startswith(_ACCURACY)}
         texts += [f"{env} {value:.3f}" for env, value in found.items()]
-    return "  ".join(texts)
+    return printable("  ".join(texts))

@@ -169,7 +169,7 @@ def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Names
     given = own_arguments(settings, model_dir=model_dir, device=device)
     own = {name: value for name, value in given.items() if value is not None}
     values = (ON_CPU if device == "cpu" else {}) | settings.vllm | own
-    args: Namespace = cli_args.make_arg_parser(Parser()).parse_args(list(command_line(values)))
+    args: Namespace = cli_args.make_arg_parser(Parser(allow_abbrev=False)).parse_args(list(command_line(values)))
     try:
         cli_args.validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:

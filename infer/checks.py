@@ -21,20 +21,20 @@ from transport.records import Canary, PolicyManifest, PolicySpec, Quantization, 
 from transport.run import current_run_id
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 from transport.weights.shards import INDEX_FILE, weight_map
-from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, verify_policy
+from transport.weights.store import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CANARY_FILE,
+    NOISE_FILE,
+    AdapterConfig,
+    read_adapter_config,
+    verify_policy,
+)
 
 PEFT_PREFIX = "base_model.model."
 LARGEST_UPDATE = 1e6
 """Bound on scaling * |A| * |B| of one layer, above which an overflow could spoil vLLM's cache for later requests."""
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-_PLAIN_KEYS = frozenset(
-    {
-        *("r", "lora_alpha", "target_modules", "task_type", "inference_mode", "base_model_name_or_path"),
-        *("megatron_core", "revision", "peft_version", "auto_mapping", "init_lora_weights", "lora_dropout"),
-        "qalora_group_size",
-    }
-)
-"""Keys of PEFT's configuration that do not change what a plain adapter computes; all others must be off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +75,13 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     if is_stored_quantized(model_dir):
         from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         vars(config).pop("quantization_config", None)
         with torch.device("meta"):
-            return {name: tuple(one.shape) for name, one in AutoModelForCausalLM.from_config(config).named_parameters()}
+            return {
+                name: tuple(one.shape)
+                for name, one in AutoModelForCausalLM.from_config(config, trust_remote_code=False).named_parameters()
+            }
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
@@ -243,19 +246,13 @@ def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: B
 def _check_config(data: bytes, spec: PolicySpec) -> None:
     """PEFT's configuration, from which vLLM takes rank and scaling, must say what the manifest says and no more."""
     try:
-        config = json.loads(data)
-        found = {key: config[key] for key in ("r", "lora_alpha")} | {"target_modules": sorted(config["target_modules"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise PolicyRefused("corrupt", f"{ADAPTER_CONFIG_FILE} is not PEFT's LoRA configuration: {error!r}") from error
-    expected = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": sorted(spec.target_modules)}
-    for key, value in expected.items():
-        if found[key] != value:
-            message = f"{ADAPTER_CONFIG_FILE} has {key} = {found[key]!r}, the manifest says {value!r}"
-            raise PolicyRefused("rank" if key == "r" else "corrupt", message)
-    for key, value in ({"peft_type": "LORA"} | config).items():
-        plain = value == "LORA" if key == "peft_type" else value in (None, False, "none", [], {})
-        if key not in _PLAIN_KEYS and not plain:
-            raise PolicyRefused("corrupt", f"{ADAPTER_CONFIG_FILE} sets {key} = {value!r}; only plain LoRA is served")
+        found = read_adapter_config(data)
+    except CorruptError as error:
+        raise PolicyRefused("corrupt", str(error)) from error
+    expected = AdapterConfig(rank=spec.rank, alpha=spec.alpha, target_modules=tuple(sorted(spec.target_modules)))
+    if found != expected:
+        reason = "corrupt" if found.rank == expected.rank else "rank"
+        raise PolicyRefused(reason, f"{ADAPTER_CONFIG_FILE} has {found}, the manifest says {expected}")
 
 
 def _targets(spec: PolicySpec, base: BaseModel) -> dict[str, tuple[int, ...]]:

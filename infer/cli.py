@@ -7,7 +7,9 @@ import sys
 
 from configs.entry import load_settings
 from configs.infer import InferSettings
+from transport.cores import set_numeric_defaults
 from transport.hidden import hide_environment, key_variables
+from transport.limits import raise_file_limit
 from transport.parent import end_with_starter
 
 if "--multiprocessing-fork" in sys.orig_argv:
@@ -18,11 +20,13 @@ def main() -> None:
     """Exit codes: 0 done, 1 failure, 2 bad settings, 75 vLLM's engine process has ended by itself (started again, the
     server may serve as before), 130 on SIGINT, 143 on SIGTERM."""
     end_with_starter()
+    raise_file_limit()
     settings = load_settings(InferSettings)
     hide_environment(key_variables(settings.model_dump()))
     # Read as torch and numpy are imported; numpy's threads would do nothing, and no process can be forked beside them.
     num_threads = settings.num_threads or os.environ.get("OMP_NUM_THREADS", 1)
     os.environ |= {"OMP_NUM_THREADS": str(num_threads), "OPENBLAS_NUM_THREADS": "1"}
+    set_numeric_defaults()
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
 
     from infer.server import run

@@ -18,9 +18,13 @@ from infer.checks import BaseModel, check_tokenizer, is_stored_quantized, tensor
 from infer.engine import EngineEnded, embedded
 from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
+from transport.cores import available_cores
 from transport.errors import START_AGAIN
 from transport.keys import is_loopback
+from transport.logs import printable, start_log
 from transport.run import RunFolder
+from transport.run_warnings import kept_warnings
+from transport.status import server_file
 from transport.weights.dequantized import wait_for_dequantized
 from transport.weights.http import FetchedVersions
 from transport.weights.identity import base_identity, resolve_model
@@ -39,13 +43,16 @@ def run(settings: InferSettings) -> int:
     """Serves until told to end. Returns the exit code: after an error, which is the last line on standard error, 1, 2
     where this vLLM cannot honour the settings, `START_AGAIN` where the engine's process has ended by itself; 143 and
     130 after SIGTERM and SIGINT, which end it at any moment."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    address = f"{settings.host}:{settings.port}"
+    name = server_file(settings.host, settings.port).removesuffix(".json")
+    kept = kept_warnings(Path(settings.output_dir), name, program=f"grpo-infer {address}")
     try:
         model_dir = resolve_model(settings.model).resolve()
         check_tokenizer(model_dir)
-        with listening_socket(settings.host, settings.port) as sock:
+        with kept, listening_socket(settings.host, settings.port) as sock:
             key = os.environ.get(settings.api_key_var) or None
             if key is None and not is_loopback(settings.host):
                 log.warning("anyone who reaches %s can use the model; set %s", settings.host, settings.api_key_var)
@@ -56,7 +63,7 @@ def run(settings: InferSettings) -> int:
     except Exception as error:
         known = isinstance(error, OSError | ValueError | RuntimeError)
         log.log(logging.DEBUG if known else logging.ERROR, "failed", exc_info=True)
-        print(f"error: {error if known else repr(error)}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error) if known else repr(error))}", file=sys.stderr, flush=True)
         return START_AGAIN if isinstance(error, EngineEnded) else 2 if isinstance(error, ArgumentError) else 1
     return 0
 
@@ -79,6 +86,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
 async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, key: str | None) -> None:
     """Builds the engine, then serves until a signal (uvicorn raises it again) or the engine's end."""
     identity, device = base_identity(model_dir), device_of(settings)
+    if device == "cpu":
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        log.info("computes with %s threads (num_threads); this process may use %d cores", threads, available_cores())
     model_dir = base_folder(settings, model_dir, identity, device)
     shapes = tensor_shapes(model_dir)
     async with embedded(settings, model_dir=model_dir, sock=sock) as (app, engine):

@@ -11,12 +11,23 @@ from typing import Any
 
 from configs.orch import OrchSettings
 from configs.rollouts import EpisodicAdvantage, ReinforcePlusPlus, RunningBaseline
-from orchestrator.rollouts.records import EpisodeResult, levels, walk_all
+from orchestrator.rollouts.messages import shown
+from orchestrator.rollouts.records import MAX_REWARD, EpisodeResult, levels, walk_all
 from transport.errors import UserError
-from transport.importing import find
+from transport.importing import FunctionFailed, called, find
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""
+
+
+ROUNDING = 1e-9
+"""Relative difference up to which numbers count as equal."""
+
+
+def are_equal(rewards_G: Sequence[float]) -> bool:
+    """Returns whether the rewards, at least one, differ by no more than rounding."""
+    lowest, highest = min(rewards_G), max(rewards_G)
+    return highest - lowest <= ROUNDING * max(abs(lowest), abs(highest))
 
 
 def group_relative(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> list[float]:
@@ -27,6 +38,8 @@ def group_relative(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) ->
     """
     if not rewards_G:
         raise ValueError("a group without rewards has no advantages; give at least one")
+    if are_equal(rewards_G):  # a mean that is rounded would leave 1e-17 of them
+        return [0.0] * len(rewards_G)
     mean = sum(rewards_G) / len(rewards_G)
     return [reward - mean for reward in rewards_G]
 
@@ -42,6 +55,8 @@ def length_weighted(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> lis
         raise ValueError("a group without rewards has no advantages; give at least one")
     if (total := sum(lengths_G)) <= 0:
         raise ValueError(f"the rollouts of a group sampled {list(lengths_G)} tokens, expected at least one in all")
+    if are_equal(rewards_G):
+        return [0.0] * len(rewards_G)
     baseline = sum(length * reward for length, reward in zip(lengths_G, rewards_G, strict=True)) / total
     return [reward - baseline for reward in rewards_G]
 
@@ -52,8 +67,8 @@ def normalised(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> lis
     """
     advantages_G = group_relative(rewards_G, lengths_G)
     std = math.sqrt(sum(advantage * advantage for advantage in advantages_G) / len(advantages_G))
-    if std <= 1e-9 * max(map(abs, rewards_G)):  # what rounding leaves of equal rewards
-        return [0.0] * len(advantages_G)
+    if std == 0.0:
+        return advantages_G
     return [advantage / std for advantage in advantages_G]
 
 
@@ -77,16 +92,15 @@ def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFu
 def _checked(
     function: AdvantageFunction, name: str, rewards_G: Sequence[float], lengths_G: Sequence[int]
 ) -> list[float]:
-    """What a user's function says. Raises ValueError where it is not as many finite numbers as there are rewards."""
-    received = function(list(rewards_G), list(lengths_G))
-    try:
-        advantages_G = [float(advantage) for advantage in received]
-    except TypeError:
-        advantages_G = []
-    if len(advantages_G) != len(rewards_G) or not all(map(math.isfinite, advantages_G)):
-        raise ValueError(
-            f"advantage.import_path = {name!r} returned {received!r}, expected {len(rewards_G)} finite numbers for "
-            f"the rewards {list(rewards_G)}"
+    """What a user's function says. Raises FunctionFailed where it raises, and where it does not return as many numbers
+    as there are rewards, each at most MAX_REWARD either way."""
+    name = f"advantage.import_path = {name!r}"
+    received = called(name, function, list(rewards_G), list(lengths_G))
+    advantages_G = called(name, lambda: [float(advantage) for advantage in received])
+    if len(advantages_G) != len(rewards_G) or not all(abs(advantage) <= MAX_REWARD for advantage in advantages_G):
+        raise FunctionFailed(
+            f"{name} returned {shown(received)}, expected {len(rewards_G)} numbers of at most {MAX_REWARD:g} either "
+            f"way for the rewards {list(rewards_G)}"
         )
     return advantages_G
 
@@ -150,16 +164,17 @@ def custom_credit(import_path: str, kwargs: Mapping[str, Any], *, setting: str) 
 
 
 def checked_credit(credit: Credit, name: str, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
-    """What a user's `credit` says. Raises ValueError where it forgets a step, invents one, or returns what is no finite
-    number, and what it raises itself."""
-    received, expected = credit(results), {key for result in walk_all(results) for key in _steps_of(result)}
+    """What a user's `credit` says. Raises FunctionFailed where it raises, forgets a step, invents one, or returns what
+    is no number of at most MAX_REWARD either way."""
+    received = called(name, credit, results)
+    expected = {key for result in walk_all(results) for key in _steps_of(result)}
     if not isinstance(received, Mapping):
-        raise ValueError(
+        raise FunctionFailed(
             f"{name} returned {type(received).__name__}, expected a mapping from (rollout id, index of the step) to an "
             "advantage"
         )
-    if different := sorted(map(str, received.keys() ^ expected)):
-        raise ValueError(
+    if different := sorted(map(shown, received.keys() ^ expected)):
+        raise FunctionFailed(
             f"{name} gave advantages to {len(received)} steps of {len(expected)}, and not the same: "
             f"{', '.join(different[:3])}; expected one for every step"
         )
@@ -169,10 +184,10 @@ def checked_credit(credit: Credit, name: str, results: Sequence[EpisodeResult]) 
 def _number(value: Any, what: str) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except Exception:
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{what} {value!r}, expected a finite number")
+    if not abs(number) <= MAX_REWARD:
+        raise FunctionFailed(f"{what} {shown(value)}, expected a number of at most {MAX_REWARD:g} either way")
     return number
 
 

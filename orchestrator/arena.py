@@ -20,12 +20,12 @@ from orchestrator.background import in_thread
 from orchestrator.loops.sample import Intake
 from orchestrator.rollouts.clients import InferenceClient
 from orchestrator.rollouts.clock import together
-from orchestrator.rollouts.engine import Group, PromptTooLong
+from orchestrator.rollouts.engine import PromptTooLong
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.local import LocalPool
-from orchestrator.rollouts.messages import ModelResponse
+from orchestrator.rollouts.messages import ModelResponse, shown
 from orchestrator.rollouts.play import ScriptedBackend
-from orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
 from orchestrator.rollouts.roles import Role, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.samples import FinishedGroup, finish_group
@@ -255,6 +255,10 @@ class Arena:
         requests = self.get_batch()
         if inspect.isawaitable(requests):
             requests = await requests
+        if not isinstance(requests, Sequence) or not all(isinstance(one, EpisodeRequest) for one in requests):
+            raise UserError(f"get_batch of {type(self).__name__} returned {shown(requests)}, expected EpisodeRequests")
+        if not requests:
+            raise UserError(f"get_batch of {type(self).__name__} returned no requests, expected at least one")
         batch = await self.build_training_batch(await self.generate_rollouts(requests, concurrency))
         if self._run is not None:
             await self.train(batch)

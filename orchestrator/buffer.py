@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.orch import OrchSettings
+from orchestrator.advantage import are_equal
 from orchestrator.resuming import Progress
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
 ALL_ZERO, ALL_ONE, ALL_EQUAL = "all_rewards_0", "all_rewards_1", "all_rewards_equal"
 """Reasons why a group is not trained."""
@@ -91,11 +92,11 @@ class _Environment:
             key = self.keys[self._order[1][self.position]]
             self.position += 1
             if key not in self.pools:
-                return self.example(key)
+                return self.example(key, self.epoch)
 
-    def example(self, key: str) -> Example:
+    def example(self, key: str, epoch: int) -> Example:
         """The one with this key, asked in this epoch."""
-        return Example(env=self.label, index=self.examples[key], key=key, epoch=self.epoch)
+        return Example(env=self.label, index=self.examples[key], key=key, epoch=epoch)
 
     def put(self, key: str, pool: str) -> bool:
         """Puts an example into a pool. Returns whether it was in another one."""
@@ -239,7 +240,7 @@ class Buffer:
             "environments": {
                 label: {place: getattr(one, place) for place in places} for label, one in self._environments.items()
             },
-            "open": [example.key for example in (*self._open.values(), *self._again)],
+            "open": [(example.key, example.epoch) for example in (*self._open.values(), *self._again)],
             "num_refills": self._num_refills,
         }
 
@@ -250,9 +251,10 @@ class Buffer:
 
     def restore(self, state: Mapping[str, Any], pools: Mapping[str, str]) -> int:
         """Goes on from where `state` was taken, with the `pools` of examples by key; what was open then is asked again
-        first. Returns how many of the examples that the two know are no longer there. An environment with other
-        examples or another seed begins a new epoch, and what was easy or hard by a threshold that is null now is normal
-        again. Raises ValueError for a state of another release, and after anything has been issued."""
+        first, as of its own epoch. Returns how many of the examples that the two know are no longer there. An
+        environment with other examples or another seed begins a new epoch, and what was easy or hard by a threshold
+        that is null now is normal again. Raises ValueError for a state of another release, and after anything has been
+        issued."""
         if (version := state.get("version")) != STATE_VERSION:
             raise ValueError(f"the buffer's state has version {version!r}, this program reads {STATE_VERSION}")
         if self._open or self._again:
@@ -271,8 +273,8 @@ class Buffer:
                 self._moved[key] = NORMAL
             elif pool != NORMAL:
                 self._env_of[key].put(key, pool)
-        known = [key for key in state["open"] if key in self._env_of]
-        self._again.extend(self._env_of[key].example(key) for key in known)
+        known = [(key, epoch) for key, epoch in state["open"] if key in self._env_of]
+        self._again.extend(self._env_of[key].example(key, epoch) for key, epoch in known)
         self._num_refills = min(state["num_refills"], self._most_refills)
         return num_lost + len(state["open"]) - len(known)
 
@@ -297,10 +299,9 @@ class Buffer:
 def without_spread(rewards_G: Sequence[float]) -> str | None:
     """The reason why nothing is learned from a group by comparing its rollouts; None where their rewards differ by more
     than rounding. A single rollout is compared with none, and has nothing to teach where it failed or succeeded."""
-    lowest, highest = min(rewards_G), max(rewards_G)
-    if highest - lowest > 1e-9 * max(abs(lowest), abs(highest)):
+    if not are_equal(rewards_G):
         return None
-    reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(lowest)
+    reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(min(rewards_G))
     return reason or (ALL_EQUAL if len(rewards_G) > 1 else None)
 
 

@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
 import uvloop
@@ -12,15 +13,18 @@ import uvloop
 from configs.entry import load_settings
 from configs.orch import OrchSettings
 from transport.errors import START_AGAIN, PeerFailed, TransportError
+from transport.limits import raise_file_limit
+from transport.logs import printable, start_log
 from transport.parent import end_with_starter
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failure, 2 bad settings, 75 the trainer or a process of an environment is gone, and this
-    may be started again, 130 on SIGINT, 143 on SIGTERM."""
+    """Exit codes: 0 done, 1 failure, 2 bad settings, 75 the trainer, all servers or a process of an environment is
+    gone, and this may be started again, 130 on SIGINT, 143 on SIGTERM."""
     end_with_starter()
+    raise_file_limit()
     settings = load_settings(OrchSettings)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
@@ -35,13 +39,14 @@ def _end(number: int, _: FrameType | None) -> None:
 
 def _run(settings: OrchSettings) -> int:
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
-    from orchestrator.inference.client import ServerError
+    from orchestrator.inference.client import ServerError, ServersAway
+    from orchestrator.monitoring.summary import what_next
     from orchestrator.run import orchestrate
     from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 
     gc.freeze()  # what is there stays: the collector never looks at it
     gc.enable()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_log()
     ended_by: list[signal.Signals] = []
 
     async def until_signal() -> None:
@@ -54,6 +59,7 @@ def _run(settings: OrchSettings) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end, number)
         (await task).print()
+        print(what_next(Path(settings.output_dir)))
 
     try:
         uvloop.run(until_signal())
@@ -61,11 +67,11 @@ def _run(settings: OrchSettings) -> int:
         print(f"ended by {ended_by[0].name}", file=sys.stderr)
         return 128 + ended_by[0]
     except (TransportError, ServerError, EnvironmentFailed, ValueError, OSError) as error:  # whose message says all
-        print(f"error: {error}", file=sys.stderr)
-        return START_AGAIN if isinstance(error, PeerFailed | EnvironmentKilled) else 1
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return START_AGAIN if isinstance(error, PeerFailed | ServersAway | EnvironmentKilled) else 1
     except Exception as error:
         log.exception("unexpected failure")
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Task
+from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, SamplingParams, Task
 from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.seeds import group_seed
 from orchestrator.workers.failures import EnvironmentFailed

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from configs.rollouts import FilterSettings
+from orchestrator.rollouts.messages import shown
 from transport.errors import UserError
-from transport.importing import find
+from transport.importing import FunctionFailed, called, find
 
 Finds = Callable[[Sequence[int], Sequence[float]], bool]
 """`(token ids [L], natural log-probabilities [L], as sampled) -> whether it shows in this answer`"""
@@ -82,15 +83,16 @@ def _finds(settings: FilterSettings, model_folder: Path) -> Finds:
 
 
 def _custom(import_path: str, kwargs: dict[str, object]) -> Finds:
-    """What a user's function says, which raises ValueError where that is neither True nor False."""
+    """What a user's function says. Raises FunctionFailed where it raises, or says neither True nor False."""
     function = find(import_path, setting="filters.import_path")
     if not callable(function):
         raise UserError(f"filters.import_path = {import_path!r} is {function!r}, expected a function")
 
     def finds(token_ids_L: Sequence[int], logprobs_L: Sequence[float]) -> bool:
-        said = function(list(token_ids_L), list(logprobs_L), **kwargs)
+        name = f"filters.import_path = {import_path!r}"
+        said = called(name, partial(function, **kwargs), list(token_ids_L), list(logprobs_L))
         if not isinstance(said, bool | np.bool_):
-            raise ValueError(f"filters.import_path = {import_path!r} returned {said!r:.100}, expected a bool")
+            raise FunctionFailed(f"{name} returned {shown(said)}, expected a bool")
         return bool(said)
 
     return finds

@@ -76,7 +76,17 @@ class _Rollout(msgspec.Struct, kw_only=True):
 
 _COLUMNS = _Rollout.__struct_fields__
 _UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_NOW = "UPDATE rollouts SET changed_at = max(?, changed_at),"  # a clock may go back
 _KEEP_STATE = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """By which a file is known, whatever its name; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Ledger:
@@ -95,6 +105,7 @@ class Ledger:
         except sqlite3.Error as error:
             self._database.close()
             raise self._unusable(error) from error
+        self._file = _identity(path)
         self._queue: deque[tuple[str, list[tuple[object, ...]]]] = deque()
         """Statements with their rows as they were when they were handed over, in order, whichever thread comes to write
         them."""
@@ -150,12 +161,11 @@ class Ledger:
 
     def shipped(self, step: int) -> None:
         """Batch `step` has left for the trainer, which may have been quick to train it."""
-        update = "UPDATE rollouts SET state = 'shipped', changed_at = ? WHERE step = ? AND state = 'shipping'"
-        self._hand_over(update, (time.time(), step))
+        self._hand_over(f"{_NOW} state = 'shipped' WHERE step = ? AND state = 'shipping'", (time.time(), step))
 
     def trained(self, step: int) -> None:
         """The trainer has published the version that batch `step` gave."""
-        update = "UPDATE rollouts SET state = 'trained', changed_at = ? WHERE step = ? AND state != 'trained'"
+        update = f"{_NOW} state = 'trained' WHERE step = ? AND state != 'trained'"
         for one in [one for one in self._num_shipped if one <= step]:
             self.num_trained += self._num_shipped.pop(one)
             self._hand_over(update, (time.time(), one))
@@ -166,7 +176,7 @@ class Ledger:
 
     def _advance(self, rollout_id: str, state: str) -> _Rollout:
         row = self._changed[rollout_id] = self._open[rollout_id]
-        row.state, row.changed_at = state, time.time()
+        row.state, row.changed_at = state, max(time.time(), row.changed_at)  # a clock may go back
         return row
 
     # --- preference pairs ---
@@ -251,6 +261,16 @@ class Ledger:
                     database.executemany(statement, values)
             for _ in queue:
                 self._queue.popleft()
+            if durable:
+                self._check_file()
+
+    def _check_file(self) -> None:
+        """Raises StorageError where what is written goes to a file that nobody will find again."""
+        if _identity(self.path) != self._file:
+            raise StorageError(
+                f"{self.path} was removed or replaced while the run was writing to it; put back what was there, with "
+                "its -wal and -shm, and start the run again, or give a new run another output_dir"
+            )
 
     def _read(self, query: str, *values: object) -> list[Any]:
         with self._lock:
@@ -269,7 +289,7 @@ class Ledger:
     def _unusable(self, error: sqlite3.Error) -> StorageError:
         return StorageError(
             f"{self.path} cannot be used: {error}; let nobody else write to it, or, if it is damaged, put a copy of an "
-            "earlier time there, and resume"
+            "earlier time there, with the files -wal and -shm of that time, and resume"
         )
 
     def close(self) -> None:
@@ -323,7 +343,7 @@ class Ledger:
                 ("shipped", None, "state = 'shipping'"),
             ):
                 of_step = "step" if reason is None else "NULL"
-                fate = f"state = :state, reason = :reason, step = {of_step}, changed_at = :now"
+                fate = f"state = :state, reason = :reason, step = {of_step}, changed_at = max(:now, changed_at)"
                 values = {"state": state, "reason": reason, "step": step, "now": time.time()}
                 database.execute(f"UPDATE rollouts SET {fate} WHERE {which}", values)
             for table, column in (

@@ -153,4 +153,5 @@ def load_tokenizer(name: Path | str) -> Any:
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer.from_pretrained(name, local_files_only=True)
+    # Without a word on it, transformers asks the terminal whether code that comes with the model may run.
+    return Tokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)

@@ -71,7 +71,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
     if state is None and step > 0:
         raise RunFolderError(
             f"the run in {run.path} goes on after batch {step}, and {ledger.path.name} has no state after it: put back "
-            "the file that this run has written, or give a new run another output_dir"
+            "the file that this run has written, with its -wal and -shm, or give a new run another output_dir"
         )
     version = PolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))

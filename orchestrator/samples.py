@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from orchestrator.advantage import Credit, StepKey
 from orchestrator.filters import Filter
 from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
@@ -79,6 +81,20 @@ def finish_group(
         withheld=withheld,
         hinted=hinted,
     )
+
+
+def unfit(samples: Sequence[TrainingSample]) -> str | None:
+    """Why the trainer would refuse one of these samples: a number that float32 does not hold, or a temperature by which
+    nothing can be divided. None where it would take them all."""
+    for sample in samples:
+        for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
+            with np.errstate(over="ignore"):
+                values = np.asarray(getattr(sample, name) if getattr(sample, name) is not None else 0.0, np.float32)
+            if not np.isfinite(values).all():
+                return f"rollout {sample.rollout_id} has {name} that are not finite in float32"
+            if name == "temperatures" and not values.min() > 0:
+                return f"rollout {sample.rollout_id} has a temperature of {values.min():g}, expected more than 0"
+    return None
 
 
 def training_samples(

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from configs.orch import OrchSettings
 from configs.rollouts import AnyAdvantage
-from orchestrator.advantage import constant_credit
-from orchestrator.rollouts.records import EpisodeResult
+from orchestrator.advantage import ROUNDING, constant_credit
+from orchestrator.rollouts.records import EpisodeResult, NotFinite, TooLarge
 from orchestrator.samples import FinishedGroup, training_samples
 from orchestrator.teacher.scoring import Teaching
 from transport.records import Float32, TrainingSample
@@ -56,11 +56,12 @@ class RewardShaping:
         none."""
         shaped, failed = list(results), dict[str, str]()
         if self._chosen.overlong_interval is not None:
-            shaped = [self._less(result, self._overlong, "reward/overlong_penalty") for result in shaped]
+            shaped = self._each_less(shaped, self._overlong, "reward/overlong_penalty", failed)
+            results = [result for result in results if result.id not in failed]
         if self._reference is not None:
             samples = training_samples(results, constant_credit, group="")
             scored, failures = await self._reference.teach(samples)
-            failed = {rollout_id: f"reference_{error.reason}" for rollout_id, error in failures.items()}
+            failed |= {rollout_id: f"reference_{error.reason}" for rollout_id, error in failures.items()}
             penalties = _penalties(results, scored, failed, self._chosen.reference_kl_estimator)
             coefficient = self._chosen.reference_kl
 
@@ -68,8 +69,24 @@ class RewardShaping:
                 return -coefficient * penalties[result.id, role]
 
             kept = [result for result in shaped if result.id not in failed]
-            shaped = [self._less(result, off, "reward/reference_kl_penalty") for result in kept]
+            shaped = self._each_less(kept, off, "reward/reference_kl_penalty", failed)
         return shaped, failed
+
+    def _each_less(
+        self,
+        results: Sequence[EpisodeResult],
+        of: Callable[[EpisodeResult, str], float],
+        metric: str,
+        failed: dict[str, str],
+    ) -> list[EpisodeResult]:
+        """Each by `_less`. Those whose reward is none any more are told in `failed`."""
+        made = []
+        for result in results:
+            try:
+                made.append(self._less(result, of, metric))
+            except NotFinite as error:
+                failed[result.id] = "reward_too_large" if isinstance(error, TooLarge) else "reward_not_finite"
+        return made
 
     def metrics(self) -> dict[str, float]:
         """Means over rollouts and roles since the last call of what was added to rewards."""
@@ -145,9 +162,9 @@ class BatchAdvantages:
         values = [values_of(sample) for group in groups for sample in group.samples]
         joined = np.concatenate(values)
         mean, std = float(joined.mean()), float(joined.std())
-        if std <= 1e-9 * max(1.0, abs(mean)):  # what rounding leaves of equal rewards
+        if std <= ROUNDING * max(1.0, abs(mean)):  # what rounding leaves of equal rewards
             return [_changed(group, lambda sample: np.zeros(1)) for group in groups]
-        return [_changed(group, lambda sample: (np.asarray(sample.advantages) - mean) / std) for group in groups]
+        return [_changed(group, lambda sample: _less(sample.advantages, mean) / std) for group in groups]
 
     def _against_baselines(self, groups: Sequence[FinishedGroup], *, decay: float) -> list[FinishedGroup]:
         rewards: defaultdict[str, list[float]] = defaultdict(list)
@@ -156,9 +173,16 @@ class BatchAdvantages:
                 rewards[sample.env].append(float(np.mean(values_of(sample))))
         means = {env: math.fsum(own) / len(own) for env, own in rewards.items()}
         known = means | self._baselines
-        made = [_changed(group, lambda sample: np.asarray(sample.advantages) - known[sample.env]) for group in groups]
+        made = [_changed(group, lambda sample: _less(sample.advantages, known[sample.env])) for group in groups]
         self._baselines |= {env: decay * known[env] + (1 - decay) * mean for env, mean in means.items()}
         return made
+
+
+def _less(rewards: float | Float32, baseline: float) -> NDArray[np.float64]:
+    """The rewards less the baseline: exactly 0 where rounding is all that is left."""
+    values = np.asarray(rewards, np.float64)
+    difference = values - baseline
+    return np.where(np.abs(difference) <= ROUNDING * max(abs(baseline), np.abs(values).max()), 0.0, difference)
 
 
 def values_of(sample: TrainingSample) -> NDArray[np.float64]:

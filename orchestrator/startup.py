@@ -25,6 +25,7 @@ from transport.batches.store import StepStore
 from transport.errors import RunFolderError
 from transport.hidden import key_variables
 from transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
+from transport.run_warnings import kept_warnings
 from transport.status import StatusFile
 from transport.weights.store import PolicyReader
 
@@ -109,6 +110,7 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
     )
     StepStore(run.batches, run_id=run.run_id).remove_finished()
     status = StatusFile(run.status / "orch.json")
+    alone.enter_context(kept_warnings(run.path, "orch", step=lambda: status.step))
     elastic = settings.client.elastic
     names = ", ".join(settings.client.base_url)
     if elastic is not None:

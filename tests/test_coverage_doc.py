@@ -1,8 +1,8 @@
 """docs/coverage.md: what a row says shows it is there, and speaks of what the row is about.
 
 Of each row, what stands in code style in the first two columns must be found in the tests of the last one: a word (of a
-dotted key its last part) in the source of one of the tests, with what it and its fixtures name of their own file; a path
-of ours as an import, or a name, in one of their files. Each test that is cited has at least one of the row's words.
+dotted key its last part) in the source of one of the tests, with what it and its fixtures name of their own file; a
+path of ours as an import, or a name, in one of their files. Each cited test has at least one of the row's words.
 """
 
 import ast

@@ -147,7 +147,7 @@ class CheckpointStore:
             return self._read(step)
         except CorruptError as error:
             older = [other for other in self.steps() if other < step]
-            mend = f"go back with resume_step: {older[-1]}" if older else "begin anew with overwrite_output_dir: true"
+            mend = f"go back with resume_step: {older[-1]}" if older else "begin again at the start with resume_step: 0"
             raise CorruptError(f"{error}; {mend}") from None
 
     def _read(self, step: int) -> Resumed:

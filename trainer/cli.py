@@ -12,7 +12,9 @@ from typing import Any
 
 from configs.entry import load_settings
 from configs.train import TrainSettings
+from transport.cores import set_numeric_defaults
 from transport.hidden import hide_environment, key_variables
+from transport.logs import printable, start_log
 from transport.parent import end_with_starter
 
 
@@ -22,13 +24,13 @@ def main() -> None:
     end_with_starter()
     settings = load_settings(TrainSettings)
     hide_environment(key_variables(settings.model_dump()))
+    set_numeric_defaults()
     rank = os.environ["RANK"] if settings.num_ranks > 1 and _is_worker(os.environ) else None
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
     who = f"rank {rank}: " if rank else ""
-    line = f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
     level = logging.INFO if rank in (None, "0") else logging.WARNING  # the others would say the same
-    logging.basicConfig(level=level, stream=sys.stderr, format=line)
+    start_log(level=level, who=who)
     # On a CPU it warns of a kernel that it would download, and that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from trainer.errors import EndedEarly, ExporterGone, RankFailed, TrainerError
@@ -49,7 +51,7 @@ def main() -> None:
         logging.getLogger("trainer").exception("unexpected failure")
         code, message = 1, f"error: {who}{type(error).__name__}: {error}"
     if message:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     logging.shutdown()
     sys.stdout.flush()
     # At once: Triton reports leaks while the interpreter ends, below the line that says what went wrong.

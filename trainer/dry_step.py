@@ -91,9 +91,10 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     from trainer.model import load_policy
     from trainer.objective import Objective
     from trainer.optim import Optimizer
-    from trainer.startup import device_for, set_threads
+    from trainer.startup import device_for, set_threads, warn_of_cpu
 
     device = device_for(settings.device)
+    warn_of_cpu(settings.device, device)
     set_threads(settings.num_threads)
     policy = load_policy(settings, folder, device)
     objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
@@ -106,7 +107,7 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
         optimizer.step(learning_rate=0.0)
     in_step = _in_use(device, peak=True)
     release_memory(device)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Measurement(

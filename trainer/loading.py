@@ -171,11 +171,13 @@ def publish_dequantized(
 
 def _empty_model(folder: Path, *, dtype: torch.dtype, attention: str) -> tuple[Any, str | None]:
     """The model of a checkpoint without memory, and the name of its head's weight where that is the embedding's."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
     head = model.get_output_embeddings() if config.tie_word_embeddings else None
     return model, next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
 

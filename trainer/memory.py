@@ -156,7 +156,7 @@ def checkpointing_for(settings: TrainSettings, folder: Path, device: torch.devic
         return "full" if settings.gradient_checkpointing else "none"
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     base = 0 if imports else stored // (3 if settings.quantization else 1)
     widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 0)

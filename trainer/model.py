@@ -238,7 +238,9 @@ def _loaded(
     if checkpointing is None:
         checkpointing = memory.checkpointing_for(settings, folder, device, imports=imported is not None)
     with _loading(folder):
-        packed = is_packed(AutoConfig.from_pretrained(folder, local_files_only=True), settings.sequence_len)
+        packed = is_packed(
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), settings.sequence_len
+        )
         implementation = attention.implementation_for(device, dtype, forced=attention_kernel) if packed else "sdpa"
         quantization = settings.quantization if imported is None else None
         base = _load_base(folder, dtype if lora else torch.float32, implementation, quantization, imported, first)
@@ -309,7 +311,12 @@ def _load_base(
     # Straight to the device: main memory need not hold the model.
     place = None if device.type == "cpu" else device
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=implementation, local_files_only=True, device_map=place
+        folder,
+        dtype=dtype,
+        attn_implementation=implementation,
+        local_files_only=True,
+        device_map=place,
+        trust_remote_code=False,
     )
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from trainer.weights import AdapterWeights
 from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
+from transport.cores import available_cores
 from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
+from transport.run_warnings import kept_warnings
 from transport.status import FINISHED, PeerWatch, StatusFile
 from transport.weights.dequantized import FOLDER as DEQUANTIZED
 from transport.weights.identity import base_identity
@@ -57,8 +59,11 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     try:
         with joined(settings, base_identity(model_folder), ranks) as (run_folder, checkpoint):
             status = status_of(run_folder, ranks)
+            kept = kept_warnings(run_folder.path, "train", step=lambda: status.step)
             try:
-                _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
+                with kept if ranks.is_main else nullcontext():  # the others would say the same
+                    warn_of_cpu(settings.device, device)
+                    _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
             except BaseException as error:
                 if not isinstance(error, ExporterGone):  # which is no reason for others to end
                     _say_failed(status, error, ranks)
@@ -146,28 +151,33 @@ def _say_failed(status: StatusFile, error: BaseException, ranks: Ranks) -> None:
 
 
 def device_for(setting: str, *, local_rank: int = 0) -> torch.device:
-    """Returns where to train; of several GPUs the one of this rank. Warns where `auto` is a CPU although GPUs are
-    listed for this process. Raises `ModelError` where a GPU is asked for and there is none."""
+    """Returns where to train; of several GPUs the one of this rank. Raises `ModelError` where a GPU is asked for and
+    there is none."""
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
         raise ModelError("device: cuda, but torch sees no GPU; use device: auto, or install torch for CUDA")
+    return torch.device("cuda", local_rank) if available and setting != "cpu" else torch.device("cpu")
+
+
+def warn_of_cpu(setting: str, device: torch.device) -> None:
+    """Warns where `auto` is a CPU although GPUs are listed for this process."""
     listed = os.environ.get(_VISIBLE, "").strip()
-    if setting == "auto" and not available and listed not in ("", "-1") and torch.backends.cuda.is_built():
+    if setting == "auto" and device.type == "cpu" and listed not in ("", "-1") and torch.backends.cuda.is_built():
         log.warning(
             "%s is %s, and torch sees no GPU: the trainer computes on the CPU; see whether the machine has that GPU; "
             "device: cuda makes this an error",
             _VISIBLE,
             listed,
         )
-    return torch.device("cuda", local_rank) if available and setting != "cpu" else torch.device("cpu")
 
 
 def set_threads(num_threads: int | None, *, num_local_ranks: int = 1) -> None:
-    """Gives this rank so many threads, or its share of what torch would take."""
-    if num_threads is None and num_local_ranks > 1:
-        num_threads = max(1, torch.get_num_threads() // num_local_ranks)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    """Gives this rank so many threads, or its share of the cores that torch would take and this process may use."""
+    cores = available_cores()
+    if num_threads is None:
+        num_threads = max(1, min(torch.get_num_threads(), cores) // num_local_ranks)
+    torch.set_num_threads(num_threads)
+    log.info("computes with %d threads (num_threads); this process may use %d cores", num_threads, cores)
 
 
 def _joined_ranks(settings: TrainSettings, device: torch.device) -> Ranks:

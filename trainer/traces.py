@@ -4,7 +4,7 @@ Legend: `K` loss tokens of a micro-batch.
 """
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from configs.loss import LossSettings
 from trainer.loss import PolicyTokens, token_masks
+from transport.folders import remove_leftovers
 from transport.records import MicroBatch
 from transport.traces import (
     FOLDER,
@@ -29,6 +30,8 @@ from transport.traces import (
 )
 
 log = logging.getLogger(__name__)
+MAX_WAITING = 4
+"""Steps that wait to be written beside the one at work: the first takes longest, by what it imports."""
 
 
 class TrainedTokens:
@@ -39,10 +42,13 @@ class TrainedTokens:
         self._run, self._settings = run, settings
         self._step: list[tuple[MicroBatch, torch.Tensor]] = []
         self._writer = ThreadPoolExecutor(1, "traces")
-        self._writing: Future[None] | None = None
+        remove_leftovers(trained_path(run, 0, 0).parent)
+        self._writing = deque[Future[None]]()
 
     def add(self, batch: MicroBatch, tokens: PolicyTokens) -> None:
-        """The loss tokens of a micro-batch; what is kept of them stays on the device."""
+        """The loss tokens of a micro-batch, if the run keeps traces here; what is kept of them stays on the device."""
+        if not (self._run / FOLDER / VOCABULARY_FILE).exists():
+            return
         logprobs = tokens.logprobs.detach()
         masked = torch.zeros_like(logprobs)
         if self._settings.import_path is None:
@@ -52,17 +58,17 @@ class TrainedTokens:
         self._step.append((batch, torch.stack((logprobs, tokens.entropies.detach(), masked))))
 
     def write(self, step: int) -> None:
-        """Leaves what was added since the last call, if the run keeps traces here."""
+        """Leaves what was added since the last call."""
         parts, self._step = self._step, []
-        if not parts or not (self._run / FOLDER / VOCABULARY_FILE).exists():
+        if not parts:
             return
-        if self._writing is not None and not self._writing.done():
-            log.warning("the trainer's part of the traces of step %d is missing: the one before is being written", step)
+        while self._writing and self._writing[0].done():
+            self._writing.popleft().result()
+        if len(self._writing) > MAX_WAITING:
+            log.warning("the trainer's part of the traces of step %d is missing: the disk is slower than the run", step)
         else:
-            if self._writing is not None:
-                self._writing.result()
             values = torch.cat([part for _, part in parts], dim=1).cpu().numpy()
-            self._writing = self._writer.submit(self._write, step, [batch for batch, _ in parts], values)
+            self._writing.append(self._writer.submit(self._write, step, [batch for batch, _ in parts], values))
 
     def close(self) -> None:
         """Returns when all is written."""

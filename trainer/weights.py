@@ -17,7 +17,7 @@ from trainer.distributed import Ranks, host_copies, local_tensor, shard_like
 from trainer.errors import ModelError
 from trainer.lora import FusedLoraLinear
 from transport.weights.shards import Weight
-from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_adapter_config
 
 Snapshot = Mapping[str, torch.Tensor]
 """Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in
@@ -61,19 +61,16 @@ class AdapterWeights:
         """Takes up the adapter in PEFT's format in `folder`, in the place of the first. Raises `ModelError` where it is
         none, or another model's, or has other sizes."""
         try:
-            scale = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
+            config = read_adapter_config((folder / ADAPTER_CONFIG_FILE).read_bytes())
             given = load_file(folder / ADAPTER_FILE)
         except (OSError, ValueError, SafetensorError) as error:
-            raise ModelError(f"init_adapter: {folder} holds no adapter that PEFT has written: {error}") from error
+            raise ModelError(f"init_adapter: {folder} holds no plain adapter that PEFT has written: {error}") from error
         name, named = self._folders[""], self._parameters[""]
         own, shapes = self._model.peft_config[name], {key: tuple(p.shape) for key, p in named.items()}
-        if (
-            shapes != {key: tuple(tensor.shape) for key, tensor in given.items()}
-            or scale["lora_alpha"] != own.lora_alpha
-        ):
+        if shapes != {key: tuple(tensor.shape) for key, tensor in given.items()} or config.alpha != own.lora_alpha:
             raise ModelError(
-                f"init_adapter: {folder} has rank {scale.get('r')}, alpha {scale.get('lora_alpha')} and target modules "
-                f"{sorted(scale.get('target_modules') or ())}, or is another model's; expected {own.r}, "
+                f"init_adapter: {folder} has rank {config.rank}, alpha {config.alpha} and target modules "
+                f"{list(config.target_modules)}, or is another model's; expected {own.r}, "
                 f"{own.lora_alpha} and {sorted(own.target_modules)}: set lora_rank, lora_alpha and lora_target_modules"
             )
         for key, parameter in named.items():

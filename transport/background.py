@@ -22,7 +22,7 @@ class Background:
         beside the one at work, with more `submit` waits too."""
         self._timeout_s, self._waits_for = timeout_s, waits_for
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(max_waiting)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.last_s = 0.0
         """Seconds that the newest job took."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -64,7 +64,7 @@ class Background:
             try:
                 if self._error is None:
                     job()
-            except Exception as error:  # raised again where the caller can see it
+            except BaseException as error:  # raised again where the caller can see it
                 log.error("%s: %s", self._thread.name, error)
                 self._error = error
             self.last_s = time.perf_counter() - since_s

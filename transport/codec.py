@@ -105,7 +105,7 @@ def _new_memory(num_bytes: int) -> NDArray[np.uint8]:
 
 def encode(batches: Sequence[MicroBatch], *, memory: Callable[[int], NDArray[np.uint8]] = _new_memory) -> memoryview:
     """Returns the micro-batches of one rank and step, at least one, as one message, in what `memory` gives for so many
-    bytes. Raises `CorruptError` where they are not of one step or have other types; `decode` checks the rest."""
+    bytes. Raises `CorruptError` for what `decode` would refuse: what lies on disk is asked for at every start."""
     common = _of_step(batches[0])
     for index, batch in enumerate(batches):
         if _of_step(batch) != common or (batch.index, batch.num_micro_batches) != (index, len(batches)):
@@ -131,6 +131,7 @@ def encode(batches: Sequence[MicroBatch], *, memory: Callable[[int], NDArray[np.
             np.concatenate([one for one in pieces if one is not None], out=out, casting="no")
         except (TypeError, ValueError) as error:
             raise CorruptError(f"{name} is not such as a micro-batch has: {error}") from error
+    _check(header, streams)
     return message.data.toreadonly()
 
 

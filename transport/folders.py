@@ -11,7 +11,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -59,9 +59,9 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_file(path: Path, content: Content) -> FileEntry:
+def _write_file(path: Path, content: Content, *, mode: int = 0o644) -> FileEntry:
     """Writes a file, over what it may hold, and returns its entry."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, mode), "wb", buffering=0) as file:
 
         def written() -> Iterator[Buffer]:
             for chunk in chunks_of(content):
@@ -75,20 +75,39 @@ def _write_file(path: Path, content: Content) -> FileEntry:
         return entry
 
 
-def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
-    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut. Raises
-    `StorageError` where the folder is not there."""
+def write_atomic(path: Path, data: Buffer, *, durable: bool = True, private: bool = False) -> None:
+    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut; `private`: for
+    this user alone. Raises `StorageError` where the disk is full or forbids it, or the folder is not there; nothing is
+    left behind then."""
     temporary = _temporary(path)
     try:
-        _write_file(temporary, data)
-        if durable:
-            fsync(temporary)
-        temporary.replace(path)
-        if durable:
-            fsync(path.parent)
-    except FileNotFoundError as error:
-        message = f"{path} cannot be written: {path.parent} was removed; make it again, and start the same command"
-        raise StorageError(message) from error
+        with writing(path):
+            _write_file(temporary, data, mode=0o600 if private else 0o644)
+            if durable:
+                fsync(temporary)
+            temporary.replace(path)
+            if durable:
+                fsync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes `path`: errors of the system become `StorageError`s that name it, its folder and the
+    remedy."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TransportError):
+            raise
+        if path.parent.exists():
+            why = f"{error.strerror or error}; make room in {path.parent} or mend its permissions"
+        else:
+            why = f"{path.parent} was removed; make it again"
+        raise StorageError(f"{path} cannot be written: {why}, and start the same command") from error
 
 
 def write_folder(
@@ -139,10 +158,8 @@ def write_folder(
         return entries
     except BaseException as error:  # also of whoever makes the content
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, TransportError) or not isinstance(error, OSError):
-            raise
-        why = error.strerror or error
-        raise StorageError(f"{folder} cannot be written: {why}; make room or mend the permissions") from error
+        with writing(folder):
+            raise error
 
 
 def mark_stable(folder: Path) -> None:
@@ -156,10 +173,15 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder.rename(_temporary(folder)))
 
 
-def remove_leftovers(parent: Path) -> None:
-    """Removes temporary folders that a killed writer left. Only the one writer of `parent` may call this."""
-    for leftover in parent.glob(".*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def remove_leftovers(parent: Path, name: str = "*") -> None:
+    """Removes temporary files and folders that a killed writer of `parent`, or of what is called `name` there, has
+    left. Only its one writer may call this."""
+    for leftover in parent.glob(f".{name}.*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                leftover.unlink()
 
 
 def _temporary(path: Path) -> Path:
@@ -250,7 +272,8 @@ def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int
 
 def write_number(path: Path, number: int) -> None:
     """Replaces a small file that holds a number."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, str(number).encode(), durable=False)
 
 

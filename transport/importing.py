@@ -4,11 +4,29 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from transport.errors import UserError
+
+T = TypeVar("T")
+MAX_TRACEBACK_CHARACTERS = 10_000
+
+
+class FunctionFailed(ValueError):
+    """A user's function that decides about a group raised something, or returned what it must not."""
+
+
+def called(name: str, function: Callable[..., T], *given: Any) -> T:
+    """What a user's function returns. Raises FunctionFailed for what it raises, with its traceback."""
+    try:
+        return function(*given)
+    except Exception as error:
+        told = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
+        raise FunctionFailed(f"{name} raised {type(error).__name__}\n{told}") from error
 
 
 def find(location: str, *, setting: str) -> Any:

@@ -41,7 +41,7 @@ _POLL_S = 0.05
 _FOLDERS = (
     *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "settings", "traces"),
     "dequantized",
-    *("wandb", "tensorboard"),
+    *("wandb", "tensorboard", "warnings"),
 )
 _FILES = (
     *(KEY_FILE, "metrics.jsonl", "timeline.jsonl", "summary.json"),
@@ -396,7 +396,8 @@ def _read(path: Path) -> RunFile | None:
 
 
 def _write(path: Path, run: RunFile) -> None:
-    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
+    # Settings may hold keys, as arguments of environments.
+    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1), private=True)
 
 
 def _now() -> str:

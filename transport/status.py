@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from transport.errors import PeerFailed
-from transport.folders import write_atomic
+from transport.folders import remove_leftovers, write_atomic
 
 FAILED = "failed"
 FINISHED = "finished"
+STOPPED = "stopped"
+"""The state of a launcher that was told to end; started again, the run goes on."""
+LAUNCHER_FILE = "launcher.json"
+"""The launcher's status file: whether it is at work, or how the run has ended."""
 AWAY = "ended, to be started again"
 """The state of a program that its launcher starts again; the launcher writes it in the program's stead."""
 
@@ -23,6 +27,7 @@ class StatusFile:
 
     def __init__(self, path: Path, *, pid: int | None = None) -> None:
         """`pid` of the process that it is about, None: of this one."""
+        remove_leftovers(path.parent, path.name)
         self._path, self._pid = path, pid
         self._last: tuple[Any, ...] | None = None
 
@@ -38,6 +43,11 @@ class StatusFile:
         pid = self._pid or os.getpid()
         fields |= {"since": time.time(), "pid": pid, "host": socket.gethostname(), "started": process_start(pid)}
         write_atomic(self._path, json.dumps(fields).encode(), durable=False)
+
+    @property
+    def step(self) -> int | None:
+        """Where this process is, as it has said last."""
+        return None if self._last is None else self._last[1]
 
     def failed(self, error: BaseException) -> None:
         """Says that this process ends, and why, so that nobody waits for it."""

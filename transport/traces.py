@@ -97,6 +97,12 @@ def trained_path(run: Path, step: int, rank: int) -> Path:
     return run / FOLDER / "trained" / f"step_{step:06d}.rank_{rank}.parquet"
 
 
+def left_trained(run: Path) -> list[int]:
+    """The steps of which a rank's part is still there, ascending."""
+    names = (path.name for path in (run / FOLDER / "trained").glob("step_*.rank_*.parquet"))
+    return sorted({int(name[5:].partition(".")[0]) for name in names})
+
+
 def token_key(token_ids: Int32) -> int:
     """A number for the tokens of a row [L]: rows that share it and their rollout have the same tokens, and so the same
     log-probabilities."""

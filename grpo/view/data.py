@@ -4,18 +4,18 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from grpo.ledger import open_ledger, totals
 from grpo.ledger_check import check
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
-from grpo.status import run_status
+from grpo.status import as_fields, run_status
 from grpo.view import traces
 from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
 from transport.errors import UserError
 from transport.run import RUN_FILE, code_changes
+from transport.run_warnings import WARNINGS_FOLDER
 from transport.traces import traced_steps
 
 _SPARKS = 60
@@ -24,7 +24,10 @@ _CHECK_S = 5.0
 """How long the checks of the ledger may take, and its questions."""
 _MAX_SPANS = 4_000
 """Spans of a timeline that are sent at once, the longest."""
-_WATCHED = (METRICS_FILE, TIMELINE_FILE, "ledger.sqlite-wal", "ledger.sqlite", "status", "traces", "summary.json")
+_WATCHED = (
+    *(METRICS_FILE, TIMELINE_FILE, "ledger.sqlite-wal", "ledger.sqlite", "status", "traces", "summary.json"),
+    WARNINGS_FOLDER,
+)
 
 
 def find_runs(folders: Iterable[Path]) -> dict[str, Path]:
@@ -58,9 +61,16 @@ def fingerprint(run: Path) -> tuple[tuple[int, int], ...]:
 def overview(name: str, run: Path) -> dict[str, Any]:
     """One line of the table of runs."""
     try:
-        status = asdict(run_status(run, count=False))
+        status = as_fields(run_status(run, count=False))
     except NoRun as error:
-        return {"name": name, "state": "unreadable", "waits": str(error), "rewards": [], "accuracies": []}
+        return {
+            "name": name,
+            "state": "unreadable",
+            "waits": str(error),
+            "rewards": [],
+            "accuracies": [],
+            "warnings": [],
+        }
     records = _metrics(run)
     rewards = [record[REWARD] for record in records if REWARD in record]
     accuracies = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
@@ -68,7 +78,7 @@ def overview(name: str, run: Path) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(run),
-        **{key: status[key] for key in ("state", "waits", "max_steps", "processes", "live", "published")},
+        **{key: status[key] for key in ("state", "waits", "max_steps", "processes", "live", "published", "warnings")},
         "step": steps,
         "reward": rewards[-1] if rewards else None,
         "rewards": _thinned(rewards),

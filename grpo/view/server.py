@@ -171,7 +171,7 @@ def _told(answer: Callable[[], Any]) -> Response:
     """What the run's files say, or why they cannot be read."""
     try:
         return as_json(answer())
-    except (UserError, OSError) as error:
+    except (UserError, OSError, OverflowError) as error:  # numbers that no database holds
         raise HTTPException(404, str(error)) from error
 
 

@@ -148,7 +148,7 @@ class ProposerSolver(Episode, Environment):
             if "{question}" not in prompt:
                 raise ValueError(f"{name} = {prompt!r} has no {{question}} in it, where a question is put")
         self._read = question_of if judge is None else free_question_of
-        given = [one["question"] if isinstance(one, Mapping) else one for one in seed_questions]
+        given = [_seed_question(one) for one in seed_questions]
         given += [] if questions is None else _questions_of(questions)
         read = [self._read(f"Question: {question}") for question in given]
         if None in read:
@@ -223,6 +223,19 @@ class ProposerSolver(Episode, Environment):
     def pass_rate(self, state: EpisodeState) -> float:
         """Of the Solvers; 0 where there was no question, which `parsable` tells apart."""
         return float(state.data.get("pass_rate", 0.0))
+
+
+def _seed_question(given: Any) -> str:
+    """The text of a seed question. Raises ValueError."""
+    fields = given if isinstance(given, Mapping) else {"question": given}
+    if others := sorted(map(str, fields.keys() - {"question"})):
+        raise ValueError(
+            f"seed_questions has {given!r:.200}, and {', '.join(others)} would have no effect: who is right is "
+            "computed, or the judge's word; give a text, or {question: TEXT}"
+        )
+    if not isinstance(question := fields.get("question"), str):
+        raise ValueError(f"seed_questions has {given!r:.200}; expected a text, or {{question: TEXT}}")
+    return question
 
 
 def _questions_of(path: str) -> list[str]:

@@ -18,7 +18,7 @@ try:
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import agent_config_fields
 except ImportError as error:
-    raise ImportError(f"verifiers 0.4 or later is needed ({error}); pip install 'grpo[verifiers]'") from None
+    raise ImportError(f"verifiers 0.4 or later is needed ({error}); pip install 'grpo-pipeline[verifiers]'") from None
 
 from grpo import ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
 from orchestrator.envs import _verifiers_chat
@@ -154,7 +154,10 @@ def _load(given: Mapping[str, Any]) -> vf.Env:
     try:
         config = vf.resolve_env_config(given)
     except AttributeError as error:
-        raise ValueError(f"env_id = {env_id!r} is no environment of verifiers 0.4 or later: {error}") from error
+        raise ValueError(
+            f"env_id = {env_id!r} is no environment of verifiers 0.4 or later, whose modules name a taskset in "
+            f"`__all__`: {error}; docs/environments.md tells what to do with older ones"
+        ) from error
     own_harness = vf.default_harness_id(config.taskset.id) != THEIR_HARNESS
     changes: dict[str, Any] = {}
     for name, spec in agent_config_fields(config).items():

@@ -1,6 +1,8 @@
 """HTTP to the inference servers: least-loaded routing, retries with back-off, deadlines, errors that name them."""
 
 import asyncio
+import errno
+import logging
 import math
 import random
 from collections import Counter, defaultdict
@@ -14,22 +16,37 @@ import msgspec
 from orchestrator.inference.pool import ServerPool
 from orchestrator.rollouts.records import SamplingParams
 from transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
+from transport.limits import raise_file_limit
 from transport.records import Record
+
+log = logging.getLogger(__name__)
 
 RETRIED_STATUS = {429, 502, 503, 504}
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 CONNECT_TIMEOUT_S = 10.0
+MAX_SILENT = 3
+"""Times `client.timeout` without a single answer of any server, while requests are in flight, before that is an
+error."""
 
 
 class ServerError(RuntimeError):
     """A server that cannot be reached, or that refuses a request."""
 
 
-class Unreachable(ServerError):
-    """A server that cannot be reached now, or that is there (not `gone`) and cannot do what it is asked now."""
+class ServersAway(ServerError):
+    """No server is in service, and none came back in time. Started again, the program may find one."""
 
-    def __init__(self, message: str, *, gone: bool = True) -> None:
-        self.gone = gone
+
+class TimedOut(ServerError):
+    """A request that no server answered within `client.timeout`; others are answered."""
+
+
+class Unreachable(ServerError):
+    """A server that cannot be reached now, or that is there (not `gone`) and cannot do what it is asked now, or has
+    taken all the time that there was (`late`)."""
+
+    def __init__(self, message: str, *, gone: bool = True, late: bool = False) -> None:
+        self.gone, self.late = gone, late
         super().__init__(message)
 
 
@@ -53,16 +70,24 @@ class InferenceClient:
         self._num_in_flight: Counter[str] = Counter()
         self._timers: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Of each server's requests, which end when it is abandoned."""
+        self._answered_s = 0.0
+        """When a server last answered any request, or was first asked after a pause, on the loop's clock."""
         self._released = asyncio.Event()
         self._released.set()
         self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
         """Entered while a server has a request for an answer."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._session = aiohttp.ClientSession(
-            headers=headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s)),
-        )
+        max_connections = raise_file_limit() * 3 // 4  # the rest is for what else the program opens
+
+        def session(limit: int) -> aiohttp.ClientSession:
+            return aiohttp.ClientSession(
+                headers=headers,
+                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s)),
+            )
+
+        self._session, self._control_session = session(max_connections), session(0)
+        """For requests for answers, of which the next waits where there are too many, and for all others."""
 
     @property
     def num_in_flight(self) -> int:
@@ -72,6 +97,7 @@ class InferenceClient:
     async def close(self) -> None:
         """Closes all connections; servers drop what was in flight."""
         await self._session.close()
+        await self._control_session.close()
 
     def hold(self) -> None:
         """Lets requests for answers that are made from now on wait until `release`."""
@@ -143,7 +169,8 @@ class InferenceClient:
     ) -> A:
         """The answer of whichever server in the routing is least loaded. One that cannot be reached, has lost the
         version or answers what no server of ours would (`fault`) is ejected, and another one's turn comes; where there
-        is none, one that comes back is waited for. The time that requests are held back does not count."""
+        is none, one that comes back is waited for. One that is slow stays: whether it is there, the health probes tell.
+        The time that requests are held back does not count."""
         clock, body, failed = asyncio.get_running_loop().time, msgspec.json.encode(request), Counter[str]()
         deadline_s, pause_s = clock() + self.timeout_s, MIN_PAUSE_S
         while True:
@@ -155,21 +182,22 @@ class InferenceClient:
                 continue
             # Of those that have failed this request least often. To look at a thousand takes 0.1 ms.
             server = min(self.pool.routed, key=lambda name: (failed[name], self._num_in_flight[name]))
+            if self.num_in_flight == 0:
+                self._answered_s = clock()
             self._num_in_flight[server] += 1
             try:
                 with self.busy(server):
-                    answer = await self._ask("POST", server, path, answer_type, body, deadline_s)
+                    answer = await self._ask(self._session, "POST", server, path, answer_type, body, deadline_s)
+                self._answered_s = clock()
                 if (wrong := fault(answer)) is None:
                     return answer
                 raise ServerError(f"{server} answered with {wrong}; run the same release of grpo in all three programs")
             except Unreachable as error:
                 failed[server] += 1
-                if error.gone:
+                if error.gone and not error.late:
                     self.pool.eject(server, str(error))
                 if clock() + pause_s > deadline_s:
-                    limit = f"client.timeout = {self.timeout_s:g} s"
-                    message = f"{server} did not answer within {limit}: {error}; see its log, or raise client.timeout"
-                    raise ServerError(message) from error
+                    raise self._too_late(server, error) from error
                 await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except ServerError as error:
@@ -178,6 +206,18 @@ class InferenceClient:
                 self.pool.eject(server, str(error))
             finally:
                 self._num_in_flight[server] -= 1
+
+    def _too_late(self, server: str, error: Unreachable) -> ServerError:
+        """What a request ends with whose time is over."""
+        message = f"{server} did not answer within client.timeout = {self.timeout_s:g} s: {error}; see its log, "
+        if not self.pool.routed:
+            return ServersAway(message + "or raise client.timeout")
+        silent_s = asyncio.get_running_loop().time() - self._answered_s
+        if silent_s >= MAX_SILENT * self.timeout_s:
+            return ServerError(
+                f"{message}raise client.timeout, or ask for less: no request was answered in {silent_s:g} s"
+            )
+        return TimedOut(message + "raise client.timeout, or lower sampling.max_tokens")
 
     def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest) -> bool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""
@@ -192,14 +232,14 @@ class InferenceClient:
         return not ours and any(other != server for other in self.pool.routed)
 
     async def until_changed(self, deadline_s: float) -> None:
-        """Returns when a server is found or readmitted. Raises ServerError at the deadline, on the loop's clock."""
+        """Returns when a server is found or readmitted. Raises ServersAway at the deadline, on the loop's clock."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self.pool.changed.wait()
         except TimeoutError:
             out = sorted(self.pool.out.items())
             why = "; ".join(reason if server in reason else f"{server}: {reason}" for server, reason in out)
-            raise ServerError(
+            raise ServersAway(
                 f"no inference server was in service within client.timeout = {self.timeout_s:g} s: "
                 f"{why or self.pool.unknown or 'none is known'}; start grpo-infer, see the servers' logs, mend client."
                 "base_url, or raise client.timeout"
@@ -225,29 +265,37 @@ class InferenceClient:
         Raises Unreachable, Refused and ServerError."""
         body = None if request is None else msgspec.json.encode(request)
         deadline_s = asyncio.get_running_loop().time() + min(within_s, self.timeout_s)
-        return await self._ask(method, server, path, answer_type, body, deadline_s)
+        return await self._ask(self._control_session, method, server, path, answer_type, body, deadline_s)
 
     async def _ask(
-        self, method: str, server: str, path: str, answer_type: type[A], body: bytes | None, deadline_s: float
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        server: str,
+        path: str,
+        answer_type: type[A],
+        body: bytes | None,
+        deadline_s: float,
     ) -> A:
         timer, clock = asyncio.timeout_at(deadline_s), asyncio.get_running_loop().time
         since_s = clock()
         self._timers[server].add(timer)
         try:
-            async with timer, self._session.request(method, server + path, data=body) as response:
-                data = await response.read()
+            async with timer:
+                status, data = await _sent(session, method, server + path, body)
         except TimeoutError as error:
             abandoned = self.pool.out.get(server) if clock() < deadline_s else None
             late = str(error) or f"no answer within {clock() - since_s:.3g} s"
-            raise Unreachable(abandoned or f"{server}{path}: {late}") from None
+            over = timer.expired() and abandoned is None
+            raise Unreachable(abandoned or f"{server}{path}: {late}", late=over) from None
         except aiohttp.ClientResponseError as error:
             raise _no_answer(server + path, error) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise Unreachable(f"{server}: {error or type(error).__name__}") from error
         finally:
             self._timers[server].discard(timer)
-        if response.status != 200:
-            raise self._error(server + path, response.status, data)
+        if status != 200:
+            raise self._error(server + path, status, data)
         try:
             return msgspec.json.decode(data, type=answer_type)
         except msgspec.MsgspecError as error:
@@ -264,6 +312,20 @@ class InferenceClient:
         if status == 401:
             text += "; set the variable that client.api_key_var names to the server's API key"
         return Refused(status, kind, text) if 400 <= status < 500 else ServerError(text)
+
+
+async def _sent(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
+    """Status and body of the answer. Where this process has as many files open as it may, that is no fault of the
+    server: a connection that ends is waited for."""
+    while True:
+        try:
+            async with session.request(method, url, data=body) as response:
+                return response.status, await response.read()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            log.warning("%s waits until a file can be opened: %s; raise the limit (ulimit -n)", url, error)
+            await asyncio.sleep(MAX_PAUSE_S)
 
 
 def _no_answer(where: str, error: Exception) -> ServerError:

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from orchestrator.inference.client import InferenceClient, Refused, ServerError, Unreachable
+from orchestrator.inference.client import InferenceClient, Refused, ServerError, ServersAway, Unreachable
 from transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class WeightSync:
         self._noisy: set[int] = set()
         self._draining: set[int] = set()
         self._proved: defaultdict[str, dict[int, LoadReport]] = defaultdict(dict)
+        self._num_loads: Counter[int] = Counter()
+        """How often each version was made live: it may have been published again with other bytes."""
 
     @property
     def loading(self) -> tuple[int, frozenset[str]] | None:
@@ -83,6 +85,7 @@ class WeightSync:
         since_s, deadline_s = time.monotonic(), asyncio.get_running_loop().time() + self.client.timeout_s
         for proved in self._proved.values():
             proved.pop(version, None)
+        self._num_loads[version] += 1
         self._loading = version
         self._wanted.add(version)
         if noisy:
@@ -101,7 +104,8 @@ class WeightSync:
         )
 
     async def _load_on(self, server: str, version: int) -> None:
-        servers = self.pool.servers
+        """Without effect where the version is loaded anew meanwhile: what is reported then may be of its old bytes."""
+        servers, number = self.pool.servers, self._num_loads[version]
         before = servers[: servers.index(server)] if self._broadcast else ()
         request = LoadRequest(
             run_id=self.run_id,
@@ -111,6 +115,8 @@ class WeightSync:
         )
         with self.timed(server, version):
             report = await self.client.once(server, "POST", "/policy/load", LoadReport, request)
+        if number != self._num_loads[version]:
+            return
         check_proof(server, version, report, noisy=version in self._noisy, adapters=self._adapters)
         self._proved[server][version] = report
         self.noted(server, version, report.canary)
@@ -168,17 +174,21 @@ class WeightSync:
     # --- servers that come, and come back ---
 
     async def wait_for_servers(self) -> None:
-        """Returns when a server is in the routing; where versions are broadcast, when all are. Raises ServerError."""
+        """Returns when a server is in the routing; where versions are broadcast, when all are. Raises ServerError: one
+        that was never there may be looked for at the wrong address, and another start does not mend that."""
         deadline_s = asyncio.get_running_loop().time() + self.client.timeout_s
         while not self.pool.routed or (self._broadcast and self.pool.out):
-            await self.client.until_changed(deadline_s)
+            try:
+                await self.client.until_changed(deadline_s)
+            except ServersAway as error:
+                raise ServerError(str(error)) from None
         self._has_begun = True
 
     def check_complete(self) -> None:
-        """Raises ServerError where a server is lost and versions are broadcast, which nobody can catch up with."""
+        """Raises ServersAway where a server is lost and versions are broadcast, which nobody can catch up with."""
         if self._broadcast and self._has_begun and (out := self.pool.out):
             gone = "; ".join(f"{server}: {why}" for server, why in out.items())
-            raise ServerError(f"with weight_broadcast.type: nccl no server can be missing; start again: {gone}")
+            raise ServersAway(f"with weight_broadcast.type: nccl no server can be missing; start again: {gone}")
 
     def refused(self, server: str, error: ServerError | ValueError) -> None:
         """A server does not fit the run, or cannot prove a version, which is no matter of time. Raises that as long as

@@ -80,6 +80,7 @@ class Assembling:
         metrics = self._metrics(step, groups, of_batch | slept, generate_s)
         self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         intake.traces.shipped(step, groups)
+        intake.recorder.batch(step, groups)
         if intake.story is not None:
             intake.story.batch(step, groups)
         artifacts = {} if intake.engine.stores is None else intake.engine.stores.save(step)
@@ -121,6 +122,7 @@ class Assembling:
             | intake.auxiliary.metrics()
             | intake.shaping.metrics()
             | {"rollout/restarted": float(intake.engine.newly_restarted())}
+            | {"rollout/answers_withdrawn": float(intake.engine.newly_withdrawn())}
             | {"perf/max_concurrent_groups": float(intake.scheduler.max_in_flight)}
         )
         return intake.recorder.shipped(step, metrics, dropped=intake.ledger.num_dropped, generate_s=generate_s)

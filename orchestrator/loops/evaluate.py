@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
@@ -24,7 +24,7 @@ CANCELLED = "cancelled_for_eval"
 
 @dataclass(kw_only=True)
 class Evaluating:
-    """Evaluations, one after the other."""
+    """Evaluations, one after the other. While one waits for its turn, no other version but the last is evaluated."""
 
     settings: OrchSettings
     prompts: Mapping[str, Sequence[Messages]]
@@ -40,19 +40,26 @@ class Evaluating:
     """Cancels what is being sampled for training, for a reason, and returns how many groups that were; called before an
     evaluation where the settings say so."""
     _due: asyncio.Queue[tuple[int, list[HeldOut]] | None] = field(default_factory=asyncio.Queue, init=False)
+    _num_skipped: int = field(default=0, init=False)
+    """Versions that were due and are not evaluated."""
+    _num_skipped_before: int = field(default=0, init=False)
+    """At the evaluation before."""
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`; it stays until it is evaluated, where that is due."""
         scheduler, held_out = self.scheduler, due(self.settings, version, passed_over=self.passed_over)
         if not held_out or self.recorder.has_evaluated(version):
             return
-        if waiting := self._due.qsize():
-            log.warning(
-                "evaluation is slower than training: version %d waits for %d others; raise eval.interval, or lower "
-                "eval.num_examples",
-                version,
-                waiting,
-            )
+        if self._due.qsize() and version != self.settings.max_steps:  # servers hold each version that waits
+            self._num_skipped += 1
+            if self._num_skipped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
+                log.warning(
+                    "evaluation is slower than training: version %d is not evaluated, because another one waits "
+                    "already (%d until now); raise eval.interval, or lower eval.num_examples",
+                    version,
+                    self._num_skipped,
+                )
+            return
         scheduler.pin(version)
         scheduler.claim()
         if self.settings.eval.cancel_inflight_rollouts_on_eval:
@@ -74,7 +81,9 @@ class Evaluating:
                 evaluation = await evaluate(
                     self.engine, self.settings, self.prompts, version=version, held_out=held_out
                 )
-            self.recorder.evaluated(evaluation)
+            skipped = float(self._num_skipped - self._num_skipped_before)
+            self._num_skipped_before = self._num_skipped
+            self.recorder.evaluated(replace(evaluation, metrics={**evaluation.metrics, "eval/skipped": skipped}))
             self.traces.evaluated(version, evaluation.results)
             self.scheduler.unpin(version)
             self.scheduler.unclaim()

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,17 +23,24 @@ from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.story import Story
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Messages, SamplingParams, Task
+from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
 from orchestrator.rollouts.roles import RoleAdapters
-from orchestrator.samples import FinishedGroup, finish_group, judge_group
+from orchestrator.samples import FinishedGroup, finish_group, judge_group, unfit
 from orchestrator.scheduler import Scheduler, Ticket
 from orchestrator.seeds import group_seed
 from orchestrator.shaping import RewardShaping
+from transport.importing import FunctionFailed
 from transport.records import Float32
 
+log = logging.getLogger(__name__)
+
+MAX_FAILED = 8
+"""Groups in a row for which the user's advantage or filter may come to nothing."""
 MAX_BEGINNING = 8
 """Groups that begin in one turn of the event loop, and share the ledger's transaction."""
+MAX_TOO_LONG = 1000
+"""So many prompts in a row that are too long are an error, or all where there are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +86,16 @@ class Intake:
             self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
             usable.append(result)
         shaped, unshaped = await self.shaping.shaped(usable)
-        for rollout_id, why in unshaped.items():
-            self.ledger.dropped([rollout_id], why)
+        for result in [one for one in usable if one.id in unshaped]:
+            self.ledger.dropped([result.id], unshaped[result.id])
+            self.traces.dropped([result], unshaped[result.id])
         return [result for result in usable if result.id not in unshaped], shaped
 
     async def finish(
         self, usable: Sequence[EpisodeResult], shaped: Sequence[EpisodeResult], credit: Credit, *, group: str
     ) -> FinishedGroup:
         """The group's samples, with hints and the teacher's part; those that filters and teachers withhold are
-        dropped. `credit` sees the `shaped` ones."""
+        dropped, and all where the trainer would refuse one. `credit` sees the `shaped` ones. Raises FunctionFailed."""
         found, withheld = judge_group(usable, self.filters)
         hinted = await self.auxiliary.hinted(usable, withheld=withheld)
         added: Mapping[StepKey, Float32] = {}
@@ -105,6 +114,10 @@ class Intake:
             added=added,
         )
         made = await self.auxiliary.taught(made)
+        if (why := unfit(made.samples)) is not None:
+            log.error("group %s is not trained: %s", group, why)
+            refused = {result.id: "not_finite" for result in usable if result.id not in made.withheld}
+            made = replace(made, samples=(), withheld={**made.withheld, **refused})
         for rollout_id, why in made.withheld.items():
             self.ledger.dropped([rollout_id], why)
         if made.samples:
@@ -139,6 +152,8 @@ class Sampling:
     _cancelled: dict[int, str] = field(default_factory=dict, init=False)
     """Reasons by group."""
     _num_too_long: Counter[str] = field(default_factory=Counter, init=False)
+    _num_failed: int = field(default=0, init=False)
+    """Groups in a row for which the user's advantage or filter came to nothing."""
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -236,10 +251,12 @@ class Sampling:
             self._ledger.dropped(self._rollout_ids(ticket), "prompt_too_long")
             self._drop(ticket, [], "prompt_too_long")
             self._num_too_long[task.env] += 1
-            if self._num_too_long[task.env] < sum(self.buffer.num_examples(task.env).values()):
+            num_examples = sum(self.buffer.num_examples(task.env).values())
+            if self._num_too_long[task.env] < min(num_examples, MAX_TOO_LONG):
                 return
             raise ValueError(
-                f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}"
+                f"the last {self._num_too_long[task.env]} prompts of {task.env}, of {num_examples}, are all too long: "
+                f"{error}"
             ) from None
         self._num_too_long[task.env] = 0
         self._sampled()
@@ -270,11 +287,25 @@ class Sampling:
         if (reason := self.buffer.returned(ticket.group, rewards, of_roles=[*of_roles.values()])) is not None:
             self._drop(ticket, usable, reason)
             return
-        group = await self.intake.finish(usable, shaped, self._credit, group=str(ticket.group))
+        try:
+            group = await self.intake.finish(usable, shaped, self._credit, group=str(ticket.group))
+        except FunctionFailed as error:
+            self._failed(ticket, usable, error)
+            return
+        self._num_failed = 0
         if not group.samples:
             self._drop(ticket, [], "all_withheld")
             return
         self.intake.complete(ticket.group, group)
+
+    def _failed(self, ticket: Ticket, results: Sequence[EpisodeResult], error: FunctionFailed) -> None:
+        """The user's advantage or filter came to nothing for a group. Raises what it did where it does so always."""
+        self._num_failed += 1
+        if self._num_failed >= MAX_FAILED:
+            raise error
+        if self._num_failed == 1:
+            log.error("group %d is not trained: %s", ticket.group, error)
+        self._drop(ticket, results, "function_failed")
 
     def _rollout_ids(self, ticket: Ticket) -> list[str]:
         return [f"{ticket.group}/{number}" for number in range(self.settings.rollouts_per_example)]

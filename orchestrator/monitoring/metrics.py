@@ -14,7 +14,7 @@ import numpy as np
 from orchestrator.buffer import without_spread
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import FinishedGroup
-from transport.folders import write_atomic
+from transport.folders import remove_leftovers, write_atomic, writing
 
 STEP, REWARD = "progress/step", "reward/mean"
 """In every line; only in those of a training step."""
@@ -34,6 +34,7 @@ reward/measure/NAME/ENV reward/role/ROLE/ENV
 rollout/num rollout/temperature rollout/num_tokens_mean rollout/num_tokens_max rollout/truncated
 rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows
 rollout/found_FILTER rollout/dropped rollout/dropped_REASON rollout/restarted
+rollout/answers_withdrawn
 teacher/rows teacher/tokens teacher/tokens_left_out teacher/requests teacher/failed teacher/failed_REASON
 evidence/hinted evidence/asked evidence/hints_failed
 hints/errors hints/given hints/given_SOURCE hints/declined_REASON hints/left_out_REASON
@@ -51,6 +52,7 @@ time/generate_s time/wait_trainer_s time/load_s time/step_s time/sleep_s time/wa
 progress/step progress/examples_POOL
 eval/accuracy eval/accuracy/ENV eval/accuracy_stderr/ENV eval/reward/ENV eval/reward_stderr/ENV eval/pass@K/ENV
 eval/measure/NAME/ENV eval/num_tokens_mean/ENV eval/num_tokens eval/truncated/ENV eval/failed eval/failed/ENV
+eval/skipped
 """.split()  # noqa: SIM905
 """Every metric that a line may have, the trainer's included; what is in capitals is filled in. docs/metrics.md says
 what each means."""
@@ -147,7 +149,9 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        remove_leftovers(path.parent, path.name)
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def lines(self) -> list[dict[str, float]]:
         """What is there, without what is no line of metrics, like a last one that was cut short."""
@@ -163,15 +167,17 @@ class MetricsFile:
         kept = [line for line in self.lines() if line[STEP] <= step]
         self._file.close()
         write_atomic(self._path, "".join(map(_line, kept)).encode())
-        self._file = self._path.open("a", encoding="utf-8")
+        with writing(self._path):
+            self._file = self._path.open("a", encoding="utf-8")
         return kept
 
     def write(self, metrics: Mapping[str, float]) -> None:
         """One line. Raises ValueError for a metric that is none of NAMES."""
         for key in metrics:
             check_name(key)
-        self._file.write(_line(metrics))
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(_line(metrics))
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""

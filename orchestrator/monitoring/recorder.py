@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_m
 from orchestrator.monitoring.summary import Summary, summarise
 from orchestrator.monitoring.trackers import Reporter
 from orchestrator.resuming import Progress
+from orchestrator.samples import FinishedGroup
+from transport.run_warnings import run_warnings
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +110,10 @@ class Recorder:
             shown = (REWARD, "reward/accuracy", "perf/generate_tokens_per_s", "policy/lag_max", "time/step_s")
             log.info("step %d: %s", proof.version, ", ".join(f"{key} {metrics[key]:.4g}" for key in shown))
 
+    def batch(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+        """A batch leaves: trackers get its rollouts, where they are due."""
+        self._reporter.batch(step, groups)
+
     def evaluated(self, evaluation: Evaluation) -> None:
         """A version has been evaluated."""
         self._evaluated.add(evaluation.version)
@@ -134,6 +140,7 @@ class Recorder:
             counted_from=self._counted_from,
             wall_s=time.monotonic() - self._began_s + self._earlier_s,
             start_up_s=self._start_up_s,
+            warnings=run_warnings(self._folder),
         )
         summary.write(self._folder / "summary.json")
         self._reporter.end(asdict(summary))

@@ -1,14 +1,20 @@
 """The summary of a finished run: `summary.json`, and the same as a table."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from orchestrator.inference.weight_sync import CanaryReport
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import REWARD, STEP
 from transport.folders import write_atomic
+from transport.logs import printable
+from transport.run_warnings import RunWarning, told
 
 ACCURACY, MEASURE = "eval/accuracy/", "eval/measure/"
 """Before the names of environments, and of what their rubrics measure."""
@@ -54,28 +60,44 @@ class Summary:
     """Largest difference between trainer and servers at the canary, over all versions, in nats."""
     mismatch_max_lag0: float | None
     """Largest difference between trainer and server at a trained token of lag 0, in nats."""
+    warnings: Sequence[Mapping[str, Any]]
+    """What the programs have warned of, each kind once: program, message, the step of the first one, times."""
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
         write_atomic(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
     def print(self) -> None:
-        """As a table on standard output; below, what rubrics measured at the first evaluation and at the last one."""
+        """As a table on standard output; below, what rubrics measured at the first evaluation and at the last one, and
+        what the programs warned of."""
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=f"run {self.run_id}", show_header=False)
+        hidden = {"run_id", "evaluations", "warnings"}
+        if self.accuracies.keys() <= {"0", str(self.steps)} and all(len(one) == 1 for one in self.accuracies.values()):
+            hidden.add("accuracies")  # the two rows above it say the same
         for name, value in asdict(self).items():
-            if name not in ("run_id", "evaluations"):
-                table.add_row(name.replace("_", " "), _shown(name, value))
+            if name not in hidden:
+                table.add_row(name.replace("_", " "), Text(printable(_shown(name, value))))
         Console().print(table)
         if len(self.evaluations) > 1:
             (first, before), *_, (last, after) = self.evaluations.items()
             measures = Table("measure", f"version {first}", f"version {last}", title="held out")
             for key in (key for key in after if key.startswith(MEASURE)):
-                measures.add_row(key.removeprefix(MEASURE), _shown("", before.get(key, "")), _shown("", after[key]))
+                measure = Text(printable(key.removeprefix(MEASURE)))
+                measures.add_row(measure, _shown("", before.get(key, "")), _shown("", after[key]))
             if measures.row_count > 1:
                 Console().print(measures)
+        for warning in self.warnings:
+            print(f"warning: {told(RunWarning(**warning))}")
+
+
+def what_next(folder: Path) -> str:
+    """What to do with a run that has come to its end, in one line."""
+    place = shlex.quote(str(folder))
+    return f"look at it: grpo view {place}    take it along: grpo export {place}"
 
 
 def _shown(name: str, value: object) -> str:
@@ -100,6 +122,7 @@ def summarise(
     counted_from: int,
     wall_s: float,
     start_up_s: float,
+    warnings: Sequence[RunWarning],
 ) -> Summary:
     """From the lines of `metrics.jsonl`. `first`: of the version that this process began with, which has no line where
     the run begins with it. `counted_from`: the first step that the totals count."""
@@ -150,4 +173,5 @@ def summarise(
         rollouts_dropped=dict(ledger.num_dropped),
         canary_max_abs=max([first.canary_max_abs, *(line.get("policy/canary_max_abs", 0.0) for line in steps)]),
         mismatch_max_lag0=max(mismatches, default=None),
+        warnings=[msgspec.to_builtins(one) for one in warnings],
     )

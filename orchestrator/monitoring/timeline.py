@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transport.folders import writing
+
 TIMELINE_FILE = "timeline.jsonl"
 MAX_PENDING = 10_000
 """Spans that are kept before they are written, should no step come."""
@@ -140,7 +142,7 @@ class Timeline:
 
     def flush(self) -> None:
         """Writes what was told since the last time."""
-        with self._path.open("a", encoding="utf-8") as file:
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write("[\n")
             file.write("".join(self._pending))

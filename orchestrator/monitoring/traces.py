@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import pyarrow as pa
 from configs.reporting import TraceSettings
 from orchestrator.rollouts.records import EpisodeResult, TrainingRow
 from orchestrator.samples import FinishedGroup
+from transport.folders import remove_leftovers
 from transport.records import TrainingSample
 from transport.traces import (
     FOLDER,
     SCHEMA,
     VOCABULARY_FILE,
+    left_trained,
     make_table,
     merge_trained,
     token_key,
     trace_path,
+    traced_steps,
     write_table,
 )
 
@@ -42,10 +46,13 @@ class Traces:
     def __init__(self, run: Path, settings: TraceSettings, *, num_ranks: int) -> None:
         """`num_ranks`: processes of the trainer."""
         self._run, self._settings, self._num_ranks = run, settings, num_ranks
+        remove_leftovers(run / FOLDER)
         self._dropped: deque[tuple[EpisodeResult, str]] = deque(maxlen=MAX_DROPPED)
         self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[object]]()
-        self._unmerged: list[int] = []
-        """Steps whose part of the trainer is not there yet."""
+        self._unmerged = left_trained(run)
+        """Steps whose part of the trainer is not there yet, or was left by an earlier start."""
+        self._sizes: dict[int, int] | None = None
+        """Bytes of the traces of steps that are there, by step, once they have been looked at."""
         self._warned = False
 
     def vocabulary(self, texts: Sequence[str]) -> None:
@@ -111,8 +118,11 @@ class Traces:
 
     def _merge(self, step: int | None) -> None:
         """Runs in the writer's thread, as what is below."""
-        self._unmerged += [] if step is None else [step]
+        # At the end also what a trainer that was killed has trained again.
+        self._unmerged = sorted({*self._unmerged, *(left_trained(self._run) if step is None else [step])})
         unmerged = [one for one in self._unmerged if not merge_trained(self._run, one, self._num_ranks)]
+        for merged in set(self._unmerged) - set(unmerged) if self._sizes is not None else ():
+            self._measure(merged)
         self._unmerged = unmerged[-MAX_WAITING:]  # older ones are written on another machine, or not at all
 
     def _write_step(
@@ -122,7 +132,7 @@ class Traces:
         for result, reason in dropped:
             rows += [_row(step, result.id, one, number, reason=reason) for one, number in _numbered(result)]
         write_table(make_table(rows, SCHEMA), trace_path(self._run, step))
-        self._make_room()
+        self._make_room(step)
 
     def _write_evaluation(self, version: int, results: Sequence[EpisodeResult]) -> None:
         rows = [
@@ -132,13 +142,21 @@ class Traces:
         ]
         write_table(make_table(rows, SCHEMA), trace_path(self._run, version, evaluation=True))
 
-    def _make_room(self) -> None:
-        """Removes the oldest traces of steps beyond `keep_last` and `max_bytes`."""
-        num_bytes, keep = 0, self._settings.keep_last
-        for place, path in enumerate(sorted((self._run / FOLDER).glob("step_*.parquet"), reverse=True)):
-            num_bytes += path.stat().st_size
-            if place and (num_bytes > self._settings.max_bytes or (keep is not None and place >= keep)):
-                path.unlink(missing_ok=True)
+    def _make_room(self, newest: int) -> None:
+        """Removes the oldest traces of steps beyond `keep_last` and `max_bytes`, but the newest. The folder is looked
+        through once: in a long run it has many."""
+        for step in traced_steps(self._run) if self._sizes is None else [newest]:
+            self._measure(step)
+        sizes, keep = self._sizes or {}, self._settings.keep_last
+        num_bytes = sum(sizes.values())
+        while len(sizes) > 1 and (num_bytes > self._settings.max_bytes or (keep is not None and len(sizes) > keep)):
+            num_bytes -= sizes.pop(oldest := min(sizes))
+            trace_path(self._run, oldest).unlink(missing_ok=True)
+
+    def _measure(self, step: int) -> None:
+        self._sizes = {} if self._sizes is None else self._sizes
+        with suppress(FileNotFoundError):
+            self._sizes[step] = trace_path(self._run, step).stat().st_size
 
 
 def group_rows(step: int, group: FinishedGroup) -> Iterator[dict[str, Any]]:

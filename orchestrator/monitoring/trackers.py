@@ -8,15 +8,19 @@ import netrc
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, get_args
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 import yaml
 
 from configs.reporting import ReportSettings, TrackerName
 from orchestrator.monitoring.metrics import STEP
+from orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of
+from orchestrator.samples import FinishedGroup
+from transport.hidden import key_variables
 from transport.run import Role, RunFolder, recorded_settings
 
 log = logging.getLogger(__name__)
@@ -37,11 +41,17 @@ KNOWN_TEXTS = frozenset(
 _FREE = frozenset({"args", "env_args", "extra", "kwargs"})
 
 
+_Line = tuple[int, Mapping[str, float]]
+
+
 class Tracker(Protocol):
     """One library, opened for one run. Any method may raise."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes one line of metrics."""
+
+    def log_rollouts(self, rollouts: Rollouts) -> None:
+        """Takes texts and distributions of a step."""
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """The run is over; without a summary where it failed. Waits until all is written and uploaded."""
@@ -74,6 +84,14 @@ class Wandb:
         """Takes one line of metrics."""
         self._run.log({**metrics, STEP: step})
 
+    def log_rollouts(self, rollouts: Rollouts) -> None:
+        """Takes texts as a table, and distributions as histograms."""
+        logged: dict[str, Any] = {STEP: rollouts.step}
+        if rollouts.samples:
+            logged[SAMPLES] = self._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rollouts.samples])
+        logged |= {key: self._wandb.Histogram(list(values)) for key, values in rollouts.distributions.items() if values}
+        self._run.log(logged)
+
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Ends the library's own process, too."""
         self._run.summary.update(dict(summary or {}))
@@ -96,9 +114,24 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
+    def log_rollouts(self, rollouts: Rollouts) -> None:
+        """Takes texts as a table of Markdown, and distributions as histograms."""
+        if rollouts.samples:
+            cells = [[_cell(one) for one in row] for row in (COLUMNS, ["---"] * len(COLUMNS), *rollouts.samples)]
+            table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+            self._writer.add_text(SAMPLES, table, rollouts.step)
+        for key, values in rollouts.distributions.items():
+            if values:
+                self._writer.add_histogram(key, np.asarray(values), rollouts.step)
+        self._writer.flush()
+
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Closes the file."""
         self._writer.close()
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 class Trackio:
@@ -115,6 +148,9 @@ class Trackio:
         """Takes one line of metrics."""
         self._trackio.log(dict(metrics), step=step)
 
+    def log_rollouts(self, rollouts: Rollouts) -> None:
+        """Takes metrics alone."""
+
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Waits until all is stored."""
         self._trackio.finish()
@@ -130,7 +166,7 @@ class Reporter:
     def __init__(self, run: RunFolder | None, settings: ReportSettings | None, *, trackers: Makers = TRACKERS) -> None:
         """Without `settings` nothing leaves the machine."""
         self._run, self._settings, self._makers = run, settings, trackers
-        self._queue: queue.Queue[tuple[int, Mapping[str, float]] | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
+        self._queue: queue.Queue[_Line | Rollouts | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
         self._num_told = self._num_logged = 0
         self._warned = False
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
@@ -145,11 +181,23 @@ class Reporter:
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Takes one line of metrics, with its step."""
+        self._tell((int(metrics[STEP]), dict(metrics)))
+
+    def batch(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+        """A batch leaves: takes texts and distributions of its rollouts, where they are due."""
+        if self._over or self._settings is None or self._run is None:
+            return
+        with self._warned_of("rollouts"):
+            names = key_variables(recorded_settings(self._run.path, "orch"))
+            if (rollouts := rollouts_of(step, groups, self._settings, key_names=names)) is not None:
+                self._tell(rollouts)
+
+    def _tell(self, told: "_Line | Rollouts") -> None:
         if self._over:
             return
         self._num_told += 1
         try:
-            self._queue.put_nowait((int(metrics[STEP]), dict(metrics)))
+            self._queue.put_nowait(told)
         except queue.Full:
             self._warn(f"{QUEUE_SIZE} reports wait already")
 
@@ -185,11 +233,11 @@ class Reporter:
         for name in self._settings.to:
             with self._warned_of(name):
                 trackers[name] = self._makers[name](self._run, self._settings)
-        while isinstance(report := self._queue.get(), tuple):
+        while isinstance(report := self._queue.get(), tuple | Rollouts):
             num_taken = 0
             for name, tracker in trackers.items():
                 with self._warned_of(name):
-                    tracker.log(*report)
+                    tracker.log_rollouts(report) if isinstance(report, Rollouts) else tracker.log(*report)
                     num_taken += 1
             self._num_logged += num_taken == len(self._settings.to)
         for name, tracker in trackers.items():

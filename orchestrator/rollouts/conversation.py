@@ -59,6 +59,18 @@ class _Row:
         self.turns.append(Turn(index=index, opens=opens, begins=begins, ends=ends, finish_reason=finish_reason))
         self.answers.append((completion, temperature))
 
+    def take_back(self) -> None:
+        """Removes the newest answer, and what was told before it."""
+        self.turns.pop()
+        self.answers.pop()
+        length = self.turns[-1].ends if self.turns else 0
+        num, self.token_ids = len(self.token_ids) - length, self.token_ids[:length]
+        while num:
+            version, count = self.versions.pop()
+            if count > num:
+                self.versions.append((version, count - num))
+            num -= min(num, count)
+
     def finished(self, *, steps: tuple[int, ...] = ()) -> TrainingRow:
         length = len(self.token_ids)
         sampled = np.zeros(length, np.bool_)
@@ -66,7 +78,8 @@ class _Row:
         start = 0
         for turn, (completion, temperature) in zip(self.turns, self.answers, strict=True):
             sampled[turn.begins : turn.ends] = True
-            logprobs[turn.begins : turn.ends] = completion.logprobs
+            with np.errstate(over="ignore"):  # before it is sent, what float32 does not hold is found
+                logprobs[turn.begins : turn.ends] = completion.logprobs
             temperatures[start : turn.ends] = temperature
             start = turn.ends
         return TrainingRow(
@@ -156,6 +169,10 @@ class Conversation:
         self._num_turns += 1
         self._remember(completion, following.text)
         return self._template.renderer.texts([completion])[0]
+
+    def take_back(self) -> None:
+        """The newest answer is not trained. The conversation must not go on."""
+        self._rows[-1].take_back()
 
     def rows(self) -> list[TrainingRow]:
         """What was sampled so far, for training; none before the first answer. Messages after the newest answer are

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.rollouts.clock import together
 from orchestrator.rollouts.context import ContextFull, RolloutContext
-from orchestrator.rollouts.messages import text_of
+from orchestrator.rollouts.messages import shown, text_of
 from orchestrator.rollouts.state import Reply
 from orchestrator.rollouts.tool_calls import UNKNOWN_TOOL, parse_tagged
 
@@ -210,8 +210,10 @@ def _check(body: Mapping[str, Any]) -> None:
             f"the request sets {name} = {str(value)[:200]}, which the policy cannot be sampled and trained with; leave "
             "it out"
         )
-    if not 1 <= (body.get("n") or 1) <= MAX_ANSWERS:
-        raise BadRequest(f"the request asks for n = {body['n']} answers, expected 1 to {MAX_ANSWERS}")
+    if not isinstance(num := body.get("n") or 1, int) or not 1 <= num <= MAX_ANSWERS:
+        raise BadRequest(f"the request asks for n = {shown(num)} answers, expected 1 to {MAX_ANSWERS}")
+    if not isinstance(body.get("stream_options") or {}, Mapping):
+        raise BadRequest(f"the request has stream_options = {shown(body['stream_options'])}, expected an object")
 
 
 def _call_of(written: str, call_id: str) -> dict[str, Any]:
@@ -263,7 +265,9 @@ class _Server:
         self._web = web
         self._app = web.Application(client_max_size=MAX_BODY_BYTES)
         self._app.router.add_post("/{number}/v1/{kind:chat/completions|completions}", self._answer)
-        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            self._app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )  # who has gone receives no answer, and what nobody received is not trained
         self._starting = asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
 
     async def address(self) -> str:
@@ -288,7 +292,8 @@ class _Server:
             endpoint = self.endpoints.get(number)
         given = request.headers.get(KEY_HEADER) or request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = self.key if number == SHARED or endpoint is None else endpoint.api_key
-        return endpoint if secrets.compare_digest(given.encode(), key.encode()) else None
+        is_right = secrets.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+        return endpoint if is_right else None
 
     async def _answer(self, request: "web.Request") -> "web.Response":
         if (endpoint := self._asked(request)) is None:
@@ -296,7 +301,7 @@ class _Server:
         try:
             body = await request.json()
             assert isinstance(body, dict)
-        except (ValueError, AssertionError, RecursionError):
+        except (ValueError, AssertionError, RecursionError, LookupError):  # LookupError: an unknown charset
             return _refused(400, "the request's body is no JSON object", "invalid_json")
         role = endpoint.speakers.get(request.headers.get(SPEAKER_HEADER, ""), endpoint.role)
         make = endpoint.chat if request.match_info["kind"] == "chat/completions" else endpoint.complete
@@ -317,7 +322,7 @@ class _Server:
         made |= {"id": f"cmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.get("model", "")}
         if not body.get("stream"):
             return self._web.json_response(made)
-        with_usage = (body.get("stream_options") or {}).get("include_usage", False)
+        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         events = [json.dumps(event) for event in _events(made, with_usage)]
         return self._web.Response(
             text="".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]), content_type="text/event-stream"
@@ -391,8 +396,11 @@ async def endpoint_of(ctx: RolloutContext, role: str | None = None) -> AsyncIter
             yield endpoint
         finally:
             del server.endpoints[number]
-            for task in endpoint.answering:
+            left = list(endpoint.answering)
+            for task in left:
                 task.cancel()
+            if left:
+                await asyncio.wait(left)  # their answers are withdrawn before the rollout can end
 
 
 @asynccontextmanager

@@ -51,7 +51,7 @@ class ScriptedBackend:
         self._stores = {name: ArtifactStore(name, max_size=max_size) for name, max_size in stores.items()}
 
     async def __call__(self, call: protocol.AnyCall) -> Any:
-        if isinstance(call, protocol.Delay):
+        if isinstance(call, protocol.Delay | protocol.Withdraw):
             return protocol.Stored(value=None)
         if isinstance(call, protocol.Store):
             try:

@@ -7,11 +7,13 @@ Legend: `L` tokens of one completion or row.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.rollouts.state import StepError
 from transport.http import Choice
 from transport.records import Bool, Float32, Int32
@@ -59,6 +61,26 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """In which pass over the training examples it is asked; seeds follow from that, so that they outlive a restart."""
     solution: str = ""
     """The example's own `solution`, for hints; empty where it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A group of rollouts that is asked for."""
+
+    task: Task
+    id: str
+    """Rollouts are named `id/number`."""
+    num: int
+    version: int
+    """The policy version that samples."""
+    params: SamplingParams
+    adapters: RoleAdapters = SHARED_ADAPTER
+    seed: int | None = None
+    """Of its requests; None for the server's own randomness."""
+    score: bool = True
+    """Whether the rubric is asked; otherwise rewards are 0."""
+    first: int = 0
+    """Number of the first of its rollouts."""
 
 
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +181,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `reward_too_large`,
-    `context_full` (before an episode's first answer), or `prompt_too_long` in an evaluation."""
+    `context_full` (before an episode's first answer), `server_timeout`, or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""
 

@@ -18,6 +18,14 @@ RewardFunction = Callable[..., Any]
 
 NAMES = ("completion", "example", "state", "ctx", "extras")
 
+_ELSEWHERE = {
+    **dict.fromkeys(("completions", "completion_ids", "responses", "solution_str"), "completion"),
+    **dict.fromkeys(("prompt", "prompts", "solution", "ground_truth", "extra_info", "info", "task"), "example"),
+    **dict.fromkeys(("rollout", "trainer_state"), "state"),
+    **dict.fromkeys(("arena", "parser", "judge"), "ctx"),
+}
+"""What reward functions of other libraries take, and what tells the same here."""
+
 
 class RewardNotFinite(ValueError):
     """A reward function returned something that cannot be a reward."""
@@ -165,6 +173,7 @@ def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some that are written in C do not say
         return None
+    _check_names(parameters, name)
     single = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     needed = [one for one in single if one.default is one.empty]
     by_name = all(one.name in NAMES and one.kind is not one.POSITIONAL_ONLY for one in needed)
@@ -177,6 +186,22 @@ def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
         f"reward function {name} takes ({', '.join(one.name for one in parameters)}), expected any of "
         f"{', '.join(NAMES)}, or two parameters of other names for the completion and the example"
     )
+
+
+def _check_names(parameters: Sequence[inspect.Parameter], name: str) -> None:
+    """Raises ValueError for what other libraries pass and this one does not, with the line to write instead."""
+    by_place = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    unknown = [f"**{one.name}" for one in parameters if one.kind is one.VAR_KEYWORD and not by_place]
+    unknown += [one.name for one in parameters if one.name in _ELSEWHERE and one.default is one.empty]
+    if unknown:
+        known = [one.name for one in parameters if one.name in NAMES]
+        known += [_ELSEWHERE[one.name] for one in parameters if one.name in _ELSEWHERE]
+        known += ["example"] if "answer" in [one.name for one in parameters] else []
+        line = f"def {name}({', '.join(one for one in NAMES if one in known) or 'completion, example'})"
+        raise ValueError(
+            f"reward function {name} takes {', '.join(unknown)}, which it does not get: it is called for one rollout, "
+            f"with any of {', '.join(NAMES)}; write {line}"
+        )
 
 
 def _finite(what: str, value: Any) -> float:

@@ -10,7 +10,6 @@ import mmap
 import os
 import resource
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -40,6 +39,7 @@ from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     BOARD,
+    PROTOCOL,
     Alive,
     AnyCall,
     Cancel,
@@ -56,6 +56,7 @@ from orchestrator.workers.protocol import (
     Sampled,
     Stored,
     ToWorker,
+    Withdraw,
     decode_to_worker,
     encode,
     encode_checked,
@@ -63,6 +64,7 @@ from orchestrator.workers.protocol import (
     open_socket,
 )
 from transport.errors import UserError
+from transport.logs import start_log
 
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
@@ -123,7 +125,7 @@ class Worker:
             before, num_left = num_left, num_left_calls() + len(self._left)  # many may be just about to end
             if self._is_out_of_memory or min(before, num_left) >= MAX_LEFT:
                 os.kill(os.getpid(), signal.SIGKILL)  # its other rollouts begin once more elsewhere
-            self.send(encode(Alive()))
+            self.send(encode(Alive(protocol=PROTOCOL)))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _take(self, message: ToWorker) -> None:
@@ -156,6 +158,10 @@ class Worker:
             self.send(encode_checked(call))
             with waiting(anew=True):
                 return await answered
+        except asyncio.CancelledError:
+            if isinstance(call, Sample) and call.job in self._running:
+                self.send(encode(Withdraw(job=call.job, call=call.call)))
+            raise
         finally:
             self._replies.pop(key, None)
 
@@ -302,9 +308,7 @@ def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> 
 
 def serve(address: str, only: str) -> None:
     """Connects to whoever started this process, and serves it until the process ends."""
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_log(level=logging.WARNING)
     threading.stack_size(STACK_BYTES)
 
     with Path(address.removeprefix("ipc://")).with_name(BOARD).open("r+b") as file:

@@ -13,7 +13,7 @@ import psutil
 
 from tests.e2e.runs import END_S, ROOT, until
 
-MARK = "GRPO_CHAOS_TEST"
+MARK = "CHAOS_TEST"
 MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
 SMALL = {
     "--orch.batch_size": "32",

@@ -20,7 +20,7 @@ from transport.weights.dequantized import FOLDER
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-SEED = int(os.environ.get("GRPO_TEST_SEED", "8"))
+SEED = int(os.environ.get("TEST_SEED", "8"))
 STARTING_S, TRAINING_S = 8.0, 1.0
 """The launcher is killed within as many seconds after its start, each program within as many after the one before."""
 NUM_STEPS = 8

@@ -27,7 +27,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 pytestmark = pytest.mark.chaos
 
 GROUPS_PER_BATCH = 4
-NUM_RANDOM_KILLS = int(os.environ.get("GRPO_TEST_KILLS", "5"))
+NUM_RANDOM_KILLS = int(os.environ.get("TEST_KILLS", "5"))
 CALLS = [call for call in DISK_CALLS if call not in ("unlink", "rmdir", "fsync")]
 CALLS.append("fsync")  # of files that are made at the end of a run
 END_S = 300.0

@@ -22,7 +22,7 @@ from transport.ports import free_port
 
 pytestmark = pytest.mark.chaos
 CHECKPOINT_EVERY = 3
-NUM_RANDOM_KILLS = int(os.environ.get("GRPO_TEST_KILLS", "20"))
+NUM_RANDOM_KILLS = int(os.environ.get("TEST_KILLS", "20"))
 """How many of each transport; more are worth it where the transports change."""
 KEY = SharedKey("a secret of enough characters")
 

@@ -82,6 +82,18 @@ def test_an_unknown_key_is_answered_with_the_right_one(
     assert hint in problem.message
 
 
+def test_null_is_an_address_for_all_interfaces(tmp_path: Path) -> None:
+    (tmp_path / "infer.yaml").write_text("model: m\nhost: null\n")
+    assert load(InferSettings, file=tmp_path / "infer.yaml").settings.host == "0.0.0.0"
+    assert load(InferSettings, file=tmp_path / "infer.yaml", arguments=["--host", "::1"]).settings.host == "::1"
+
+
+def test_a_trackers_name_stands_for_its_settings(orch_file: Path) -> None:
+    reports = load(OrchSettings, file=orch_file, arguments=["--report_to", "tensorboard"]).settings.report_to
+    assert reports is not None
+    assert reports.to == ("tensorboard",)
+
+
 def test_unknown_options_and_variables_are_errors(orch_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_ORCH_SAMPLING__TEMPERATUR", "1")
     found = problems(OrchSettings, "--sampling.max_tokes", "3", "--env.id", "x", "--seed", file=orch_file)
@@ -125,9 +137,21 @@ def test_numbers_that_would_switch_a_promise_off_are_refused(cls: Any, given: st
     assert problem.key == given.partition("=")[0]
 
 
+def bomb(levels: int = 10) -> str:
+    """Aliases of aliases: 10 ** levels values."""
+    lines = ["a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]"]
+    lines += [f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(levels - 1)]
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "yes: 1\n",
+        "~: 1\n",
+        "sampling: {1.5: 1}\n",
+        "env: [{id: a, args: {2020-01-01: 1}}]\n",
+        bomb(),
         "- a\n",
         "model: [1,",
         "model: &b {name: *b}\n",
@@ -161,6 +185,17 @@ def test_settings_of_one_program_that_contradict_each_other_are_refused(orch_fil
     assert (problem.origin, problem.key, problem.value) == ("command line", "batch_size", 6)
 
 
+def test_thousands_of_unknown_keys_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "orch.yaml").write_text(yaml.safe_dump(ORCH | {f"key_number_{n}": n for n in range(5000)}))
+    assert len(problems(OrchSettings, file=tmp_path / "orch.yaml")) == 5000
+
+
+@pytest.mark.parametrize("tree", [{"loss": {"name": []}}, {"loss": {"name": {}}}, {"loss": {"name": None}}])
+def test_a_name_that_is_no_text_is_an_error(tree: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({"model": "m"} | tree))
+    assert [one.key for one in problems(TrainSettings, file=tmp_path / "train.yaml")] == ["loss.name"]
+
+
 def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     [problem] = problems(TrainSettings, file=tmp_path / "none.yaml")
     assert problem.value == str(tmp_path / "none.yaml")
@@ -169,12 +204,13 @@ def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
 def test_a_python_file_in_place_of_settings_is_answered_with_the_option_that_takes_it(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text("x = 1\n")
     [problem] = problems(TrainSettings, file=tmp_path / "my_env.py")
-    assert "--orch.env" in problem.message
+    assert "--env my_env.py:CLASS" in problem.message
 
 
-def test_values_are_cut_in_messages(orch_file: Path) -> None:
-    [problem] = problems(OrchSettings, "--seed", "x" * 100_000, file=orch_file)
-    assert len(str(problem)) < 400
+@pytest.mark.parametrize("key", ["seed", "advantage.type", "model.lora_rank", "traces." + "x" * 100_000, "batch_size"])
+def test_values_are_cut_in_messages(orch_file: Path, key: str) -> None:
+    [problem] = problems(OrchSettings, f"--{key}", "x" * 100_000, file=orch_file)
+    assert len(str(problem)) < 1500
 
 
 def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:

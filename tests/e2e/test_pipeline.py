@@ -119,11 +119,13 @@ def test_an_exported_model_answers_as_its_last_version_did(run: Run, tmp_path: P
 
 
 def test_base_and_policy_answer_in_a_terminal(run: Run) -> None:
+    before = sorted((run.folder / "status").iterdir())
     words = [PROGRAMS / "grpo", "chat", run.folder]
     chat = subprocess.run(words, input="hello\n", capture_output=True, text=True, check=True, timeout=END_S)
     answers = chat.stdout.partition("policy\n")[2].removeprefix("> ")
     assert "  |  " in answers
     assert "no answer" not in answers
+    assert sorted((run.folder / "status").iterdir()) == before  # the server of chat is nothing of the run
 
 
 # --- other runs ---

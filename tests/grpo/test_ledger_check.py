@@ -1,6 +1,7 @@
 """`grpo ledger --check`: what must agree, and that each disagreement is found."""
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -18,10 +19,11 @@ HOLES = "steps follow each other without holes"
 LAGS = "no rollout is from a later version, or staler than max_off_policy_steps"
 METRICS = "each step has one line in metrics.jsonl, with its rollouts and mean reward"
 BATCHES = "the batches on disk hold just the rollouts of their step"
+TRACES = "the traces on disk show just the trained rollouts of their step"
 FINAL = "every rollout is trained or dropped"
 STEPS = "every step up to max_steps has rollouts and metrics"
 SUMMARY = "the totals and the versions that were sampled under are those of summary.json"
-ALL = (FATES, GROUPS, HOLES, LAGS, METRICS, BATCHES, FINAL, STEPS, SUMMARY)
+ALL = (FATES, GROUPS, HOLES, LAGS, METRICS, BATCHES, TRACES, FINAL, STEPS, SUMMARY)
 
 
 @pytest.fixture
@@ -144,3 +146,10 @@ async def test_what_an_orchestrator_leaves_agrees_with_its_batches(tmp_path: Pat
     (manifest,) = (tmp_path / "batches" / "step_000003").glob("rank_0*")
     manifest.write_bytes(b"torn")
     assert any("batch 3" in violation for violation in violations(tmp_path)[BATCHES])
+    traces = tmp_path / "traces"
+    shutil.copy(traces / "step_000001.parquet", traces / "step_000002.parquet")
+    (traces / "step_000001.parquet").write_bytes(b"torn")
+    (traces / "step_000004.parquet").write_bytes(b"of a time before the run went back")
+    found = violations(tmp_path)[TRACES]
+    assert any("step 2 has rollouts of step 1" in one for one in found)
+    assert len([one for one in found if "cannot be read" in one]) == 1

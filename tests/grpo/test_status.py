@@ -76,7 +76,7 @@ def test_a_run_has_failed_where_a_program_has_that_it_cannot_do_without(
     says(run, name, said["state"], message=said.get("message"), pid=gone_pid() if "pid" in said else None)
     assert run_status(run).state == state
     done = grpo("status", run)
-    assert done.returncode == (state == "failed")
+    assert done.returncode == (1 if state == "failed" else 3)
     assert said.get("message", "") in done.stdout
 
 
@@ -159,3 +159,45 @@ def test_a_status_folder_that_is_a_file_counts_as_missing(run: Path) -> None:
     (run / "status").rmdir()
     (run / "status").touch()
     assert run_status(run).state == "starting"
+
+
+ENDS = [
+    ({"state": "finished"}, "finished", 0),
+    ({"state": "failed", "message": "grpo-infer ended with exit code 2: no GPU"}, "failed", 1),
+    ({"state": "stopped", "message": "ended by SIGINT; the same command goes on"}, "stopped", 4),
+    ({"state": "running", "pid": "gone"}, "failed", 1),
+    ({"state": "running"}, "starting", 3),
+]
+
+
+@pytest.mark.parametrize(("said", "state", "code"), ENDS)
+def test_the_launcher_says_how_a_run_ended_that_had_not_come_to_training(
+    tmp_path: Path, said: dict[str, str], state: str, code: int
+) -> None:
+    run = found(tmp_path / "run", programs={})
+    pid = gone_pid() if "pid" in said else None
+    says(run, "launcher", said["state"], message=said.get("message"), pid=pid)
+    done = grpo("status", run)
+    assert (run_status(run).state, done.returncode) == (state, code)
+    assert said.get("message", "") in done.stdout
+
+
+def test_a_run_by_hand_counts_more_than_what_a_launcher_said_before(run: Path) -> None:
+    says(run, "launcher", "failed", message="a program ended", since=1.0)
+    says(run, "train", "training", step=3)
+    says(run, "orch", "sampling", step=4)
+    assert run_status(run).state == "running"
+
+
+def test_programs_by_hand_that_are_told_to_end_have_stopped(run: Path) -> None:
+    says(run, "train", "failed", message="SystemExit: 130", pid=gone_pid())
+    says(run, "orch", "failed", message="CancelledError", pid=gone_pid())
+    assert (run_status(run).state, grpo("status", run).returncode) == ("stopped", 4)
+
+
+def test_a_server_that_the_end_of_its_job_has_ended_is_not_gone_without_a_word(run: Path) -> None:
+    for name in ("train", "orch"):
+        says(run, name, "finished")
+    says(run, "infer.a_1", "serving", pid=gone_pid())
+    status = run_status(run)
+    assert (status.state, by_name(status)["grpo-infer a:1"].failed) == ("finished", False)

@@ -303,6 +303,22 @@ def test_in_float32_the_largest_difference_counts_and_in_16_bits_the_mean() -> N
     assert effect([-1.0, -2.01], dtype="float16").tolerance == 0.01
 
 
+def test_the_coarser_type_of_the_two_sides_decides_what_is_compared() -> None:
+    for trainer, server in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        canary = canary_of(3, logprobs=(-1.0, -2.0), base_logprobs=(-1.0, -2.5), dtype=trainer)
+        figures = check_effect(
+            canary, [-1.0, -2.08], [-1.0, -2.5], dtype=server, device="cpu", tolerance=None, noise=False
+        )
+        assert (figures.measure, figures.tolerance) == ("mean_abs", 0.05)
+
+
+def test_the_noise_of_a_version_whose_adapter_is_zero_must_be_applied_too() -> None:
+    zero = {"logprobs": (-1.0, -2.5), "is_zero": True}
+    assert effect([-1.0, -2.5], **zero).max_abs == 0
+    noisy = {"noise": True, "noisy_logprobs": (-1.4, -2.5), "tolerance": 1.0, **zero}
+    assert reason_of([-1.0, -2.5], [-1.0, -2.5], **noisy) == "noise_not_applied"
+
+
 def test_a_server_that_answers_as_without_the_adapter_or_the_noise_has_not_applied_it() -> None:
     for tolerance in (None, 1.0):
         assert reason_of([-1.0, -2.5], tolerance=tolerance) == "not_applied"

@@ -28,6 +28,7 @@ from transport.http import LoadReport
 from transport.records import PolicySpec
 from transport.run import RunFolder, create_run
 
+pytestmark = pytest.mark.timeout(60)
 IN_PLACE = replace(BASE, max_rank=None)
 WITH_NOISE = replace(BASE, noisy_norms=NORMS)
 
@@ -120,7 +121,7 @@ async def test_a_version_published_again_with_other_weights_is_proved_again_and_
         assert followed.superseded.is_set()
         assert (table.live, table.in_flight, len(engine.adapters)) == ([1], {1: 2}, 2)
     assert len(engine.adapters) == 1
-    assert engine.num_forgotten >= 2  # for the run, and because name and path come again
+    assert engine.num_forgotten == 3  # for the run, and because name and path come again, twice
 
 
 async def test_another_run_in_the_folder_retires_the_versions_of_the_one_before(
@@ -135,6 +136,7 @@ async def test_another_run_in_the_folder_retires_the_versions_of_the_one_before(
         assert not served.superseded.is_set(), "nobody goes on under another run"
     assert table.live == [2]
     assert [adapter.name for adapter in engine.adapters.values()] == ["policy-v2"]
+    assert engine.num_forgotten == 2, "names of versions mean others in each run"
     assert await refusal(table, run, 1) == "stale_run"
 
 
@@ -344,6 +346,35 @@ async def test_a_version_that_fails_in_place_leaves_the_server_on_what_it_had(
     assert (engine.loads[-1], engine.fault_text) == (before, None)
 
 
+async def test_another_canary_than_the_versions_before_is_refused_where_the_base_cannot_be_scored(
+    in_place: VersionTable, run: RunFolder, engine: FakeEngine
+) -> None:
+    publish(run, 1, FULL)
+    publish(run, 2, FULL, canary__json=canary_of(2, token_ids=(5, 6, 8)).to_json())
+    await load(in_place, run, 1)
+    assert await refusal(in_place, run, 2) == "corrupt"
+    assert (in_place.live, engine.loads, engine.fault_text) == ([1], [1], None)
+
+
+@pytest.mark.parametrize("before", [None, 3])
+async def test_a_server_whose_weights_from_before_score_otherwise_ends_to_be_started_again(
+    in_place: VersionTable, run: RunFolder, engine: FakeEngine, before: int | None
+) -> None:
+    for version in (3, 5):
+        publish(run, version, FULL)
+    await (use(in_place, None) if before is None else load(in_place, run, before))
+    load_weights = engine.load_weights
+
+    async def spoils(folder: Path | None) -> None:
+        await load_weights(folder)
+        engine.error = 0.01
+
+    engine.load_weights = spoils  # type: ignore[method-assign]
+    assert await refusal(in_place, run, 5) == "canary_mismatch"
+    assert engine.loads[-1] == before
+    assert "version 5" in str(engine.fault_text)
+
+
 async def test_a_server_whose_weights_are_nobodys_ends_to_be_started_again(
     in_place: VersionTable, run: RunFolder, engine: FakeEngine
 ) -> None:
@@ -380,3 +411,14 @@ async def test_announced_weights_are_received_once_and_a_failure_ends_the_server
     with pytest.raises(EngineError):
         await load(in_place, run, 2)
     assert "version 2" in str(engine.fault_text)
+
+
+async def test_a_live_version_is_received_again_from_a_trainer_that_was_started_again(
+    in_place: VersionTable, run: RunFolder, engine: FakeEngine
+) -> None:
+    engine.serves = 0.0
+    announce(run, 0)
+    await load(in_place, run, 0)
+    announce(run, 0, session="second")
+    await in_place.load(run_id=run.run_id, version=0, rank_offset=3)
+    assert engine.received[-1] == 3

@@ -27,6 +27,7 @@ from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator import made
 from tests.orchestrator.fakes import settings_for
 from tests.orchestrator.made import step
+from transport.importing import FunctionFailed
 
 
 def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:
@@ -88,12 +89,20 @@ def test_a_length_weighted_mean_counts_each_reward_as_often_as_its_role_has_toke
     assert credit == {("0", 0): 0.25, ("0", 1): 0.0, ("0", 2): 0.25, ("1", 0): -0.75}
 
 
-@pytest.mark.parametrize("advantage", [normalised, leave_one_out, group_relative])
-def test_groups_of_one_and_groups_that_do_not_differ_have_no_advantage(advantage: Any) -> None:
-    assert group_credit([result("0", {"A": 5.0})], advantage=advantage) == {("0", 0): 0.0}
-    # 0.1 three times has a mean that is not 0.1, in floating point.
-    trees = [result(str(number), {"A": 0.1}) for number in range(3)]
-    assert list(group_credit(trees, advantage=advantage).values()) == pytest.approx([0.0] * 3, abs=1e-15)
+GROUP_KINDS = (group_relative, normalised, leave_one_out, length_weighted)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 16), st.integers(1, 9))
+def test_equal_rewards_give_advantages_of_exactly_0(reward: float, num: int, length: int) -> None:
+    trees = [result(str(number), {"A": reward, "B": -reward}, steps="AB" * (number + length)) for number in range(num)]
+    for advantage in GROUP_KINDS:
+        assert set(group_credit(trees, advantage=advantage).values()) == {0.0}
+
+
+def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+    trees = [result(str(number), {"A": reward}) for number, reward in enumerate([0.1 + 0.2, 0.3, 0.3])]
+    for advantage in GROUP_KINDS:
+        assert set(group_credit(trees, advantage=advantage).values()) == {0.0}
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.randoms())
@@ -126,6 +135,15 @@ def infinite(rewards, lengths):
 
 def nothing(rewards, lengths):
     return None
+
+def raises(rewards, lengths):
+    raise KeyError("mine")
+
+def huge(rewards, lengths):
+    return [2e6] * len(rewards)
+
+def words(rewards, lengths):
+    return ["a"] * len(rewards)
 """
 
 
@@ -177,9 +195,9 @@ def test_settings_name_a_kind_of_credit(own: Path, chosen: dict[str, Any], expec
     assert [credit[str(n), 0] for n in range(3)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing"])
+@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing", "raises", "huge", "words"])
 def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"own\.py:{name}"):
+    with pytest.raises(FunctionFailed, match=rf"own\.py:{name}"):
         custom_advantage(f"{own}:{name}", {})([1, 0], [1, 1])
 
 
@@ -189,9 +207,11 @@ def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str
         {("0", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 1.0},
         {("0", 0): 1.0, ("0", 1): math.nan},
+        {("0", 0): 1.0, ("0", 1): -2e6},
+        {("0", 0): 1.0, ("0", 1): "much"},
         [1.0, 1.0],
     ],
 )
 def test_credit_of_a_user_that_is_wrong_is_refused(received: Any) -> None:
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(FunctionFailed, match="mine"):
         checked_credit(lambda results: received, "mine", [result("0", {"A": 1.0}, steps="AA")])

@@ -24,6 +24,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.errors import UserError
 from transport.traces import trace_path
 
 SOURCE = """
@@ -49,6 +50,12 @@ class Half(Arena):
             await self.train(await self.build_training_batch([*results[:6], *again], meta={"mine": 1}))
 
 class Short(Half):
+    async def main(self):
+        await self.step()
+
+class Idle(Half):
+    def get_batch(self):
+        return []
     async def main(self):
         await self.step()
 
@@ -102,6 +109,9 @@ async def test_a_schedule_that_ends_too_early_or_whose_episodes_all_fail_stops_t
     (tmp_path / "other").mkdir()
     with pytest.raises(Exception, match="ZeroDivisionError"):
         await run_arena(tmp_path / "other", "Broken")
+    (tmp_path / "idle").mkdir()
+    with pytest.raises(UserError, match="get_batch"):
+        await run_arena(tmp_path / "idle", "Idle")
 
 
 @pytest.mark.parametrize(

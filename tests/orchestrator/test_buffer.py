@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, make_buffer
 from orchestrator.resuming import Progress
@@ -63,7 +65,7 @@ def test_the_example_of_a_group_that_was_withdrawn_is_asked_again_before_any_oth
     buffer = Buffer(FOUR, seed=1)
     first, second = buffer.issue(0), buffer.issue(1)
     buffer.withdrawn(0)
-    assert sorted(buffer.state()["open"]) == sorted([first.key, second.key])
+    assert sorted(buffer.state()["open"]) == sorted([(first.key, 0), (second.key, 0)])
     assert buffer.issue(2) == first
     assert buffer.issue(3).key not in (first.key, second.key)
 
@@ -172,7 +174,7 @@ def test_a_restored_buffer_has_the_same_state_and_asks_first_what_was_open_and_t
     restored, num_lost = again(buffer.state())
     assert num_lost == 0
     assert restored.state() == buffer.state()
-    open_then = buffer.state()["open"]
+    open_then = [key for key, _ in buffer.state()["open"]]
     assert asked(restored, 3) == open_then
     for group in (100, 101, 102):
         buffer.closed(group)
@@ -181,11 +183,32 @@ def test_a_restored_buffer_has_the_same_state_and_asks_first_what_was_open_and_t
     assert restored.state() == buffer.state()
 
 
+@given(st.lists(st.integers(0, 9), max_size=30), st.randoms())
+def test_a_restored_buffer_asks_every_example_in_the_epoch_in_which_an_uninterrupted_one_asks_it(
+    lags: list[int], shuffler: Any
+) -> None:
+    """`lags`: how many groups are left open as each group is issued."""
+    whole, open_groups = Buffer({"a": ["p", "q", "r"], "b": ["s"]}, seed=1), list[int]()
+    for group, lag in enumerate(lags):
+        whole.issue(group)
+        open_groups.append(group)
+        while len(open_groups) > lag:
+            closed = open_groups.pop(shuffler.randrange(len(open_groups)))
+            shuffler.choice((whole.closed, whole.closed, whole.withdrawn))(closed)
+    state = json.loads(json.dumps(whole.state()))
+    resumed = Buffer({"a": ["p", "q", "r"], "b": ["s"]}, seed=1)
+    resumed.restore(state, {})
+    for group in open_groups:
+        whole.withdrawn(group)  # an uninterrupted run trains it, once, and nothing else is asked in its place
+    again = Counter(resumed.issue(100 + number) for number in range(40))
+    assert again == Counter(whole.issue(100 + number) for number in range(40))
+
+
 def test_examples_are_known_by_their_keys_when_the_dataset_has_changed() -> None:
     state = used().state()
     # a1 is easy and b2 hard; a1 has moved, b2 is gone, and c is new.
     keys = {"a": ["c", *reversed(KEYS["a"])], "b": ["b0", "b1", "b3", "b4"]}
-    gone = sum(key == "b2" for key in state["open"])
+    gone = sum(key == "b2" for key, _ in state["open"])
     restored, num_lost = again(state, keys)
     assert num_lost == 1 + gone
     assert restored.num_examples("a") == {"normal": 5, "easy": 1, "hard": 0}

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestrator.fakes import MODEL
+from configs.orch import OrchSettings
+from orchestrator import cli
+from orchestrator.inference.client import ServerError, ServersAway
+from tests.orchestrator.fakes import MODEL, FakeServer, settings_for
+from transport.errors import START_AGAIN, PeerFailed
 
 COMMAND = [sys.executable, "-m", "orchestrator.cli"]
 
@@ -61,3 +65,22 @@ def test_a_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals, code: 
                 process.kill()
     assert process.returncode == code, stderr
     assert "error: " not in stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ServersAway("none is in service"), START_AGAIN),
+        (PeerFailed("the trainer has ended"), START_AGAIN),
+        (ServerError("409"), 1),
+        (ValueError("no"), 1),
+    ],
+)
+def test_who_has_lost_its_peers_ends_so_that_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    async def ended(settings: OrchSettings) -> None:
+        raise error
+
+    monkeypatch.setattr("orchestrator.run.orchestrate", ended)
+    assert cli._run(settings_for(tmp_path, FakeServer())) == code

@@ -15,8 +15,8 @@ from aiohttp import web
 from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
 from orchestrator.evaluate import due, evaluate, figures_of, pass_at_k
-from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, Step
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step
 from tests.orchestrator import made
 from tests.orchestrator.fakes import FakeServer, settings_for, until
 from tests.orchestrator.running import run
@@ -171,6 +171,26 @@ async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: 
     assert made.summary.accuracy_after == last["eval/accuracy"]
 
 
+LONG = """
+from grpo import Environment, Rubric
+
+class Long(Environment):
+    rubric = Rubric([lambda completion, example: float(completion == "a")])
+    def dataset(self, split):
+        return [{"prompt": "?" * (90 if split == "eval" and n == 0 else 1), "task": str(n)} for n in range(4)]
+"""
+
+
+async def test_held_out_prompts_are_asked_although_they_are_longer_than_those_of_training_may_be(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "long.py").write_text(LONG)
+    server.answer = lambda prompt, version: "a"
+    long = {"env": [{"id": f"{tmp_path}/long.py:Long"}], "buffer": {"max_prompt_length": 60}}
+    made = await run(tmp_path / "run", server, max_steps=1, **long)
+    assert made.summary.accuracy_after == 1.0
+
+
 class SlowToEvaluate(FakeServer):
     """Has answered the first evaluation once a later version is there."""
 
@@ -192,17 +212,19 @@ class SlowToEvaluate(FakeServer):
         return await super()._unload(request)
 
 
-async def test_training_goes_on_while_a_version_is_evaluated_which_stays_and_the_next_ones_queue_up(
+async def test_training_goes_on_while_a_version_is_evaluated_which_stays_and_of_the_next_ones_one_waits(
     tmp_path: Path,
 ) -> None:
     server = SlowToEvaluate(last=3)
     await server.start()
-    await run(tmp_path, server, max_steps=4, eval={"interval": 1})
+    made = await run(tmp_path, server, max_steps=4, eval={"interval": 1})
     await server.stop()
     evaluated = [request["version"] for request in server.requests if of_evaluation(request)]
     assert evaluated == sorted(evaluated)
-    assert Counter(evaluated) == dict.fromkeys(range(5), 5)
-    assert set(server.answered_at_unload.values()) <= {5}
+    assert Counter(evaluated) == dict.fromkeys((0, 1, 4), 5)
+    lines = {line["progress/step"]: line["eval/skipped"] for line in made.lines if "eval/skipped" in line}
+    assert lines == {0: 2, 1: 0, 4: 0}
+    assert {server.answered_at_unload[version] for version in (0, 1)} == {5}
     assert {request["seed"] for request in server.requests if of_evaluation(request)} == {None}  # these are greedy
 
 

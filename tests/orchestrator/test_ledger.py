@@ -207,3 +207,43 @@ def test_pairs_are_kept_with_the_batch_that_takes_them_and_free_again_where_a_ru
     assert [data for _, data in again.pairs_waiting(9)] == ["pair of 1", "pair of 0"]
     assert again.pair_made(1, "another") == numbers[-1] + 1
     again.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_removed_or_replaced_while_it_is_in_use_is_noticed_with_the_next_batch(
+    tmp_path: Path, replaced: bool
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.issued(0, num=2, env="e", example=0, version=0)
+    ship(ledger, 1, "0/0")
+    if replaced:
+        copy = tmp_path / "copy"
+        copy.write_bytes(path.read_bytes())
+        copy.rename(path)
+    else:
+        path.unlink()
+    with pytest.raises(StorageError, match=r"ledger\.sqlite was removed or replaced"):
+        ship(ledger, 2, "0/1")
+    ledger.close()
+
+
+def test_a_clock_that_goes_back_lets_no_rollout_change_before_it_was_issued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1e9]
+    monkeypatch.setattr("orchestrator.ledger.time.time", lambda: now[0])
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issued(0, num=3, env="e", example=0, version=0)
+    ledger.changes()()
+    now[0] -= 3 * 86400
+    ledger.dropped(["0/0"], "env_error")
+    ship(ledger, 1, "0/1")
+    ledger.trained(1)
+    ledger.close()
+    again = Ledger(tmp_path / "ledger.sqlite")
+    again.resume(1)
+    again.close()
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
+        found = database.execute("SELECT state, issued_at, changed_at FROM rollouts ORDER BY number").fetchall()
+    assert found == [("dropped", 1e9, 1e9), ("trained", 1e9, 1e9), ("dropped", 1e9, 1e9)]

@@ -1,6 +1,7 @@
 """The whole orchestrator against a server and a trainer that are stand-ins."""
 
 import asyncio
+import itertools
 import random
 import sqlite3
 import time
@@ -14,13 +15,14 @@ import pytest
 from configs.errors import SettingsError
 from configs.train import TrainSettings
 from orchestrator.checks import Mismatch
-from orchestrator.inference.client import ServerError
+from orchestrator.inference.client import ServerError, ServersAway
 from orchestrator.run import orchestrate
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.running import run
 from transport.batches.filesystem import BatchReceiver
 from transport.errors import DeadlineError
+from transport.importing import FunctionFailed
 from transport.run import create_run, join_run, only_one
 from transport.status import read_status
 from transport.weights.store import METRICS_FILE, PolicyPublisher
@@ -252,6 +254,42 @@ async def test_rollouts_whose_reward_raises_are_dropped_and_the_run_goes_on(tmp_
     assert not [request for request in server.requests if request["temperature"] == 0]
 
 
+OWN_ADVANTAGE = """
+calls = []
+
+def sometimes(rewards, lengths):
+    calls.append(rewards)
+    return [1.0] * len(rewards) if len(calls) % 3 else 1 / 0
+
+def never(rewards, lengths):
+    return ["much"]
+"""
+
+
+async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost_their_groups(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_ADVANTAGE)
+    numbers = itertools.count()
+
+    def answer(prompt: str, version: int) -> str:
+        server.logprob = -1e39 if next(numbers) == 5 else -0.5
+        return random.choice("ab")
+
+    server.answer = answer
+    given = {"eval": {"num_examples": 0}}
+    chosen = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:sometimes"}
+    made = await run(tmp_path / "run", server, advantage=chosen, **given)
+    assert made.summary.rollouts_trained == 48
+    assert made.summary.rollouts_dropped["function_failed"] % 4 == 0
+    assert made.summary.rollouts_dropped["not_finite"] == 4
+    assert made.summary.rollouts_issued == 48 + sum(made.summary.rollouts_dropped.values())
+    with pytest.raises(FunctionFailed, match=r"own\.py:never"):
+        await run(
+            tmp_path / "other", server, advantage={**chosen, "import_path": f"{tmp_path / 'own.py'}:never"}, **given
+        )
+
+
 DELAYED = """
 import asyncio
 from pathlib import Path
@@ -339,6 +377,39 @@ async def test_an_environment_that_fails_too_often_stops_the_run_with_its_traceb
     body = f"return 1.0 if example['split'] == 'train' or example['index'] in {right} else 1 / 0"
     with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
         await run(tmp_path, server, trainer={"step_s": step_s}, env=environment(tmp_path, body), **changes)
+
+
+class Hanging(FakeServer):
+    """Answers the fourth request never."""
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        await asyncio.sleep(600 if len(self.requests) == 4 else self.latency_s)
+
+
+async def test_an_answer_that_takes_too_long_costs_its_group_and_not_its_server(tmp_path: Path) -> None:
+    server = await Hanging(improving).start()
+    limits = {"client": {"base_url": [server.url], "timeout": 5}, "eval": {"num_examples": 0}}
+    made = await run(tmp_path, server, **limits)
+    assert made.summary.rollouts_dropped == {"server_timeout": 4}
+    assert made.summary.rollouts_trained == 48
+    assert [load["version"] for load in server.loads] == [0, 1, 2, 3]  # it was never out of the routing
+    await server.stop()
+
+
+async def test_a_run_whose_servers_stay_away_ends_so_that_it_can_be_started_again(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    server.latency_s = 0.2
+    limits = {"client": {"base_url": [server.url], "timeout": 3}, "eval": {"num_examples": 0}}
+    running = asyncio.create_task(run(tmp_path, server, **limits))
+    await until(lambda: server.requests)
+    await server.stop()
+    with pytest.raises(ServersAway, match=r"client\.timeout"):
+        await running
+    await server.start()
+    assert (
+        await run(tmp_path, server, trainer={"goes_on_after": 0}, eval=limits["eval"])
+    ).summary.rollouts_trained == 48
 
 
 async def test_a_run_survives_a_server_that_fails_and_is_away_for_a_while_for_which_it_says_that_it_waits(

@@ -1,8 +1,10 @@
 """Scored rollouts to training samples: baselines, filters, versions."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit
@@ -10,7 +12,7 @@ from orchestrator.filters import Filter, is_gibberish, is_repetition
 from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import finish_group, judge_group
+from orchestrator.samples import finish_group, judge_group, unfit
 from tests.orchestrator import made
 from transport.http import Choice
 
@@ -44,6 +46,23 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     for results, oldest in (([one, other], 5), ([later, one], 5), ([one, later], 5), ([later], 7)):
         assert finish_group(results, group_credit, group="9").oldest_version == oldest
     assert [lag(one, 10) for one in (other, later)] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"advantages": 1e39}, False),
+        ({"advantages": float("nan")}, False),
+        ({"temperatures": 0.0}, False),
+        ({"temperatures": np.array([1, 1, -1], np.float32)}, False),
+        ({"inference_logprobs": np.array([0, 0, -np.inf], np.float32)}, False),
+        ({"teacher_logprobs": np.array([0, 0, np.nan], np.float32)}, False),
+    ],
+)
+def test_a_sample_that_the_trainer_would_refuse_is_known(change: dict[str, Any], fits: bool) -> None:
+    first, second = finish_group(group_of(2), group_credit, group="9").samples
+    assert (unfit([first, replace(second, **change)]) is None) == fits
 
 
 def test_a_sample_has_the_temperature_and_the_adapter_that_it_was_sampled_with() -> None:

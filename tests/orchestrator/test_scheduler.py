@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from orchestrator.scheduler import Scheduler, Shipment, Ticket
 
+pytestmark = pytest.mark.timeout(90)
+
 
 def scheduler(
     groups: int = 2,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -9,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from configs.rollouts import ReinforcePlusPlus, RunningBaseline
@@ -124,6 +129,21 @@ def test_reinforce_plus_plus_normalises_over_the_tokens_of_the_batch() -> None:
     assert advantages(BatchAdvantages(settings).applied([rewarded(0.1 + 0.2, 0.3)])) == [[0, 0]]
 
 
+@given(st.floats(-1e6, 1e6), st.lists(st.integers(1, 7), min_size=1, max_size=16), st.floats(0.0, 0.99))
+def test_equal_rewards_of_whole_batches_give_advantages_of_exactly_0(
+    reward: float, lengths: list[int], decay: float
+) -> None:
+    batch = [rewarded(*[reward] * len(lengths), lengths=lengths), rewarded(reward, reward)]
+    zeros = [[0.0] * len(lengths), [0.0] * 2]
+    running = BatchAdvantages(RunningBaseline(type="running_baseline", decay=decay))
+    assert [advantages(running.applied(batch)) for _ in range(4)] == [zeros] * 4
+    assert advantages(BatchAdvantages(ReinforcePlusPlus(type="reinforce_plus_plus")).applied(batch)) == zeros
+    grouped = ReinforcePlusPlus(type="reinforce_plus_plus", group_baseline=True)
+    group = [result(f"0/{number}", "q", "a" * length, reward=reward) for number, length in enumerate(lengths)]
+    [found] = advantages(BatchAdvantages(grouped).applied([finish_group(group, group_credit, group="0")]))
+    assert found == zeros[0]
+
+
 def test_a_baseline_of_the_group_is_subtracted_before() -> None:
     group: list[EpisodeResult] = [result("0/0", "q", "a", reward=3.0), result("0/1", "q", "b", reward=1.0)]
     settings = ReinforcePlusPlus(type="reinforce_plus_plus", group_baseline=True)
@@ -142,3 +162,27 @@ async def test_a_run_with_the_kl_in_the_reward_and_a_running_baseline(tmp_path: 
         [(state,)] = database.execute("SELECT state FROM steps WHERE step = 3")
     assert list(json.loads(state)[BASELINES]) == ["reverse-text"]
     assert all(line["reward/reference_kl_penalty"] < 0 for line in made.steps)
+
+
+class RefusesOnce(FakeServer):
+    """Refuses the first request for log-probabilities."""
+
+    async def _score(self, request: web.Request) -> web.Response:
+        if self.num_refused == 0:
+            self.num_refused += 1
+            return web.json_response({"error": {"type": "bad_request", "message": "no"}}, status=400)
+        return await super()._score(request)
+
+    num_refused = 0
+
+
+async def test_rollouts_that_the_reference_does_not_score_are_in_the_traces(tmp_path: Path) -> None:
+    server = await RefusesOnce(lambda prompt, version: random.choice(["a", "b", "ab"])).start()
+    made = await run(tmp_path, server, reward_shaping={"reference_kl": 0.5}, eval={"num_examples": 0})
+    await server.stop()
+    [(reason, num)] = made.summary.rollouts_dropped.items()
+    assert reason == "reference_refused"
+    reasons = [
+        one for path in (tmp_path / "traces").glob("step_*") for one in pq.read_table(path)["drop_reason"].to_pylist()
+    ]
+    assert reasons.count(reason) == num

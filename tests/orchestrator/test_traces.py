@@ -16,7 +16,16 @@ from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.samples import FinishedGroup
 from tests.orchestrator import made
 from transport.http import Choice
-from transport.traces import SCHEMA, TRAINED_SCHEMA, make_table, merge_trained, token_key, trace_path, trained_path
+from transport.traces import (
+    SCHEMA,
+    TRAINED_SCHEMA,
+    make_table,
+    merge_trained,
+    token_key,
+    trace_path,
+    traced_steps,
+    trained_path,
+)
 from transport.traces import write_table as write
 
 IDS = np.array([5, 6, 8, 9], np.int32)
@@ -107,6 +116,23 @@ def test_a_part_that_comes_late_is_added_with_a_later_step_or_at_the_end(tmp_pat
     assert read(trace_path(tmp_path, 1))["7/0"]["num_masked"] == 1
 
 
+def test_what_killed_programs_left_is_added_or_goes(tmp_path: Path) -> None:
+    written(tmp_path)  # its trainer was killed, and trains it again after a restart
+    leave_part(tmp_path, step=1)
+    leave_part(tmp_path, step=2)  # whose trace was never written
+    (tmp_path / "traces" / ".step_000003.parquet.5f0c.tmp").write_bytes(b"half")
+    traces = Traces(tmp_path, TraceSettings(), num_ranks=1)
+    traces.shipped(3, [group()])
+    traces.trained(3)
+    leave_part(tmp_path, step=3)
+    traces.close()
+    assert [read(trace_path(tmp_path, step))["7/0"]["num_masked"] for step in (1, 3)] == [1, 1]
+    assert sorted(path.name for path in (tmp_path / "traces").rglob("*.*")) == [
+        "step_000001.parquet",
+        "step_000003.parquet",
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
@@ -120,6 +146,27 @@ def test_settings_say_what_stays(tmp_path: Path, settings: dict[str, Any], kept:
     for step in range(1, 5):
         written(tmp_path, TraceSettings(**settings), step=step)
     assert [step for step in range(1, 5) if trace_path(tmp_path, step).exists()] == kept
+
+
+def test_the_folder_is_looked_through_once_and_traces_of_an_earlier_process_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        written(tmp_path, step=step)
+    num_looks = 0
+
+    def looked(run: Path) -> list[int]:
+        nonlocal num_looks
+        num_looks += 1
+        return traced_steps(run)
+
+    monkeypatch.setattr("orchestrator.monitoring.traces.traced_steps", looked)
+    traces = Traces(tmp_path, TraceSettings(keep_last=2), num_ranks=1)
+    for step in (3, 4):
+        traces.shipped(step, [group()])
+    traces.close()
+    assert num_looks == 1
+    assert traced_steps(tmp_path) == [3, 4]
 
 
 def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:

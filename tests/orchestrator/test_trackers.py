@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from configs.reporting import ReportSettings
+from orchestrator.monitoring.samples import Rollouts
 from orchestrator.monitoring.trackers import (
     QUEUE_SIZE,
     Reporter,
@@ -40,7 +41,10 @@ async def test_an_offline_run_logs_metrics_and_settings_under_its_own_name_whate
     pytest.importorskip("tensorboardX")
     for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_NAME"):
         monkeypatch.setenv(name, "another")
-    report_to, output_dir = {"offline": True, "to": ["wandb", "tensorboard"]}, tmp_path / "my-run"
+    monkeypatch.setenv("VLLM_API_KEY", "Reverse:")  # in each prompt
+    report_to: dict[str, Any] = {"offline": True, "to": ["wandb", "tensorboard"]}
+    report_to |= {"samples": 3, "distributions": True, "interval": 2}
+    output_dir = tmp_path / "my-run"
     made = await run_small(output_dir, server, max_steps=4, report_to=report_to)
     [logged] = (output_dir / "wandb").glob(f"*run-*/run-{made.summary.run_id}.wandb")
     records = logged.read_bytes()  # in which texts are readable
@@ -49,6 +53,16 @@ async def test_an_offline_run_logs_metrics_and_settings_under_its_own_name_whate
     assert b"another" not in records
     [events] = (output_dir / "tensorboard").iterdir()
     assert b"reward/mean" in events.read_bytes()
+    tables = sorted((output_dir / "wandb").glob("*run-*/files/media/table/rollout/*.json"))
+    told = [json.loads(table.read_text()) for table in tables]
+    assert sorted(row[0] for table in told for row in table["data"]) == [2, 2, 2, 4, 4, 4]
+    row = dict(zip(told[0]["columns"], told[0]["data"][0], strict=True))
+    assert row["prompt"].startswith("user: ***")
+    assert (row["env"], row["answer"], row["num_tokens"], row["stop_reason"]) == ("reverse-text", "x", 2, "stop")
+    for written in (records, events.read_bytes()):
+        assert written.count(b"reward/distribution") >= 2
+        assert b"rollout/samples" in written
+        assert b"Reverse:" not in written
 
 
 async def test_without_a_key_a_run_that_would_upload_ends_before_it_begins(tmp_path: Path) -> None:
@@ -70,6 +84,9 @@ class Fake:
         if step == 13:
             raise OSError("no room")
         self.steps.append(step)
+
+    def log_rollouts(self, rollouts: Rollouts) -> None:
+        raise AssertionError
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         self.summaries.append(summary)

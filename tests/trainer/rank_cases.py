@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from configs.loss import LossSettings
 from configs.train import NoiseSettings, TrainSettings
+from tests.trainer.bench import UNMASKED
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_settings
 from trainer.batch import check_step
 from trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
@@ -57,15 +58,18 @@ CASES = (
 )
 NOISE = NoiseSettings(enabled=True, sigma_start=0.2, sigma_end=0.1, num_stages=3)
 LOSS = LossSettings.model_validate(
-    {"alpha_sdpo": 0.5, "beta_replay": 0.3, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
+    UNMASKED | {"alpha_sdpo": 0.5, "beta_replay": 0.3, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
 )
 
 
 def micro_batches(step: int) -> list[MicroBatch]:
-    """Three, of which the first rank gets two. Those have hints, and the second of them pairs."""
+    """Three, of which the first rank gets two. Those have hints, and the second of them pairs; in the second step the
+    other rank has both too, so that no rank's own counts are the step's."""
     first, second, third = (tiny_batch(lengths, seed=10 * step + n) for n, lengths in enumerate([(6, 9), (7,), (5, 8)]))
     hint, other = hint_for(first, 1, places=(4, 5, 7), before=3), hint_for(third, 0, places=(3, 4), before=2)
     pairs = (pair_of([4, 5], [6, 7, 8], [9]), pair_of([12], [13, 14], [15, 16]))
+    if step == 2:
+        second = replace(second, hints=((0, hint_for(second, 0, places=(2, 5), before=2)),), pairs=pairs[1:])
     batches = [replace(first, hints=((1, hint),)), second, replace(third, hints=((0, other),), pairs=pairs)]
     return [replace(batch, step=step) for batch in batches]
 

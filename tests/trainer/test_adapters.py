@@ -15,7 +15,17 @@ from safetensors.torch import load
 
 from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
-from tests.trainer.models import CPU, TARGETS, files_of, hint_for, pair_of, tiny_batch, tiny_policy, tiny_settings
+from tests.trainer.models import (
+    CPU,
+    TARGETS,
+    canary_of,
+    files_of,
+    hint_for,
+    pair_of,
+    tiny_batch,
+    tiny_policy,
+    tiny_settings,
+)
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
 from trainer.batch import counts_of
 from trainer.checkpoint import restore, state_parts
@@ -208,6 +218,17 @@ def test_the_files_of_each_adapter_are_those_of_a_model_that_has_it_alone(tiny_m
             assert files[f"{folder}{name}"] == alone[name]
 
 
+def test_the_canary_of_each_adapter_is_that_of_a_model_that_has_it_alone(tiny_model: Path) -> None:
+    joint, singles = joint_and_single(tiny_model)
+    ids = (3, 9, 27, 17, 51)
+    canaries = [canary_of(joint, ids, version=1, adapter=adapter) for adapter in (0, 1)]
+    base = canary_of(tiny_policy(tiny_model, moved=False), ids, version=0).logprobs
+    for canary, single in zip(canaries, singles, strict=True):
+        assert canary.logprobs == pytest.approx(canary_of(single, ids, version=1).logprobs, abs=1e-5)
+        assert canary.base_logprobs == pytest.approx(base, abs=1e-6), "the base's are without what has been trained"
+    assert canaries[0].logprobs != pytest.approx(canaries[1].logprobs, abs=1e-2)
+
+
 def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=1, lora_adapters=NAMES, loss=UNMASKED)
     batch = tiny_batch((6, 9))
@@ -222,19 +243,52 @@ def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model:
     assert before[weights] == after[weights]
     assert before[f"{folder}{weights}"] != after[f"{folder}{weights}"]
     assert load(after[f"{folder}{weights}"]).keys() == load(after[weights]).keys()
-    assert Canary.from_json(after[canary]).is_zero
-    assert not Canary.from_json(after[f"{folder}{canary}"]).is_zero
+    untrained, trained = (Canary.from_json(after[f"{own}{canary}"]) for own in ("", folder))
+    assert (untrained.is_zero, trained.is_zero) == (True, False)
+    assert untrained.logprobs == untrained.base_logprobs == trained.base_logprobs != trained.logprobs
     metrics = json.loads(after["metrics.json"])
     assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (0, 13)
 
 
-def test_an_adapter_of_other_sizes_is_refused_with_the_keys_to_set(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 64}},
+        {"rank_pattern": {"q_proj": 4}},
+        {"fan_in_fan_out": True},
+        {"lora_bias": True},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"init_lora_weights": "pissa"},
+        {"peft_type": "IA3"},
+    ],
+)
+def test_an_adapter_that_computes_otherwise_is_not_gone_on_with(
+    tiny_model: Path, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    policy = tiny_policy(tiny_model)
+    for name, data in files_of(policy).items():
+        (tmp_path / name).write_bytes(data)
+    policy.weights.load(tmp_path)  # type: ignore[union-attr]
+    config = json.loads((tmp_path / "adapter_config.json").read_bytes())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | setting))
+    with pytest.raises(ModelError, match=next(iter(setting))):
+        policy.weights.load(tmp_path)  # type: ignore[union-attr]
+
+
+def test_an_adapter_is_taken_up_as_it_is_and_one_of_other_sizes_refused_with_the_keys_to_set(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=1)
     bench.send(1, tiny_batch((6, 9)))
     bench.trainer.train()
     for name, data in bench.files(1).items():
         (tmp_path / name).write_bytes(data)
-    other = tiny_policy(tiny_model, target_modules=TARGETS[:2])
-    for folder in (tmp_path, tmp_path / "nothing"):
+    same = tiny_policy(tiny_model)
+    same.weights.load(tmp_path)  # type: ignore[union-attr]
+    assert files_of(same)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
+    others = ({"target_modules": TARGETS[:2]}, {"lora_alpha": 16})
+    for change, folder in (*((change, tmp_path) for change in others), ({}, tmp_path / "nothing")):
         with pytest.raises(ModelError, match="init_adapter"):
-            other.weights.load(folder)  # type: ignore[union-attr]
+            tiny_policy(tiny_model, **change).weights.load(folder)  # type: ignore[union-attr, arg-type]

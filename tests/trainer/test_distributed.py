@@ -72,6 +72,7 @@ def test_collectives_give_the_same_on_every_rank(session: Session) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_two_ranks_make_the_steps_of_one_with_all_micro_batches(session: Session, case: Case) -> None:
     expected, metrics = run_case(case, session.model, ONE)
+    assert all(metrics[f"{step}/loss/{term}"] for step in (1, 2) for term in ("policy", "sdpo", "dpo"))
     exact = case.recipe == "float32" and case.optimizer != "muon"  # which iterates in bfloat16
     for rank in (0, 1):
         tensors = session.tensors(case, rank)

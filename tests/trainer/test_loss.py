@@ -191,6 +191,16 @@ def test_nothing_that_is_not_a_number_is_hidden(stream: str) -> None:
     assert math.isnan(loss)
 
 
+@pytest.mark.parametrize(("trainer", "inference"), [(-1.0, -math.inf), (-math.inf, -1.0)])
+def test_a_dropped_token_of_infinite_log_ratio_leaves_loss_and_gradients_of_the_others_alone(
+    trainer: float, inference: float
+) -> None:
+    masks = {"token_mask_low": 0.1, "token_mask_high": 8.0, "kl_tau": 0.5}
+    loss, grad, _ = loss_of([trainer, -1.0], [inference, -1.0], [1.0, 1.0], [0, 1], **masks)
+    assert loss == 0.5  # -(1 · -1) / 2
+    assert grad == [0.0, -0.5]
+
+
 @pytest.mark.parametrize(("ratio_type", "importance"), [("token", "mask"), ("sequence", "clip")])
 def test_absurd_numbers_make_nothing_infinite(importance: str, ratio_type: str) -> None:
     values = [-1e6, -1e3, -0.0, -1e-30, -1e6]

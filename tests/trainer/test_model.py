@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,27 @@ def test_a_config_of_layers_that_nobody_knows_is_an_error_that_names_the_folder(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="layer_types"):
         load_tiny(tmp_path)
+
+
+CODE = """
+from pathlib import Path
+from transformers import PretrainedConfig
+Path({marker!r}).touch()
+class Own(PretrainedConfig):
+    model_type = "own"
+"""
+
+
+def test_code_that_comes_with_a_model_never_runs_and_nobody_is_asked(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(str(words)) or "y")
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    config = json.loads((tmp_path / "config.json").read_bytes()) | own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_tiny(tmp_path)
+    assert (asked, (tmp_path / "ran").exists()) == ([], False)

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from peft import PeftModel
 from safetensors.torch import load
-from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
+from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from configs.train import NoiseSettings
 from tests.infer.published import logprobs_of
@@ -79,6 +79,13 @@ def test_the_norms_of_the_hidden_state_have_noise_and_those_of_queries_and_keys_
     assert set(weights) == {name.replace(".weight", "_layernorm.weight") for name in layers} | {"model.norm.weight"}
     assert {tuple(weight.shape) for weight in weights.values()} == {(32,)}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_norms_of_queries_and_keys_have_none_where_they_are_as_wide_as_the_hidden_state() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = hidden_norms(Olmo2ForCausalLM(Olmo2Config(vocab_size=8, pad_token_id=0, **sizes)))
+    layer = "model.layers.0"
+    assert set(names) == {f"{layer}.post_attention_layernorm", f"{layer}.post_feedforward_layernorm", "model.norm"}
 
 
 def test_a_norm_that_does_not_multiply_by_its_weight_is_refused() -> None:

@@ -34,6 +34,57 @@ def test_the_first_step_of_a_vector_is_the_learning_rate_in_the_gradients_direct
     assert one.grad is None
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_two_steps_by_hand_follow_the_betas_and_epsilon_that_are_set(kind: str) -> None:
+    # m̂ = 1, v̂ = 1: -0.1 · 1 / (1 + 1) = -0.05; then m = 0.5 · 0.5 + 0.5 · 3 = 1.75, m̂ = 1.75 / 0.75 = 7/3 and
+    # v = 0.75 · 0.25 + 0.25 · 9 = 2.4375, v̂ = 2.4375 / 0.4375 = 5.5714: -0.05 - 0.1 · 7/3 / (2.3604 + 1) = -0.11944
+    one = parameter(0.0)
+    chosen = {"adam_beta1": 0.5, "adam_beta2": 0.75, "adam_epsilon": 1.0, "max_grad_norm": 10.0}
+    optimizer = optimizer_of({"w": one}, optimizer=kind, **chosen)
+    for gradient, expected in ((1.0, -0.05), (3.0, -0.119437)):
+        one.grad = torch.tensor([gradient])
+        optimizer.step(learning_rate=0.1)
+        assert one.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_muon_moves_a_matrix_by_the_rate_and_decay_of_the_step() -> None:
+    # all singular values of the update are near 1, times 0.2 · sqrt(8) as of AdamW's; without a gradient only decay
+    moved = []
+    for rate in (0.1, 0.2):
+        matrix = torch.nn.Parameter(torch.zeros(8, 8))
+        matrix.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        optimizer_of({"w": matrix}, optimizer="muon").step(learning_rate=rate)
+        moved.append(matrix.detach())
+    assert moved[0].norm(2) == pytest.approx(0.1 * 0.2 * 8**0.5 * 8**0.5, rel=0.2)
+    torch.testing.assert_close(moved[1], 2 * moved[0])
+    matrix = torch.nn.Parameter(torch.full((8, 8), 2.0))
+    matrix.grad = torch.zeros(8, 8)
+    optimizer_of({"w": matrix}, optimizer="muon", weight_decay=0.5).step(learning_rate=0.1)
+    torch.testing.assert_close(matrix.detach(), torch.full((8, 8), 1.9))  # 2 · (1 - 0.1 · 0.5)
+
+
+def test_muon_remembers_as_much_of_earlier_gradients_as_is_set() -> None:
+    # the second gradient is opposed and a tenth of the first: with much momentum the matrix still goes its way
+    directions = []
+    for momentum in (0.1, 0.95):
+        matrix = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = optimizer_of({"w": matrix}, optimizer="muon", muon_momentum=momentum)
+        for size in (-1.0, 0.1):
+            before = matrix.detach().clone()
+            matrix.grad = size * torch.eye(4)
+            optimizer.step(learning_rate=0.1)
+        directions.append(float((matrix.detach() - before).trace()))
+    assert directions[0] < 0 < directions[1]
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight"])
+def test_muon_leaves_tables_with_a_row_for_each_token_to_adamw(name: str) -> None:
+    table = torch.nn.Parameter(torch.zeros(3, 4))
+    table.grad = torch.arange(1.0, 13.0).view(3, 4)
+    optimizer_of({name: table}, optimizer="muon").step(learning_rate=0.1)
+    torch.testing.assert_close(table.detach(), torch.full((3, 4), -0.1))
+
+
 def test_adamw_with_8_bit_state_stays_near_adamw_with_float32_state() -> None:
     # 4,096 values and more have 8-bit state; the coarsest of its codes are 2% apart
     exact, coarse = (torch.nn.Parameter(torch.zeros(64, 80)) for _ in range(2))

@@ -1,6 +1,6 @@
 import numpy as np
 
-from trainer.packing import shared_prefixes
+from trainer.packing import first_fit, shared_prefixes
 
 
 def prefixes_of(ids: list[int], lengths: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
@@ -44,3 +44,10 @@ def test_every_token_finds_one_with_the_same_tokens_before_it() -> None:
         history = ids[starts[sample[t]] : t + 1].tolist()
         assert ids[starts[sample[original]] : original + 1].tolist() == history
     assert (kept[source[mask]] == np.flatnonzero(mask)).all()
+
+
+def test_bins_hold_what_fits_in_order_and_what_is_too_large_is_alone() -> None:
+    assert first_fit([3, 4, 2], capacity=5) == [[0, 2], [1]]
+    assert first_fit([4, 1, 2, 1], capacity=5) == [[0, 1], [2, 3]]
+    assert first_fit([9, 1, 7, 5], capacity=5) == [[0], [1], [2], [3]]
+    assert first_fit([], capacity=5) == []

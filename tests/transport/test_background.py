@@ -22,6 +22,8 @@ class Slow:
         self.may.wait(60)
         if number == 13:
             raise StorageError("the disk is full")
+        if number == 14:
+            raise KeyboardInterrupt
         self.order.append(number)
 
 
@@ -48,12 +50,15 @@ def test_waits_end_with_an_error_that_says_for_whom() -> None:
     assert slow.order == [0, 1, 2]
 
 
-def test_an_error_comes_to_light_at_the_next_call_and_nothing_more_is_done() -> None:
+@pytest.mark.parametrize(("number", "error"), [(13, StorageError), (14, KeyboardInterrupt)])
+def test_an_error_comes_to_light_at_the_next_call_and_nothing_more_is_done(
+    number: int, error: type[BaseException]
+) -> None:
     slow = Slow()
     slow.may.set()
-    slow.submit(13)
-    for call in (slow.background.flush, slow.background.check, lambda: slow.submit(14)):
-        with pytest.raises(StorageError):
+    slow.submit(number)
+    for call in (slow.background.flush, slow.background.check, lambda: slow.submit(15)):
+        with pytest.raises(error):
             call()
     slow.background.close()
     assert slow.order == []

@@ -173,6 +173,16 @@ def test_steps_that_the_trainer_has_a_checkpoint_of_make_room_for_new_ones(batch
     assert [receive(again, step).step for step in (3, 4, 5, 6)] == [3, 4, 5, 6]
 
 
+def test_what_a_rank_only_asks_for_is_not_received(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    for step in (1, 2):
+        sender.send(step, [[micro_batch(step=step)]])
+        receive(receiver, step)
+    with pytest.raises(DeadlineError):
+        receive(receiver, 3, timeout_s=0.3)
+    assert sender.received() == 2
+
+
 def test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped(batches: Batches) -> None:
     sender, receiver, sent = batches.sender(hwm=3), batches.receiver(), list[int]()
 
@@ -341,8 +351,13 @@ def test_a_signed_question_for_an_absurd_step_harms_nobody(sockets: Batches) -> 
     sender, receiver = sockets.sender(), sockets.receiver()
     with pytest.raises(DeadlineError):
         receiver.receive(2**60, timeout_s=0.3)
-    with pytest.raises(DeadlineError):
-        sockets.receiver(rank=2**60).receive(1, timeout_s=0.3)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as absurd:
+        absurd.linger = 0
+        absurd.connect(f"tcp://127.0.0.1:{sockets.port}")
+        for rank, num_ranks in ((0, 0), (0, -1), (0, 2**61), (2**60, 1), (2, 2)):
+            question = {"run_id": "run", "rank": rank, "num_ranks": num_ranks, "step": 1, "nonce": b"n"}
+            ask = msgspec.msgpack.encode(question)
+            absurd.send_multipart([ask, KEY.sign(ask)])
     sender.send(1, [[micro_batch()]])
     assert receive(receiver, 1).step == 1
     assert sockets.steps() == [1]

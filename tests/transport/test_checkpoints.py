@@ -1,6 +1,7 @@
 """Checkpoints decide where a run goes on, and a run can go back to an earlier one."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,42 @@ def test_going_back_sets_aside_what_came_later_once(run: RunFolder) -> None:
     [aside] = run.superseded.iterdir()
     assert names(aside / "batches") == names(aside / "broadcasts") == ["step_000003", "step_000005"]
     assert names(aside / "checkpoints") == ["step_000004"]
+
+
+def test_batches_before_the_newest_checkpoint_are_not_needed(run: RunFolder) -> None:
+    store = StepStore(run.batches, run_id=run.run_id)
+    trainer_writes(run, 2, 4)
+    for step in (4, 5, 6):
+        store.write(step, [encode([micro_batch(run_id=run.run_id, step=step)])])
+    assert Checkpoints(run).settle() == 6
+    assert names(run.batches) == ["step_000004", "step_000005", "step_000006"]
+    assert not run.superseded.exists()
+
+
+def test_a_kill_while_the_run_goes_back_leaves_no_holes_and_the_next_start_goes_on_with_it(run: RunFolder) -> None:
+    trainer_writes(run, 2, 4, 6)
+    for folder in (run.batches, run.broadcasts):
+        for step in range(1, 8):
+            step_folder(folder, step).mkdir()
+    rename, seen = os.rename, list[str]()
+
+    def killed(source: Path, target: Path) -> None:
+        rename(source, target)
+        for folder in (run.batches, run.broadcasts, run.checkpoints):
+            steps = [int(name[5:]) for name in names(folder)]
+            assert steps == list(range(steps[0], steps[-1] + 1, 2 if folder == run.checkpoints else 1))
+        seen.append(names(run.checkpoints)[-1])
+        raise KeyboardInterrupt
+
+    for _ in range(7 - 2 + 7 - 2 + 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "rename", killed)
+            with pytest.raises(KeyboardInterrupt):
+                Checkpoints(run).go_back_to(2, role="train")
+    assert set(seen) == {"step_000006", "step_000004"}, "as long as anything is left to do, a later checkpoint says so"
+    Checkpoints(run).go_back_to(2, role="train")
+    assert names(run.checkpoints) == ["step_000002"]
+    assert names(run.batches) == names(run.broadcasts) == ["step_000001", "step_000002"]
 
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_have_one(run: RunFolder) -> None:

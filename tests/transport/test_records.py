@@ -69,6 +69,15 @@ def test_micro_batches_of_different_steps_are_not_sent_together() -> None:
         encode([one, other])
 
 
+@pytest.mark.parametrize("name", ["advantages", "inference_logprobs", "temperatures"])
+def test_what_a_receiver_would_refuse_is_not_sent(name: str) -> None:
+    whole = micro_batch()
+    values = getattr(whole, name).copy()
+    values[-1] = np.inf
+    with pytest.raises(CorruptError, match=name):
+        encode([replace(whole, **{name: values})])
+
+
 def test_a_sample_whose_versions_do_not_cover_it_is_refused() -> None:
     with pytest.raises(CorruptError):
         TrainingSample(
@@ -150,6 +159,7 @@ def changed(change: Callable[[list[Any]], object]) -> bytes:
         (CorruptError, lambda fields: fields[2]["hints"].append([])),
         (CorruptError, lambda fields: fields[2]["pairs"][0][0].update(source=3)),
         (CorruptError, lambda fields: fields.__setitem__(1, fields[1][:-1])),
+        (CorruptError, lambda fields: fields.__setitem__(1, fields[1].replace(b"\0\1\1\0\1", b"\0\2\1\0\1"))),
     ],
 )
 def test_a_message_that_contradicts_itself_is_refused(

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -28,7 +28,7 @@ from transport.codec import MAX_MESSAGE_BYTES
 from transport.errors import CorruptError, DeadlineError, StaleRunError, TransportError
 from transport.folders import Buffer, file_entry, map_file
 from transport.keys import SharedKey, is_loopback
-from transport.records import FileEntry, MicroBatch, Natural, Record
+from transport.records import FileEntry, MicroBatch, Natural, Record, require
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
@@ -41,10 +41,13 @@ class Ask(Record, frozen=True, kw_only=True):
 
     run_id: str
     rank: Natural
-    num_ranks: int
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
     """Ranks that the trainer has now: what was split over more is divided among them."""
     step: Natural
     nonce: bytes
+
+    def __post_init__(self) -> None:
+        require(self.rank < self.num_ranks, f"rank {self.rank} asks, of {self.num_ranks} ranks")
 
 
 class Answer(Record, frozen=True, kw_only=True):

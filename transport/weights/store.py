@@ -7,6 +7,7 @@ that still drains a version or joins late. So it writes `in_use.json`: the versi
 that is live. Whatever it starts later, it starts under that one or a newer one, so that the file never says too little.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,45 @@ METRICS_FILE = "metrics.json"
 NOISE_FILE = "noise.safetensors"
 """The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
 IN_USE_FILE = "in_use.json"
+
+
+_PLAIN_KEYS = frozenset(
+    {
+        *("r", "lora_alpha", "target_modules", "task_type", "inference_mode", "base_model_name_or_path"),
+        *("megatron_core", "revision", "peft_version", "auto_mapping", "lora_dropout", "qalora_group_size"),
+    }
+)
+"""Keys of PEFT's configuration that do not change what a plain adapter computes; all others must be off."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """What PEFT's configuration says of a plain adapter."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    """In the order of their names."""
+
+
+def read_adapter_config(data: bytes) -> AdapterConfig:
+    """Returns what PEFT's `adapter_config.json` says. Raises `CorruptError` where it is none, or sets anything else
+    that changes what is computed, as rsLoRA does."""
+    try:
+        config = json.loads(data)
+        targets = tuple(sorted(config["target_modules"]))
+        found = AdapterConfig(rank=config["r"], alpha=config["lora_alpha"], target_modules=targets)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(f"{ADAPTER_CONFIG_FILE} is not PEFT's LoRA configuration: {error!r}") from error
+    for key, value in ({"peft_type": "LORA"} | config).items():
+        plain = value in (None, False, "none", [], {})
+        if key in ("peft_type", "init_lora_weights"):
+            plain = value in (("LORA",) if key == "peft_type" else _PLAIN_STARTS)
+        if key not in _PLAIN_KEYS and not plain:
+            raise CorruptError(f"{ADAPTER_CONFIG_FILE} sets {key} = {value!r}; only plain LoRA is understood")
+    return found
 
 
 def policy_name(version: int, *, noisy: bool = False, adapter: str = "") -> str:

@@ -6,6 +6,7 @@ import { Curve, Gantt, Spark } from "./charts.js";
 const CHARTS = [
   ["Reward", ["reward/mean", "reward/mean/", "reward/std"]],
   ["Accuracy", ["reward/accuracy", "reward/accuracy/"]],
+  ["Groups of equal rewards, which teach nothing (share)", ["reward/groups_without_spread", "reward/groups_without_spread/"]],
   ["Entropy of the policy (nats)", ["policy/entropy", "policy/entropy/"]],
   ["Server against trainer, KL by lag (nats)", ["policy/mismatch_kl_lag"]],
   ["Importance ratio", ["policy/ratio_mean", "policy/ratio_min", "policy/ratio_max"]],
@@ -89,7 +90,9 @@ function nearest(steps, step) {
 function Head({ one }) {
   return html`<p><${State} state=${one.state} /> step ${figure(one.step)}${one.max_steps ? ` of ${one.max_steps}` : ""},
     reward ${figure(one.reward)}, policy ${one.live === null ? "–" : `v${one.live}`}</p>
-    <p class="quiet">${one.waits}</p>`;
+    <p class="quiet">${one.waits}</p>
+    ${(one.warnings ?? []).map((warning) => html`<p key=${warning.kind} class="warning" role="status">⚠ ${warning.program}${warning.step === null ? ""
+      : `, step ${warning.step}`}${warning.times > 1 ? `, ${warning.times} times` : ""}: ${warning.message}</p>`)}`;
 }
 
 function Charts({ run, columns, onStep, evaluated, changes }) {

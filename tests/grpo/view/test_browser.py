@@ -1,6 +1,7 @@
 """Every page in a real browser: no error on its console, no request elsewhere, live, by mouse and by keys."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from tests.grpo.run_folder import found, grpo
 from tests.grpo.view.made_run import HOSTILE, make_run, trace
 from tests.grpo.view.served import Served, served
+from transport.run_warnings import kept_warnings
 from transport.traces import trace_path, write_table
 
 if TYPE_CHECKING:
@@ -196,6 +198,9 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
                 file.write(json.dumps({"progress/step": 4.0, "reward/mean": 0.987}) + "\n")
                 os.fsync(file.fileno())
             browser.page.wait_for_selector("text=reward 0.987")
+            with kept_warnings(run, "orch", step=lambda: 4):
+                logging.getLogger("orchestrator").warning("all rewards are equal")
+            browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
 
 
 def test_a_long_rollout_is_shown_to_its_end(browser: Browser) -> None:

@@ -58,6 +58,7 @@ def test_a_prompt_is_followed_over_steps_and_evaluations(view: Served) -> None:
     told = view.json("runs/one/prompt?env=reverse-text&example=3")
     assert {row["example"] for row in told["train"]} == {3}
     assert told["train"][0]["messages"][-1]["role"] == "assistant"
+    assert view.get(f"/api/runs/one/prompt?env=reverse-text&example={10**20}")[0] == 404
 
 
 def test_evaluations_are_compared_by_example(view: Served) -> None:

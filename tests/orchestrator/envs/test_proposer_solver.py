@@ -109,3 +109,9 @@ async def test_questions_in_words_are_answered_in_words_and_a_model_says_what_is
     assert [child.rewards for child in outcome.children] == [{"Solver": 1.0}, {"Solver": 0.0}]
     assert (outcome.rewards, outcome.extras["question"]) == ({"Proposer": 1.0}, "Where is Bergen?")
     assert all("Where is Bergen?" in asked for asked in judged)
+
+
+@pytest.mark.parametrize("seed", [{"question": "2+2", "ground_truth": 5}, {"prompt": "2+2"}, {"question": 4}, {}, 4])
+def test_a_seed_question_that_says_more_or_less_than_a_question_is_refused(seed: Any) -> None:
+    with pytest.raises(ValueError, match="seed_questions"):
+        ProposerSolver(seed_questions=["1+1", seed])

@@ -1,6 +1,9 @@
 """The inference client against servers that misbehave in every way that a server can, beside a sound one."""
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,11 +12,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from orchestrator.inference.client import InferenceClient, ServerError
+from orchestrator.inference.client import InferenceClient, ServerError, ServersAway, TimedOut
 from orchestrator.rollouts.records import SamplingParams
 from tests.orchestrator.chat_server import Say, cut, slow, status, text
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, client_of, name_of
+from transport.limits import raise_file_limit
 
 
 @asynccontextmanager
@@ -85,9 +89,107 @@ async def test_what_a_silent_server_was_asked_goes_to_the_other_when_it_is_aband
 
 async def test_a_lone_server_that_stays_faulty_is_named_with_its_fault_at_the_deadline() -> None:
     async with faulty(status(503, ENGINE_ENDED)) as url, asking(url, timeout_s=0.3) as client:
-        with pytest.raises(ServerError, match=r"client\.timeout") as raised:
+        with pytest.raises(ServersAway, match=r"client\.timeout") as raised:
             await ask(client)
         assert url in str(raised.value)
+
+
+class Slow(FakeServer):
+    """Answers prompts of more than one token never."""
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        await asyncio.sleep(600 if len(body["prompt_token_ids"]) > 1 else 0)
+
+
+async def test_a_request_beyond_its_time_ends_alone_and_the_server_that_answers_others_stays() -> None:
+    server = await Slow().start()
+    server.live = {0}
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    async with asking(server.url, timeout_s=1.0) as client:
+        slow = asyncio.create_task(client.generate([65, 66], params=params, num=1, version=0, seed=None))
+        while not slow.done():
+            assert await ask(client) == 1
+            await asyncio.sleep(0.01)
+        with pytest.raises(TimedOut, match=name_of(server)):
+            await slow
+        assert not client.pool.out
+    await server.stop()
+
+
+async def test_servers_that_answer_nobody_for_long_are_an_error_of_the_run() -> None:
+    server = await Slow().start()
+    server.live = {0}
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    async with asking(server.url, timeout_s=0.3) as client:
+
+        async def one(after_s: float) -> type[BaseException]:
+            await asyncio.sleep(after_s)
+            with pytest.raises(ServerError) as raised:
+                await client.generate([65, 66], params=params, num=1, version=0, seed=None)
+            return raised.type
+
+        kinds = await asyncio.gather(*(one(0.2 * number) for number in range(6)))
+        assert kinds[0] is TimedOut
+        assert kinds[-1] is ServerError
+    await server.stop()
+
+
+MANY = """
+import asyncio, json, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[2:4])))
+from tests.orchestrator.inference.serving import ask, client_of
+
+async def main():
+    client = client_of(sys.argv[1])
+    asked = await asyncio.gather(*(ask(client) for _ in range(2000)), return_exceptions=True)
+    probe = await client.info(*client.pool.servers)
+    faults = sorted({repr(one) for one in asked if one != 1})
+    print(json.dumps([faults[:3], client.pool.out, probe.live]))
+    await client.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("hard", [1024, 4096])
+async def test_2000_requests_at_once_are_answered_where_1024_files_may_be_open(sound: FakeServer, hard: int) -> None:
+    raise_file_limit()  # the server's end of the connections
+    sound.latency_s = 0.2
+    command = (sys.executable, "-c", MANY, sound.url, "1024", str(hard))
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert json.loads(said) == [[], {}, [0]]
+
+
+FULL = """
+import asyncio, json, os, sys
+from tests.orchestrator.inference.serving import ask, client_of
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+async def main():
+    client, files = client_of(sys.argv[1]), []
+    try:
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    asked = asyncio.create_task(ask(client))
+    await asyncio.sleep(1.0)
+    before = asked.done()
+    for file in files:
+        os.close(file)
+    print(json.dumps([before, await asked, client.pool.out]))
+    await client.close()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_without_a_file_left_waits_for_one_and_ejects_no_server(sound: FakeServer) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FULL, sound.url, stdout=subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert json.loads(said) == [False, 1, {}]
 
 
 async def test_a_refusal_of_the_request_itself_is_an_error_even_where_there_are_others(sound: FakeServer) -> None:

@@ -5,6 +5,7 @@ import asyncio
 from aiohttp import web
 from msgspec import structs
 
+from orchestrator.inference.pool import ServerPool
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, watched
 from transport.http import ServerLoad
@@ -47,6 +48,19 @@ async def test_a_server_that_falls_silent_holds_up_no_version_of_the_others() ->
             silent.speaks.set()
             await until(lambda: not client.pool.out)
         assert (silent.live, sound.live) == ({1}, {1})
+
+
+async def test_a_server_that_is_gone_is_neither_known_nor_asked_and_those_that_wait_are_told() -> None:
+    pool = ServerPool(["http://one/v1", "http://other"])
+    for server in pool.servers:
+        pool.readmit(server)
+    told = asyncio.create_task(pool.changed.wait())
+    await asyncio.sleep(0)
+    pool.gone("http://one", "it has left the name")
+    await asyncio.wait_for(told, 30)
+    assert (pool.servers, pool.routed, pool.out) == (("http://other",), ("http://other",), {})
+    pool.eject("http://one", "it is not known")
+    assert pool.out == {}
 
 
 async def test_metrics_are_of_the_rounds_since_the_last_ones() -> None:

@@ -136,6 +136,21 @@ async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> 
         assert (one.unloads, other.unloads) == ([0, 1], [0, 1])
 
 
+async def test_what_an_earlier_orchestrator_had_loaded_goes_and_what_another_run_has_stays() -> None:
+    ours, strangers = FakeServer(run_id="run"), FakeServer(run_id="another")
+    for server in (ours, strangers):
+        server.live = {1, 2}
+    async with synced(ours, strangers) as (client, sync):
+        await sync.adopt(2)
+        assert (ours.live, strangers.live) == ({2}, {1, 2})
+        await sync.load(3)
+        assert strangers.live == {1, 2, 3}
+        client.pool.eject(name_of(ours), "it does not answer")
+        ours.live |= {1}
+        await until(lambda: not client.pool.out)
+        assert ours.live == {3}
+
+
 async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path, server: FakeServer) -> None:
     server.in_flight = {1: 1}
     folder = (await run(tmp_path, server)).trainer.run_folder
@@ -194,6 +209,35 @@ async def test_a_version_is_live_when_every_server_has_proved_it_and_its_noise_a
         await until(lambda: "proof of noise" in client.pool.out.get(name_of(other), ""))
         other.noisy = {3}
         await until(lambda: not client.pool.out)
+
+
+class LoadsLate(FakeServer):
+    """Reports what it has loaded once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = asyncio.Event()
+        self.may.set()
+
+    async def _load(self, request: web.Request) -> web.Response:
+        report = await super()._load(request)
+        await self.may.wait()
+        return report
+
+
+async def test_the_proof_of_a_version_that_is_published_again_meanwhile_does_not_count() -> None:
+    one, late = FakeServer(), LoadsLate()
+    async with synced(one, late) as (client, sync):
+        await sync.load(1)
+        late.may.clear()
+        late.loads.clear()
+        client.pool.eject(name_of(late), "it does not answer")
+        await until(lambda: late.loads)
+        await sync.load(1)
+        assert list(client.pool.out) == [name_of(late)]
+        late.may.set()
+        await until(lambda: not client.pool.out)
+        assert [load["version"] for load in late.loads] == [1, 1]
 
 
 FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4}

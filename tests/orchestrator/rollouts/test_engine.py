@@ -19,15 +19,15 @@ from orchestrator.advantage import group_credit
 from orchestrator.inference.client import Refused
 from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import training_samples
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Loaded, Sample, decode_from_worker
+from orchestrator.workers.protocol import Loaded, Sample, Withdraw, decode_from_worker
 from orchestrator.workers.session import Answerer
-from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer
+from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, until
 from tests.orchestrator.running import run
 from transport.http import Choice
 from transport.traces import trace_path
@@ -124,6 +124,28 @@ class Agent(Episode, Environment):
     def extras(self, state):
         return {"logprobs": state.data["logprobs"]}
 
+class Impatient(Agent):
+    """Gives up its first request once the policy was asked, and asks again."""
+    rubric = Rubric([lambda completion: float(completion == "a")])
+    async def rollout(self, ctx, state):
+        import aiohttp
+        from grpo import endpoint_of
+        async with endpoint_of(ctx) as at:
+            asked = {"url": f"{at.base_url}/chat/completions", "headers": {"Authorization": f"Bearer {at.api_key}"}}
+            asked["json"] = {"messages": [{"role": "user", "content": "one"}]}
+            async with aiohttp.ClientSession() as client:
+                first = asyncio.create_task(client.post(**asked))
+                while not os.path.exists(__file__ + ".asked"):
+                    await asyncio.sleep(0.01)
+                first.cancel()
+            while at.answering:
+                await asyncio.sleep(0.01)
+            open(__file__ + ".gone", "w").close()
+            async with aiohttp.ClientSession() as client, client.post(**asked) as answer:
+                await answer.json()
+    def extras(self, state):
+        return {}
+
 class Solve(SingleTurnEpisode):
     roles = (Role(id="solver", temperature=0.5),)
     rubric = Rubric([lambda completion, example: float(completion == "1")])
@@ -199,8 +221,8 @@ class World:
         with closing(Ledger(self.folder / "ledger.sqlite")) as ledger:
             stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
             given: dict[str, Any] = {"context_len": self.policy.context_len, "seed": 3, "stores": stores}
-            engine = RolloutEngine({"e": self.pool}, cast(Any, self.policy), self.renderer, **given)
-            return await engine.run_group(group)
+            self.engine = RolloutEngine({"e": self.pool}, cast(Any, self.policy), self.renderer, **given)
+            return await self.engine.run_group(group)
 
 
 @pytest_asyncio.fixture
@@ -250,6 +272,21 @@ async def test_what_an_agent_of_any_kind_samples_is_recorded_token_by_token(worl
     assert [step.temperature for step in result.steps] == [0.5, 0.7, 0.7, 0.7, 0.7, 0.7]
     raw = result.rows[3].token_ids.tolist()
     assert raw == [257, *b"raw a", END_OF_TURN, *b"more", *b"a", END_OF_TURN]
+
+
+async def test_who_asks_again_after_giving_up_gets_the_answer_and_it_is_trained_once(world: World) -> None:
+    await world.start("Impatient")
+
+    class Slow(Parrot):
+        async def generate(self, *given: Any, **more: Any) -> list[Choice]:
+            (world.folder / "envs.py.asked").touch()
+            await until(lambda: (world.folder / "envs.py.gone").exists())
+            return await super().generate(*given, **more)
+
+    [result] = await world.group(cast(Any, Slow(lambda prompt: "a")), 1)
+    assert (failures([result]), result.reward, len(result.steps), len(result.rows)) == ([""], 1.0, 1, 1)
+    assert len(world.policy.asked) == 1
+    assert world.engine.newly_withdrawn() == 1
 
 
 async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(world: World) -> None:
@@ -305,7 +342,7 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
             return word
         return "fine"
 
-    monkeypatch.setattr("orchestrator.rollouts.engine.MAX_CALLS", 50)
+    monkeypatch.setattr("orchestrator.rollouts.attempt.MAX_CALLS", 50)
     results = await world.group(answer, 4)
     assert sorted(failures(results)) == ["", "", "", WRONG[word]]
     assert len(world.outcomes) == 4
@@ -390,6 +427,32 @@ class Forging:
         return self.outcome
 
     def record(self, failure: Failure | None) -> None: ...
+
+
+class Withdrawing(Forging):
+    """Two answers of one conversation, the second of which nobody received, and one of another."""
+
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+        answer, message = begin(), dict(task.messages[0])
+        for call, conversation in ((0, 0), (1, 0), (2, 1)):
+            await answer(Sample(call=call, role="policy", conversation=conversation, messages=[message]))
+            if call == 1:
+                await answer(Withdraw(call=call))
+        return self.outcome
+
+
+async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
+    pools = {"e": cast(Any, Withdrawing(telling(0, 2)))}
+    engine = RolloutEngine(
+        pools, cast(Any, Parrot(lambda prompt: "xy")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
+    )
+    [result] = await engine.run_group(asking("hi"))
+    assert failures([result]) == [""]
+    assert [(len(row.turns), int(row.sampled.sum()), row.versions) for row in result.rows] == [
+        (1, 3, ((0, len(row.token_ids)),)) for row in result.rows
+    ]
+    assert len(result.rows) == 2
+    assert engine.newly_withdrawn() == 1
 
 
 def telling(*calls: int, children: Sequence[EpisodeResult] = ()) -> EpisodeResult:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -92,7 +93,7 @@ async def test_functions_get_what_their_parameters_name() -> None:
     def by_place(text: str, /, wanted: Mapping[str, Any]) -> float:
         return float(text == wanted["answer"])
 
-    def optional(completion: str, other: float = 0.25, **more: Any) -> float:
+    def optional(completion: str, other: float = 0.25) -> float:
         return other
 
     def everything(*both: Any) -> float:
@@ -106,6 +107,30 @@ async def test_functions_get_what_their_parameters_name() -> None:
     metrics = {"Callable": 1.0, "by_place": 1.0, "optional": 0.25, "everything": 2.0, "nothing": 3.0}
     assert (await Rubric(functions).score(ctx.state, ctx)).metrics == metrics
     assert (await score_of(Rubric(functions), "a1", {"answer": "a1"})).metrics == metrics
+
+
+def test_what_other_libraries_pass_is_refused_at_once_with_the_line_to_write() -> None:
+    def correct(completions: Any, answer: Any, **kwargs: Any) -> float:
+        return 1.0
+
+    def of_rollout(rollout: Any, arena: Any) -> float:
+        return 1.0
+
+    def lenient(completion: str, **more: Any) -> float:
+        return 1.0
+
+    def graded(prompt: Any, completion: Any, info: Any) -> float:
+        return 1.0
+
+    for function, unknown, line in (
+        (correct, "**kwargs, completions", "def correct(completion, example)"),
+        (of_rollout, "rollout, arena", "def of_rollout(state, ctx)"),
+        (lenient, "**more", "def lenient(completion)"),
+        (graded, "prompt, info", "def graded(completion, example)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(line)) as caught:
+            Rubric([function])
+        assert unknown in str(caught.value)
 
 
 async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -133,6 +134,34 @@ async def test_only_who_has_the_key_of_a_running_rollout_is_answered() -> None:
         async with late:
             with pytest.raises(openai.AuthenticationError):
                 await late.chat.completions.create(model="policy", messages=HELLO)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ({"stream": True, "stream_options": 5}, {}),
+        ({"n": "x"}, {}),
+        ({"temperature": 1000}, {}),
+        ({"temperature": "hot"}, {}),
+        ({"max_tokens": -1}, {}),
+        ({"max_tokens": 10**30}, {}),
+        ({"model": "\ud800"}, {"Authorization": "Bearer \udcff\udcfe"}),
+        ({}, {"Content-Type": "application/json; charset=nonsense"}),
+    ],
+)
+async def test_nothing_that_an_agent_asks_is_an_error_of_the_server(
+    body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    async with desk_of(["hi"]) as desk:
+        url = urlsplit(desk.endpoint.base_url)
+        data = json.dumps({"messages": HELLO} | body).encode()
+        lines = {"Authorization": f"Bearer {desk.endpoint.api_key}", "Content-Type": "application/json"} | headers
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        head = [f"POST {url.path}/chat/completions HTTP/1.1", "Host: a", f"Content-Length: {len(data)}"]
+        head += ["Connection: close", *(f"{name}: {value}" for name, value in lines.items())]
+        writer.write("\r\n".join([*head, "", ""]).encode(errors="surrogateescape") + data)
+        assert (await reader.readline()).split()[1] in (b"400", b"401")
+        writer.close()
 
 
 async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from configs.train import TrainSettings
+from tests.transport.power_cut import recorded
 from tests.transport.samples import damage
 from trainer.checkpoint import CheckpointStore
 from transport import folders
@@ -94,6 +95,12 @@ def test_a_checkpoint_that_cannot_be_written_is_invisible_and_leaves_nothing(
         store.write(12, parts_of(12), **FIELDS)
     assert store.steps() == []
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_checkpoint_that_is_there_is_whole_after_a_power_cut(store: CheckpointStore, tmp_path: Path) -> None:
+    with recorded() as disk:
+        store.write(12, parts_of(12), **FIELDS)
+        assert disk.unsynced(tmp_path / "checkpoints") == disk.too_early == []
 
 
 def test_what_a_killed_writer_left_goes(store: CheckpointStore, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED, Bench, settings_for
-from tests.trainer.models import tiny_batch
-from trainer.checkpoint import CheckpointStore
+from tests.trainer.models import hint_for, tiny_batch
+from trainer.checkpoint import CheckpointStore, checkpoint_to_resume
+from trainer.errors import ResumeError
 from trainer.loop import Trainer
 from trainer.startup import run
 from transport.batches.filesystem import BatchSender
@@ -38,7 +39,12 @@ class Run:
     def train(self, *, steps: int = NUM_STEPS, back_to: int | None = None, **changes: Any) -> None:
         """As one process would, from joining to the end."""
         ckpt = {"interval": 2, "keep_last": None, "resume_step": back_to} | changes.pop("ckpt", {})
-        options = {"output_dir": str(self.folder.path), "max_steps": steps, "num_threads": 1, "optimizer": "adamw"}
+        options: dict[str, Any] = {
+            "output_dir": str(self.folder.path),
+            "max_steps": steps,
+            "num_threads": 1,
+            "optimizer": "adamw",
+        }
         options["ppo_epochs"] = 2
         changes["loss"] = UNMASKED | changes.get("loss", {})
         options["run_id"] = self.folder.run_id  # so that it is the launcher's to say whether batches come
@@ -53,11 +59,13 @@ class Run:
 
 
 @contextmanager
-def founded(folder: Path, model: Path, *, num_steps: int = NUM_STEPS) -> Iterator[Run]:
+def founded(folder: Path, model: Path, *, num_steps: int = NUM_STEPS, hinted: bool = False) -> Iterator[Run]:
     one = create_run(folder)
     with BatchSender(one.batches, run_id=one.run_id, hwm=num_steps) as sender:
         for step in range(1, num_steps + 1):
-            sender.send(step, [[replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)]])
+            batch = replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)
+            hints = ((1, hint_for(batch, 1, places=(4, 5, 7), before=3)),) if hinted else ()
+            sender.send(step, [[replace(batch, hints=hints)]])
         sender.finish(num_steps)
         yield Run(one, model)
 
@@ -87,6 +95,21 @@ def test_a_run_in_two_parts_comes_to_the_weights_of_one_in_a_single_part(
         started.manifest(6).files["adapter_model.safetensors"]
         == straight.manifest(6).files["adapter_model.safetensors"]
     )
+
+
+def test_a_run_in_two_parts_goes_on_with_the_teacher_that_it_had(tmp_path: Path, tiny_model: Path) -> None:
+    """Which keeps half of itself at each step and takes the rest from the weights."""
+    loss = {"alpha_sdpo": 0.5, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
+    weights = []
+    for name, parts in (("straight", (3,)), ("stopped", (2, 3))):
+        with founded(tmp_path / name, tiny_model, num_steps=3, hinted=True) as one:
+            for steps in parts:
+                one.train(steps=steps, loss=loss, ppo_epochs=1, ckpt={"interval": 1})
+            weights.append(one.weights(3))
+            before, after = (one.store.read(step)[1]["average"] for step in (2, 3))
+            for name, weight in weights[-1].items():
+                torch.testing.assert_close(after[name], 0.5 * before[name] + 0.5 * weight)
+    assert same(*weights)
 
 
 def test_the_last_checkpoints_and_the_multiples_are_kept(started: Run) -> None:
@@ -171,16 +194,41 @@ def test_settings_that_decide_the_result_must_be_the_same_and_are_named(started:
     assert recorded["max_grad_norm"] == 1.0
 
 
-def test_another_learning_rate_holds_from_the_checkpoint_on_and_is_recorded(started: Run) -> None:
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        ({}, {"learning_rate": 0.5}),
+        ({"lr_scheduler_type": "linear"}, {"max_steps": 5}),
+        ({"lr_scheduler_type": "linear"}, {"warmup_steps": 3}),
+        ({}, {"lr_scheduler_type": "linear"}),
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_another_schedule_holds_from_the_checkpoint_on_and_is_recorded(
+    started: Run, before: dict[str, Any], change: dict[str, Any]
+) -> None:
+    [(key, value)] = change.items()
     with killed_after(4):
-        started.train()
+        started.train(**before)
     with pytest.raises(DeadlineError):  # of the batches that are to be made anew
-        started.train(learning_rate=0.5, wait_timeout_s=0.2)
+        started.train(**(before | change), wait_timeout_s=0.2)
     [aside] = started.folder.superseded.iterdir()
     assert "step_000004" in {path.name for path in (aside / "batches").iterdir()}
+    assert {path.name for path in (aside / "broadcasts").iterdir()} == {"step_000003"}
     fields = json.loads((started.folder.path / "run.json").read_text())["programs"]["train"]
-    assert fields["settings"]["learning_rate"] == 0.5
-    assert "learning_rate" in {one["key"] for one in fields["changes"]}
+    assert fields["settings"][key] == value
+    assert key in {one["key"] for one in fields["changes"]}
+
+
+def test_8_bit_state_of_another_number_of_ranks_is_refused_with_the_keys_to_set(started: Run) -> None:
+    codes = {f"adamw_8bit/rank_{rank}/w/state1": torch.zeros(2, dtype=torch.uint8) for rank in (0, 1)}
+    started.store.write(
+        2, {"weights": {"w": torch.zeros(2)}, "optimizer": codes}, base_model="base", settings={}, metrics=None
+    )
+    for gpus, is_refused in ((1, True), (2, False), (4, True)):
+        settings = settings_for(started.model, optimizer="adamw_8bit", gpus=gpus)
+        with pytest.raises(ResumeError, match=r"gpus and nodes") if is_refused else nullcontext():
+            assert checkpoint_to_resume(settings, started.folder, frozenset()) is not None
 
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_have_one(started: Run) -> None:

@@ -1,0 +1,69 @@
+"""What the launcher says of a run's end, in its folder and on the screen."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher import explain, launched
+from deploy.programs import Child, Outcome, Program
+from grpo.status import run_status
+from orchestrator.workers.failures import EnvironmentFailed
+from orchestrator.workers.pool import WorkerPool
+from transport.run import RunFolder, open_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return open_run(tmp_path / "run", resume="auto")
+
+
+def ended(run: RunFolder, said: str) -> Child:
+    """A program that says something and ends with an error."""
+    command = (sys.executable, "-c", f"import sys; sys.stderr.write({said!r}); sys.exit(1)")
+    child = Child(Program(role="orch", command=command, log=run.logs / "orch.log"), restarts=0, tidy=lambda: None)
+    while child.failure is None:
+        child.look()
+    return child
+
+
+def test_the_folder_says_how_the_run_has_ended(run: RunFolder) -> None:
+    states = []
+    failed = ended(run, "error: sums.csv: no such file\n")
+    for outcome in (Outcome(), Outcome(failed=failed), Outcome(stopped_by=signal.SIGTERM)):
+        with launched(run) as end:
+            states.append(run_status(run.path).state)
+            end(outcome)
+        states.append(run_status(run.path).state)
+    assert states == ["starting", "finished", "starting", "failed", "starting", "stopped"]
+    with launched(run) as end:
+        end(Outcome(failed=failed))
+    assert "sums.csv" in run_status(run.path).waits
+
+
+@pytest.mark.parametrize(("error", "state"), [(OSError("no space"), "failed"), (SystemExit(130), "stopped")])
+def test_an_error_of_the_launcher_ends_the_run_too(run: RunFolder, error: BaseException, state: str) -> None:
+    with pytest.raises(type(error)), launched(run):
+        raise error
+    assert run_status(run.path).state == state
+
+
+def test_what_programs_said_last_does_not_act_on_the_terminal(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explain(Outcome(failed=ended(run, "before \x1b]0;title\x07\nerror: a\x1b[2Jb\n")))
+    shown = capsys.readouterr().err
+    assert shown.replace("\n", "").isprintable()
+    assert "error: grpo-orch ended with exit code 1: a\\x1b[2Jb" in shown
+
+
+async def test_the_launcher_tells_the_cause_of_a_missing_data_file(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = WorkerPool(label="dataset", env_id="dataset", args={"path": "gone.csv"}, timeout_s=60, num_workers=1)
+    with pytest.raises(EnvironmentFailed) as failure:
+        await pool.prompts("train")
+    await pool.close()
+    explain(Outcome(failed=ended(run, f"error: {failure.value}\n")))
+    assert "gone.csv" in capsys.readouterr().err.splitlines()[-1]

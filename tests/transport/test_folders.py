@@ -1,0 +1,89 @@
+"""What is on disk after a power cut: folders and files under their names are whole, and stay."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.transport.power_cut import recorded
+from transport import folders
+from transport.errors import StorageError
+from transport.folders import ANNOUNCED, STABLE, mark_stable, write_atomic, write_folder
+from transport.status import StatusFile
+
+FILES = {"weights": b"w" * 1000, "canary": b"c"}
+BELOW = {"adapters/second/weights": b"v"}
+
+
+@pytest.mark.parametrize("old", [None, "replace", "reuse"])
+def test_a_folder_that_has_its_name_is_whole_after_a_power_cut(tmp_path: Path, old: str | None) -> None:
+    folder, spare = tmp_path / "step_000002", tmp_path / "step_000001"
+    options: dict[str, object] = {}
+    with recorded() as disk:
+        if old == "replace":
+            write_folder(folder, {"weights": b"old"}, lambda _: b"{}")
+            options = {"replace": True}
+        if old == "reuse":
+            write_folder(spare, {"weights": b"old"}, lambda _: b"{}")
+            options = {"reuse": spare}
+        files = FILES if old == "reuse" else FILES | BELOW
+        write_folder(folder, files, lambda _: b"{}", **options)  # type: ignore[arg-type]
+        assert disk.too_early == []
+        assert disk.unsynced(folder) == []
+        assert disk.keeps(folder)
+
+
+def test_a_file_that_is_replaced_is_the_old_or_the_new_one_after_a_power_cut(tmp_path: Path) -> None:
+    with recorded() as disk:
+        for data in (b"old", b"new"):
+            write_atomic(tmp_path / "file", data)
+            assert disk.unsynced(tmp_path / "file") == disk.too_early == []
+            assert disk.keeps(tmp_path / "file")
+
+
+def test_a_folder_that_is_marked_stable_stays_so_after_a_power_cut(tmp_path: Path) -> None:
+    with recorded() as disk:
+        write_folder(tmp_path / "step_000001", FILES, lambda _: b"{}", marker=ANNOUNCED)
+        mark_stable(tmp_path / "step_000001")
+        assert disk.keeps(tmp_path / "step_000001" / STABLE)
+        assert disk.unsynced(tmp_path / "step_000001") == disk.too_early == []
+
+
+def test_what_is_not_durable_is_not_synced(tmp_path: Path) -> None:
+    with recorded() as disk:
+        write_folder(tmp_path / "folder", FILES, lambda _: b"{}", durable=False)
+        write_atomic(tmp_path / "file", b"new", durable=False)
+        assert disk.num_synced == 0
+
+
+def test_a_folder_that_is_reused_holds_only_what_is_written(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    write_folder(old, {"rank_0": b"long content", "rank_1": b"b"}, lambda _: b"an old manifest", marker=ANNOUNCED)
+    write_folder(new, {"rank_0": b"short"}, lambda _: b"{}", reuse=old)
+    held = {path.name: path.read_bytes() for path in new.iterdir()}
+    assert held == {"rank_0": b"short", folders.MANIFEST: b"{}", STABLE: folders.digest_of(b"{}").encode()}
+    assert not old.exists()
+
+
+def test_a_full_disk_names_file_folder_and_remedy_and_keeps_no_temporary_file(
+    tmp_path: Path, small_disk: Callable[[Path], None]
+) -> None:
+    small_disk(tmp_path / "disk")
+    path = tmp_path / "disk" / "status.json"
+    write_atomic(path, b"old")
+    for write in (
+        lambda: write_atomic(path, bytes(2**20)),
+        lambda: write_folder(tmp_path / "disk" / "folder", {"weights": bytes(2**20)}, lambda _: b"{}"),
+    ):
+        with pytest.raises(StorageError, match=rf"{tmp_path}/disk/\w.* cannot be .* room in {tmp_path}/disk or"):
+            write()
+    assert path.read_bytes() == b"old"
+    assert [one.name for one in path.parent.iterdir()] == ["status.json"]
+
+
+def test_leftovers_are_those_of_the_writer_that_removes_them(tmp_path: Path) -> None:
+    for name in (".train.json.5f0c.tmp", ".orch.json.5f0c.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / ".train.json.5f0d.tmp").mkdir()
+    StatusFile(tmp_path / "train.json").set("waiting")
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".orch.json.5f0c.tmp", "train.json"]
