@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
-from orchestrator.workers.protocol import ALIVE, Gone, decode_from_worker
+from orchestrator.workers.protocol import ALIVE, PROTOCOL, Alive, Gone, decode_from_worker, encode, frame_of
 from orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
@@ -188,12 +188,13 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
 ) -> None:
     env_id = f"{env_file}:Hostile"
     monkeypatch.setenv("GRPO_ENV_KEY", KEY)
+    monkeypatch.setenv("WANDB_API_KEY", "of-the-run")
     command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
     assert program.stderr is not None
     try:
         async with pool_for(env_id, address=program.stderr.readline().split()[-1]) as pool:
-            assert KEY.encode() not in environment_of(program.pid)
+            assert not [key for key in (KEY, "of-the-run") if key.encode() in environment_of(program.pid)]
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
             seen, *pids = [int(one.accuracy) for one in found if isinstance(one, EpisodeResult)]
             assert seen == 0
@@ -229,6 +230,41 @@ async def test_a_server_that_says_what_nobody_understands_is_a_failed_environmen
     finally:
         answering.cancel()
         socket.close(linger=0)
+
+
+async def test_an_end_of_another_release_is_told_so(env_file: Path) -> None:
+    env_id, theirs = f"{env_file}:Talk", frame_of(encode(Alive(protocol=PROTOCOL + 1)))
+    async with serving(env_id) as server, asyncio.timeout(60):
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.connect(server.address)
+        await socket.send(theirs)
+        [told] = decode_from_worker(await socket.recv())
+        socket.close(linger=0)
+        assert isinstance(told, Gone)
+        assert "release" in told.how
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    async def answers() -> None:
+        await socket.send_multipart([(await socket.recv_multipart())[0], theirs])
+
+    answering = asyncio.create_task(answers())
+    async with asyncio.timeout(60):
+        with pytest.raises(EnvironmentFailed, match="release"):
+            async with pool_for("any:Any", address=f"tcp://127.0.0.1:{port}"):
+                pass
+    await answering
+    socket.close(linger=0)
+
+
+async def test_a_server_has_so_many_workers_at_most(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.workers.server.MAX_SESSIONS", 1)
+    env_id = f"{env_file}:Talk"
+    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
+        with pytest.raises(EnvironmentFailed, match="1 workers already"):
+            async with pool_for(env_id, address=server.address):
+                pass
+        assert reason(await rolled_out(pool, "on", "bye")) == ""
 
 
 async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_to_start_again(

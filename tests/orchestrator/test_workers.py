@@ -12,6 +12,8 @@ from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.startup import keys_of_run
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import Sampled
+from orchestrator.workers.session import Answerer
 from orchestrator.workers.worker import identity_of
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
@@ -48,10 +50,14 @@ def reward(completion, example):
     if completion == "half": raise ValueError("\\ud83d")
     if completion == "pid": return os.getpid()
     if completion == "seen":
-        seen = [dict(os.environ).get(name) for name in ("RUN_KEY", "GRPO_ENV_KEY")]
-        return float(seen != [None, None] or b"a-secret" in open(f"/proc/{os.getppid()}/environ", "rb").read())
+        seen = [dict(os.environ).get(name) for name in ("RUN_KEY", "GRPO_ENV_KEY", "WANDB_API_KEY")]
+        return float(seen != [None] * 3 or b"a-secret" in open(f"/proc/{os.getppid()}/environ", "rb").read())
     if completion == "escape":
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    if completion == "garbage":
+        for number in range(3, 100):
+            try: os.write(number, b"\\xff" * 64)
+            except OSError: pass
     if completion == "sleep": time.sleep(0.3)
     if completion == "meet in threads": threads.wait()
     return 1.0
@@ -149,6 +155,34 @@ async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_alo
         outcomes = await asyncio.gather(*(scored(pool, text) for text in (completion, "pause", "pause")))
         assert [reason(one) for one in outcomes] == ["env_crashed", "", ""]
         assert pool.num_restarted <= 3
+
+
+async def test_who_breaks_what_its_worker_speaks_through_costs_a_few_deadlines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 1.0)
+    begun: list[int] = []
+
+    def begin() -> Answerer:
+        begun.append(1)
+        return says()
+
+    answer = Sampled(call=0, text="garbage", finish_reason="stop", num_tokens=1)
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
+        outcome = await pool.run(task(), seed=0, begin=begin, answer=answer)
+    assert reason(outcome) in ("env_timeout", "env_error", "env_crashed")
+    assert len(begun) <= 3
+
+
+async def test_what_user_code_prints_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.process.PRINT_BURST_BYTES", 10_000)
+    monkeypatch.setattr("orchestrator.workers.process.PRINT_BYTES_PER_S", 0)
+    async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
+        assert reason(await scored(pool, "flood")) == ""
+    assert 5_000 < capfd.readouterr().err.count("y") <= 10_000
+    assert "left out" in caplog.text
 
 
 async def test_async_rewards_of_many_groups_run_at_the_same_time_and_plain_ones_in_threads(tmp_path: Path) -> None:
