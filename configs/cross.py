@@ -36,6 +36,8 @@ _WORK = ("lora_rank", "lora_alpha", "lora_adapters", "sequence_len", "sleep_mode
 _JOINED = (*_WORK, *(key for key in _WAYS if key.endswith((".type", ".format", ".port"))))
 """What must be the same where trainer and orchestrator have files of their own. The run that both have joined proves
 the folder, the model's identity the model, the connection an address; one alone acts on the rest."""
+_APART = {"ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "max_async_level"}
+"""Those that a run's file does not say for all."""
 Found: TypeAlias = Iterator[tuple[Loaded[Any], str, str]]
 """A program, its key, and what is wrong with the value."""
 
@@ -90,7 +92,8 @@ def _differing(programs: Mapping[str, Loaded[Any]], names: Iterable[str]) -> Fou
             is_path = name in ("model", "output_dir") and Path(str(found)).absolute() == Path(str(expected)).absolute()
             is_idle = theirs.startswith("lora_") and not first.settings.lora
             if found != expected and not (is_path or is_idle or (name == "max_async_level" and expected is None)):
-                yield one, ours, f"must equal {first.said(theirs)}"
+                both = f"; set {name}, which holds for all programs" if first.prefix and name not in _APART else ""
+                yield one, ours, f"must equal {first.said(theirs)}{both}"
 
 
 def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Found:
@@ -98,7 +101,8 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Foun
     trainer, settings, loss = train.settings, orch.settings, train.settings.loss
     teacher, teachers, writer = settings.teacher_model, settings.preferences.teachers, settings.hints.model
     if trainer.max_steps not in (-1, settings.max_steps):
-        yield orch, "max_steps", f"must equal {train.said('max_steps')}, or set that to -1"
+        mend = "set max_steps, which holds for both programs" if orch.prefix else "or set that to -1"
+        yield orch, "max_steps", f"must equal {train.said('max_steps')}; {mend}"
     others = loss.teacher_tau or loss.alpha_sdpo or loss.beta_replay or settings.advantage.type == "custom"
     if settings.buffer.skip_verification and not others:
         keys = "loss.teacher_tau, loss.alpha_sdpo and loss.beta_replay"
@@ -149,4 +153,5 @@ def _server_fits(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orc
         yield train, "weight_broadcast.inference_world_size", f"must be {size}: the servers times tp times dp"
     longest, max_tokens = server.max_model_len, orch.settings.sampling.max_tokens
     if longest is not None and max_tokens is not None and max_tokens >= longest:
-        yield infer, "max_model_len", f"must exceed {orch.said('sampling.max_tokens')}"
+        more = f"raise {infer.prefix}max_model_len too, by the length of prompts"
+        yield infer, "max_model_len", f"must exceed {orch.said('sampling.max_tokens')}; {more}"

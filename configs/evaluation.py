@@ -1,9 +1,9 @@
 """Settings of environments and of the evaluation on them."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from configs.common import Conflicts, Section, changed_keys
 
@@ -43,6 +43,15 @@ class EnvSettings(Section):
             yield "name", f"must not begin with {EVAL_PREFIX}, which marks environments of evaluation"
 
 
+def _environments(given: Any) -> Any:
+    """An id, or one environment's settings, stand for a list of one."""
+    one = {"id": given} if isinstance(given, str) else given
+    return [one] if isinstance(one, Mapping) else one
+
+
+Environments: TypeAlias = Annotated[tuple[EnvSettings, ...], BeforeValidator(_environments)]
+
+
 class EvalSamplingSettings(Section):
     """How held-out prompts are answered."""
 
@@ -72,7 +81,7 @@ class EvalSettings(Section):
     """Evaluation on held-out prompts, before the first and after the last step, and in between. Training goes on
     meanwhile, unless it is told to wait."""
 
-    env: tuple[EnvSettings, ...] = ()
+    env: Environments = ()
     """Environments to evaluate on (empty: the training ones). One that shares its name with a training environment, but
     not its arguments, is another environment, and both keep the name in their own metrics."""
     num_examples: int = Field(default=-1, ge=-1)

@@ -74,6 +74,29 @@ _INSTEAD = {
     "eval_steps": "is not known; use the orchestrator's eval.interval",
 }
 """What to say of keys that someone may look for here."""
+_ELSEWHERE = {
+    **dict.fromkeys(("num_generations", "group_size", "n"), "rollouts_per_example"),
+    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length"), "sampling.max_tokens"),
+    **dict.fromkeys(("train_batch_size", "generation_batch_size"), "batch_size"),
+    **dict.fromkeys(("num_iterations", "mu"), "ppo_epochs"),
+    **dict.fromkeys(("total_training_steps", "steps", "num_steps"), "max_steps"),
+    **dict.fromkeys(("epsilon", "clip_ratio", "epsilon_high", "clip_ratio_high"), "loss.token_mask_high"),
+    **dict.fromkeys(("epsilon_low", "clip_ratio_low"), "loss.token_mask_low"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), "loss.teacher_tau"),
+    **dict.fromkeys(("entropy_coef", "entropy_coeff", "ent_coef"), "loss.entropy_tau"),
+    **dict.fromkeys(("adv_estimator", "scale_rewards"), "advantage.type"),
+    "loss_type": "loss.name",
+    "max_length": "sequence_len",
+    "bf16": "recipe",
+    "lora_r": "lora_rank",
+    "target_modules": "lora_target_modules",
+    "model_name_or_path": "model",
+    "logging_dir": "output_dir",
+    "tensor_parallel_size": "tp",
+    "save_total_limit": "ckpt.keep_last",
+}
+"""Keys of TRL, PEFT and verl, and what they are called here."""
 
 
 def unknown(cls: type[BaseModel], key: str) -> str:
@@ -89,7 +112,11 @@ def unknown(cls: type[BaseModel], key: str) -> str:
     for number, fields in enumerate(above, 1):
         if plain == key and any(is_list(field.annotation) for field in fields):
             whole = ".".join(parts[:number])
-            return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{last}\": …}}]', or in a file"
+            of_env = ", or --env FILE:CLASS" if parts[number - 1] == "env" and last == "id" else ""
+            return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{last}\": …}}]', or in a file{of_env}"
+    meant = _ELSEWHERE.get(last)
+    if found := [one for one in known_keys(cls) if meant and (one == meant or one.endswith(f".{meant}"))]:
+        return f"unknown key; did you mean {min(found, key=lambda one: one.count('.'))}?"
     known = [name for name in known_keys(cls) if not plain.startswith(f"{name}.")]
     ends = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
     close = difflib.get_close_matches(plain.lower(), known, n=1, cutoff=0.75)

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource
 
 from configs.common import ProcessSettings, all_conflicts
 from configs.errors import Problem, SettingsError
-from configs.keys import find, get, holds, is_list, key_of, known_keys, put, sections_of, unknown
+from configs.keys import find, get, holds, key_of, known_keys, put, unknown
 
 S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)
@@ -29,6 +29,7 @@ _TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
 # Keys whose value may be a path, or end in one before `:name`; in a file, it is relative to that file.
 _PATHS = {
     *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
+    *("env", "env.id", "orch.env", "orch.eval.env"),
     *("orch.teacher_model.model.tokenizer", "orch.env.id", "orch.eval.env.id", "orch.advantage.import_path"),
     *("orch.arena", "orch.filters.import_path"),
     *("orch.hints.templates", "orch.preferences.pairs", "train.loss.import_path", "train.init_adapter"),
@@ -74,7 +75,7 @@ class Values:
         """Takes over the values of a command line, those of keys that stand for others first."""
         right = dict[str, str]()
         for key, text in texts:
-            message = unknown(cls, key) if find(cls, key) is None else None
+            message = unknown(cls, _without_numbers(key)) if find(cls, key) is None else None
             message = message or ("is given twice; give it once" if key in right else None)
             message = message or (f"needs a value: --{key} VALUE" if text is None else None)
             if text is None or message is not None:
@@ -114,7 +115,7 @@ class Values:
 
     def _add_one(self, origin: str, key: str, value: Any) -> None:
         if isinstance(value, _NoJson):
-            why = 'is not JSON, in which mappings and lists of them are given, as \'[{"id": "reverse-text"}]\''
+            why = 'is not JSON, in which mappings and lists of them are given, as \'[{"type": "repetition"}]\''
             self._refuse(origin, key, value.text, why)
             return
         tree = dict[str, Any]()
@@ -136,9 +137,19 @@ class Values:
                 origin, shown = nearest(self.given, key) or (default, key)
                 if item["type"] == "too_short" and item["input"]:
                     continue  # a member of the list has an error
+                if shown in self.shared and shown != key and any(one[:2] == (origin, shown) for one in seen):
+                    continue  # one program after the other says what it thinks of the same value
                 if item["type"] == "missing":
                     shown = (missing or {}).get(key, shown)
-                    value, message = None, f"is required; set it in the file, or --{shown}"
+                    in_list = any(part.isdigit() for part in shown.split("."))
+                    value, message = (
+                        None,
+                        "is required" if in_list else f"is required; set it in the file, or --{shown}",
+                    )
+                elif item["type"] == "tuple_type":
+                    message = "expected a list"
+                elif item["type"] == "string_pattern_mismatch" and not str(value).strip():
+                    message = "must not be empty"
                 elif item["type"] == "extra_forbidden":
                     message = unknown(cls, key) if len(seen) < _NUM_EXPLAINED else "unknown key"
                 if (origin, shown, message) not in seen:
@@ -202,17 +213,16 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _NoJson:
-    """A text that looks like JSON, or should be, and is none."""
+    """A text that looks like JSON and is none."""
 
     text: str
 
 
 class _Decoding(EnvSettingsSource):
-    """Values as texts: what begins like JSON is JSON, as lists of sections are; other texts are left to pydantic."""
+    """Values as texts: what begins like JSON is JSON; other texts are left to pydantic."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        of_sections = isinstance(field, FieldInfo) and is_list(field.annotation) and bool(sections_of(field.annotation))
-        if not of_sections and value[:1] not in ("[", "{"):
+        if value[:1] not in ("[", "{"):
             return value
         try:
             return json.loads(value)
@@ -238,6 +248,11 @@ def _options_of(cls: type[BaseModel]) -> _Options:
 
 def _variable(prefix: str, key: str) -> str:
     return prefix + key.replace(".", "__").upper()
+
+
+def _without_numbers(key: str) -> str:
+    """`env.0.id` as `env.id`: options do not reach into lists, however they count."""
+    return ".".join(part for part in key.split(".") if not part.isdigit()) or key
 
 
 def _key_of(variable: str, prefix: str) -> str:
@@ -287,7 +302,7 @@ def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
         if not path.is_file():
             raise ValueError("no such file; give the path of a YAML file with settings")
         if path.suffix == ".py":
-            raise ValueError(f'it is Python; give an environment as --orch.env \'[{{"id": "{path.name}:CLASS"}}]\'')
+            raise ValueError(f"it is Python; give an environment as --env {path.name}:CLASS, after the run")
         tree: dict[str, Any] = _absolute(_YamlFile(BaseSettings, yaml_file=path).yaml_data, prefix[:-1], path.parent)
         return tree
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

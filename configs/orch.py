@@ -23,7 +23,7 @@ from configs.common import (
     adapter_conflicts,
     changed_keys,
 )
-from configs.evaluation import EnvSettings, EvalSettings, HeldOut, label_conflicts
+from configs.evaluation import Environments, EnvSettings, EvalSettings, HeldOut, label_conflicts
 from configs.reporting import ReportSettings, TraceSettings
 from configs.rollouts import (
     BATCH_ADVANTAGES,
@@ -75,8 +75,8 @@ class OrchSettings(ProcessSettings, Shared):
 
     model: ModelSettings
     """The policy."""
-    env: tuple[EnvSettings, ...] = ()
-    """Environments to train on."""
+    env: Environments = ()
+    """Environments to train on; an id alone stands for one."""
     arena: str | None = None
     """A schedule of your own instead of environments: `file.py:Class` or `module:Class`, derived from `grpo.Arena`
     (null: examples of `env` are sampled)."""
@@ -130,9 +130,9 @@ class OrchSettings(ProcessSettings, Shared):
     verbose: bool = False
     """Whether `story.log` in the run's folder tells each call, episode and batch, to be read by a person."""
     traces: TraceSettings = TraceSettings()
-    """Conversations that are kept to be read."""
+    """Every rollout token by token, in Parquet files, and how much of that is kept."""
     report_to: ReportSettings | None = None
-    """Reports to Weights & Biases (null: nothing leaves the machine)."""
+    """Reports to Weights & Biases, TensorBoard or Trackio (null: nothing leaves the machine)."""
     max_concurrent_groups: PositiveInt | None = None
     """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
     reward_timeout_s: Seconds = 30.0

@@ -4,6 +4,7 @@ They come from one file (`run.yaml`, a folder with one, or a preset's name) or f
 """
 
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from configs.common import HttpBroadcast, ProcessSettings, all_conflicts
 from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
+from configs.evaluation import Environments
 from configs.infer import InferSettings, TeacherServerSettings
-from configs.keys import drop, get, put
+from configs.keys import drop, find, get, put
 from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, read_yaml, split
 from configs.orch import OrchSettings
 from configs.topology import Topology
@@ -42,6 +44,8 @@ class RunSettings(SharedSettings):
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
     max_steps: PositiveInt | None = None
     """Number of training steps (null: until stopped)."""
+    env: Environments = ()
+    """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3
@@ -64,6 +68,7 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     **{key: targets for key, targets in AGREED.items() if not key.startswith(("ckpt.", "max_async_level"))},
     "overwrite_output_dir": ("train.overwrite_output_dir",),
     "resume_with_changed_code": ("train.resume_with_changed_code", "orch.resume_with_changed_code"),
+    "env": ("orch.env",),
     "seed": ("train.seed", "infer.seed", "orch.seed"),
     "max_steps": ("train.max_steps", "orch.max_steps"),
     "device": ("train.device", "infer.device"),
@@ -101,6 +106,8 @@ def run_file(target: str | Path) -> Path:
     if path.name == str(target) and not path.exists() and preset.is_file():
         return preset
     what = f"a folder without {RUN_FILE}" if path.is_dir() else "no file, no folder and no preset"
+    if path.suffix == ".py":
+        what += "; an environment follows a run, as --env FILE:CLASS"
     if close := difflib.get_close_matches(str(target), presets(), n=1):
         what += f" (did you mean {close[0]}?)"
     message = f"is {what}; give a folder with {RUN_FILE}, such a file, or one of the presets {', '.join(presets())}"
@@ -119,7 +126,7 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
     """
-    options = split(RunSettings, arguments)
+    options = _one_list(split(RunSettings, arguments))
     files, idle = _files(target, options), set[tuple[str, str]]()
     while True:
         try:
@@ -129,6 +136,15 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
             if found <= idle:
                 raise
             idle |= found
+
+
+def _one_list(options: Texts) -> Texts:
+    """The same with all that `--env` gives as one list."""
+    given = [text for key, text in options if key == "env" and text is not None]
+    if len(given) < 2 or any(text.startswith("[") for text in given):
+        return options
+    members = [text if text.startswith("{") else json.dumps({"id": text}) for text in given]
+    return [*((key, text) for key, text in options if key != "env"), ("env", f"[{', '.join(members)}]")]
 
 
 def _is_preset(origin: str) -> bool:
@@ -162,7 +178,16 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
     """One program's settings of a run, with `arguments` of that program; those that programs share hold for all. Raises
     `SettingsError`."""
     names = {key: name for name, keys in SHARED.items() for key in keys}
-    own = [(f"{cls.role}.{key}", text) for key, text in split(cls, arguments)]
+    given = split(cls, arguments)
+    if wrong := [(key, text) for key, text in given if key.startswith(f"{cls.role}.") and find(cls, key) is None]:
+        message = f"grpo-{cls.role} has its own settings only; leave the first part out: --"
+        raise SettingsError(
+            [
+                Problem(origin=COMMAND_LINE, key=key, value=text, message=message + key.partition(".")[2])
+                for key, text in wrong
+            ]
+        )
+    own = [(f"{cls.role}.{key}", text) for key, text in given]
     words = [f"--{names.get(key, key)}" + ("" if text is None else f"={text}") for key, text in own]
     settings: S = getattr(load_run(target, words), cls.role).settings
     return settings

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import difflib
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -49,8 +51,19 @@ def main() -> None:
 def _command(argv: list[str]) -> int:
     """The exit code; what a person can mend is told in a line: 2 for what was asked wrongly, 1 for what failed."""
     try:
-        if argv and argv[0] in COMMANDS:
+        if not argv:
+            with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(SystemExit):
+                _run(["--help"])
+            return 2
+        if argv[0] == "--version":
+            print(f"grpo {_version()}")
+            return 0
+        if argv[0] in COMMANDS:
             return _answered(argv[0], argv[1:])
+        if argv[0] == "help":
+            argv = [*argv[1:2], "--help"] if argv[1:2] else ["--help"]
+            return _command(argv)
+        _check_command(argv)
         return _run(argv[1:] if argv[:1] == ["run"] else argv)
     except BrokenPipeError:
         raise
@@ -61,11 +74,30 @@ def _command(argv: list[str]) -> int:
         return 2 if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
 
 
+def _version() -> str:
+    names = importlib.metadata.packages_distributions().get("grpo", ["grpo"])
+    return importlib.metadata.version(names[0])
+
+
+def _check_command(argv: list[str]) -> None:
+    """Raises UserError for a word that is no command and no run, where it looks like the one or stands before one."""
+    from configs.run import presets
+
+    word, words = argv[0], [*COMMANDS, "run"]
+    if word in words or word.startswith("-") or Path(word).exists() or word.replace("-", "_") in presets():
+        return
+    close = difflib.get_close_matches(word, [*words, *presets()], n=1)
+    if close[:1] and close[0] in words:
+        raise UserError(f"no command {word!r}; did you mean {close[0]}?")
+    if argv[1:] and not argv[1].startswith("-"):
+        raise UserError(f"no command {word!r}; there are {', '.join(words)}. A run is started by grpo {argv[1]}")
+
+
 def _answered(command: str, argv: list[str]) -> int:
     module: Any = importlib.import_module(COMMANDS[command][0])
     parser = argparse.ArgumentParser(
         prog=f"grpo {command}",
-        description=f"{COMMANDS[command][1].capitalize()}.",
+        description=f"{COMMANDS[command][1][0].upper()}{COMMANDS[command][1][1:]}.",
         epilog=module.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -18,6 +18,7 @@ import yaml
 from configs.infer import InferSettings
 from configs.loading import Values, load
 from configs.orch import OrchSettings
+from configs.run import load_run, presets
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings, yaml_value
@@ -88,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollouts_per_example", type=int, help="answers to each prompt; more than 1 give pass@k (1)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
     parser.add_argument("--max_tokens", type=int, help="longest answer (what the context leaves)")
-    parser.add_argument("--seed", type=int, help="of what is sampled")
-    parser.add_argument("--show", type=int, default=0, help="answers that are printed, of each environment (0)")
+    parser.add_argument("--seed", type=int, help="sampling seed")
+    parser.add_argument("--show", type=int, default=0, help="print so many answers of each environment (0)")
     parser.add_argument("--json", action="store_true", help="the figures as JSON instead of a table")
 
 
@@ -168,6 +169,9 @@ def find_target(text: str, step: int | None) -> Target:
         return Target(model=version.base_name, version=version)
     if step is not None:
         raise UserError(f"{text} is no run, of which --step {step} would be a version")
+    if not path.exists() and text.replace("-", "_") in presets():
+        model = load_run(text).train.settings.model
+        raise UserError(f"{text} is a preset, and no model or run; its model is {model}")
     resolve_model(text)
     return Target(model=text)
 

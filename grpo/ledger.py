@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> int:
-    if not 0 <= int(text) <= _LARGEST:
+    if not text.isdecimal() or int(text) > _LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]}: expected a number from 0 to {_LARGEST}")
     return int(text)
 

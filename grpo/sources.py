@@ -39,6 +39,11 @@ def env_settings(env: Any, folder: Path, *, overwrite: bool) -> dict[str, Any]:
     if isinstance(env, str):
         return {"id": env}
     if isinstance(env, Mapping):
+        if "id" not in env:
+            raise UserError(
+                f"env has {', '.join(map(str, env))}, and no id; rows of a data set are given by an environment's "
+                "`dataset`, or from a file by {'id': 'dataset', 'args': {'path': FILE, 'prompt': …, 'answer': …}}"
+            )
         return dict(env)
     cls = env if isinstance(env, type) else type(env)
     if not issubclass(cls, Environment):

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from configs.errors import Problem, SettingsError
 from configs.keys import find, is_list, sections_of
-from configs.loading import read_yaml
+from configs.loading import COMMAND_LINE, read_yaml
 from configs.run import RunSettings, load_run, run_file
 from grpo.handle import GRPO, LOG_FILE, POLL_S, Run
 from grpo.sources import env_settings
@@ -65,8 +67,15 @@ def train(
         overwrite = bool(given.get("overwrite_output_dir"))
         given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in _several(env)]
     words = [f"--{key}={text}" for key, text in _texts(given)]
-    folder = Path(load_run(preset, words).train.settings.output_dir)
+    try:
+        folder = Path(load_run(preset, words).train.settings.output_dir)
+    except SettingsError as error:
+        raise SettingsError([_said_here(one) for one in error.problems]) from None
     return _started([str(preset), *words], folder)
+
+
+def _said_here(problem: Problem) -> Problem:
+    return replace(problem, origin="grpo.train") if problem.origin == COMMAND_LINE else problem
 
 
 def _several(env: Env | Sequence[Env]) -> Sequence[Env]:

@@ -9,7 +9,8 @@ from typing import Any
 
 ENV_KEY_VAR = "GRPO_ENV_KEY"
 """The environment variable with the key that `grpo-env` and its orchestrators share."""
-_ALWAYS = frozenset({ENV_KEY_VAR, "GRPO_TRANSPORT_KEY", "VLLM_API_KEY", "WANDB_API_KEY"})
+RUN_KEYS = frozenset({ENV_KEY_VAR, "GRPO_TRANSPORT_KEY", "VLLM_API_KEY", "WANDB_API_KEY"})
+"""Environment variables that are keys by their names."""
 _ENVIRON_START = 49
 """Place in /proc/self/stat, from 0, of the address at which the environment begins that the process was given."""
 
@@ -17,7 +18,7 @@ _ENVIRON_START = 49
 def key_variables(settings: Any) -> set[str]:
     """Environment variables with keys of the run: those that `settings`, as plain data, name in any `…key_var`, and
     those that are keys by their names."""
-    return named_keys(settings) | _ALWAYS
+    return named_keys(settings) | RUN_KEYS
 
 
 def named_keys(settings: Any) -> set[str]:

@@ -1,5 +1,6 @@
 """Ports for programs that are about to start."""
 
+import argparse
 import errno
 import secrets
 import socket
@@ -23,3 +24,10 @@ def free_port(host: str = "127.0.0.1") -> int:
             else:
                 return port
     raise OSError(f"of 1000 ports of {host} none is free; name one that is")
+
+
+def port_number(text: str) -> int:
+    """Returns the port that an option names; 0 is any that is free. For argparse."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a port from 0 to 65535")
+    return int(text)

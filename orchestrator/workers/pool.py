@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
-from orchestrator.workers.failures import EnvironmentFailed
+from orchestrator.workers.failures import LATE, EnvironmentFailed
 from orchestrator.workers.process import ForkServer
 from orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Prompts, Reply, Run, Sampled
 from orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerGone
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_BYSTANDER = 10
 """A rollout that is not suspected when its worker ends begins so often among others."""
+MAX_LATE = 2
+"""Of these so often in workers that stood still: each has cost a deadline."""
 MAX_SPARES = 2
 """Workers without rollouts that are kept once one has ended."""
 MAX_WORKERS = 8
@@ -114,12 +116,14 @@ class WorkerPool:
         Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
         run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
+        num_late = 0
         for _ in range(MAX_BYSTANDER):
             try:
                 return await self._least_loaded().run(run, begin())
             except WorkerGone as gone:
                 self.num_restarted += 1
-                if gone.suspect:
+                num_late += gone.failure.reason == LATE
+                if gone.suspect or num_late == MAX_LATE:
                     break
         async with self._alone:
             session = self._take_spare()

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -26,6 +28,10 @@ STDERR = 2
 END_LIMIT_S = 12.0
 """For a worker's guard to end all that the worker started."""
 KILLED = 128 + signal.SIGKILL
+PRINT_BURST_BYTES, PRINT_BYTES_PER_S = 8 << 20, 4 << 10
+"""What the code of one environment may print into our log at once, and for as long as it runs."""
+PRINT_LIMIT_S = 2.0
+"""For the last of it."""
 
 
 class ForkServer:
@@ -37,6 +43,7 @@ class ForkServer:
         self._env_id, self._hidden = env_id, {ENV_KEY_VAR, *hidden}
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
+        self._printed: _Printed | None = None
 
     def fork(self, address: str, only: str, report: int) -> None:
         """Asks for a worker that connects to `address`; its guard writes to `report`. Raises OSError."""
@@ -63,19 +70,61 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+            if self._printed is not None:
+                self._printed.close()
 
     def _start(self) -> None:
         self.close()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._printed = _Printed(self._env_id)
+        with theirs, contextlib.closing(os.fdopen(self._printed.fd, "wb")):
             # -P: files in the working directory are for the environment only, which adds it when it is found
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "orchestrator.workers.main", str(os.getpid()), self._env_id],
                 stdin=theirs.fileno(),
-                stdout=STDERR,  # what user code prints goes to our log
+                stdout=self._printed.fd,  # what user code prints goes to our log
+                stderr=self._printed.fd,
                 process_group=0,  # it does not get the terminal's Ctrl-C
                 env={name: value for name, value in os.environ.items() if name not in self._hidden},
             )
+
+
+class _Printed:
+    """Passes what user code prints on to our log, up to a bound: a print in each reward can fill a disk."""
+
+    def __init__(self, env_id: str) -> None:
+        self._env_id = env_id
+        self._source, self.fd = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns when all is passed on, or who prints does not end."""
+        self._thread.join(PRINT_LIMIT_S)
+
+    def _pass_on(self) -> None:
+        """Consumes what is printed. Ends when nobody can print any more."""
+        allowed, since_s, num_left_out = float(PRINT_BURST_BYTES), time.monotonic(), 0
+        while printed := os.read(self._source, 1 << 16):
+            now_s = time.monotonic()
+            allowed = min(PRINT_BURST_BYTES, allowed + PRINT_BYTES_PER_S * (now_s - since_s))
+            since_s = now_s
+            if num_left_out == 0 or allowed >= PRINT_BURST_BYTES / 8:  # not a word of each line
+                self._tell(num_left_out)
+                kept, num_left_out = printed[: int(allowed)], 0
+                allowed -= len(kept)
+                with contextlib.suppress(OSError):  # nobody reads our log any more
+                    os.write(STDERR, kept)
+                if num_left_out := len(printed) - len(kept):
+                    log.warning("environment %s prints more than the log takes; what follows is left out", self._env_id)
+            else:
+                num_left_out += len(printed)
+        self._tell(num_left_out)
+        os.close(self._source)
+
+    def _tell(self, num_bytes: int) -> None:
+        if num_bytes:
+            log.warning("%d bytes that environment %s printed are left out", num_bytes, self._env_id)
 
 
 class WorkerProcess:

@@ -13,6 +13,8 @@ import zmq.asyncio
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.rollouts.roles import Role
 
+PROTOCOL = 1
+"""To be raised with each change of what is said here."""
 MAX_FRAME_BYTES = 1 << 31
 """A peer that sends more is cut off."""
 ALIVE_INTERVAL_S = 1.0
@@ -194,7 +196,10 @@ class Cancel(Job, kw_only=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """The heartbeat: the event loop of who sends it turns."""
+    """The heartbeat: the event loop of who sends it turns. It is the first thing that two ends say to each other."""
+
+    protocol: int = 0
+    """PROTOCOL of who says it; 0 of those who did not know of it yet."""
 
 
 class Here(msgspec.Struct, tag=True):
@@ -219,6 +224,7 @@ ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | 
 FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Withdraw | Alive | Here | Gone
 
 _encoder = msgspec.msgpack.Encoder()
+_greetings = msgspec.msgpack.Decoder(list[Alive])
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
 decode_to_worker = msgspec.msgpack.Decoder(list[ToWorker]).decode
 decode_from_worker = msgspec.msgpack.Decoder(list[FromWorker]).decode
@@ -238,7 +244,21 @@ def frame_of(*messages: bytes) -> bytes:
     return _encoder.encode([msgspec.Raw(message) for message in messages])
 
 
-ALIVE, GONE = frame_of(encode(Alive())), frame_of(encode(Gone()))
+ALIVE, GONE = frame_of(encode(Alive(protocol=PROTOCOL))), frame_of(encode(Gone()))
+
+
+def protocol_of(frame: bytes) -> int | None:
+    """What an end speaks that sends this frame; None where it is no greeting."""
+    try:
+        [said] = _greetings.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return said.protocol
+
+
+def other_protocol(theirs: int) -> str:
+    """What becomes of a worker where the other end speaks another protocol."""
+    return f"speaks protocol {PROTOCOL}, and the other end {theirs}; install the same release of grpo on both"
 
 
 def encode_checked(message: FromWorker) -> bytes:

@@ -29,16 +29,21 @@ from orchestrator.workers.protocol import (
     encode,
     frame_of,
     open_socket,
+    other_protocol,
+    protocol_of,
 )
 from transport.errors import TransportError, UserError
-from transport.hidden import ENV_KEY_VAR, hide_environment
+from transport.hidden import ENV_KEY_VAR, RUN_KEYS, hide_environment
 from transport.keys import SharedKey, is_loopback
 from transport.limits import raise_file_limit
 from transport.logs import start_log
+from transport.ports import port_number
 
 log = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
+MAX_SESSIONS = 64
+"""Workers at a time. An orchestrator has up to 26 of an environment where its code ends worker after worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +67,7 @@ class EnvironmentServer:
                 f"{host} can be reached from other machines, and {ENV_KEY_VAR} has {len(secret)} characters, expected "
                 f"at least {MIN_KEY_CHARACTERS}; make one with: openssl rand -hex 32, and set it on both sides"
             )
-        self._env_id, self._forks = env_id, ForkServer(env_id)
+        self._env_id, self._forks = env_id, ForkServer(env_id, hidden=RUN_KEYS)
         self._socket = open_socket(zmq.ROUTER)
         if secret:
             SharedKey(secret).encrypt(self._socket, serves=True)
@@ -80,8 +85,11 @@ class EnvironmentServer:
         try:
             while True:
                 who, frame = (await self._socket.recv_multipart())[:2]
-                if who not in self._sessions and frame == ALIVE:  # anything else is of a session that is over
-                    await self._begin(who)
+                if who not in self._sessions:  # what is no greeting is of a session that is over
+                    if frame == ALIVE:
+                        await self._begin(who)
+                    elif (spoken := protocol_of(frame)) is not None:
+                        await self._say(who, frame_of(encode(Gone(how=other_protocol(spoken)))))
                 if (session := self._sessions.get(who)) is None:
                     continue
                 session.heard_s = time.monotonic()
@@ -103,6 +111,11 @@ class EnvironmentServer:
         self._socket.close()
 
     async def _begin(self, who: bytes) -> None:
+        if len(self._sessions) >= MAX_SESSIONS:
+            log.error("a session was refused: there are %d already", len(self._sessions))
+            how = f"was not started: the server at {self.address} has {MAX_SESSIONS} workers already, its most"
+            await self._say(who, frame_of(encode(Gone(how=f"{how}; start one more grpo-env, or lower num_workers"))))
+            return
         try:
             session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
         except (OSError, zmq.ZMQError) as error:
@@ -190,14 +203,14 @@ def main() -> None:
     )
     parser.add_argument("env_id", metavar="ENV_ID", help="as env.id: a built-in name, module:Class or file.py:Class")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=7000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--port", type=port_number, default=7000, help="0: any that is free (default: %(default)s)")
     options = parser.parse_args()
     try:
         check_id(options.env_id)
     except UserError as error:
         parser.error(str(error))
     raise_file_limit()
-    hide_environment({ENV_KEY_VAR})
+    hide_environment(RUN_KEYS)
     start_log()
     raise SystemExit(asyncio.run(_serve(options.env_id, options.host, options.port)))
 

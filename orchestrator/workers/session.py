@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
     GONE,
+    PROTOCOL,
     SILENCE_LIMIT_S,
     Alive,
     AnyCall,
@@ -42,6 +44,7 @@ from orchestrator.workers.protocol import (
     encode,
     frame_of,
     open_socket,
+    other_protocol,
 )
 from transport.hidden import ENV_KEY_VAR
 from transport.keys import SharedKey
@@ -53,7 +56,10 @@ CONNECT_TIMEOUT_S = 5.0
 STILL_GRACE_S = 5.0
 """Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
 WATCH_INTERVAL_S = 0.02
-CRASHED = "env_crashed"
+CRASHED, BROKEN = "env_crashed", "env_error"
+
+FROM_OUTSIDE = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+"""Exit codes of workers that somebody else has ended, such as who has no memory left."""
 
 Answerer = Callable[[AnyCall], Awaitable[Reply]]
 """Answers a rollout's calls. What it raises ends the run, but GivenUp."""
@@ -282,6 +288,9 @@ class Session:
                 messages = decode_from_worker(await worker.socket.recv())
                 self._reached_s = time.monotonic()
                 for message in messages:
+                    if isinstance(message, Alive) and message.protocol != PROTOCOL:
+                        await self._gone(other_protocol(message.protocol), CRASHED)
+                        return
                     if isinstance(message, Gone):
                         await self._gone(message.how, CRASHED, killed=message.killed)
                         return
@@ -293,7 +302,7 @@ class Session:
         except zmq.ZMQError:
             return
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            await self._gone(f"said what cannot be understood: {error}", "env_error")
+            await self._gone(f"said what cannot be understood: {error}", BROKEN)
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Alive | Here | Gone):
@@ -347,7 +356,7 @@ class Session:
                 await self._gone(f"is no longer reached at {self._address}", CRASHED, killed=True)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
-                self._send(Alive())
+                self._send(Alive(protocol=PROTOCOL))
 
     async def _gone(self, how: str, reason: str, *, killed: bool = False) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
@@ -357,9 +366,13 @@ class Session:
         was_killed, at_work = (worker.was_killed, worker.at_work) if worker is not None else (False, set[int]())
         self.killed = killed or was_killed
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
+        # Whose code has broken what the worker speaks through is at work no more when that is noticed.
+        from_outside = killed or (was_killed and worker is not None and worker.exit_code in FROM_OUTSIDE)
+        all_suspect = reason == BROKEN or not (from_outside or at_work & self._jobs.keys())
         for number, job in self._jobs.items():
             if not job.over.done():
-                job.over.set_exception(WorkerGone(failure, suspect=number in at_work, killed=self.killed))
+                suspect = all_suspect or number in at_work
+                job.over.set_exception(WorkerGone(failure, suspect=suspect, killed=self.killed))
         await self._release()
         for task in self._tasks:
             task.cancel()

@@ -39,6 +39,7 @@ from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     BOARD,
+    PROTOCOL,
     Alive,
     AnyCall,
     Cancel,
@@ -125,7 +126,7 @@ class Worker:
             before, num_left = num_left, num_left_calls() + len(self._left)  # many may be just about to end
             if self._is_out_of_memory or min(before, num_left) >= MAX_LEFT:
                 os.kill(os.getpid(), signal.SIGKILL)  # its other rollouts begin once more elsewhere
-            self.send(encode(Alive()))
+            self.send(encode(Alive(protocol=PROTOCOL)))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _take(self, message: ToWorker) -> None:

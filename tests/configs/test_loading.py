@@ -82,6 +82,12 @@ def test_an_unknown_key_is_answered_with_the_right_one(
     assert hint in problem.message
 
 
+def test_null_is_an_address_for_all_interfaces(tmp_path: Path) -> None:
+    (tmp_path / "infer.yaml").write_text("model: m\nhost: null\n")
+    assert load(InferSettings, file=tmp_path / "infer.yaml").settings.host == "0.0.0.0"
+    assert load(InferSettings, file=tmp_path / "infer.yaml", arguments=["--host", "::1"]).settings.host == "::1"
+
+
 def test_a_trackers_name_stands_for_its_settings(orch_file: Path) -> None:
     reports = load(OrchSettings, file=orch_file, arguments=["--report_to", "tensorboard"]).settings.report_to
     assert reports is not None
@@ -198,7 +204,7 @@ def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
 def test_a_python_file_in_place_of_settings_is_answered_with_the_option_that_takes_it(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text("x = 1\n")
     [problem] = problems(TrainSettings, file=tmp_path / "my_env.py")
-    assert "--orch.env" in problem.message
+    assert "--env my_env.py:CLASS" in problem.message
 
 
 @pytest.mark.parametrize("key", ["seed", "advantage.type", "model.lora_rank", "traces." + "x" * 100_000, "batch_size"])

@@ -34,6 +34,52 @@ def problems(*arguments: str, target: Path | str | None = "quickstart") -> list[
     return caught.value.problems
 
 
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (("--num_generations", "8"), "num_generations", "orch.rollouts_per_example"),
+        (("--lr", "1e-3"), "lr", "train.learning_rate"),
+        (("--train.lr", "1e-3"), "train.lr", "train.learning_rate"),
+        (("--max_completion_length", "9"), "max_completion_length", "orch.sampling.max_tokens"),
+        (("--train.lora_rank", "32"), "lora_rank", "set lora_rank"),
+        (("--orch.max_steps", "5"), "orch.max_steps", "set max_steps"),
+        (("--orch.sampling.max_tokens", "200"), "infer.max_model_len", "raise infer.max_model_len"),
+        (("--orch.env.0.id", "x"), "orch.env.0.id", "--env FILE:CLASS"),
+        (("--orch.filters", "x"), "orch.filters", "expected a list"),
+        (("--output_dir", ""), "output_dir", "must not be empty"),
+        (("--max_steps", "-5"), "max_steps", "greater than 0"),
+    ],
+)
+def test_words_of_others_and_keys_of_one_program_are_answered_with_what_to_write(
+    words: tuple[str, ...], key: str, said: str
+) -> None:
+    [problem] = problems(*words)
+    assert problem.key == key
+    assert said in problem.message
+
+
+def test_an_environments_id_alone_stands_for_it(tmp_path: Path) -> None:
+    def ids(run: Run) -> list[str]:
+        return [env.id for env in run.orch.settings.env]
+
+    assert ids(load_run("quickstart", ["--env", "a.py:A"])) == ["a.py:A"]
+    several = ["--env", "a.py:A", "--env", '{"id": "b", "args": {"n": 1}}']
+    assert ids(load_run("quickstart", several)) == ["a.py:A", "b"]
+    assert ids(load_run("quickstart", ["--orch.env", "b"])) == ["b"]
+    assert ids(load_run("quickstart", ["--env", "a", "--orch.env", '[{"id": "b"}]'])) == ["b"]
+    (tmp_path / "run.yaml").write_text("model: m\nenv: reverse-text\n")
+    assert ids(load_run(tmp_path)) == ["reverse-text"]
+    with pytest.raises(SettingsError) as caught:
+        load_run("quickstart", ["--env", "a", "--env", '[{"id": "b"}]'])
+    assert [one.key for one in caught.value.problems] == ["env"]
+
+
+def test_a_programs_command_line_has_no_name_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(TrainSettings, ["quickstart", "--train.learning_rate", "1e-4"])
+    assert "--learning_rate" in capsys.readouterr().err
+
+
 def test_what_the_programs_share_is_said_once(tmp_path: Path) -> None:
     run = run_of(tmp_path, seed=7, lora_rank=64, lora_alpha=8, sequence_len=512, max_steps=5, api_key_var="K")
     train, infer, orch = run.train.settings, run.infer.settings, run.orch.settings
@@ -70,6 +116,8 @@ def test_a_programs_own_key_holds_before_the_shared_one_and_the_command_line_bef
 ) -> None:
     run = run_of(tmp_path, seed=1, train={"seed": 2})
     assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [2, 1, 1]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"seed": 1, "train": {"seed": -2}}))
+    assert [(problem.key, problem.value) for problem in problems(target=tmp_path)] == [("train.seed", -2)]
     run = run_of(tmp_path, "--seed", "3", "--orch.seed", "4", seed=1, train={"seed": 2})
     assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [3, 3, 4]
     monkeypatch.setenv("GRPO_RUN_SEED", "8")
@@ -186,7 +234,10 @@ def test_the_command_lines_help_is_short() -> None:
     done = grpo("--help")
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) <= 80
-    assert all(f"--{key}" in done.stdout or f" {key} " in done.stdout for key in RunSettings.model_fields)
+    assert all(
+        f"--{key}" in done.stdout or f" {key} " in done.stdout or f" {key}[] " in done.stdout
+        for key in RunSettings.model_fields
+    )
     assert "--train.learning_rate" in grpo("--help", "train").stdout
 
 

@@ -27,6 +27,42 @@ def test_run_need_not_be_said() -> None:
     assert grpo("run", *words).stdout == grpo(*words).stdout != ""
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("statsu", "outputs"), "did you mean status?"),
+        (("train", "quickstart"), "no command 'train'"),
+        (("my_env.py",), "--env FILE:CLASS"),
+        (("evaluate", "quickstart"), "quickstart/model"),
+        (("view", ".", "--port", "99999"), "from 0 to 65535"),
+        (("view", ".", "--port", "-3"), "from 0 to 65535"),
+        (("compare", "quickstart", "--arm", "a:", "--seeds", "a,b"), "as in 1,2,3"),
+        (("ledger", ".", "--step", "x"), "expected a number"),
+        (("sft", "--epochs", "0"), "from 1 on"),
+    ],
+)
+def test_what_is_no_command_or_no_number_is_answered_with_what_is(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["grpo", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 2), (("help",), 0), (("help", "status"), 0), (("--version",), 0)])
+def test_help_and_version_are_told(
+    words: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["grpo", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code or 0) == code
+    told = "".join(capsys.readouterr())
+    assert "grpo 0" in told if words == ("--version",) else "usage:" in told
+
+
 def test_a_mistake_is_told_in_a_line_and_a_fault_of_ours_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

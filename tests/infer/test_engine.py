@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from pydantic import ValidationError
 
 from configs.infer import VLLM_REFUSED, InferSettings
@@ -24,6 +25,7 @@ MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 ADAPTER = Adapter(name="policy-v3", key=7, path="/", noisy=True)
 ANNOUNCEMENT = Announcement(
     rendezvous=Rendezvous(host="trainer", port=29501, world_size=3),
+    session="first",
     names=("a.weight", "b.weight"),
     dtypes=("float32", "bfloat16"),
     shapes=((2, 3), (4,)),
@@ -44,6 +46,7 @@ class FakeClient:
         self.errored = False
         self.asked = asyncio.Event()
         self.prompts: list[Any] = []
+        self.params: list[Any] = []
         self.running: dict[str, asyncio.Future[str]] = {}
         self.lost = 2
         self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 8, dtype=torch.float32)
@@ -65,6 +68,7 @@ class FakeClient:
 
     async def generate(self, prompt: Any, params: Any, *, request_id: str, **_: Any) -> AsyncIterator[Any]:
         self.prompts.append(prompt)
+        self.params.append(params)
         self.asked.set()
         self.running[request_id] = asyncio.get_running_loop().create_future()
         reason = await self.running[request_id]
@@ -106,6 +110,8 @@ async def test_weights_are_received_while_the_engine_is_paused_and_the_group_is_
     )
     sent = NCCLWeightTransferUpdateInfo(**client.said["update_weights"][0][0].update_info)
     assert (sent.names, sent.shapes) == (["a.weight", "b.weight"], [[2, 3], [4]])
+    await engine.receive_weights(structs.replace(ANNOUNCEMENT, session="second"), rank_offset=2)
+    assert client.calls.count("init_weight_transfer_engine") == 2
 
 
 @pytest.mark.parametrize("fails", ["init_weight_transfer_engine", "update_weights", "load_policy_weights"])
@@ -157,6 +163,24 @@ async def test_whoever_waits_for_an_engine_that_dies_is_told(name: str, monkeypa
             await waiting
         await watch
     assert engine.ended.is_set()
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def test_vllm_is_asked_for_all_that_the_request_says() -> None:
+    asked = {"n": 1, "max_tokens": 7, "min_tokens": 2, "temperature": 0.7, "seed": 11, "stop_token_ids": [5, 4]}
+    client = FakeClient()
+    answering = asyncio.create_task(engine_of(client).generate(wanted(**asked), ADAPTER))
+    await client.asked.wait()
+    await asyncio.sleep(0)
+    client.running["policy-1"].set_result("stop")
+    [answer] = await answering
+    assert (answer.token_ids, answer.logprobs, answer.stop_reason) == ([5, 6], [-0.5, -0.6], 6)
+    [prompt], [params] = client.prompts, client.params
+    assert prompt["prompt_token_ids"] == [1, 2]
+    assert {name: getattr(params, name) for name in asked} == asked
+    assert (params.top_p, params.top_k, params.logprobs, params.detokenize) == (1.0, 0, 0, False)
 
 
 # --- requests that follow ---------------------------------------------------------------------------------------------

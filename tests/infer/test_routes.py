@@ -35,11 +35,14 @@ class SlowEngine(FakeEngine):
         super().__init__()
         self.cancelled, self.started = asyncio.Event(), asyncio.Event()
         self.slow, self.failing = False, None
+        self.asked: list[str | None] = []
+        """The adapters that answers were sampled with."""
 
     failing: EngineError | None
 
     async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
         self.started.set()
+        self.asked.append(None if adapter is None else adapter.name)
         if self.failing is not None:
             raise self.failing
         try:
@@ -165,13 +168,15 @@ async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: 
         for version in (3, 4):
             loaded = await http.post("/policy/load", json={"run_id": run.run_id, "version": version, "alias": "best"})
             assert loaded.json()["name"] == f"policy-v{version}"
-        for change, below in (
-            ({}, 3),
-            ({"noisy": True}, 3 + NOISE_EFFECT),
-            ({"version": 4}, 4),
-            ({"version": 4, "adapter": "proposer"}, 4.5),
+        for change, name, below in (
+            ({}, "policy-v3", 3),
+            ({"noisy": True}, "policy-v3+noise", 3 + NOISE_EFFECT),
+            ({"version": 4}, "policy-v4", 4),
+            ({"version": 4, "adapter": "proposer"}, "policy-v4-proposer", 4.5),
         ):
             assert (await http.post("/policy/score", json=score | change)).json()["logprobs"] == [-1 - below]
+            assert (await http.post("/policy/generate", json=GENERATE | {"version": 3} | change)).status_code == 200
+            assert engine.asked[-1] == name
         for change in ({"adapter": "judge"}, {"noisy": 1}):
             assert said(await http.post("/policy/score", json=score | change)) == (400, "bad_request")
         info = (await http.get("/policy/info")).json()

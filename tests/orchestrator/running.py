@@ -1,5 +1,6 @@
 """Whole runs of the orchestrator against servers and a trainer that are stand-ins."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ async def run(
     made = trainer if isinstance(trainer, FakeTrainer) else FakeTrainer(folder, **(trainer or {}))
     made.start()
     try:
-        summary = await orchestrate(settings_for(folder, *servers, **changes))
+        async with asyncio.timeout(180):
+            summary = await orchestrate(settings_for(folder, *servers, **changes))
     finally:
         made.end()  # where the run failed, the next one of this folder needs its lock
     return Run(summary=summary, trainer=made, lines=lines_of(folder))

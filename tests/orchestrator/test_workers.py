@@ -12,6 +12,8 @@ from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.startup import keys_of_run
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import Sampled
+from orchestrator.workers.session import Answerer
 from orchestrator.workers.worker import identity_of
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
@@ -48,10 +50,14 @@ def reward(completion, example):
     if completion == "half": raise ValueError("\\ud83d")
     if completion == "pid": return os.getpid()
     if completion == "seen":
-        seen = [dict(os.environ).get(name) for name in ("RUN_KEY", "GRPO_ENV_KEY")]
-        return float(seen != [None, None] or b"a-secret" in open(f"/proc/{os.getppid()}/environ", "rb").read())
+        seen = [dict(os.environ).get(name) for name in ("RUN_KEY", "GRPO_ENV_KEY", "WANDB_API_KEY")]
+        return float(seen != [None] * 3 or b"a-secret" in open(f"/proc/{os.getppid()}/environ", "rb").read())
     if completion == "escape":
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    if completion == "garbage":
+        for number in range(3, 100):
+            try: os.write(number, b"\\xff" * 64)
+            except OSError: pass
     if completion == "sleep": time.sleep(0.3)
     if completion == "meet in threads": threads.wait()
     return 1.0
@@ -124,7 +130,7 @@ class Talk(MultiTurnEpisode, Environment):
     ],
 )
 async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, completion: str, why: str) -> None:
-    timeout_s = 8.0 if why == "env_timeout" else 60.0
+    timeout_s = 3.0 if why == "env_timeout" else 60.0
     async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=timeout_s, memory_bytes=512 << 20) as pool:
         before, broken, beside = await asyncio.gather(*(scored(pool, text) for text in ("ok", completion, "sleep")))
         after = await scored(pool, "flood")
@@ -136,7 +142,7 @@ async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str
 ) -> None:
     monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=8.0) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
 
@@ -149,6 +155,34 @@ async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_alo
         outcomes = await asyncio.gather(*(scored(pool, text) for text in (completion, "pause", "pause")))
         assert [reason(one) for one in outcomes] == ["env_crashed", "", ""]
         assert pool.num_restarted <= 3
+
+
+async def test_who_breaks_what_its_worker_speaks_through_costs_a_few_deadlines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 1.0)
+    begun: list[int] = []
+
+    def begin() -> Answerer:
+        begun.append(1)
+        return says()
+
+    answer = Sampled(call=0, text="garbage", finish_reason="stop", num_tokens=1)
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
+        outcome = await pool.run(task(), seed=0, begin=begin, answer=answer)
+    assert reason(outcome) in ("env_timeout", "env_error", "env_crashed")
+    assert len(begun) <= 3
+
+
+async def test_what_user_code_prints_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.process.PRINT_BURST_BYTES", 10_000)
+    monkeypatch.setattr("orchestrator.workers.process.PRINT_BYTES_PER_S", 0)
+    async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
+        assert reason(await scored(pool, "flood")) == ""
+    assert 5_000 < capfd.readouterr().err.count("y") <= 10_000
+    assert "left out" in caplog.text
 
 
 async def test_async_rewards_of_many_groups_run_at_the_same_time_and_plain_ones_in_threads(tmp_path: Path) -> None:
@@ -165,14 +199,14 @@ async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> Non
 
 
 async def test_waiting_for_a_slot_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=6.0) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(24)))  # the last one waits for 6.9 s
-        assert [reason(one) for one in outcomes] == [""] * 24
+    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=2.5) as pool:
+        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(11)))  # the last one waits for 3 s
+        assert [reason(one) for one in outcomes] == [""] * 11
 
 
 async def test_waiting_for_a_model_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=6.0) as pool:
-        slow = says("on", "bye", wait=lambda: asyncio.sleep(3.2))
+    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=2.0) as pool:
+        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.1))
         outcome = await pool.run(task(), seed=0, begin=lambda: slow)
         assert isinstance(outcome, EpisodeResult)
         assert outcome.rewards == {"policy": 2.0}
@@ -247,7 +281,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=6) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=2) as pool:
         with pytest.raises(EnvironmentFailed, match="empty"):
             await pool.prompts("empty")
         with pytest.raises(EnvironmentFailed, match="reward_timeout_s"):

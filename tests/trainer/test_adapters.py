@@ -277,13 +277,18 @@ def test_an_adapter_that_computes_otherwise_is_not_gone_on_with(
         policy.weights.load(tmp_path)  # type: ignore[union-attr]
 
 
-def test_an_adapter_of_other_sizes_is_refused_with_the_keys_to_set(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_taken_up_as_it_is_and_one_of_other_sizes_refused_with_the_keys_to_set(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=1)
     bench.send(1, tiny_batch((6, 9)))
     bench.trainer.train()
     for name, data in bench.files(1).items():
         (tmp_path / name).write_bytes(data)
-    other = tiny_policy(tiny_model, target_modules=TARGETS[:2])
-    for folder in (tmp_path, tmp_path / "nothing"):
+    same = tiny_policy(tiny_model)
+    same.weights.load(tmp_path)  # type: ignore[union-attr]
+    assert files_of(same)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
+    others = ({"target_modules": TARGETS[:2]}, {"lora_alpha": 16})
+    for change, folder in (*((change, tmp_path) for change in others), ({}, tmp_path / "nothing")):
         with pytest.raises(ModelError, match="init_adapter"):
-            other.weights.load(folder)  # type: ignore[union-attr]
+            tiny_policy(tiny_model, **change).weights.load(folder)  # type: ignore[union-attr, arg-type]

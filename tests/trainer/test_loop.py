@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.infer.published import logprobs_of
 from tests.memory_channels import MemoryPolicies
-from tests.trainer.bench import Bench, on_policy
+from tests.trainer.bench import UNMASKED, Bench, on_policy
 from tests.trainer.models import CPU, files_of, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_model import write_files
 from trainer.checkpoint import CheckpointStore
-from trainer.errors import NonFiniteError
+from trainer.errors import EndedEarly, NonFiniteError
 from trainer.packing import packed_tokens
 from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.records import Canary, MicroBatch, PolicyManifest
@@ -219,6 +219,26 @@ def test_a_version_that_cannot_be_published_ends_the_run_with_its_own_error(tiny
     bench = Bench(tiny_model, tmp_path, policies=FullDisk(run_id="run"), max_steps=3, wait_timeout_s=250.0)
     with pytest.raises(StorageError):
         bench.trainer.train()
+
+
+def test_a_trainer_that_is_told_to_end_keeps_the_step_that_it_has_made(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=3, ckpt={"interval": 10}, loss=UNMASKED)
+    for step in (1, 2):
+        bench.send(step, replace(tiny_batch((6, 9), seed=step), step=step))
+    publish = bench.trainer.publish
+
+    def told_after_one(step: int) -> None:
+        publish(step)
+        if step == 1:
+            bench.trainer.end_early()
+
+    bench.trainer.publish = told_after_one  # type: ignore[method-assign]
+    with pytest.raises(EndedEarly, match="step 1"):
+        bench.trainer.train()
+    store = CheckpointStore(RunFolder(path=tmp_path, run_id="run"))
+    assert (store.steps(), sorted(bench.policies.versions)) == ([1], [0, 1])
+    kept = store.read(1)[1]["weights"]
+    assert all(torch.equal(kept[name], parameter) for name, parameter in bench.policy.named_parameters.items())
 
 
 def test_an_orchestrator_that_failed_is_not_waited_for(tiny_model: Path, tmp_path: Path) -> None:

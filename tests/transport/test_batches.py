@@ -173,6 +173,16 @@ def test_steps_that_the_trainer_has_a_checkpoint_of_make_room_for_new_ones(batch
     assert [receive(again, step).step for step in (3, 4, 5, 6)] == [3, 4, 5, 6]
 
 
+def test_what_a_rank_only_asks_for_is_not_received(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    for step in (1, 2):
+        sender.send(step, [[micro_batch(step=step)]])
+        receive(receiver, step)
+    with pytest.raises(DeadlineError):
+        receive(receiver, 3, timeout_s=0.3)
+    assert sender.received() == 2
+
+
 def test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped(batches: Batches) -> None:
     sender, receiver, sent = batches.sender(hwm=3), batches.receiver(), list[int]()
 

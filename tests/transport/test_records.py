@@ -159,6 +159,7 @@ def changed(change: Callable[[list[Any]], object]) -> bytes:
         (CorruptError, lambda fields: fields[2]["hints"].append([])),
         (CorruptError, lambda fields: fields[2]["pairs"][0][0].update(source=3)),
         (CorruptError, lambda fields: fields.__setitem__(1, fields[1][:-1])),
+        (CorruptError, lambda fields: fields.__setitem__(1, fields[1].replace(b"\0\1\1\0\1", b"\0\2\1\0\1"))),
     ],
 )
 def test_a_message_that_contradicts_itself_is_refused(

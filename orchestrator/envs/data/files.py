@@ -2,11 +2,10 @@
 the others."""
 
 import csv
-import io
+import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,19 @@ Row = Mapping[str, Any]
 """A column's value by its name."""
 MAX_SHOWN = 120
 """Characters of a value that a message shows."""
+MAX_ROWS = 2_000_000
+"""Of a data set: each process that plays its environment keeps them all."""
+MAX_BYTES = 4 << 30
+"""Of a file, and of what a compressed one holds."""
+MAX_LINE_BYTES = 256 << 20
+"""Of a line in a file of lines."""
+MAX_CELL_CHARS = 64 << 20
+"""Of a cell in a CSV file; tests of a program may be as long."""
+MAX_FACTOR, MIN_UNPACKED_BYTES = 1000, 256 << 20
+"""What a compressed file may hold for each of its own bytes; where that is less, it may hold the second."""
+_BATCH_ROWS = 1024
+_BATCH_BYTES = 64 << 20
+_SUSPICIOUS_FACTOR = 100
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _WRONG = (ValueError, TypeError, AttributeError, KeyError, IndexError, SyntaxError, RecursionError)
@@ -49,6 +61,8 @@ def parse_rows(files: Sequence[Path], parse: Callable[[Row, str], T]) -> tuple[l
         except _WRONG as error:
             why = str(error) if type(error) in (ValueError, UserError) else f"{type(error).__name__}: {error}"
             refused.append(Refused(place=place, why=why))
+        if len(made) + len(refused) > MAX_ROWS:
+            raise _too_many(files[0])
     if not made and not refused:
         raise UserError(f"{', '.join(map(str, files))}: no rows; expected at least one")
     return made, refused
@@ -68,6 +82,8 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
     if reader is None:
         raise UserError(f"{path}: expected a file whose name ends with one of {', '.join(READERS)}")
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise UserError(f"{path} has {size:,} bytes, expected at most {MAX_BYTES:,}; give a part of it")
         for number, row in reader(path):
             yield f"{path}:{number}", row
     except UserError:
@@ -103,17 +119,19 @@ def plain_value(value: Any) -> Any:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_bytes_of(path).splitlines(), start=1):
+    for number, line in enumerate(_lines_of(path), start=1):
         if line.strip():
             yield number, _parsed(line)
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
     """One list of rows, or one row a line."""
-    data = _bytes_of(path)
-    if not data.lstrip().startswith(b"["):
+    with path.open("rb") as file:
+        begin = next((line.lstrip(b"\xef\xbb\xbf") for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    if not begin.lstrip().startswith(b"["):
         yield from _json_lines(path)
         return
+    data = b"".join(_lines_of(path))
     rows = _parsed(data)
     if isinstance(rows, ValueError):
         raise rows
@@ -132,15 +150,11 @@ def _parsed(data: bytes) -> Any:
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     """The first line has the columns' names. Cells are texts. The delimiter is a comma, or what the first line has more
     of: `;`, `|` or tabs."""
-    data = _bytes_of(path)
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8") from None
-    csv.field_size_limit(sys.maxsize)
-    delimiter = max(",;\t|", key=text.partition("\n")[0].count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    csv.field_size_limit(MAX_CELL_CHARS)
+    lines = _texts_of(path)
+    first = next(lines, "")
+    delimiter = max(",;\t|", key=first.count)
+    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     names = [name.strip() for name in next(reader, [])]
     if "" in names or len(set(names)) != len(names):
         raise UserError(f"{path}:1: the columns are {shown(names)}, expected a name for each, and different ones")
@@ -162,8 +176,26 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(path)
-    yield from _of_batches(file.iter_batches(columns=_readable(file.schema_arrow)))
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names, about = _readable(file.schema_arrow), file.metadata
+        if about.num_rows > MAX_ROWS:
+            raise _too_many(path)
+        chunks = [
+            chunk
+            for group in map(about.row_group, range(about.num_row_groups))
+            for chunk in map(group.column, range(group.num_columns))
+            if chunk.path_in_schema.partition(".")[0] in names
+        ]
+        unpacked = _Unpacked(path)
+        unpacked.add(sum(chunk.total_uncompressed_size for chunk in chunks))
+        # A value that is stored once may stand in every row.
+        suspicious = [
+            chunk.total_uncompressed_size
+            for chunk in chunks
+            if chunk.total_uncompressed_size > _SUSPICIOUS_FACTOR * chunk.total_compressed_size
+        ]
+        num = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, *suspicious, 0)))
+        yield from _of_batches(path, file.iter_batches(batch_size=num, columns=names))
 
 
 def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
@@ -173,10 +205,12 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
     with pyarrow.memory_map(str(path)) as source:
         try:
             stream = pyarrow.ipc.open_stream(source)
+            batches: Iterable[Any] = stream
         except pyarrow.ArrowInvalid:
             source.seek(0)
             stream = pyarrow.ipc.open_file(source)
-        yield from _of_batches([stream.read_all().select(_readable(stream.schema))])
+            batches = map(stream.get_batch, range(stream.num_record_batches))
+        yield from _of_batches(path, (batch.select(_readable(stream.schema)) for batch in batches))
 
 
 def _readable(schema: Any) -> list[str]:
@@ -184,15 +218,56 @@ def _readable(schema: Any) -> list[str]:
     return [column.name for column in schema if "binary" not in str(column.type)]
 
 
-def _of_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+def _of_batches(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    unpacked, number = _Unpacked(path), 0
+    for batch in batches:
+        unpacked.add(batch.nbytes)
+        for start in range(0, batch.num_rows, _BATCH_ROWS):
+            for row in batch.slice(start, _BATCH_ROWS).to_pylist():
+                number += 1
+                yield number, row
 
 
-def _bytes_of(path: Path) -> bytes:
-    data = path.read_bytes()
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(f"{path} is UTF-16, expected UTF-8; save it as UTF-8")
-    return data.removeprefix(b"\xef\xbb\xbf")
+class _Unpacked:
+    """Counts what a compressed file holds. Raises UserError where that is more than any data set."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size, self._sum = path, path.stat().st_size, 0
+        self._limit = min(MAX_BYTES, max(MIN_UNPACKED_BYTES, MAX_FACTOR * self._size))
+
+    def add(self, num_bytes: int) -> None:
+        self._sum += num_bytes
+        if self._sum > self._limit:
+            raise UserError(
+                f"{self._path} has {self._size:,} bytes and holds {self._sum:,} or more, expected at most "
+                f"{self._limit:,}; give a part of it, without columns that are not needed"
+            )
+
+
+def _too_many(path: Path) -> UserError:
+    return UserError(f"{path}: more than {MAX_ROWS:,} rows, which every process would keep; give a part of them")
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file with their ends, without a byte order mark."""
+    with path.open("rb") as file:
+        number = 1
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise UserError(f"{path} is UTF-16, expected UTF-8; save it as UTF-8")
+            if len(line) > MAX_LINE_BYTES:
+                raise UserError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes")
+            yield line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            number += 1
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    for number, line in enumerate(_lines_of(path), start=1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            byte = f"byte {line[error.start]:#04x} is not UTF-8; save the file as UTF-8"
+            raise UserError(f"{path}:{number}: {byte}") from None
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {

@@ -12,7 +12,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
+from orchestrator.envs.data import files
 from orchestrator.envs.data.environment import MAX_CHARS, Dataset
+from tests.grpo.run_folder import grpo
 from tests.orchestrator.rollouts.contexts import score_of
 from transport.errors import UserError
 
@@ -239,3 +241,50 @@ def test_messages_and_columns_within_columns(tmp_path: Path) -> None:
     [first] = environment.dataset("eval")
     assert [message["role"] for message in first["prompt"]] == ["system", "user"]
     assert (first["answer"], first["at"], "image" in first) == (1, "1970-01-01 00:00:00", False)
+
+
+# --- files that hold more than they look ---
+
+
+def repeated(path: Path, *, rows: int, chars: int) -> str:
+    """One text in every row, which is stored once."""
+    table = pyarrow.table({"sum": ["a" * chars] * rows, "result": ["1"] * rows})
+    pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=True)
+    return str(path)
+
+
+@pytest.mark.parametrize(("rows", "chars"), [(1, 1 << 24), (1 << 14, 1 << 10)])
+def test_a_small_file_that_unpacks_to_much_is_refused(
+    rows: int, chars: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MIN_UNPACKED_BYTES", 1 << 20)
+    path = repeated(tmp_path / "bomb.parquet", rows=rows, chars=chars)
+    assert Path(path).stat().st_size < 8_000
+    with pytest.raises(UserError, match=r"bomb\.parquet.*give a part"):
+        made(path)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "arrow", "json"])
+def test_more_rows_than_a_process_should_keep_are_refused(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_ROWS", 20)
+    made(write(tmp_path / f"data.{suffix}", sums(20)))
+    with pytest.raises(UserError, match="20 rows"):
+        made(write(tmp_path / f"data.{suffix}", sums(21)))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("MAX_BYTES", 100), ("MAX_LINE_BYTES", 100), ("MAX_CELL_CHARS", 100)])
+def test_a_cell_a_line_and_a_file_have_a_longest(
+    name: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, name, limit)
+    with pytest.raises(UserError, match=r"data\.csv"):
+        made(write(tmp_path / "data.csv", [*sums(3), {"sum": "9" * 200, "result": "1"}]))
+
+
+def test_a_long_prompt_is_shown_by_its_beginning(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}{'a' * 100_000}", "answer": "b" * 100_000} for number in range(20)]
+    shown = grpo("data", write(tmp_path / "data.jsonl", rows)).stdout
+    assert "100,00" in shown
+    assert len(shown) < 30_000

@@ -28,10 +28,11 @@ def client_of(*urls: str, timeout_s: float = 30, api_key: str | None = None) -> 
 
 @asynccontextmanager
 async def running(watch: ServerWatch, client: InferenceClient) -> AsyncIterator[None]:
-    """While the servers are watched; closes the client afterwards."""
+    """While the servers are watched, a minute at most; closes the client afterwards."""
     task = asyncio.create_task(watch.run())
     try:
-        yield
+        async with asyncio.timeout(60):  # pytest's own limit does not end a loop that never stops asking
+            yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -19,8 +19,6 @@ from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, client_of, name_of
 from transport.limits import raise_file_limit
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @asynccontextmanager
 async def faulty(say: Say) -> AsyncIterator[str]:

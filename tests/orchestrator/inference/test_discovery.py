@@ -17,8 +17,6 @@ from tests.orchestrator.inference.serving import ask, running
 from tests.orchestrator.running import run
 from transport.status import FINISHED, StatusFile, server_file
 
-pytestmark = pytest.mark.timeout(90)
-
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 

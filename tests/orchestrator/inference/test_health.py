@@ -2,7 +2,6 @@
 
 import asyncio
 
-import pytest
 from aiohttp import web
 from msgspec import structs
 
@@ -10,8 +9,6 @@ from orchestrator.inference.pool import ServerPool
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, watched
 from transport.http import ServerLoad
-
-pytestmark = pytest.mark.timeout(90)
 
 
 class Silent(FakeServer):

@@ -17,8 +17,6 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, until
 from tests.orchestrator.inference.serving import client_of, name_of
 from transport.status import read_status
 
-pytestmark = pytest.mark.timeout(90)
-
 CAN_SLEEP = {"asleep": False}
 SLEEP = {"sleep_mode": True}
 

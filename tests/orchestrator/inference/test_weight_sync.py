@@ -18,8 +18,6 @@ from tests.orchestrator.running import run
 from transport.http import LoadReport, ServerInfo
 from transport.weights.store import InUse, read_in_use
 
-pytestmark = pytest.mark.timeout(90)
-
 
 async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:
     one, other = FakeServer(), FakeServer()

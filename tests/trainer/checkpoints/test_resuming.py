@@ -98,13 +98,17 @@ def test_a_run_in_two_parts_comes_to_the_weights_of_one_in_a_single_part(
 
 
 def test_a_run_in_two_parts_goes_on_with_the_teacher_that_it_had(tmp_path: Path, tiny_model: Path) -> None:
+    """Which keeps half of itself at each step and takes the rest from the weights."""
     loss = {"alpha_sdpo": 0.5, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
     weights = []
     for name, parts in (("straight", (3,)), ("stopped", (2, 3))):
         with founded(tmp_path / name, tiny_model, num_steps=3, hinted=True) as one:
             for steps in parts:
-                one.train(steps=steps, loss=loss)
+                one.train(steps=steps, loss=loss, ppo_epochs=1, ckpt={"interval": 1})
             weights.append(one.weights(3))
+            before, after = (one.store.read(step)[1]["average"] for step in (2, 3))
+            for name, weight in weights[-1].items():
+                torch.testing.assert_close(after[name], 0.5 * before[name] + 0.5 * weight)
     assert same(*weights)
 
 
