@@ -17,9 +17,9 @@ import yaml
 
 from deploy.programs import Signals
 from grpo.version import CannotExport, Version, open_version, settings_of
-from transport.logs import WARNINGS_FOLDER
 from transport.parent import PARENT_VAR
 from transport.ports import free_port
+from transport.run_warnings import WARNINGS_FOLDER
 from transport.status import server_file
 
 ALIAS = "policy"

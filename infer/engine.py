@@ -64,7 +64,8 @@ class Engine:
         self._client, self._model_dir, self.device = client, model_dir, device
         self._models: Any = None
         self._numbers = itertools.count(1)
-        self._in_group = False
+        self._session: str | None = None
+        """Of the trainer whose group the workers are in."""
         self._fault = ""
         self.ended = asyncio.Event()
         """Set once the engine cannot answer any more."""
@@ -250,9 +251,9 @@ class Engine:
         shapes = [list(shape) for shape in announcement.shapes]
         sent = {"names": list(announcement.names), "dtype_names": list(announcement.dtypes), "shapes": shapes}
         async with self._paused():
-            if not self._in_group:
+            if self._session != announcement.session:
                 await self._client.init_weight_transfer_engine(base.WeightTransferInitRequest(init_info=joining))
-                self._in_group = True
+                self._session = announcement.session
             await self._client.start_weight_update()
             await self._client.update_weights(base.WeightTransferUpdateRequest(update_info=sent))
             await self._client.finish_weight_update()

@@ -1,6 +1,7 @@
 """`make contracts`: whether every name of vLLM's that the server and the NCCL transfer use is in the CUDA builds of the
-oldest and the newest vLLM that are supported. Downloads their wheels once (600 MB) and reads the sources; imports
-nothing of them. Exits 1 where something is missing, and says what."""
+oldest and the newest vLLM that are supported, and whether classes of ours have what vLLM reads of them. Downloads their
+wheels once (600 MB) and reads the sources; imports nothing of them. Exits 1 where something is missing,
+and says what."""
 
 import ast
 import re
@@ -83,6 +84,11 @@ distributed.weight_transfer.base WeightTransferUpdateRequest(update_info)
 !distributed.weight_transfer.nccl_engine NCCLWeightTransferUpdateInfo(names,dtype_names,shapes)
 !distributed.weight_transfer.nccl_common NCCLWeightTransferInitInfo(master_address,master_port,rank_offset,world_size,packed)
 """  # noqa: E501
+# Classes of ours that vLLM reads: `our_file.py Class module name version`; the module calls it `name`, from then on.
+PROTOCOLS = """
+transport/weights/nccl.py Source distributed.weight_transfer.nccl_engine source 0.28
+transport/weights/nccl.py _ServersByThemselves distributed.weight_transfer.nccl_engine client 0.28
+"""
 Scope = ast.Module | ast.ClassDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -135,6 +141,32 @@ def check(wheel: zipfile.ZipFile, contracts: list[str], version: tuple[int, ...]
     return problems
 
 
+def read_of(name: str, tree: ast.Module) -> set[str]:
+    """Returns which members a module reads of what it calls `name`; `__iter__` where it goes through it."""
+    wanted = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] == name:
+            wanted.add(node.attr)
+        if isinstance(node, ast.For | ast.comprehension) and ast.unparse(node.iter) == name:
+            wanted.add("__iter__")
+    return wanted
+
+
+def check_protocols(wheel: zipfile.ZipFile, protocols: list[str], version: tuple[int, ...]) -> list[str]:
+    """Returns what a wheel's modules read of classes of ours that these have not."""
+    problems = []
+    for line in protocols:
+        file, own, module, name, since = line.split()
+        if version < tuple(map(int, since.split("."))):
+            continue
+        path = f"vllm/{module.replace('.', '/')}.py"
+        known = dict(members(ast.parse((ROOT / file).read_text())))[own]
+        assert isinstance(known, ast.ClassDef)
+        missing = read_of(name, ast.parse(wheel.read(path))) - {member for member, _ in members(known)}
+        problems += [f"{own}.{one} ({file}; {path} reads it)" for one in sorted(missing)]
+    return problems
+
+
 def modules_in_use() -> set[str]:
     """Returns the modules of vLLM that our sources name."""
     texts = [path.read_text() for pattern in USERS for path in ROOT.glob(pattern)]
@@ -144,6 +176,7 @@ def modules_in_use() -> set[str]:
 def main() -> int:
     """Checks both versions."""
     own = own_arguments(InferSettings(model="m", dtype="float32"), model_dir=ROOT, device="cuda").keys() | ON_CPU.keys()
+    protocols = PROTOCOLS.split("\n")[1:-1]
     server = {"host", "port", "enable_auto_tool_choice"}
     contracts = [*CONTRACTS.split("\n")[1:-1], f"engine.arg_utils EngineArgs({','.join(sorted(own - server))})"]
     named = {module for line in contracts for module in line.split(" ")[0].lstrip("!").split("|")}
@@ -157,9 +190,12 @@ def main() -> int:
             found = sorted(folder.glob("*.whl"))
         number = found[-1].name.split("-")[1]
         with zipfile.ZipFile(found[-1]) as wheel:
-            missing = check(wheel, contracts, tuple(map(int, number.split("."))))
-        print(f"vLLM {number}: {len(contracts)} contracts, {len(missing)} broken")
+            release = tuple(map(int, number.split(".")))
+            missing = check(wheel, contracts, release)
+            unmet = check_protocols(wheel, protocols, release)
+        print(f"vLLM {number}: {len(contracts) + len(protocols)} contracts, {len(missing + unmet)} broken")
         problems += [f"vLLM {number} lacks {one}" for one in missing]
+        problems += [f"for vLLM {number} we lack {one}" for one in unmet]
     print("\n".join(problems))
     return int(bool(problems))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from pydantic import ValidationError
 
 from configs.infer import VLLM_REFUSED, InferSettings
@@ -24,6 +25,7 @@ MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 ADAPTER = Adapter(name="policy-v3", key=7, path="/", noisy=True)
 ANNOUNCEMENT = Announcement(
     rendezvous=Rendezvous(host="trainer", port=29501, world_size=3),
+    session="first",
     names=("a.weight", "b.weight"),
     dtypes=("float32", "bfloat16"),
     shapes=((2, 3), (4,)),
@@ -108,6 +110,8 @@ async def test_weights_are_received_while_the_engine_is_paused_and_the_group_is_
     )
     sent = NCCLWeightTransferUpdateInfo(**client.said["update_weights"][0][0].update_info)
     assert (sent.names, sent.shapes) == (["a.weight", "b.weight"], [[2, 3], [4]])
+    await engine.receive_weights(structs.replace(ANNOUNCEMENT, session="second"), rank_offset=2)
+    assert client.calls.count("init_weight_transfer_engine") == 2
 
 
 @pytest.mark.parametrize("fails", ["init_weight_transfer_engine", "update_weights", "load_policy_weights"])

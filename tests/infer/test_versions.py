@@ -411,3 +411,14 @@ async def test_announced_weights_are_received_once_and_a_failure_ends_the_server
     with pytest.raises(EngineError):
         await load(in_place, run, 2)
     assert "version 2" in str(engine.fault_text)
+
+
+async def test_a_live_version_is_received_again_from_a_trainer_that_was_started_again(
+    in_place: VersionTable, run: RunFolder, engine: FakeEngine
+) -> None:
+    engine.serves = 0.0
+    announce(run, 0)
+    await load(in_place, run, 0)
+    announce(run, 0, session="second")
+    await in_place.load(run_id=run.run_id, version=0, rank_offset=3)
+    assert engine.received[-1] == 3

@@ -172,10 +172,11 @@ def weight_files(content: Mapping[str, np.ndarray]) -> dict[str, Content]:
     return shard_files(weights, max_shard_bytes=100)
 
 
-def announcement(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> bytes:
+def announcement(shapes: Mapping[str, tuple[int, ...]] = SHAPES, *, session: str = "first") -> bytes:
     meeting = Rendezvous(host="localhost", port=29501, world_size=3)
     dtypes: Any = ("float32",) * len(shapes)
-    made = Announcement(rendezvous=meeting, names=tuple(shapes), dtypes=dtypes, shapes=tuple(shapes.values()))
+    told: dict[str, Any] = {"names": tuple(shapes), "dtypes": dtypes, "shapes": tuple(shapes.values())}
+    made = Announcement(rendezvous=meeting, session=session, **told)
     return made.to_json()
 
 
@@ -200,7 +201,9 @@ def publish(
     return run.broadcasts / f"step_{version:06d}"
 
 
-def announce(run: RunFolder, version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
+def announce(
+    run: RunFolder, version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, *, session: str = "first"
+) -> None:
     """A version whose weights are going to be broadcast."""
-    files = {CANARY_FILE: canary_of(version).to_json(), ANNOUNCEMENT_FILE: announcement(shapes)}
+    files = {CANARY_FILE: canary_of(version).to_json(), ANNOUNCEMENT_FILE: announcement(shapes, session=session)}
     PolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=FULL, files=files)

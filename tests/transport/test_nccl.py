@@ -35,13 +35,13 @@ class FakeEngine:
         announced = [version for version in range(5) if self._reader.poll(version) is not None]
         self.sent.append((announced, self._reader.latest(), [name for name, _ in self.source]))
         self.may_end.wait(60)
-        if not self.source.metadata():
+        if not self.source.metadata:
             raise ConnectionError("a server is gone")
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> FakeEngine:
-    Source(WEIGHTS).metadata()  # imports vLLM, which may take longer than the deadlines below
+    _ = Source(WEIGHTS).metadata  # imports vLLM, which may take longer than the deadlines below
     return FakeEngine(tmp_path)
 
 
@@ -58,9 +58,25 @@ def test_a_version_is_announced_then_sent_and_stable_once_it_has_arrived(tmp_pat
     assert engine.sent == [([0], None, names), ([0, 1], 0, names)]
     _, held = verify_policy(step_folder(tmp_path, 1), run_id="run", version=1)
     assert held.keys() == {CANARY_FILE, ANNOUNCEMENT_FILE}
-    assert Announcement.from_json(held[ANNOUNCEMENT_FILE]) == Announcement(
-        rendezvous=RENDEZVOUS, names=("a.weight", "b.weight"), dtypes=("float32", "bfloat16"), shapes=((2, 3), (4,))
+    announced = Announcement.from_json(held[ANNOUNCEMENT_FILE])
+    assert announced == Announcement(
+        rendezvous=RENDEZVOUS,
+        session=announced.session,
+        names=("a.weight", "b.weight"),
+        dtypes=("float32", "bfloat16"),
+        shapes=((2, 3), (4,)),
     )
+
+
+def test_a_trainer_that_is_started_again_sends_what_is_there_already_in_a_session_of_its_own(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    sessions = set()
+    for _ in range(2):
+        publisher(tmp_path, engine).publish(version=0, spec=SPEC, files={CANARY_FILE: b"{}"}, weights=WEIGHTS)
+        _, held = verify_policy(step_folder(tmp_path, 0), run_id="run", version=0)
+        sessions.add(Announcement.from_json(held[ANNOUNCEMENT_FILE]).session)
+    assert (len(engine.sent), len(sessions)) == (2, 2)
 
 
 def test_a_version_whose_weights_do_not_arrive_is_never_stable(tmp_path: Path, engine: FakeEngine) -> None:
@@ -75,13 +91,16 @@ def test_a_version_whose_weights_do_not_arrive_is_never_stable(tmp_path: Path, e
     assert PolicyReader(tmp_path, run_id="run").latest() == 4, "announced is not published"
 
 
-def test_vllm_is_told_names_types_and_shapes_in_order() -> None:
+@pytest.mark.parametrize("version", [32, 33])
+def test_vllm_is_told_names_types_and_shapes_in_order(version: int) -> None:
     source = Source(WEIGHTS)
-    assert [(one.name, one.dtype, one.shape) for one in source.metadata()] == [
+    described = source.metadata() if version == 32 else source.metadata
+    assert [(one.name, one.dtype, one.shape) for one in described] == [
         ("a.weight", torch.float32, (2, 3)),
         ("b.weight", torch.bfloat16, (4,)),
     ]
-    assert [tensor.shape for _, tensor in source] == [(2, 3), (4,)]
+    assert source.implements_iter_full()
+    assert [tensor.shape for _, tensor in (source if version == 32 else source.iter_full())] == [(2, 3), (4,)]
 
 
 def test_the_installed_vllm_has_the_trainer_side_that_is_used() -> None:
@@ -97,8 +116,10 @@ def test_the_installed_vllm_has_the_trainer_side_that_is_used() -> None:
     "data",
     [
         b"{}",
-        b'{"rendezvous": {"host": "h", "port": 1, "world_size": 2}, "names": ["a"], "dtypes": [], "shapes": [[1]]}',
-        b'{"rendezvous": {"host": "h", "port": 1, "world_size": 2}, "names": ["a"], "dtypes": ["i1"], "shapes": [[1]]}',
+        b'{"rendezvous": {"host": "h", "port": 1, "world_size": 2}, "session": "s", "names": ["a"], "dtypes": [], '
+        b'"shapes": [[1]]}',
+        b'{"rendezvous": {"host": "h", "port": 1, "world_size": 2}, "session": "s", "names": ["a"], "dtypes": ["i1"], '
+        b'"shapes": [[1]]}',
     ],
 )
 def test_a_damaged_announcement_is_refused(data: bytes) -> None:

@@ -8,6 +8,8 @@ trainer is rank 0; every worker of every server takes part, so that a server tha
 served: the trainer's timeout then ends the run. The folder becomes STABLE once the weights have arrived.
 """
 
+import functools
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -32,6 +34,8 @@ class Announcement(Record, frozen=True, kw_only=True):
     """What is going to be sent, in this order. Lists of equal length."""
 
     rendezvous: Rendezvous
+    session: str
+    """Of one start of the trainer: with another one the servers meet it anew, and receive what they have had."""
     names: tuple[str, ...]
     dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...]
     """As torch names them."""
@@ -65,6 +69,7 @@ class WeightSender:
         """`join` meets the servers, to send what a source gives; None for NCCL's."""
         self._rendezvous, self._join = rendezvous, join or join_by_nccl
         self._engine: Engine | None = None
+        self._session = uuid.uuid4().hex
         waits_for = (
             f"{rendezvous.world_size - 1} workers of the servers to receive a version (weight_broadcast.timeout; "
             f"rendezvous at {rendezvous.host}:{rendezvous.port}); see their logs"
@@ -76,6 +81,7 @@ class WeightSender:
         """Returns what the servers must know beforehand."""
         return Announcement(
             rendezvous=self._rendezvous,
+            session=self._session,
             names=tuple(weight.name for weight in weights),
             dtypes=tuple(weight.dtype for weight in weights),  # type: ignore[misc]
             shapes=tuple(weight.shape for weight in weights),
@@ -93,21 +99,37 @@ class WeightSender:
         self._engine.send_weights()
 
 
+class _Metadata(list[Any]):
+    """Is read by vLLM from 0.33 on, and called by those before."""
+
+    def __call__(self) -> "_Metadata":
+        return self
+
+
 class Source:
-    """The weights as vLLM's trainer side reads them, once for each version."""
+    """The weights as vLLM's trainer side reads them, once for each version: by `iter_full` from 0.33 on, by iteration
+    before. `make contracts` compares it with what both read."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._weights = weights
 
-    def metadata(self) -> list[Any]:
-        """Returns name, type and shape of each weight."""
+    @functools.cached_property
+    def metadata(self) -> _Metadata:
+        """Name, type and shape of each weight."""
         import torch
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name=w.name, dtype=getattr(torch, w.dtype), shape=w.shape) for w in self._weights]
+        return _Metadata(ParamMeta(name=w.name, dtype=getattr(torch, w.dtype), shape=w.shape) for w in self._weights)
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
+    def implements_iter_full(self) -> bool:
+        """Whether it gives whole weights."""
+        return True
+
+    def iter_full(self) -> Iterator[tuple[str, Any]]:
+        """Yields the name and the tensor of each weight."""
         return ((weight.name, weight.tensor()) for weight in self._weights)
+
+    __iter__ = iter_full
 
 
 class _ServersByThemselves:
