@@ -1,8 +1,10 @@
 """`--help` of the programs: a page of keys, and by section (`grpo-orch --help sampling`) all that is known of each."""
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -19,20 +21,21 @@ Row = tuple[str, str, str, str]
 
 def page(cls: type[BaseModel], usage: Sequence[str], notes: Sequence[str]) -> str:
     """All keys with a sentence each, sections last."""
-    keys, sections = [], ["", "sections:"]
+    keys, sections = list[str](), list[str]()
     for name, field in cls.model_fields.items():
-        text = one_line(field.description)
-        for end in (". ", "; ", " ("):
-            text = text.split(end)[0]
+        text = first_sentence(field.description)
         if sections_of(field.annotation):
             head = f"  {name}{'[]' if is_list(field.annotation) else ''}"
             sections += _line(head, text)
         else:
-            value = default(field)
-            keys += _line(f"  --{name}", f"{text.rstrip('.')} ({value if len(value) < 24 else '…'})")
+            shown = default(field) if len(default(field)) < 24 else "…"
+            others = [one for one in choices(field.annotation) if one != shown]
+            either = f"; or {', '.join(others)}" if others else ""
+            keys += _line(f"  --{name}", f"{text} ({shown}{either})")
     about = textwrap.wrap(one_line(cls.__doc__), _WIDTH)
     ending = [line for note in notes for line in textwrap.wrap(note, _WIDTH)]
-    return "\n".join([*usage, "", *about, "", *keys, *sections, "", *ending, ""])
+    listed = ["", "sections:", *sections] if sections else []
+    return "\n".join([*usage, "", *about, "", *keys, *listed, "", *ending, ""])
 
 
 def _line(head: str, text: str) -> list[str]:
@@ -80,6 +83,24 @@ def _alternatives(sections: Sequence[type[BaseModel]], prefix: str, chosen: str)
     for (key, what, value, meaning), names in having.items():
         types = "" if len(names) == len(kinds) else f"With `type: {' or '.join(names)}`. "
         yield key, what, value, types + meaning
+
+
+def first_sentence(text: str | None) -> str:
+    """The first sentence without its stop, or its first part, and without what stands in brackets at its end."""
+    sentence = re.split(r"\.(?= )", one_line(text), maxsplit=1)[0].rstrip(".")
+    return re.sub(r" \([^()]*\)$", "", sentence).split("; ")[0]
+
+
+def choices(annotation: Any) -> list[str]:
+    """The words that a field takes one of; none of a field that takes others, too."""
+    if get_origin(annotation) is Annotated:
+        return choices(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    if get_origin(annotation) in (Union, UnionType):
+        found = [choices(one) for one in get_args(annotation) if one is not type(None)]
+        return [word for words in found for word in words] if all(found) else []
+    return []
 
 
 def one_line(text: str | None) -> str:

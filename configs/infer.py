@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Quantization, Seconds, Seed, Shared
 
@@ -37,8 +37,9 @@ VLLM_REFUSED = {
 class _ServerSettings(ProcessSettings):
     """What servers of the policy and of a teacher have in common."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; with 0.0.0.0 other machines can reach it, and it should have an API key."""
+    host: Annotated[str, BeforeValidator(lambda given: "0.0.0.0" if given is None else given)] = "127.0.0.1"
+    """Address to listen on (null: all interfaces, as 0.0.0.0, where other machines can reach it, and it should have an
+    API key)."""
     port: Port = 8000
     """Port to listen on."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

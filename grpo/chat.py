@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
     parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, the likeliest answer")
-    parser.add_argument("--max-tokens", type=int, help="of an answer (default: as the run samples)")
+    parser.add_argument("--max_tokens", "--max-tokens", type=int, help="of an answer (default: as the run samples)")
     parser.add_argument("--conversation", action="store_true", help="keep what was said before, whatever was trained")
     parser.add_argument("--system", help="a system message before everything")
 

@@ -97,7 +97,7 @@ def _answered(command: str, argv: list[str]) -> int:
     module: Any = importlib.import_module(COMMANDS[command][0])
     parser = argparse.ArgumentParser(
         prog=f"grpo {command}",
-        description=f"{COMMANDS[command][1].capitalize()}.",
+        description=f"{COMMANDS[command][1][0].upper()}{COMMANDS[command][1][1:]}.",
         epilog=module.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

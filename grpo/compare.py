@@ -60,11 +60,18 @@ class Run:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of `grpo compare`."""
     parser.usage = "grpo compare PRESET --arm NAME:KEY=VALUE --arm … [--steps N] [--seeds 1,2,3] [options of grpo]"
-    parser.add_argument("--arm", action="append", type=_arm, default=[], metavar="NAME:KEY=VALUE", help="a setting")
+    parser.add_argument(
+        "--arm",
+        action="append",
+        type=_arm,
+        default=[],
+        metavar="NAME:KEY=VALUE",
+        help="one setting of an arm; may be repeated",
+    )
     parser.add_argument("--arms", choices=("async", "ablation"), help="a comparison that has a name")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps of each run (max_steps)")
-    parser.add_argument("--seeds", type=_seeds, default=(None,), metavar="1,2,3", help="each arm with each of them")
-    help_text = f"for all runs and what comes of them ({DEFAULT_FOLDER})"
+    parser.add_argument("--seeds", type=_seeds, default=(None,), metavar="1,2,3", help="run every arm with each seed")
+    help_text = f"folder for the runs, the table and the pictures ({DEFAULT_FOLDER})"
     parser.add_argument("--output_dir", type=Path, default=Path(DEFAULT_FOLDER), help=help_text)
 
 

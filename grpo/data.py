@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import statistics
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,21 @@ from transport.errors import UserError
 from transport.logs import printable
 from transport.weights.identity import resolve_model
 
-EPILOG = """\
-PATH is a file (JSONL, JSON, CSV, Parquet, Arrow), a folder of such, OWNER/NAME of the Hugging Face Hub (downloaded
-before), or a run whose settings have the environment `dataset`: a preset, or a folder or file with run.yaml. The other
-options are the arguments of the environment, docs/data.md has them:
-
-  grpo data sums.csv --prompt "What is {sum}?" --answer result --reward number --model configs/quickstart/model
-
-exit codes: 0 all rows can be used, 1 some cannot, 2 the data or the options cannot be used"""
 MAX_SHOWN = 4_000
 """Characters of a prompt, and of an answer, that are shown."""
 MAX_COUNTED = 20_000
 """Prompts whose tokens are counted, evenly spread."""
 ARGUMENTS = [name for name in inspect.signature(Dataset).parameters if name != "path"]
+EPILOG = f"""\
+PATH is a file (JSONL, JSON, CSV, Parquet, Arrow), a folder of such, OWNER/NAME of the Hugging Face Hub (downloaded
+before), or a run whose settings have the environment `dataset`: a preset, or a folder or file with run.yaml. The
+environment's own arguments are options too:
+
+{textwrap.fill(", ".join(f"--{name}" for name in ARGUMENTS), 110, initial_indent="  ", subsequent_indent="  ")}
+
+  grpo data sums.csv --prompt "What is {{sum}}?" --answer result --reward number --model configs/quickstart/model
+
+exit codes: 0 all rows can be used, 1 some cannot, 2 the data or the options cannot be used"""
 NOT_TEXTS = {"reward", "eval_fraction", "seed", "skip_refused"}
 
 
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the model whose chat template and tokenizer are used; a run has its own")
     parser.add_argument("--max_prompt_length", type=int, help="longest prompt in tokens, as buffer.max_prompt_length")
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown as they are asked (3)")
-    parser.add_argument("--show", type=int, default=20, help="rows that are told of those refused and left out (20)")
+    parser.add_argument("--show", type=int, default=20, help="how many refused or skipped rows to list (20)")
     for name in ARGUMENTS:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml_value if name in NOT_TEXTS else str)
 

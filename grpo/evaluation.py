@@ -89,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollouts_per_example", type=int, help="answers to each prompt; more than 1 give pass@k (1)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
     parser.add_argument("--max_tokens", type=int, help="longest answer (what the context leaves)")
-    parser.add_argument("--seed", type=int, help="of what is sampled")
-    parser.add_argument("--show", type=int, default=0, help="answers that are printed, of each environment (0)")
+    parser.add_argument("--seed", type=int, help="sampling seed")
+    parser.add_argument("--show", type=int, default=0, help="print so many answers of each environment (0)")
     parser.add_argument("--json", action="store_true", help="the figures as JSON instead of a table")
 
 

@@ -76,7 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, help="file with a prompt and an answer in each row, or a run's folder")
     parser.add_argument("--prompt", default="prompt", metavar="COLUMN", help="the prompts' column (prompt)")
     parser.add_argument("--answer", default="answer", metavar="COLUMN", help="the answers' column (answer)")
-    parser.add_argument("--min_reward", type=float, default=1.0, metavar="X", help="of a run's rollouts (1)")
+    parser.add_argument(
+        "--min_reward",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="learn only a run's rollouts with at least this reward (1)",
+    )
     parser.add_argument("--batch_size", type=_positive, default=64, metavar="N", help="rows of a step (64)")
     parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="times that each row is learned (1)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of grpo-train as YAML")

@@ -19,7 +19,8 @@ from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, re
 from transport.checkpoints import TRAINER
 from transport.errors import UserError
 from transport.folders import steps_in
-from transport.logs import RunWarning, printable, run_warnings, told
+from transport.logs import printable
+from transport.run_warnings import RunWarning, run_warnings, told
 from transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from infer.versions import VersionTable
 from transport.cores import available_cores
 from transport.errors import START_AGAIN
 from transport.keys import is_loopback
-from transport.logs import kept_warnings, printable, start_log
+from transport.logs import printable, start_log
 from transport.run import RunFolder
+from transport.run_warnings import kept_warnings
 from transport.status import server_file
 from transport.weights.dequantized import wait_for_dequantized
 from transport.weights.http import FetchedVersions

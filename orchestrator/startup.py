@@ -24,8 +24,8 @@ from orchestrator.workers.pool import WorkerPool
 from transport.batches.store import StepStore
 from transport.errors import RunFolderError
 from transport.hidden import key_variables
-from transport.logs import kept_warnings
 from transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
+from transport.run_warnings import kept_warnings
 from transport.status import StatusFile
 from transport.weights.store import PolicyReader
 

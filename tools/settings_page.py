@@ -1,14 +1,16 @@
 """docs/settings.md, the table of all settings: `python -m tools.settings_page > docs/settings.md`."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import yaml
 from pydantic import BaseModel
 
 from configs.common import ProcessSettings
 from configs.help import one_line, rows
 from configs.infer import InferSettings, TeacherServerSettings
 from configs.orch import OrchSettings
-from configs.run import SHARED, RunSettings
+from configs.run import PROGRAMS, SHARED, RunSettings
 from configs.train import TrainSettings
 
 _HEAD = """# Settings
@@ -35,6 +37,50 @@ Values are read by the sources of pydantic-settings: `YamlConfigSettingsSource`,
 `CliSettingsSource` splits a command line by argparse, which takes the last of two `--seed` without a word, cannot have
 a switch both with and without a value, and stops at its first error.
 """
+
+REFERENCE = Path(__file__).parents[1] / "tests" / "configs" / "reference_defaults.yaml"
+"""All rows of the reference of the pipeline that this one implements."""
+_GIVEN = "the three programs share one folder, and a run without a name of its own is found by all of them"
+REASONS = {
+    "infer.host": "nobody else reaches a server unless he is let in; `null` is all interfaces, as there",
+    "infer.max_loras": "as many versions as can be in flight with `max_off_policy_steps` 8, so that the defaults agree",
+    "orch.model.name": "a guess would train another model; a run's file says `model` once",
+    "orch.rollouts_per_example": "with the default advantage a group of one teaches nothing, and is refused",
+    "orch.output_dir": _GIVEN,
+    "orch.ckpt.interval": "without checkpoints a run that is killed begins anew, and every batch stays on disk",
+    "orch.ckpt.keep_last": "checkpoints of a long run would fill the disk; `null` keeps all, as there",
+    "orch.report_to.project": "the product's own name",
+    "train.sequence_len": "as the orchestrator's `seq_len`, with which it must agree",
+    "train.gradient_accumulation_steps": "a batch makes one step, whatever number of micro-batches it packs into",
+    "train.per_device_train_batch_size": "a micro-batch is one packed sequence, and more of them a longer one",
+    "train.output_dir": _GIVEN,
+    "train.transport_type": "`null` follows `rollout_transport.type`, whose default is `filesystem`",
+    "train.max_async_level": "`null` follows the orchestrator's, whose default is 1",
+}
+"""Why a default is not that of the reference."""
+_DIFFERING = """
+## Defaults that are not the reference's
+
+All 124 rows of the reference are keys here, and the others have its defaults; this table is made by comparing them.
+Besides: without an `eval` section the environments of the training are evaluated before the first and after the last
+step, so that a run says what it has learned.
+"""
+
+
+def differing() -> list[tuple[str, str, str]]:
+    """Each key whose default is not that of the reference, both defaults as they are written in a file. Raises
+    AssertionError where REASONS has others."""
+    found = []
+    for role, keys in yaml.safe_load(REFERENCE.read_text()).items():
+        ours: dict[str, list[str]] = {}
+        for key, _, value, _ in rows(PROGRAMS[role]):
+            ours.setdefault(key, []).append(value)
+        for key, theirs in keys.items():
+            if theirs != "none" and theirs not in map(yaml.safe_load, ours[key]):
+                text = "null" if theirs is None else str(theirs)
+                found.append((f"{role}.{key}", text, ours[key][0]))
+    assert {key for key, _, _ in found} == REASONS.keys(), f"REASONS must have {[key for key, _, _ in found]}"
+    return found
 
 
 def _table(title: str, cls: type[BaseModel], about: str, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
@@ -64,6 +110,8 @@ def reference() -> str:
         f"`{TeacherServerSettings.env_prefix}`."
     )
     lines.append(f"\n## teacher\n\n{one_line(TeacherServerSettings.__doc__)} {about}")
+    lines += [_DIFFERING, "| key | reference | here | why |\n|---|---|---|---|"]
+    lines += [f"| `{key}` | `{theirs}` | `{ours}` | {REASONS[key]} |" for key, theirs, ours in differing()]
     return "\n".join(lines) + "\n"
 
 

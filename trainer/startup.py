@@ -28,8 +28,8 @@ from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.cores import available_cores
-from transport.logs import kept_warnings
 from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
+from transport.run_warnings import kept_warnings
 from transport.status import FINISHED, PeerWatch, StatusFile
 from transport.weights.dequantized import FOLDER as DEQUANTIZED
 from transport.weights.identity import base_identity

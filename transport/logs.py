@@ -1,28 +1,9 @@
-"""What programs tell people: their logs, in which nothing that others wrote can act on a terminal, and the warnings of
-a run, which stay in its folder for all who look at it."""
+"""What programs tell people: nothing that others wrote can act on a terminal."""
 
-import contextlib
 import logging
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import msgspec
-
-from transport.folders import write_atomic
-
-WARNINGS_FOLDER = "warnings"
-"""In the run's folder: a file for each program that has warned."""
-RUN_FILE = "run.json"
-OWN = ("orchestrator", "trainer", "infer", "transport", "deploy", "grpo", "configs")
-"""The packages whose loggers speak of the run."""
-MAX_KINDS = 50
-"""Warnings of different kinds that are kept of one program."""
-MAX_CHARS = 1000
-"""Of a warning that is kept."""
-_WRITE_S = 0.5
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -46,100 +27,3 @@ def start_log(*, level: int = logging.INFO, who: str = "") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Printable(_FORMAT.format(who=who)))
     logging.basicConfig(level=level, handlers=[handler])
-
-
-# --- warnings of a run ---
-
-
-class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """A warning as it came first. Example: ``RunWarning(program="grpo-orch", kind="…", message="in 100 % of the groups
-    of batch 1 all rewards are equal, …", step=1, times=3)``"""
-
-    program: str
-    kind: str
-    """What warnings that say the same have in common: the message without its figures."""
-    message: str
-    step: int | None
-    """The step that the program was at when it came first."""
-    times: int
-
-
-def run_warnings(folder: Path) -> list[RunWarning]:
-    """The warnings of all programs of the run in `folder`, the first step's first."""
-    found: list[RunWarning] = []
-    for path in sorted((folder / WARNINGS_FOLDER).glob("*.json")):
-        with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-            found += msgspec.json.decode(path.read_bytes(), type=list[RunWarning])
-    return sorted(found, key=lambda one: -1 if one.step is None else one.step)
-
-
-def told(warning: RunWarning) -> str:
-    """A warning in one line, for people."""
-    at = "" if warning.step is None else f", step {warning.step}"
-    often = "" if warning.times == 1 else f", {warning.times} times"
-    return printable(f"{warning.program}{at}{often}: {warning.message}".replace("\n", " "))
-
-
-@contextlib.contextmanager
-def kept_warnings(
-    folder: Path, name: str, *, step: Callable[[], int | None] = lambda: None, program: str | None = None
-) -> Iterator[None]:
-    """Within it, warnings and errors that this process's own loggers report are kept in the run's folder, each kind
-    once with its number, beside those that an earlier start has kept. `name`: of the file, without `.json`. `step`:
-    where the program is. `program`: None for `grpo-NAME`."""
-    handler = _Keeper(folder, name, step, program or f"grpo-{name}")
-    root = logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        handler.close()
-
-
-class _Keeper(logging.Handler):
-    def __init__(self, folder: Path, name: str, step: Callable[[], int | None], program: str) -> None:
-        super().__init__(logging.WARNING)
-        self._folder, self._step, self._program = folder, step, program
-        self._path = folder / WARNINGS_FOLDER / f"{name}.json"
-        self._next_s, self._written = 0.0, True
-        self._kept: dict[str, RunWarning] = {}
-        with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-            earlier = msgspec.json.decode(self._path.read_bytes(), type=list[RunWarning])
-            self._kept = {one.kind: one for one in earlier}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] not in OWN:
-            return
-        try:
-            self._keep(printable(record.getMessage()[:MAX_CHARS]))
-        except Exception:  # as logging does: a warning never ends a program
-            self.handleError(record)
-
-    def _keep(self, message: str) -> None:
-        kind = re.sub(r"\d+([.,]\d+)*(e[+-]?\d+)?", "#", message)
-        known = self._kept.get(kind)
-        if known is None and len(self._kept) >= MAX_KINDS:
-            kind, message = "others", "further warnings of other kinds; the log has them"
-            known = self._kept.get(kind)
-        if known is None:
-            self._kept[kind] = RunWarning(program=self._program, kind=kind, message=message, step=self._step(), times=1)
-        else:
-            self._kept[kind] = msgspec.structs.replace(known, times=known.times + 1)
-        self._written = False
-        if known is None or time.monotonic() >= self._next_s:
-            self._write()
-
-    def _write(self) -> None:
-        if not (self._folder / RUN_FILE).is_file():  # a server may come up before its run is founded
-            return
-        with contextlib.suppress(OSError):  # a full disk, of which others complain
-            self._path.parent.mkdir(exist_ok=True)
-            write_atomic(self._path, msgspec.json.encode(list(self._kept.values())), durable=False)
-            self._written = True
-        self._next_s = time.monotonic() + _WRITE_S
-
-    def close(self) -> None:
-        if not self._written:
-            self._write()
-        super().close()

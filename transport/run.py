@@ -27,7 +27,6 @@ from transport.code import digests
 from transport.errors import DeadlineError, RunFolderError, StaleRunError
 from transport.folders import write_atomic
 from transport.keys import SharedKey
-from transport.logs import WARNINGS_FOLDER
 from transport.records import SCHEMA_VERSION
 from transport.status import process_start
 
@@ -42,7 +41,7 @@ _POLL_S = 0.05
 _FOLDERS = (
     *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "settings", "traces"),
     "dequantized",
-    *("wandb", "tensorboard", WARNINGS_FOLDER),
+    *("wandb", "tensorboard", "warnings"),
 )
 _FILES = (
     *(KEY_FILE, "metrics.jsonl", "timeline.jsonl", "summary.json"),

@@ -14,8 +14,8 @@ from grpo.status import as_fields, run_status
 from grpo.view import traces
 from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
 from transport.errors import UserError
-from transport.logs import WARNINGS_FOLDER
 from transport.run import RUN_FILE, code_changes
+from transport.run_warnings import WARNINGS_FOLDER
 from transport.traces import traced_steps
 
 _SPARKS = 60

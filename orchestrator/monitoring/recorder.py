@@ -15,7 +15,7 @@ from orchestrator.monitoring.summary import Summary, summarise
 from orchestrator.monitoring.trackers import Reporter
 from orchestrator.resuming import Progress
 from orchestrator.samples import FinishedGroup
-from transport.logs import run_warnings
+from transport.run_warnings import run_warnings
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from orchestrator.inference.weight_sync import CanaryReport
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import REWARD, STEP
 from transport.folders import write_atomic
-from transport.logs import RunWarning, printable, told
+from transport.logs import printable
+from transport.run_warnings import RunWarning, told
 
 ACCURACY, MEASURE = "eval/accuracy/", "eval/measure/"
 """Before the names of environments, and of what their rubrics measure."""

@@ -82,6 +82,12 @@ def test_an_unknown_key_is_answered_with_the_right_one(
     assert hint in problem.message
 
 
+def test_null_is_an_address_for_all_interfaces(tmp_path: Path) -> None:
+    (tmp_path / "infer.yaml").write_text("model: m\nhost: null\n")
+    assert load(InferSettings, file=tmp_path / "infer.yaml").settings.host == "0.0.0.0"
+    assert load(InferSettings, file=tmp_path / "infer.yaml", arguments=["--host", "::1"]).settings.host == "::1"
+
+
 def test_a_trackers_name_stands_for_its_settings(orch_file: Path) -> None:
     reports = load(OrchSettings, file=orch_file, arguments=["--report_to", "tensorboard"]).settings.report_to
     assert reports is not None

@@ -1,6 +1,5 @@
 """README.md's commands, run as they stand there; those of a run and of a comparison are in test_pipeline.py."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -26,9 +25,9 @@ def test_the_first_environment_rewards_its_own_answers(tmp_path: Path, monkeypat
     """docs/python.md has the same, which is learned in test_python.py."""
     (code,) = [block for block in blocks("python") if "class CodeWord" in block]
     (tmp_path / "code_word.py").write_text(code)
-    [env] = json.loads(command("grpo quickstart --output_dir outputs/code")[-1])
+    env_id = command("grpo quickstart --output_dir outputs/code")[-1]
     monkeypatch.chdir(tmp_path)
-    made = make_environment(env["id"], {})
+    made = make_environment(env_id, {})
     for split in ("train", "eval"):
         for example in made.dataset(split):
             answer = example["prompt"].removeprefix("Code: ")[-4:][::-1]
