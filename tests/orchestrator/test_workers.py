@@ -12,7 +12,7 @@ from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.startup import keys_of_run
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Sampled
+from orchestrator.workers.protocol import Sampled, Store, encode_checked
 from orchestrator.workers.session import Answerer
 from orchestrator.workers.worker import identity_of
 from tests.orchestrator.fakes import settings_for, until
@@ -327,6 +327,12 @@ def test_a_file_is_imported_once_and_two_of_one_name_do_not_collide(tmp_path: Pa
 
 
 # --- examples ---
+
+
+def test_what_user_code_sends_is_bounded() -> None:
+    long = Store(store="s", operation="add", arguments={"data": "x" * (1 << 26)})
+    with pytest.raises(ValueError, match="bytes"):
+        encode_checked(long)
 
 
 def test_an_identity_depends_on_the_fields_that_are_named_and_is_the_same_everywhere() -> None:
