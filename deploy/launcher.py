@@ -97,7 +97,7 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
         plan = _divided(plan, model)
         folder = _open(plan)
         plan = with_run(plan, folder.run_id)
-        print(_goes_on(folder), end="", flush=True)
+        print(goes_on(folder), end="", flush=True)
         scratch = stack.enter_context(scratch_folder(folder.run_id))
         programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder, scratch=scratch)
         with launched(folder) as ended, show(folder.path) as tick:
@@ -171,7 +171,7 @@ def _open(plan: Plan) -> RunFolder:
     return run
 
 
-def _goes_on(run: RunFolder) -> str:
+def goes_on(run: RunFolder) -> str:
     """A line that says from where a run goes on; nothing of one that only begins."""
     newest, step = max(steps_in(run.broadcasts), default=0), max(steps_in(run.checkpoints, part=TRAINER), default=0)
     if not newest:

@@ -11,6 +11,7 @@ from typing import Any
 from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read
 from orchestrator.monitoring.timeline import SERVERS, Span, covered_s, read_timeline
 from transport.folders import write_atomic
+from transport.logs import printable
 
 NUM_PICTURED = 10
 """So many steps of the first arm fill the picture of who did what when."""
@@ -62,7 +63,7 @@ def report(runs: Runs, folder: Path) -> None:
         figures = [measured(path) for _, path in own]
         done = zip(own, figures, strict=True)
         arms[name] = {"runs": [{"seed": seed, "folder": str(path), "figures": one} for (seed, path), one in done]}
-        names = dict.fromkeys(key for one in figures for key in one)
+        names = _ordered(figures)
         values = {key: [one[key] for one in figures if key in one] for key in names}
         arms[name]["mean"] = {key: statistics.fmean(some) for key, some in values.items()}
         arms[name]["deviation"] = {key: statistics.stdev(some) for key, some in values.items() if len(some) > 1}
@@ -97,6 +98,18 @@ def measured(folder: Path) -> dict[str, float]:
     return found | _times(folder, steps) | {f"tokens, {phase}": n for phase, n in summary.get("tokens", {}).items()}
 
 
+def _ordered(several: Sequence[Mapping[str, float]]) -> list[str]:
+    """The titles of all, those that only some have beside the ones that they follow there."""
+    names: list[str] = []
+    for one in several:
+        place = 0
+        for name in one:
+            if name not in names:
+                names.insert(place, name)
+            place = names.index(name) + 1
+    return names
+
+
 def _held_out(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Accuracies, rewards and measures of each environment, by the first and by the last version that was evaluated."""
     if len(evaluations) < 2:
@@ -129,11 +142,23 @@ def _times(folder: Path, steps: Sequence[Mapping[str, float]]) -> dict[str, floa
         "training, s": train_s,
         "trainer waits, s": covered_s([span for span in of["wait"] if span.step != steps[0][STEP]]),
         "wall / longer of generating and training": wall_s / max(generate_s, train_s),
+        **_of_steps(steps),
+        "weight syncs": float(len({span.step for span in spans if span.what == "load"} - {0})),
+        "rollouts": sum(num),
         "rollouts a second": sum(num) / wall_s,
         "sampled tokens a second": tokens / wall_s,
         "lag, mean": sum(record["policy/lag_mean"] * n for record, n in zip(steps, num, strict=True)) / sum(num),
         "lag, largest": max(record["policy/lag_max"] for record in steps),
     }
+
+
+def _of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean times of one step's parts."""
+    found = {}
+    for title, key in (("generating a batch", "generate"), ("training a step", "train"), ("weight sync", "load")):
+        if some := [record[f"time/{key}_s"] for record in steps if f"time/{key}_s" in record]:
+            found[f"{title}, s, mean"] = statistics.fmean(some)
+    return found
 
 
 def training(spans: Sequence[Span], *, last: int) -> list[Span]:
@@ -158,17 +183,18 @@ def _print_table(arms: Mapping[str, Any]) -> None:
     """A row a figure, a column an arm, and of two arms what the second is divided by the first."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     num = max(len(arm["runs"]) for arm in arms.values())
     ratio = " / ".join(reversed(list(arms))) if len(arms) == 2 else None
     title = f"mean ± standard deviation over {num} seeds" if num > 1 else None
     table = Table("", *arms, *([ratio] if ratio else []), title=title)
-    for name in dict.fromkeys(name for arm in arms.values() for name in arm["mean"]):
+    for name in _ordered([arm["mean"] for arm in arms.values()]):
         cells = [_shown(arm, name) for arm in arms.values()]
         if ratio:
             one, two = (arm["mean"].get(name) for arm in arms.values())
             cells.append(f"{two / one:.2f}" if one and two is not None else "")
-        table.add_row(name, *cells)
+        table.add_row(Text(printable(name)), *cells)
     Console().print(table)
 
 

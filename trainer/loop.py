@@ -154,7 +154,10 @@ class Trainer:
             release_memory(self._policy.device)  # for the server, which wakes now
         if step % self._settings.logging_steps:
             return
-        shown = ("loss/total", "policy/kl", "policy/masked", "optim/grad_norm", "perf/train_tokens_per_s")
+        shown = (
+            *("loss/total", "policy/kl", "policy/teacher_kl", "policy/masked", "policy/tokens", "optim/grad_norm"),
+            "perf/train_tokens_per_s",
+        )
         said = (f"{key} {self._metrics[key]:.4g}" for key in shown if key in self._metrics)
         log.info("step %d: %s", step, " ".join(said))
 

@@ -134,3 +134,19 @@ def test_the_report_has_means_and_deviations_over_seeds_and_pictures(
 def test_a_folder_with_a_run_of_another_command_is_refused(tmp_path: Path) -> None:
     (tmp_path / "commands.json").write_text(json.dumps({str(tmp_path / "sync"): [PRESET, "--seed=7"]}))
     assert grpo("compare", PRESET, "--arms", "async", "--output_dir", tmp_path).returncode == 2
+
+
+def test_rows_of_only_some_arms_stand_beside_what_they_belong_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, full = finished(tmp_path / "plain"), finished(tmp_path / "full")
+    lines = [json.loads(line) for line in (full / "metrics.jsonl").read_text().splitlines()]
+    more = {"loss/total": 1.0, "loss/policy": 0.5, "loss/sdpo": 0.5, "time/train_s": 2.0}
+    (full / "metrics.jsonl").write_text("".join(json.dumps(line | more) + "\n" for line in lines))
+    report({"plain": [(None, plain)], "full": [(None, full)]}, tmp_path / "plain")
+    rows = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    loss = rows.index("loss, last quarter")
+    assert rows[loss : loss + 3] == ["loss, last quarter", "of the policy", "of hints"]
+    assert loss < rows.index("hints given") < rows.index("wall time, s")
+    figures = measured(full)
+    assert (figures["weight syncs"], figures["rollouts"], figures["training a step, s, mean"]) == (4.0, 32.0, 2.0)

@@ -87,6 +87,19 @@ async def test_a_loaded_version_is_live_under_its_name_and_the_alias(
     assert len(engine.adapters) == 1
 
 
+@pytest.mark.parametrize("replica", [0, 1])
+async def test_each_of_several_engines_proves_a_version(
+    table: VersionTable, run: RunFolder, engine: FakeEngine, replica: int
+) -> None:
+    engine.num_replicas = 2
+    publish(run, 1)
+    publish(run, 2)
+    await load(table, run, 1)
+    engine.without_adapters = {replica}
+    assert await refusal(table, run, 2) == "not_applied"
+    assert table.live == [1]
+
+
 async def test_a_refused_version_leaves_the_server_on_what_it_had(
     table: VersionTable, run: RunFolder, engine: FakeEngine
 ) -> None:

@@ -1,20 +1,23 @@
 """The trainer's part of the traces."""
 
+import math
 import time
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from msgspec.structs import replace
 
 from configs.loss import LossSettings
-from tests.trainer.models import CPU, tiny_batch
+from tests.trainer.bench import Bench, on_policy
+from tests.trainer.models import CPU, VOCAB, tiny_batch
 from trainer import traces
 from trainer.loss import PolicyTokens
 from trainer.objective import policy_inputs
 from trainer.traces import TrainedTokens
-from transport.traces import FOLDER, VOCABULARY_FILE, trained_path
+from transport.traces import FOLDER, MASKS, TRAINED_SCHEMA, VOCABULARY_FILE, trained_path
 
 
 def train(kept: TrainedTokens, steps: range) -> None:
@@ -52,3 +55,25 @@ def test_nothing_is_kept_where_nobody_wants_traces(tmp_path: Path) -> None:
     kept.write(1)
     kept.close()
     assert not trained_path(tmp_path, 1, 0).exists()
+
+
+def test_a_trained_token_is_told_once_as_it_was_before_the_first_step_with_why_it_was_left_out(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / VOCABULARY_FILE).touch()
+    bench = Bench(tiny_model, tmp_path, max_steps=1, ppo_epochs=2)
+    batch = on_policy(tiny_batch((6, 9)), bench.policy)  # of which 5 and 8 tokens carry loss
+    shifted = batch.inference_logprobs.copy()
+    shifted[3] += 2.3  # its ratio is 0.1
+    bench.send(1, replace(batch, inference_logprobs=shifted))
+    bench.trainer.train()
+    bench.trainer.close()
+    rows = pq.read_table(trained_path(tmp_path, 1, 0), schema=TRAINED_SCHEMA).to_pylist()
+    first, second = rows
+    assert [row["rollout"] for row in rows] == list(batch.rollout_ids)
+    expected = batch.inference_logprobs[batch.loss_mask]
+    assert [*first["trainer_logprobs"], *second["trainer_logprobs"]] == pytest.approx(expected.tolist(), abs=1e-5)
+    reason = {MASKS[code] for row in rows for code in row["masked"]}
+    assert (reason, [code > 0 for code in first["masked"]]) == ({"", "token_low"}, [False, False, True, False, False])
+    assert all(0 < entropy <= math.log(VOCAB) for row in rows for entropy in row["entropy"])

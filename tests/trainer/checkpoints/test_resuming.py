@@ -1,6 +1,7 @@
 """Resuming a run: from which checkpoint, with which settings, and what the other programs see of it."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -255,7 +256,11 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_have_one(started
 def test_a_damaged_checkpoint_is_not_passed_over_silently(started: Run) -> None:
     started.train(steps=4)
     (started.store.path(4) / "weights.safetensors").write_bytes(b"torn")
-    with pytest.raises(CorruptError, match=r"trainer/weights\.safetensors"):
+    with pytest.raises(CorruptError, match=r"trainer/weights\.safetensors.*resume_step: 2"):
+        started.train()
+    shutil.rmtree(step_folder(started.folder.checkpoints, 4))
+    (started.store.path(2) / "weights.safetensors").write_bytes(b"torn")
+    with pytest.raises(CorruptError, match="resume_step: 0"):
         started.train()
 
 
