@@ -17,6 +17,8 @@ PROTOCOL = 1
 """To be raised with each change of what is said here."""
 MAX_FRAME_BYTES = 1 << 31
 """A peer that sends more is cut off."""
+MAX_USER_BYTES = 1 << 26
+"""Of one message with values of user code."""
 ALIVE_INTERVAL_S = 1.0
 """How often either side says that its event loop turns."""
 
@@ -171,6 +173,8 @@ class Run(Job, kw_only=True):
     """Whether the rubric is asked; otherwise rewards are 0."""
     answer: Sampled | None = None
     """To the rollout's first call, where it was sampled in advance together with the others of its group."""
+    trial: bool = False
+    """Whether only this is asked: can an answer be scored; see `orchestrator.workers.trial`."""
 
 
 class Ended(Job, kw_only=True):
@@ -261,12 +265,14 @@ def other_protocol(theirs: int) -> str:
 
 def encode_checked(message: FromWorker) -> bytes:
     """As `encode`, for what user code has put values into. Raises ValueError where one has another type than is
-    expected in its place."""
+    expected in its place, and for what would hold up the other end."""
     try:
         data = encode(message)
         _decode(data)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"a {type(message).__name__} of this rollout holds what cannot be sent: {error}") from None
+    if len(data) > MAX_USER_BYTES:
+        raise ValueError(f"a {type(message).__name__} of this rollout has {len(data)} bytes, at most {MAX_USER_BYTES}")
     return data
 
 

@@ -233,7 +233,21 @@ def test_a_run_that_has_done_its_steps_does_not_swallow_a_setting(tmp_path: Path
     for change in ("train.learning_rate=1e-4", "orch.eval.interval=7", "train.max_grad_norm=0.5"):
         with pytest.raises(RunFolderError, match=change.partition("=")[0].partition(".")[2]):
             run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{change}"]), shown)
-    run(load_run(PRESET, ["--output_dir", str(tmp_path)]), shown)
+    run(load_run(PRESET, ["--output_dir", str(tmp_path), "--resume_with_changed_code"]), shown)
+
+
+def test_code_that_has_changed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    code, folder = tmp_path / "own.py", tmp_path / "run"
+    code.write_text("class Own: pass")
+    words = ["--output_dir", str(folder), "--env", f"{code}:Own"]
+    create_run(folder)
+    join_run(folder, role="orch", settings=plan(*words[2:]).orch.model_dump(mode="json"), timeout_s=1)
+    code.write_text("class Own: reward = 1")
+    with pytest.raises(RunFolderError, match=r"own\.py.*resume_with_changed_code"):
+        run(load_run(PRESET, words), shown)
+    (folder / "summary.json").write_text('{"steps": 60}')
+    with pytest.raises(RunFolderError, match="has done its steps"):
+        run(load_run(PRESET, [*words, "--resume_with_changed_code"]), shown)
 
 
 def test_what_goes_back_is_the_launcher_and_not_a_program_that_it_starts_again() -> None:

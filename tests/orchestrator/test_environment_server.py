@@ -74,8 +74,8 @@ async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_se
 async def test_an_environment_that_is_long_to_import_holds_up_no_session(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.server.SILENCE_LIMIT_S", 4.0)
-    env_file.write_text(f"import time\ntime.sleep(6)\n{HOSTILE}")  # noqa: ASYNC240
+    monkeypatch.setattr("orchestrator.workers.server.SILENCE_LIMIT_S", 2.5)
+    env_file.write_text(f"import time\ntime.sleep(3)\n{HOSTILE}")  # noqa: ASYNC240
     env_id = f"{env_file}:Hostile"
     async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
         assert reason(await scored(pool, "ok")) == ""
@@ -128,7 +128,7 @@ async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ev
         for key in ("another-key-of-16-characters", ""):
             monkeypatch.setenv("GRPO_ENV_KEY", key)
             with pytest.raises(EnvironmentFailed):
-                async with pool_for(env_id, address=server.address, start_timeout_s=1.0):
+                async with pool_for(env_id, address=server.address, start_timeout_s=0.5):
                     pass
     monkeypatch.delenv("GRPO_ENV_KEY")
     with pytest.raises(ValueError, match="GRPO_ENV_KEY"):
@@ -151,13 +151,16 @@ async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -
 async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
     env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address, timeout_s=8.0) as pool:
+    async with serving(env_id) as server, pool_for(env_id, address=server.address, timeout_s=3.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("hold", "pause", "pause")))
         assert [reason(one) for one in outcomes] == ["env_timeout", "", ""]
         assert pool.num_restarted <= 3
 
 
-async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(env_file: Path) -> None:
+async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.workers.session.SILENCE_LIMIT_S", 3.0)
     env_id, went_on = f"{env_file}:Talk", asyncio.Event()
     command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
@@ -287,7 +290,7 @@ async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_
 
 async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(env_file: Path) -> None:
     env_id = f"{env_file}:Talk"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address, start_timeout_s=5.0) as pool:
+    async with serving(env_id) as server, pool_for(env_id, address=server.address, start_timeout_s=3.0) as pool:
         await server.close()
         with pytest.raises(EnvironmentKilled, match=server.address):
             await pool.run(task(), seed=0, begin=lambda: says("on", "bye"))

@@ -12,7 +12,7 @@ from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.startup import keys_of_run
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Sampled
+from orchestrator.workers.protocol import Sampled, Store, encode_checked
 from orchestrator.workers.session import Answerer
 from orchestrator.workers.worker import identity_of
 from tests.orchestrator.fakes import settings_for, until
@@ -130,7 +130,7 @@ class Talk(MultiTurnEpisode, Environment):
     ],
 )
 async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, completion: str, why: str) -> None:
-    timeout_s = 8.0 if why == "env_timeout" else 60.0
+    timeout_s = 3.0 if why == "env_timeout" else 60.0
     async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=timeout_s, memory_bytes=512 << 20) as pool:
         before, broken, beside = await asyncio.gather(*(scored(pool, text) for text in ("ok", completion, "sleep")))
         after = await scored(pool, "flood")
@@ -142,7 +142,7 @@ async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str
 ) -> None:
     monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=8.0) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
 
@@ -199,14 +199,14 @@ async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> Non
 
 
 async def test_waiting_for_a_slot_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=6.0) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(24)))  # the last one waits for 6.9 s
-        assert [reason(one) for one in outcomes] == [""] * 24
+    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=2.5) as pool:
+        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(11)))  # the last one waits for 3 s
+        assert [reason(one) for one in outcomes] == [""] * 11
 
 
 async def test_waiting_for_a_model_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=6.0) as pool:
-        slow = says("on", "bye", wait=lambda: asyncio.sleep(3.2))
+    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=2.0) as pool:
+        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.1))
         outcome = await pool.run(task(), seed=0, begin=lambda: slow)
         assert isinstance(outcome, EpisodeResult)
         assert outcome.rewards == {"policy": 2.0}
@@ -281,7 +281,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=6) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=2) as pool:
         with pytest.raises(EnvironmentFailed, match="empty"):
             await pool.prompts("empty")
         with pytest.raises(EnvironmentFailed, match="reward_timeout_s"):
@@ -327,6 +327,12 @@ def test_a_file_is_imported_once_and_two_of_one_name_do_not_collide(tmp_path: Pa
 
 
 # --- examples ---
+
+
+def test_what_user_code_sends_is_bounded() -> None:
+    long = Store(store="s", operation="add", arguments={"data": "x" * (1 << 26)})
+    with pytest.raises(ValueError, match="bytes"):
+        encode_checked(long)
 
 
 def test_an_identity_depends_on_the_fields_that_are_named_and_is_the_same_everywhere() -> None:

@@ -97,12 +97,12 @@ def test_a_program_is_called_its_errors_are_told_and_it_sees_its_own_keys(
     program: McpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUN_KEY", "secret")
-    shop = Shop(program, timeout_s=6)
+    shop = Shop(program, timeout_s=3)
     calls = [call("price", fruit="plum"), call("price", fruit="car"), call("slow"), call("key"), call("price")]
     state, told = asyncio.run(played(shop, "".join(calls)))
     assert told[0] == "4"
     assert "no car" in told[1]
-    assert "6 s" in told[2]
+    assert "3 s" in told[2]
     assert told[3] == "['a', None]"
     assert "fruit" in told[4]
     assert state.data == {"num_tool_calls": 5, "tool_errors": 3}
