@@ -48,6 +48,7 @@ def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bo
         *(f"       {f'grpo {name} …':<20} {about}" for name, about in commands.items()),
     ]
     notes = [
+        "A first run: grpo quickstart --output_dir outputs/first; with --view its page is served while it goes on.",
         f"RUN is a folder with run.yaml, such a file, or one of the presets {', '.join(presets())}.",
         "Keys of one program follow its name: --train.learning_rate 1e-3 --orch.sampling.max_tokens 64.",
         "grpo --help train lists the trainer's keys; grpo --help KEY tells more of a key.",

@@ -11,6 +11,7 @@ from typing import Any
 from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read
 from orchestrator.monitoring.timeline import SERVERS, Span, covered_s, read_timeline
 from transport.folders import write_atomic
+from transport.logs import printable
 
 NUM_PICTURED = 10
 """So many steps of the first arm fill the picture of who did what when."""
@@ -182,6 +183,7 @@ def _print_table(arms: Mapping[str, Any]) -> None:
     """A row a figure, a column an arm, and of two arms what the second is divided by the first."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     num = max(len(arm["runs"]) for arm in arms.values())
     ratio = " / ".join(reversed(list(arms))) if len(arms) == 2 else None
@@ -192,7 +194,7 @@ def _print_table(arms: Mapping[str, Any]) -> None:
         if ratio:
             one, two = (arm["mean"].get(name) for arm in arms.values())
             cells.append(f"{two / one:.2f}" if one and two is not None else "")
-        table.add_row(name, *cells)
+        table.add_row(Text(printable(name)), *cells)
     Console().print(table)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.run_files import EVALUATED, REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
 from grpo.status import RunStatus, run_status, shown
+from transport.logs import printable
 from transport.parent import PARENT_VAR
 from transport.run import code_changes
 from transport.status import FAILED, FINISHED, STOPPED
@@ -146,12 +147,12 @@ class Run:
         """Raises `RunFailed` where the run has ended with an error."""
         if self._process is None:
             if (status := self.status).state in (FAILED, STOPPED):
-                raise RunFailed(f"{self.folder}: {status.waits}")
+                raise RunFailed(printable(f"{self.folder}: {status.waits}"))
         elif self._process.poll():
             lines = self.log.splitlines()
             errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
             told = "\n".join(lines[errors[0] :] if errors else lines[-20:])
-            raise RunFailed(f"{self.folder}: grpo ended with exit code {self._process.returncode}\n{told}")
+            raise RunFailed(printable(f"{self.folder}: grpo ended with exit code {self._process.returncode}\n{told}"))
 
     def stop(self) -> None:
         """Ends a run that was started here, as Ctrl-C ends the command; the same call of `train` goes on with it.

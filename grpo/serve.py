@@ -18,7 +18,7 @@ import yaml
 from deploy.programs import Signals
 from grpo.version import CannotExport, Version, open_version, settings_of
 from transport.parent import PARENT_VAR
-from transport.ports import free_port
+from transport.ports import free_port, port_number
 from transport.run_warnings import WARNINGS_FOLDER
 from transport.status import server_file
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
     parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument("--port", type=port_number, help="default: a free one")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -64,7 +64,7 @@ def train(
     given = dict(settings) if steps is None else settings | {"max_steps": steps}
     folder = Path(given.get("output_dir") or read_yaml(run_file(preset)).get("output_dir") or "outputs")
     if env is not None:
-        overwrite = bool(given.get("overwrite_output_dir"))
+        overwrite = bool(given.get("overwrite_output_dir") or given.get("resume_with_changed_code"))
         given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in _several(env)]
     words = [f"--{key}={text}" for key, text in _texts(given)]
     try:

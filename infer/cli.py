@@ -1,9 +1,12 @@
 """`grpo-infer [infer.yaml] [--key value …]`: the inference server."""
 
+import contextlib
 import gc
 import logging
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 
 from configs.entry import load_settings
 from configs.infer import InferSettings
@@ -12,6 +15,8 @@ from transport.hidden import hide_environment, key_variables
 from transport.limits import raise_file_limit
 from transport.parent import end_with_starter
 
+MAX_TEMPORARY = 40
+"""Characters of a temporary folder's path that leave room for another folder and a socket: that takes 107 at most."""
 if "--multiprocessing-fork" in sys.orig_argv:
     gc.disable()  # an engine's process that is started anew imports this module before vLLM; `PolicyWorker` ends it
 
@@ -29,12 +34,28 @@ def main() -> None:
     set_numeric_defaults()
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
 
-    from infer.server import run
+    with temporary_folder():
+        from infer.server import run
 
-    code = run(settings)
+        code = run(settings)
     logging.shutdown()
     # At once: vLLM's libraries report leaks while the interpreter ends, below the line that says what went wrong.
     os._exit(code)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[None]:
+    """Within it, what this process and those that it starts leave in the machine's temporary folder, sockets above all,
+    is in a folder there that goes at the end. Only what torch has compiled stays for later starts."""
+    outer = tempfile.gettempdir()
+    if len(outer) > MAX_TEMPORARY:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="grpo-infer-", dir=outer, ignore_cleanup_errors=True) as folder:
+        user = os.environ.get("USER") or os.getuid()
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{user}")
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
 
 
 if __name__ == "__main__":

@@ -60,8 +60,10 @@ class Adapter:
 class Engine:
     """The running engine, and the names under which vLLM's own OpenAI routes reach its adapters."""
 
-    def __init__(self, client: Any, *, device: str, model_dir: Path) -> None:
+    def __init__(self, client: Any, *, device: str, model_dir: Path, num_replicas: int = 1) -> None:
         self._client, self._model_dir, self.device = client, model_dir, device
+        self.num_replicas = num_replicas
+        """Engines (`dp`) among which requests are divided; each has every version."""
         self._models: Any = None
         self._numbers = itertools.count(1)
         self._session: str | None = None
@@ -159,13 +161,20 @@ class Engine:
             await asyncio.gather(ending, *sampling, return_exceptions=True)
 
     async def score(
-        self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
+        self,
+        token_ids: Sequence[int],
+        adapter: Adapter | None,
+        *,
+        temperature: float = 1.0,
+        priority: int = 0,
+        replica: int | None = None,
     ) -> list[float]:
         """Returns the log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it. A lower
-        `priority` is scheduled before waiting requests of a higher one; requests have 0."""
+        `priority` is scheduled before waiting requests of a higher one; requests have 0. `replica` is which of several
+        engines (`dp`) computes them, None: whichever is free."""
         extra = None if temperature == 1.0 else {score_temperature.KEY: temperature}
         params = _params(max_tokens=1, temperature=0.0, prompt_logprobs=0, extra_args=extra)
-        result = await self._final(list(token_ids), params, adapter, priority=priority)
+        result = await self._final(list(token_ids), params, adapter, priority=priority, replica=replica)
         return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
 
     async def _final(
@@ -178,6 +187,7 @@ class Engine:
         priority: int = 0,
         name: str | None = None,
         may_end: asyncio.Event | None = None,
+        replica: int | None = None,
     ) -> Any:
         """vLLM's only output of a request in FINAL_ONLY mode; an incomplete one only once `may_end` is set."""
         final = None
@@ -189,6 +199,7 @@ class Engine:
             request_id=name or f"policy-{next(self._numbers)}",
             lora_request=_lora_request(adapter) if adapter else None,
             priority=priority,
+            **({} if replica is None or self.num_replicas == 1 else {"data_parallel_rank": replica}),
         ):
             final = output
         ends = ("stop", "length", "abort") if may_end is not None and may_end.is_set() else ("stop", "length")
@@ -398,7 +409,7 @@ async def embedded(
                 name = signal.Signals(int(killed[1])).name
                 raise EngineEnded(f"vLLM's engine process was killed by {name} while it started") from error
             raise
-        engine = Engine(client, device=device, model_dir=model_dir)
+        engine = Engine(client, device=device, model_dir=model_dir, num_replicas=settings.dp)
         watch = asyncio.create_task(engine.watch())
         try:
             tasks = await engine.or_end(client.get_supported_tasks())

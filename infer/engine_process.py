@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infer import lend
-from transport.parent import end_with
+from transport.parent import end_with, watch
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class FollowServer:
     plain_weights: bool = False
     """Whether the engine computes with plain weights on a CPU, so that it can share them."""
 
-    def __reduce__(self) -> tuple[Any, tuple[int, int, bool, bool]]:
-        return follow, (os.getpid(), self.server_pid, self.norm_noise, self.plain_weights)
+    def __reduce__(self) -> tuple[Any, tuple[int, int, bool, bool, bool]]:
+        starter_stays = threading.current_thread() is threading.main_thread()
+        return follow, (os.getpid(), self.server_pid, self.norm_noise, self.plain_weights, starter_stays)
 
     def compute_hash(self) -> str:
         """What vLLM's cache of compiled models depends on, besides its own settings."""
@@ -57,19 +58,20 @@ class FollowServer:
 
         multiprocessing.util.register_after_fork(self, forked)
 
-    def act(self, parent: int) -> None:
-        """Prepares this process, which `parent` has started, unless it is the server's."""
+    def act(self, parent: int, *, starter_stays: bool = True) -> None:
+        """Prepares this process, which `parent` has started, by a thread that stays or one that may end before it,
+        unless it is the server's."""
         if self.server_pid != os.getpid():
-            end_with(parent)
+            (end_with if starter_stays else watch)(parent)
             gc.freeze()
             if self.plain_weights:
                 lend.keep_plain_weights()
 
 
-def follow(parent: int, server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:
+def follow(parent: int, server_pid: int, norm_noise: bool, plain_weights: bool, starter_stays: bool) -> FollowServer:
     """A FollowServer on its arrival in another process, which `parent` has started."""
     arrived = FollowServer(server_pid, norm_noise, plain_weights)
-    arrived.act(parent)
+    arrived.act(parent, starter_stays=starter_stays)
 
     from tqdm import tqdm  # type: ignore[import-untyped]
 

@@ -30,6 +30,10 @@ CANARY_PRIORITY = -1
 """Before all waiting rollouts, so that a new version is not proved after a long queue."""
 
 
+Scores = Sequence[Sequence[float]]
+"""Log-probabilities of a canary by each of the engine's replicas (`dp`)."""
+
+
 class NotLive(LookupError):
     """A version was asked for that is not served."""
 
@@ -53,7 +57,7 @@ class Served:
     report: LoadReport | None = None
     folder: Path | None = None
     """With weights that can be loaded again; None for the base's, and for a broadcast."""
-    scores: Sequence[float] = ()
+    scores: Scores = ()
     """Of the canary, where the version has taken the place of the model's weights."""
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once requests that follow must move on: a newer version is live, or this one is about to be replaced."""
@@ -97,7 +101,7 @@ class VersionTable:
         self._live: dict[int, Served] = {}
         self._retired: list[Served] = []
         self._canary_ids: tuple[int, ...] = ()
-        self._base_scores: Sequence[float] = ()
+        self._base_scores: Scores = ()
         self._last_key = 0
         self._lock = asyncio.Lock()
         self._open = asyncio.Event()
@@ -218,14 +222,18 @@ class VersionTable:
         self._base_scores = await self._score(canary.token_ids, None)
         self._canary_ids = canary.token_ids
 
-    async def _score(self, token_ids: Sequence[int], adapter: Adapter | None) -> list[float]:
-        return await self.engine.score(token_ids, adapter, priority=CANARY_PRIORITY)
+    async def _score(self, token_ids: Sequence[int], adapter: Adapter | None) -> Scores:
+        ranks = range(self.engine.num_replicas)
+        return await asyncio.gather(
+            *(self.engine.score(token_ids, adapter, priority=CANARY_PRIORITY, replica=rank) for rank in ranks)
+        )
 
-    def _effect(
-        self, canary: Canary, scores: Sequence[float], without: Sequence[float], *, noise: bool = False
-    ) -> CanaryFigures:
-        dtype, device, tolerance = self.engine.dtype, self.engine.device, self.tolerance
-        return check_effect(canary, scores, without, dtype=dtype, device=device, tolerance=tolerance, noise=noise)
+    def _effect(self, canary: Canary, scores: Scores, without: Scores, *, noise: bool = False) -> CanaryFigures:
+        """Of the replica that is farthest from the trainer."""
+        settings: dict[str, Any] = {"dtype": self.engine.dtype, "device": self.engine.device, "noise": noise}
+        settings |= {"tolerance": self.tolerance}
+        both = zip(scores, without, strict=True)
+        return max((check_effect(canary, *one, **settings) for one in both), key=lambda figures: figures.gap)
 
     async def _add(
         self, served: Served, canaries: Sequence[Canary], manifest: PolicyManifest, folder: Path
@@ -344,7 +352,8 @@ class VersionTable:
             return False
         dtype = self.engine.dtype
         allowed = tolerance_of(dtype, dtype, device=self.engine.device, setting=self.tolerance)
-        return largest_gap(scores, before.scores or self._base_scores) <= allowed
+        both = zip(scores, before.scores or self._base_scores, strict=True)
+        return all(largest_gap(*one) <= allowed for one in both)
 
 
 def _report(version: int, canary: CanaryFigures, started_s: float, loaded_s: float, **others: Any) -> LoadReport:

@@ -1,5 +1,6 @@
 """The model's chat template and tokenizer: prompts to ids, sampled ids to text."""
 
+import contextlib
 import functools
 import re
 import threading
@@ -10,6 +11,9 @@ from typing import Any
 from orchestrator.rollouts.records import Messages
 from transport.errors import UserError
 from transport.http import Choice
+
+TEMPLATE_S = 20.0
+"""How long the first rendering may take, its imports included."""
 
 
 class ChatRenderer:
@@ -33,7 +37,20 @@ class ChatRenderer:
             raise UserError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
         if tokenizer.chat_template is None:
             raise UserError(f"the tokenizer of {folder} has no chat template; give a model.name that has one")
-        return cls(tokenizer)
+        renderer = cls(tokenizer)
+        first = threading.Thread(target=renderer._try_template, name="template", daemon=True)
+        first.start()
+        first.join(TEMPLATE_S)
+        if first.is_alive():  # the thread ends with the process
+            raise UserError(
+                f"the chat template of {folder} does not come to an end with a single message (it was given "
+                f"{TEMPLATE_S:g} s); mend it, or give a model.name that has another"
+            )
+        return renderer
+
+    def _try_template(self) -> None:
+        with contextlib.suppress(Exception):  # raised again where somebody asks
+            self.render([{"role": "user", "content": "x"}], opened=True)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Ids of the conversation, in which nobody can spell out a control token, and of the opening of the policy's

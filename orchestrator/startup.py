@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from orchestrator.background import in_thread
 from orchestrator.checks import check_roles
 from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.records import Messages
+from orchestrator.rollouts.records import Messages, Task
 from orchestrator.workers.failures import FailureRate
 from orchestrator.workers.pool import WorkerPool
 from transport.batches.store import StepStore
@@ -71,6 +71,7 @@ async def get_ready(
         group.create_task(sync.wait_for_servers())
         train = group.create_task(_prompts(settings, environments))
         held_out = group.create_task(held_out_prompts(settings, environments))
+        group.create_task(_check_scoring(settings, environments, train, held_out))
     check_roles(settings, environments)
     run_folder, status, trainer = run.result()
     server_len = min(sync.infos[server].max_model_len for server in sync.pool.routed)
@@ -133,6 +134,20 @@ def _trainer_of(settings: OrchSettings) -> Loaded[TrainSettings]:
 
 async def _prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, list[Messages]]:
     return {env.label: await environments[env.label].prompts("train") for env in settings.env}
+
+
+async def _check_scoring(
+    settings: OrchSettings,
+    environments: Mapping[str, WorkerPool],
+    train: Awaitable[Mapping[str, Sequence[Messages]]],
+    held_out: Awaitable[object],
+) -> None:
+    """While servers are waited for. Raises EnvironmentFailed where an environment can score no answer."""
+    prompts = await train
+    await held_out  # whose worker the trial may end
+    if not settings.buffer.skip_verification:
+        for label, messages in prompts.items():
+            await environments[label].check_scoring(Task(env=label, split="train", index=0, messages=messages[0]))
 
 
 async def held_out_prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, list[Messages]]:

@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import select
 import signal
+import threading
 
 PARENT_VAR = "GRPO_PARENT_PID"
 """Environment variable with the process that a program was started by and shall end with."""
@@ -19,6 +21,23 @@ def end_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; grpo needs Linux")
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+def watch(parent: int) -> None:
+    """As `end_with`, for a process that a thread has started which may end before it: a thread of this process waits
+    for the parent's end."""
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        descriptor = -1
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+    def wait() -> None:
+        select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def end_with_starter() -> None:

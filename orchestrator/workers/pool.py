@@ -1,6 +1,7 @@
 """The workers of an environment: who runs what, and rollouts that begin once more."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
@@ -9,8 +10,11 @@ from msgspec.structs import replace
 from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
 from orchestrator.workers.failures import LATE, EnvironmentFailed
 from orchestrator.workers.process import ForkServer
-from orchestrator.workers.protocol import Dataset, Load, Loaded, Prompts, Run, Sampled
-from orchestrator.workers.session import START_TIMEOUT_S, Answerer, Session, WorkerGone
+from orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Prompts, Reply, Run, Sampled
+from orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerGone
+from orchestrator.workers.trial import AWAY, BROKEN
+
+log = logging.getLogger(__name__)
 
 MAX_BYSTANDER = 10
 """A rollout that is not suspected when its worker ends begins so often among others."""
@@ -131,6 +135,31 @@ class WorkerPool:
             finally:
                 self._running_alone.remove(session)
                 self._keep_spare(session)
+
+    async def check_scoring(self, task: Task) -> None:
+        """Scores an empty answer to an example, where a rollout is one answer. Raises EnvironmentFailed where no answer
+        can be scored. Tells nothing where models or judges are asked, which may not be there yet."""
+        if not self.loaded.single_turn:
+            return
+
+        async def unanswered(call: AnyCall) -> Reply:
+            raise GivenUp(Failure(reason=AWAY, message="no model is there yet"))
+
+        prompt = [dict(message) for message in task.messages]
+        empty = Sampled(text="", finish_reason="stop", num_tokens=0)
+        run = Run(split=task.split, index=task.index, prompt=prompt, seed=0, answer=empty, trial=True)
+        try:
+            failure = await self._sessions[0].run(run, unanswered)
+        except WorkerGone:  # the first rollout that does so tells
+            return
+        if not isinstance(failure, Failure):
+            return
+        what = f"environment {self.label}: scoring an empty answer to its first example"
+        if failure.reason == BROKEN:
+            raise EnvironmentFailed(f"{what} raised what no answer can be the reason for: {failure.message}")
+        if failure.reason in ("env_error", "reward_not_finite"):
+            last = failure.message.strip().rpartition("\n")[2]
+            log.warning("%s came to nothing, and rollouts with such an answer are dropped: %s", what, last)
 
     async def close(self) -> None:
         """Ends all workers."""

@@ -173,6 +173,8 @@ class Run(Job, kw_only=True):
     """Whether the rubric is asked; otherwise rewards are 0."""
     answer: Sampled | None = None
     """To the rollout's first call, where it was sampled in advance together with the others of its group."""
+    trial: bool = False
+    """Whether only this is asked: can an answer be scored; see `orchestrator.workers.trial`."""
 
 
 class Ended(Job, kw_only=True):

@@ -63,6 +63,7 @@ from orchestrator.workers.protocol import (
     frame_of,
     open_socket,
 )
+from orchestrator.workers.trial import Watched, reason_of_trial
 from transport.errors import UserError
 from transport.logs import start_log
 
@@ -214,10 +215,12 @@ class Worker:
     async def _roll_out(self, run: Run) -> None:
         """Whatever user code raises becomes an answer. What it does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
+        example: Mapping[str, Any] = {}
         current_job.set(run.job)
         try:
             async with OwnTimeout(self._timeout_s) as timeout:
-                episode = asyncio.create_task(no_exit(self._run_episode(run)))
+                example = Watched(self._example(run)) if run.trial else self._example(run)
+                episode = asyncio.create_task(no_exit(self._run_episode(run, example)))
                 state = await asyncio.shield(episode)
             data = encode_checked(Ended(job=run.job, result=result_of(state)))
         except BaseException as error:
@@ -225,6 +228,8 @@ class Worker:
             if timeout.expired():
                 message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
                 failed = Failed(job=run.job, reason="env_timeout", message=message)
+            elif run.trial:
+                failed.reason = reason_of_trial(error, example, self._examples(run.split)) or failed.reason
             data = encode(failed)
         del self._running[run.job]
         self.send(data)
@@ -233,7 +238,7 @@ class Worker:
             episode.add_done_callback(self._left.discard)
             episode.cancel()
 
-    async def _run_episode(self, run: Run) -> EpisodeState:
+    async def _run_episode(self, run: Run, example: Mapping[str, Any]) -> EpisodeState:
         assert self._environment is not None
 
         async def answered(call: AnyCall) -> Any:
@@ -246,7 +251,7 @@ class Worker:
         return await run_episode(
             self._episode,
             answered,
-            example=self._example(run),
+            example=example,
             split=run.split,
             seed=run.seed,
             episodes=self._environment.episodes,

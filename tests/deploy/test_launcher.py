@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher import explain, launched
+from deploy.launcher import explain, goes_on, launched
 from deploy.programs import Child, Outcome, Program
 from grpo.status import run_status
 from orchestrator.workers.failures import EnvironmentFailed
@@ -40,6 +40,26 @@ def test_the_folder_says_how_the_run_has_ended(run: RunFolder) -> None:
     with launched(run) as end:
         end(Outcome(failed=failed))
     assert "sums.csv" in run_status(run.path).waits
+
+
+@pytest.mark.parametrize(
+    ("published", "checkpoints", "said"),
+    [
+        ([], [], ""),
+        ([0], [], ""),
+        ([0, 4, 5, 6], [6], "going on from step 6\n"),
+        ([0, 7, 8], [6], "going on from the checkpoint of step 6; what came after it, up to step 8, is made again"),
+    ],
+)
+def test_a_run_that_goes_on_says_from_where(
+    run: RunFolder, published: list[int], checkpoints: list[int], said: str
+) -> None:
+    for step in published:
+        (run.broadcasts / f"step_{step:06d}").mkdir()
+    for step in checkpoints:
+        (run.checkpoints / f"step_{step:06d}" / "trainer").mkdir(parents=True)
+    assert goes_on(run).startswith(said)
+    assert bool(goes_on(run)) == bool(said)
 
 
 @pytest.mark.parametrize(("error", "state"), [(OSError("no space"), "failed"), (SystemExit(130), "stopped")])

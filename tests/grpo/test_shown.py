@@ -67,7 +67,24 @@ def test_a_run_folder_that_is_removed_meanwhile_is_the_launchers_to_see(run: Pat
 def test_on_a_terminal_a_table_shows_the_newest_step_and_evaluation_and_what_each_program_does(run: Path) -> None:
     write(run, EVALUATION, STEP)
     says(run, "orch", "sampling", step=13)
-    code = f"from pathlib import Path; from grpo.status import shown\nwith shown(Path({str(run)!r})): pass"
+    text = on_terminal(run)
+    for part in (*STEP_LINE.split("  "), *EVALUATION_LINE.split("  "), "sampling in step 13"):
+        assert part in text
+
+
+def test_on_a_terminal_a_run_without_a_step_has_no_figures_and_what_it_warns_of_stands_above(run: Path) -> None:
+    during = "from transport.run_warnings import kept_warnings as kept; import logging\n    with kept(run, 'orch'): "
+    during += "logging.getLogger('orchestrator').warning('all rewards are equal')"
+    text = on_terminal(run, during)
+    assert "step 0" not in text
+    assert text.count("warning: grpo-orch: all rewards are equal") == 1
+    assert "all rewards are equal" not in on_terminal(run)  # it came before
+
+
+def on_terminal(run: Path, during: str = "pass") -> str:
+    """What a terminal shows, without colours and the like."""
+    code = f"from pathlib import Path; from grpo.status import shown\nrun = Path({str(run)!r})\n"
+    code += f"with shown(run):\n    {during}"
     reader, terminal = pty.openpty()
     with os.fdopen(terminal, "wb") as screen:
         environment = os.environ | {"COLUMNS": "160", "TERM": "xterm"}
@@ -77,6 +94,4 @@ def test_on_a_terminal_a_table_shows_the_newest_step_and_evaluation_and_what_eac
         while piece := os.read(reader, 65_536):
             drawn += piece
     os.close(reader)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())
-    for part in (*STEP_LINE.split("  "), *EVALUATION_LINE.split("  "), "sampling in step 13"):
-        assert part in text
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +108,8 @@ def running(*, log: Path, api_key: str | None = None, **arguments: object) -> It
     """A server with these settings on a port of its own, up. Afterwards SIGTERM ends it, and nothing of it is left."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    environment = {"VLLM_API_KEY": api_key or ""}
+    temporary = Path(tempfile.mkdtemp(prefix="server-"))
+    environment = {"VLLM_API_KEY": api_key or "", "TMPDIR": str(temporary)}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     process = start({"port": port, **arguments}, log=log, environment=environment)
     try:
@@ -116,4 +119,6 @@ def running(*, log: Path, api_key: str | None = None, **arguments: object) -> It
         pids = children_of(process.pid)
         if process.poll() is None:
             assert end(process) == 128 + signal.SIGTERM
+            assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
         wait_until_gone(pids)
+        shutil.rmtree(temporary)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from infer.engine_process import FollowServer
 
@@ -20,6 +21,34 @@ child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, st
 pickle.dump(FollowServer(os.getpid()), child.stdin)
 child.stdin.flush()
 child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(250)
+"""
+FROM_A_THREAD = """
+import os, pickle, subprocess, sys, threading, time
+from infer.engine_process import FollowServer
+code = '''
+import pickle, sys, time
+pickle.load(sys.stdin.buffer)
+print("ready", flush=True)
+sys.stdin.readline()
+print("lives", flush=True)
+time.sleep(250)
+'''
+def start():
+    global child
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pickle.dump(FollowServer(os.getpid()), child.stdin)
+    child.stdin.flush()
+    child.stdout.readline()
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+while len(os.listdir("/proc/self/task")) > 1:
+    time.sleep(0.01)
+child.stdin.write(bytes([10]))
+child.stdin.flush()
+assert child.stdout.readline() == b"lives" + bytes([10])
 print(child.pid, flush=True)
 time.sleep(250)
 """
@@ -79,8 +108,9 @@ def ends_when_killed(server: subprocess.Popen[bytes], child: psutil.Process) -> 
     return bool(gone) or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_process_that_receives_the_servers_configuration_ends_when_the_server_is_killed() -> None:
-    server = subprocess.Popen([sys.executable, "-c", SPAWNED], stdout=subprocess.PIPE)
+@pytest.mark.parametrize("starts", [SPAWNED, FROM_A_THREAD], ids=["main thread", "thread that ends"])
+def test_a_process_that_receives_the_servers_configuration_ends_when_the_server_is_killed(starts: str) -> None:
+    server = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE)
     assert server.stdout is not None
     assert ends_when_killed(server, psutil.Process(int(server.stdout.readline())))
 

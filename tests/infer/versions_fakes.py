@@ -64,12 +64,21 @@ class FakeEngine:
     refuses: set[int | None] = field(default_factory=set)
     """Loading one of these fails, with the weights half replaced."""
     stuck: bool = False
+    num_replicas: int = 1
+    without_adapters: set[int] = field(default_factory=set)
+    """Replicas that serve the base, whatever they are told."""
     num_forgotten: int = 0
     fault_text: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def score(
-        self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
+        self,
+        token_ids: Sequence[int],
+        adapter: Adapter | None,
+        *,
+        temperature: float = 1.0,
+        priority: int = 0,
+        replica: int | None = None,
     ) -> list[float]:
         if self.stuck:
             await asyncio.sleep(60)
@@ -78,6 +87,7 @@ class FakeEngine:
             number, _, name = adapter.name.removeprefix("policy-v").removesuffix("+noise").partition("-")
             below = int(number) + 0.5 * bool(name) + self.noise_effect * adapter.noisy
         below = below if self.serves is None else self.serves
+        below = 0.0 if replica in self.without_adapters else below
         return [-temperature - below + self.error] * (len(token_ids) - 1)
 
     async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
@@ -129,9 +139,11 @@ class FakeEngine:
         return ServerLoad(num_running=3, num_waiting=2, kv_use=0.5)
 
 
-def table_of(engine: FakeEngine, run: RunFolder, base: BaseModel = BASE, *, timeout_s: float = 60.0) -> VersionTable:
+def table_of(
+    engine: FakeEngine, run: RunFolder, base: BaseModel = BASE, *, timeout_s: float = 60.0, fetched: Any = None
+) -> VersionTable:
     fake: Any = engine
-    return VersionTable(fake, base, output_dir=run.path, tolerance=None, timeout_s=timeout_s)
+    return VersionTable(fake, base, output_dir=run.path, tolerance=None, timeout_s=timeout_s, fetched=fetched)
 
 
 def canary_of(version: int, *, below: float | None = None, noisy: bool = False, **changes: Any) -> Canary:

@@ -14,6 +14,7 @@ import pytest
 
 from configs.errors import SettingsError
 from configs.train import TrainSettings
+from grpo.status import run_status, text
 from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError, ServersAway
 from orchestrator.run import orchestrate
@@ -144,6 +145,19 @@ async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_ar
     # Three batches of four groups, and five held-out examples before and after.
     kinds = Counter((request["temperature"] == 0, request["noisy"]) for request in server.requests)
     assert kinds == {(False, True): 12, (True, False): 10}
+
+
+async def test_a_run_that_cannot_learn_says_so_in_its_summary_and_its_status(
+    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = lambda prompt, version: "x"  # never right
+    made = await run(tmp_path, server)
+    [warning] = [one for one in made.summary.warnings if "rewards are equal" in one["message"]]
+    assert (warning["program"], warning["step"], warning["times"]) == ("grpo-orch", 1, 1)
+    made.summary.print()
+    status = run_status(tmp_path)
+    assert capsys.readouterr().out.count("rewards are equal") == text(status).count("rewards are equal") == 1
+    assert [line["reward/groups_without_spread"] for line in made.lines if "loss/policy" in line] == [1.0, 1.0, 1.0]
 
 
 async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServer) -> None:

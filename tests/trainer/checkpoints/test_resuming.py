@@ -1,6 +1,7 @@
 """Resuming a run: from which checkpoint, with which settings, and what the other programs see of it."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -194,6 +195,21 @@ def test_settings_that_decide_the_result_must_be_the_same_and_are_named(started:
     assert recorded["max_grad_norm"] == 1.0
 
 
+def test_another_loss_holds_from_the_checkpoint_on_where_it_may_change(started: Run, tmp_path: Path) -> None:
+    code = tmp_path / "own.py"
+    code.write_text("def loss(tokens):\n    return -tokens.advantages * tokens.logprobs\n")
+    own = {"loss": {"import_path": f"{code}:loss"}}
+    with killed_after(4):
+        started.train(**own)
+    code.write_text(code.read_text().replace("-tokens", "-2 * tokens"))
+    with pytest.raises(RunFolderError, match=r"own\.py"):
+        started.train(**own)
+    with pytest.raises(DeadlineError):  # of the batches that are to be made anew
+        started.train(**own, resume_with_changed_code=True, wait_timeout_s=0.2)
+    [aside] = started.folder.superseded.iterdir()
+    assert {path.name for path in (aside / "broadcasts").iterdir()} == {"step_000003"}
+
+
 @pytest.mark.parametrize(
     ("before", "change"),
     [
@@ -240,7 +256,11 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_have_one(started
 def test_a_damaged_checkpoint_is_not_passed_over_silently(started: Run) -> None:
     started.train(steps=4)
     (started.store.path(4) / "weights.safetensors").write_bytes(b"torn")
-    with pytest.raises(CorruptError, match=r"trainer/weights\.safetensors"):
+    with pytest.raises(CorruptError, match=r"trainer/weights\.safetensors.*resume_step: 2"):
+        started.train()
+    shutil.rmtree(step_folder(started.folder.checkpoints, 4))
+    (started.store.path(2) / "weights.safetensors").write_bytes(b"torn")
+    with pytest.raises(CorruptError, match="resume_step: 0"):
         started.train()
 
 
@@ -259,7 +279,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_checkpoint(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(CheckpointStore, "write", lambda *_, **__: answers.wait(120))
-    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=2.0)
+    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=0.5)
     bench.send(1, tiny_batch((6,)))
     with pytest.raises(DeadlineError):
         bench.trainer.train()
