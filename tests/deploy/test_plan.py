@@ -1,6 +1,7 @@
 """Resolving the three settings together, and what the launcher adds."""
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from deploy.launcher import make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from deploy.programs import Outcome
 from grpo.status import shown
-from transport.errors import RunFolderError
+from transport.errors import RunFolderError, StorageError
 from transport.run import Role, RunFolder, create_run, join_run, only_one
 
 PRESET = "configs/quickstart"
@@ -111,6 +112,18 @@ def test_the_files_hold_no_default_which_would_count_as_set(tmp_path: Path) -> N
     written = yaml.safe_load(files["train"].read_text())
     assert written["seed"] == 2
     assert not {"max_grad_norm", "zero_level", "offload"} & set(written)
+
+
+def test_the_files_are_the_owners_alone_and_one_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    ready, folder = with_run(plan(), "abc"), tmp_path / "settings"
+    folder.mkdir()
+    (folder / "train.yaml").touch(0o644)  # as an earlier release left it
+    for file in write_settings(ready, folder).values():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    (folder / "orch.yaml").unlink()
+    (folder / "orch.yaml").mkdir()
+    with pytest.raises(StorageError, match=r"settings/orch\.yaml"):
+        write_settings(ready, folder)
 
 
 def started_with(folder: Path, *options: str) -> dict[str, Mapping[str, str]]:

@@ -279,7 +279,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_checkpoint(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(CheckpointStore, "write", lambda *_, **__: answers.wait(120))
-    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=2.0)
+    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=0.5)
     bench.send(1, tiny_batch((6,)))
     with pytest.raises(DeadlineError):
         bench.trainer.train()
