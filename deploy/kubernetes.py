@@ -18,6 +18,7 @@ from configs.errors import SettingsError
 from configs.run import RUN_FILE, Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, preset_of, said_by
 from transport.errors import START_AGAIN
+from transport.folders import write_atomic
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
 TEMPLATE = Path(__file__).with_suffix(".yaml.j2")
@@ -104,7 +105,7 @@ def submit(run: Run, target: str, overlay: str) -> str:
     folder = Path(f"{run.train.settings.output_dir}-kubernetes")
     for path, text in files(run, target).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+        write_atomic(folder / path, text.encode(), durable=False, private=True)
     return said_by("kubectl", "apply", "-k", str(folder / overlay))
 
 

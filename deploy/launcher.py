@@ -44,14 +44,11 @@ MODULES = {
 """By program: what Python runs."""
 SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
 _OF_PLACES = {
-    "train.output_dir",
-    "infer.output_dir",
-    "orch.output_dir",
-    "train.model",
-    "infer.model",
-    "orch.model.name",
+    *("train.output_dir", "infer.output_dir", "orch.output_dir", "train.model", "infer.model", "orch.model.name"),
+    *("train.resume", "train.resume_with_changed_code", "train.ckpt.resume_step"),
+    *("orch.resume", "orch.resume_with_changed_code", "orch.ckpt.resume_step"),
 }
-"""Settings that may differ although nothing is to be done: where things are."""
+"""Settings that may differ although nothing is to be done: where things are, and whether to go on."""
 _NUM_LOG_LINES = 20
 _COMPILED_VAR = "TORCHINDUCTOR_CACHE_DIR"
 Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
@@ -93,7 +90,8 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
         stack.enter_context(only_one(plan.output_dir, "launcher"))
         changed = _check_folder(plan, model)
         if _is_finished(plan):
-            _check_finished(plan, sorted(changed & given.keys() - _OF_PLACES))
+            ineffective = sorted(key for key in changed - _OF_PLACES if key in given or " " in key)
+            _check_finished(plan, ineffective)
             print(f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps; raise max_steps to go on")
             return print_summary(plan.output_dir)
         plan = _divided(plan, model)
@@ -144,7 +142,7 @@ def _check_finished(plan: Plan, ineffective: Sequence[str]) -> None:
     """Raises `RunFolderError` for settings that a run which has done its steps cannot follow."""
     if ineffective:
         raise RunFolderError(
-            f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps, and {', '.join(ineffective)} "
+            f"the run in {plan.output_dir} has done its steps, and {', '.join(ineffective)} "
             "would have no effect: set as it was to see the summary, raise max_steps to go on, or give another folder"
         )
 

@@ -13,6 +13,7 @@ import yaml
 from configs.run import Run, run_file
 from deploy.cluster import Part, Places, name_of, parts, preset_of, said_by, secrets
 from transport.errors import START_AGAIN
+from transport.folders import write_atomic
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
 
@@ -58,7 +59,7 @@ def submit(run: Run, target: str) -> str:
     """Hands the group to SkyPilot. Raises OSError."""
     file = Path(f"{run.train.settings.output_dir}-sky.yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(group(run, target), encoding="utf-8")
+    write_atomic(file, group(run, target).encode(), durable=False, private=True)
     words = [word for name in secrets(parts(run, Places()), run) for word in ("--secret", name)]
     return said_by("sky", "jobs", "launch", "--yes", "--detach-run", *words, str(file))
 

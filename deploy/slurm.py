@@ -18,6 +18,7 @@ from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
 from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
 from deploy.programs import Program, Signals, run_programs
 from transport.errors import START_AGAIN
+from transport.folders import write_atomic
 from transport.parent import PARENT_VAR
 from transport.run import RunFolder, open_run
 
@@ -105,7 +106,7 @@ def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     (folder.path / "settings").mkdir(exist_ok=True)
     folder.logs.mkdir(exist_ok=True)
     file = folder.path / "settings" / "slurm.sh"
-    file.write_text(script(run, target, arguments))
+    write_atomic(file, script(run, target, arguments).encode(), durable=False, private=True)
     number = said_by("sbatch", "--parsable", str(file)).partition(";")[0]
     (folder.path / "settings" / JOB_FILE).write_text(number)
     return f"queued as job {number}: {file}; its log is {folder.logs / 'slurm.log'}"

@@ -117,7 +117,8 @@ def _written(name: str, source: str, folder: Path, overwrite: bool) -> Path:
     path = folder / "code" / f"{name}.py"
     if path.exists() and path.read_text() != source and (folder / RUN_FILE).exists() and not overwrite:
         raise UserError(
-            f"{folder} holds a run with another {name}; give another output_dir or overwrite_output_dir=True"
+            f"{folder} holds a run with another {name}; give another output_dir, overwrite_output_dir=True, or "
+            "resume_with_changed_code=True"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)

@@ -195,7 +195,8 @@ def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: Abstr
     if found is not None:
         _check_ranks(step, found[1], settings)
     by_length = "max_steps" in changed and settings.lr_scheduler_type != "constant"
-    anew = by_length or bool(changed & _OTHER_WEIGHTS)
+    other_loss = any(one.startswith("code ") for one in changed)
+    anew = by_length or other_loss or bool(changed & _OTHER_WEIGHTS)
     if step == asked or anew:
         Checkpoints(run).go_back_to(step, role="train", anew=anew)
     if changed:

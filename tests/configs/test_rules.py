@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from configs.common import all_conflicts
 from configs.cross import cross_problems, joined_check, recorded
@@ -186,6 +187,13 @@ def test_orchestrator_settings_without_effect_or_against_each_other_are_refused(
     changes: dict[str, Any], key: str
 ) -> None:
     assert keys(OrchSettings.model_validate(ORCH | changes)) == {key}
+
+
+@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.1}, {"min_tokens": 3}])
+def test_what_would_draw_tokens_as_the_trainer_cannot_follow_is_refused(sampling: dict[str, float]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        OrchSettings.model_validate(ORCH | {"sampling": sampling})
+    assert [error["loc"] for error in caught.value.errors()] == [("sampling", *sampling)]
 
 
 @pytest.mark.parametrize(

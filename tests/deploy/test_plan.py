@@ -1,6 +1,7 @@
 """Resolving the three settings together, and what the launcher adds."""
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from deploy.launcher import make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from deploy.programs import Outcome
 from grpo.status import shown
-from transport.errors import RunFolderError
+from transport.errors import RunFolderError, StorageError
 from transport.run import Role, RunFolder, create_run, join_run, only_one
 
 PRESET = "configs/quickstart"
@@ -111,6 +112,18 @@ def test_the_files_hold_no_default_which_would_count_as_set(tmp_path: Path) -> N
     written = yaml.safe_load(files["train"].read_text())
     assert written["seed"] == 2
     assert not {"max_grad_norm", "zero_level", "offload"} & set(written)
+
+
+def test_the_files_are_the_owners_alone_and_one_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    ready, folder = with_run(plan(), "abc"), tmp_path / "settings"
+    folder.mkdir()
+    (folder / "train.yaml").touch(0o644)  # as an earlier release left it
+    for file in write_settings(ready, folder).values():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    (folder / "orch.yaml").unlink()
+    (folder / "orch.yaml").mkdir()
+    with pytest.raises(StorageError, match=r"settings/orch\.yaml"):
+        write_settings(ready, folder)
 
 
 def started_with(folder: Path, *options: str) -> dict[str, Mapping[str, str]]:
@@ -220,7 +233,21 @@ def test_a_run_that_has_done_its_steps_does_not_swallow_a_setting(tmp_path: Path
     for change in ("train.learning_rate=1e-4", "orch.eval.interval=7", "train.max_grad_norm=0.5"):
         with pytest.raises(RunFolderError, match=change.partition("=")[0].partition(".")[2]):
             run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{change}"]), shown)
-    run(load_run(PRESET, ["--output_dir", str(tmp_path)]), shown)
+    run(load_run(PRESET, ["--output_dir", str(tmp_path), "--resume_with_changed_code"]), shown)
+
+
+def test_code_that_has_changed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    code, folder = tmp_path / "own.py", tmp_path / "run"
+    code.write_text("class Own: pass")
+    words = ["--output_dir", str(folder), "--env", f"{code}:Own"]
+    create_run(folder)
+    join_run(folder, role="orch", settings=plan(*words[2:]).orch.model_dump(mode="json"), timeout_s=1)
+    code.write_text("class Own: reward = 1")
+    with pytest.raises(RunFolderError, match=r"own\.py.*resume_with_changed_code"):
+        run(load_run(PRESET, words), shown)
+    (folder / "summary.json").write_text('{"steps": 60}')
+    with pytest.raises(RunFolderError, match="has done its steps"):
+        run(load_run(PRESET, [*words, "--resume_with_changed_code"]), shown)
 
 
 def test_what_goes_back_is_the_launcher_and_not_a_program_that_it_starts_again() -> None:

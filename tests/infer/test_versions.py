@@ -1,6 +1,7 @@
 """The table of versions over a fake engine and real folders: adapters, several at once, and weights in place."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.infer.versions_fakes import (
     table_of,
 )
 from transport.errors import DeadlineError, PolicyRefused
+from transport.folders import step_folder
 from transport.http import LoadReport
 from transport.records import PolicySpec
 from transport.run import RunFolder, create_run
@@ -167,6 +169,36 @@ async def test_an_unloaded_version_serves_its_requests_to_the_end(
     assert (engine.adapters, table.in_flight) == ({}, {})
     with pytest.raises(NotLive):
         await table.unload(1)
+
+
+class Copies:
+    """The versions of a run, as fetched ones."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run, self.kept = run, set[int]()
+
+    def fetch(self, run_id: str, version: int) -> Path:
+        return step_folder(self._run.broadcasts, version)
+
+    def keep_only(self, versions: Collection[int]) -> None:
+        self.kept = set(versions)
+
+
+async def test_fetched_copies_stay_as_long_as_their_version_is_live_or_serves_a_request(
+    run: RunFolder, engine: FakeEngine
+) -> None:
+    copies = Copies(run)
+    table = table_of(engine, run, fetched=copies)
+    for version in (1, 2, 3, 4):
+        publish(run, version)
+    await load(table, run, 1)
+    async with table.using(1):
+        await load(table, run, 2)
+        await table.unload(1)
+        await load(table, run, 3)
+        assert copies.kept == {1, 2, 3}
+    await load(table, run, 4)
+    assert copies.kept == {2, 3, 4}
 
 
 async def test_who_follows_gets_the_newest_version_and_is_told_when_a_newer_one_is_proved(

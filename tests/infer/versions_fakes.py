@@ -139,9 +139,11 @@ class FakeEngine:
         return ServerLoad(num_running=3, num_waiting=2, kv_use=0.5)
 
 
-def table_of(engine: FakeEngine, run: RunFolder, base: BaseModel = BASE, *, timeout_s: float = 60.0) -> VersionTable:
+def table_of(
+    engine: FakeEngine, run: RunFolder, base: BaseModel = BASE, *, timeout_s: float = 60.0, fetched: Any = None
+) -> VersionTable:
     fake: Any = engine
-    return VersionTable(fake, base, output_dir=run.path, tolerance=None, timeout_s=timeout_s)
+    return VersionTable(fake, base, output_dir=run.path, tolerance=None, timeout_s=timeout_s, fetched=fetched)
 
 
 def canary_of(version: int, *, below: float | None = None, noisy: bool = False, **changes: Any) -> Canary:

@@ -195,6 +195,21 @@ def test_settings_that_decide_the_result_must_be_the_same_and_are_named(started:
     assert recorded["max_grad_norm"] == 1.0
 
 
+def test_another_loss_holds_from_the_checkpoint_on_where_it_may_change(started: Run, tmp_path: Path) -> None:
+    code = tmp_path / "own.py"
+    code.write_text("def loss(tokens):\n    return -tokens.advantages * tokens.logprobs\n")
+    own = {"loss": {"import_path": f"{code}:loss"}}
+    with killed_after(4):
+        started.train(**own)
+    code.write_text(code.read_text().replace("-tokens", "-2 * tokens"))
+    with pytest.raises(RunFolderError, match=r"own\.py"):
+        started.train(**own)
+    with pytest.raises(DeadlineError):  # of the batches that are to be made anew
+        started.train(**own, resume_with_changed_code=True, wait_timeout_s=0.2)
+    [aside] = started.folder.superseded.iterdir()
+    assert {path.name for path in (aside / "broadcasts").iterdir()} == {"step_000003"}
+
+
 @pytest.mark.parametrize(
     ("before", "change"),
     [
@@ -264,7 +279,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_checkpoint(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(CheckpointStore, "write", lambda *_, **__: answers.wait(120))
-    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=2.0)
+    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=0.5)
     bench.send(1, tiny_batch((6,)))
     with pytest.raises(DeadlineError):
         bench.trainer.train()
