@@ -72,6 +72,8 @@ class InferenceClient:
         """Of each server's requests, which end when it is abandoned."""
         self._answered_s = 0.0
         """When a server last answered any request, or was first asked after a pause, on the loop's clock."""
+        self._has_warned = False
+        """Of too many open files."""
         self._released = asyncio.Event()
         self._released.set()
         self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
@@ -282,7 +284,7 @@ class InferenceClient:
         self._timers[server].add(timer)
         try:
             async with timer:
-                status, data = await _sent(session, method, server + path, body)
+                status, data = await self._sent(session, method, server + path, body)
         except TimeoutError as error:
             abandoned = self.pool.out.get(server) if clock() < deadline_s else None
             late = str(error) or f"no answer within {clock() - since_s:.3g} s"
@@ -301,6 +303,23 @@ class InferenceClient:
         except msgspec.MsgspecError as error:
             raise _no_answer(server + path, error) from error
 
+    async def _sent(
+        self, session: aiohttp.ClientSession, method: str, url: str, body: bytes | None
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer. Where this process has as many files open as it may, that is no fault of the
+        server: a connection that ends is waited for."""
+        while True:
+            try:
+                async with session.request(method, url, data=body) as response:
+                    return response.status, await response.read()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if not self._has_warned:
+                    log.warning("requests wait until files can be opened: %s; raise the limit (ulimit -n)", error)
+                self._has_warned = True
+                await asyncio.sleep(MAX_PAUSE_S)
+
     def _error(self, where: str, status: int, data: bytes) -> ServerError:
         kind, message = _error_of(data)
         text = f"{where} answered {status}: {message}"
@@ -312,20 +331,6 @@ class InferenceClient:
         if status == 401:
             text += "; set the variable that client.api_key_var names to the server's API key"
         return Refused(status, kind, text) if 400 <= status < 500 else ServerError(text)
-
-
-async def _sent(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
-    """Status and body of the answer. Where this process has as many files open as it may, that is no fault of the
-    server: a connection that ends is waited for."""
-    while True:
-        try:
-            async with session.request(method, url, data=body) as response:
-                return response.status, await response.read()
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            log.warning("%s waits until a file can be opened: %s; raise the limit (ulimit -n)", url, error)
-            await asyncio.sleep(MAX_PAUSE_S)
 
 
 def _no_answer(where: str, error: Exception) -> ServerError:

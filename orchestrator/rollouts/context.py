@@ -21,6 +21,10 @@ MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
 
 
+MAX_CHILDREN = 4096
+"""Sub-episodes of one `spawn`."""
+
+
 class ContextFull(RuntimeError):
     """What is to be answered leaves no room for an answer in the model's context."""
 
@@ -257,7 +261,7 @@ class RolloutContext:
     async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[EpisodeState]:
         """Sub-episodes of the environment's `episodes`, one for each example, at the same time. Each is scored by its
         own rubric, and credit compares it with its siblings. Returns their states, which say what they came to, in
-        order, and appends them to the state's `children`.
+        order, and appends them to the state's `children`. Raises ValueError for what cannot be spawned.
 
         Example: a question is worth most where half of its solvers solve it::
 
@@ -294,6 +298,10 @@ class RolloutContext:
             raise ValueError(f"there is no sub-episode {episode!r}; the environment's `episodes` has {there}")
         if self._depth >= MAX_DEPTH:
             raise ValueError(f"{episode} is spawned {MAX_DEPTH + 1} generations below a rollout, at most {MAX_DEPTH}")
+        is_list = isinstance(examples, Sequence) and not isinstance(examples, str | bytes)
+        if not is_list or len(examples) > MAX_CHILDREN or not all(isinstance(one, Mapping) for one in examples):
+            what = f"{len(examples)} examples" if is_list else shown(examples)
+            raise ValueError(f"{episode} is spawned for {what}, expected a list of at most {MAX_CHILDREN} mappings")
         children: list[EpisodeState] = await together(
             [found.run(self._child(found.roles, example)) for example in examples]
         )

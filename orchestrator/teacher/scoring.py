@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from orchestrator.endpoints import EndpointError
-from orchestrator.inference.client import Refused, ServerError, Unreachable
+from orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
 from transport.records import UNTAUGHT, Float32, Int32, TrainingSample
 
 FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature"]
@@ -84,9 +84,8 @@ class ReferenceTeacher:
         try:
             return checked(await self._score(token_ids.tolist(), None, temperature), len(token_ids))
         except ServerError as error:
-            passing = "unreachable" if isinstance(error, Unreachable) else "error"
-            reason = "refused" if isinstance(error, Refused) else passing
-            raise EndpointError(reason, f"{self.name}: {error}") from error
+            kinds = {Refused: "refused", TimedOut: "timeout", Unreachable: "unreachable", ServersAway: "unreachable"}
+            raise EndpointError(kinds.get(type(error), "error"), f"{self.name}: {error}") from error
 
 
 class Teaching:

@@ -144,8 +144,9 @@ export function ComparePage({ query }) {
 
 export function SettingsPage({ run }) {
   const state = useAnswer(`runs/${encodeURIComponent(run)}/settings`);
+  const about = useAnswer(`runs/${encodeURIComponent(run)}`);
   const [text, setText] = useState("");
-  return html`<h1>${run}: settings</h1><${Tabs} run=${run} here="settings" />
+  return html`<h1>${run}: settings</h1><${Tabs} run=${run} here="settings" traced=${about.value?.traced} />
     <input type="search" placeholder="find a key" aria-label="find a key" value=${text} onInput=${(event) => setText(event.target.value)} />
     <${Answer} state=${state}>${(values) => html`<table><tbody>${Object.entries(values).filter(([key]) => key.includes(text)).map(([key, value]) => html`
       <tr key=${key}><td><code>${key}</code></td><td>${JSON.stringify(value)}</td></tr>`)}</tbody></table>`}<//>`;

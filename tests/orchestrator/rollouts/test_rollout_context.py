@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.rollouts.context import ContextFull, RolloutContext
-from orchestrator.rollouts.episode import Episode
+from orchestrator.rollouts.episode import Episode, SingleTurnEpisode
 from orchestrator.rollouts.rubric import Rubric
 from orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
@@ -125,6 +125,13 @@ async def test_sub_episodes_run_at_the_same_time_in_conversations_of_their_own()
     assert [outcome.reward for outcome in outcomes] == [1, 1, 1]
     assert len({outcome.data["drawn"] for outcome in outcomes}) == 3
     assert len(ctx.state.trajectory) == 1
+
+
+@pytest.mark.parametrize("examples", ["long " * 600_000, None, [5], {"prompt": "x"}, [{"prompt": "x"}] * 5000])
+async def test_what_cannot_be_spawned_is_an_error_at_once(examples: Any) -> None:
+    episode = SingleTurnEpisode(rubric=Rubric([lambda: 1.0]))
+    with pytest.raises(ValueError, match="spawned"):
+        await context_on(OpenBackend(), episodes={"below": episode}).spawn("below", examples)
 
 
 async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from orchestrator.endpoints import EndpointError
-from orchestrator.inference.client import Refused, ServerError, Unreachable
+from orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
 from orchestrator.teacher.scoring import ReferenceTeacher, Teaching, checked
 from tests.orchestrator import made
 from transport.records import Float32, Int32, TrainingSample
@@ -28,7 +28,13 @@ def test_what_rounding_brings_above_0_is_0() -> None:
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(Unreachable("gone"), "unreachable"), (Refused(400, "x", "no"), "refused"), (ServerError("oops"), "error")],
+    [
+        (Unreachable("gone"), "unreachable"),
+        (ServersAway("none"), "unreachable"),
+        (TimedOut("late"), "timeout"),
+        (Refused(400, "x", "no"), "refused"),
+        (ServerError("oops"), "error"),
+    ],
 )
 async def test_what_the_runs_own_servers_cannot_do_costs_a_rollout(error: ServerError, expected: str) -> None:
     async def score(*question: Any) -> list[float]:

@@ -1,5 +1,6 @@
 """A run of two ranks, stopped and resumed: the same weights, bit for bit, from each rank's own 8-bit state."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.trainer.forked import forked_ranks
 from tests.trainer.models import tiny_batch
 from trainer.checkpoint import CheckpointStore, Parts
 from transport.batches.filesystem import BatchSender
+from transport.folders import step_folder
 from transport.run import RunFolder, create_run
 
 NUM_STEPS = 4
@@ -45,12 +47,14 @@ def last(run: RunFolder) -> Parts:
 
 
 def test_two_ranks_resume_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
-    with founded(tmp_path / "straight") as straight:
-        train(straight, tiny_model, tmp_path / "logs_of_one", "--max_steps", str(NUM_STEPS))
-    with founded(tmp_path / "in_two_parts") as parts:
-        train(parts, tiny_model, tmp_path / "logs_before", "--max_steps", "2")
-        train(parts, tiny_model, tmp_path / "logs_after", "--max_steps", str(NUM_STEPS), "--ckpt.resume_step", "-1")
-    expected, received = last(straight), last(parts)
+    with founded(tmp_path / "run") as run:
+        train(run, tiny_model, tmp_path / "logs_of_one", "--max_steps", str(NUM_STEPS))
+        expected = last(run)
+        for folder in (run.checkpoints, run.broadcasts):  # as if it had been killed after step 2
+            for step in (3, 4):
+                shutil.rmtree(step_folder(folder, step), ignore_errors=True)
+        train(run, tiny_model, tmp_path / "logs_after", "--max_steps", str(NUM_STEPS), "--ckpt.resume_step", "-1")
+        received = last(run)
     assert received.keys() == expected.keys()
     for part, tensors in expected.items():
         assert received[part].keys() == tensors.keys()
