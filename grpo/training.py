@@ -62,19 +62,19 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("grpo.train is called in a thread, with which the run would end; call it in the main thread")
     given = dict(settings) if steps is None else settings | {"max_steps": steps}
-    folder = Path(given.get("output_dir") or read_yaml(run_file(preset)).get("output_dir") or "outputs")
-    if env is not None:
-        overwrite = bool(given.get("overwrite_output_dir") or given.get("resume_with_changed_code"))
-        given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in _several(env)]
-    words = [f"--{key}={text}" for key, text in _texts(given)]
     try:
+        folder = Path(given.get("output_dir") or read_yaml(run_file(preset)).get("output_dir") or "outputs")
+        if env is not None:
+            overwrite = bool(given.get("overwrite_output_dir") or given.get("resume_with_changed_code"))
+            given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in _several(env)]
+        words = [f"--{key}={text}" for key, text in _texts(given)]
         folder = Path(load_run(preset, words).train.settings.output_dir)
     except SettingsError as error:
-        raise SettingsError([_said_here(one) for one in error.problems]) from None
+        raise SettingsError([_from_python(one) for one in error.problems]) from None
     return _started([str(preset), *words], folder)
 
 
-def _said_here(problem: Problem) -> Problem:
+def _from_python(problem: Problem) -> Problem:
     return replace(problem, origin="grpo.train") if problem.origin == COMMAND_LINE else problem
 
 

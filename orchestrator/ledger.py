@@ -287,10 +287,14 @@ class Ledger:
             raise self._unusable(error) from error
 
     def _unusable(self, error: sqlite3.Error) -> StorageError:
-        return StorageError(
-            f"{self.path} cannot be used: {error}; let nobody else write to it, or, if it is damaged, put a copy of an "
-            "earlier time there, with the files -wal and -shm of that time, and resume"
-        )
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            mend = f"make room in {self.path.parent}, and start the same command again"
+        else:
+            mend = (
+                "let nobody else write to it, or, if it is damaged, put a copy of an earlier time there, with the "
+                "files -wal and -shm of that time, and resume"
+            )
+        return StorageError(f"{self.path} cannot be used: {error}; {mend}")
 
     def close(self) -> None:
         """Writes the rest and closes the database."""

@@ -6,8 +6,10 @@ import os
 # here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -36,3 +38,21 @@ def _spread(heavy: list[list[pytest.Item]], light: list[list[pytest.Item]]) -> I
         yield tests
         yield from light[number * each : (number + 1) * each]
     yield from light[len(heavy) * each :]
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[Path], None]]:
+    """Mounts a disk of 256 KiB at a folder."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounting a small disk needs privileges that this user lacks: {done.stderr.strip()}")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

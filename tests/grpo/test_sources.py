@@ -72,6 +72,11 @@ def settings(env: Any, folder: Path) -> dict[str, Any]:
     return env_settings(env, folder, overwrite=False)
 
 
+def test_rows_of_a_data_set_are_no_environment(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no id; rows"):
+        settings({"prompt": "a", "answer": "b"}, tmp_path)
+
+
 def test_an_object_is_given_by_its_file_and_the_arguments_that_it_was_made_with(tmp_path: Path) -> None:
     given = settings(Shout(5, extra=[1]), tmp_path)
     assert given == {"id": f"{__name__}:Shout", "name": "Shout", "args": {"words": 5, "extra": [1]}}

@@ -1,6 +1,7 @@
 """The ledger: every rollout has one fate, which outlives the process."""
 
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,19 @@ def test_a_file_that_is_no_ledger_is_named_and_what_could_not_be_written_is_kept
     ledger.issued(1, num=1, env="e", example=0, version=0)
     ledger.close()
     assert len(rows(path)) == 3
+
+
+def test_a_full_disk_is_named_with_the_folder_to_make_room_in(
+    tmp_path: Path, small_disk: Callable[[Path], None]
+) -> None:
+    small_disk(tmp_path / "disk")
+    ledger = Ledger(tmp_path / "disk" / "ledger.sqlite")
+    for number in range(3000):
+        ledger.issued(number, num=4, env="e" * 50, example=0, version=0)
+    with pytest.raises(StorageError, match=f"room in {tmp_path}/disk"):
+        ledger.changes()()
+    with pytest.raises(StorageError):
+        ledger.close()
 
 
 def test_pairs_are_kept_with_the_batch_that_takes_them_and_free_again_where_a_run_goes_back(tmp_path: Path) -> None:

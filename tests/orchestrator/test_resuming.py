@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import traceback
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpo.run_files import read_run
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
 from orchestrator.preferences.asked import COSTS
@@ -20,7 +22,7 @@ from tests.orchestrator.running import lines_of, run
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.folders import step_folder
-from transport.run import RunFolder, current_run_id, only_one
+from transport.run import RunFolder, code_changes, current_run_id, only_one
 
 GROUPS, SIZE = 4, 16
 
@@ -50,6 +52,35 @@ async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
     assert summary.tokens["generate"] == whole.tokens["generate"]
     assert [line["progress/step"] for line in lines_of(tmp_path / "parts") if "reward/mean" in line] == [1, 2, 3, 4, 5]
     assert server.live == {5}
+
+
+REWARDED = """
+import grpo
+from worth import WORTH
+
+class Rewarded(grpo.Environment):
+    rubric = grpo.Rubric([lambda completion, example: WORTH])
+
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}"} for number in range(8)]
+"""
+
+
+async def test_another_reward_is_refused_and_with_a_word_holds_from_there_on(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewarded.py").write_text(REWARDED)
+    (tmp_path / "worth.py").write_text("WORTH = 1.0")
+    changes: dict[str, Any] = {"env": [{"id": "rewarded.py:Rewarded"}]}
+    await go(tmp_path / "run", server, max_steps=2, **changes)
+    (tmp_path / "worth.py").write_text("WORTH = 3.0")
+    with pytest.raises((RunFolderError, ExceptionGroup)) as caught:
+        await go(tmp_path / "run", server, after=2, max_steps=3, **changes)
+    assert "worth.py" in "".join(traceback.format_exception(caught.value))
+    await go(tmp_path / "run", server, after=2, max_steps=3, **changes, resume_with_changed_code=True)
+    assert [line["reward/mean"] for line in lines_of(tmp_path / "run") if "reward/mean" in line] == [1.0, 1.0, 3.0]
+    assert code_changes(read_run(tmp_path / "run")) == {2: ["worth.py"]}
 
 
 async def test_one_that_was_killed_when_the_trainer_had_ended_after_the_last_version_ends_the_run_alone(

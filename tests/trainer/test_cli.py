@@ -7,11 +7,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
 import trainer.startup
 from tests.trainer.forked import forked, forks
 from tests.trainer.models import save_tiny_model
 from trainer.cli import _is_worker, main
 from trainer.errors import ExporterGone
+from trainer.startup import set_threads
+from transport.cores import NUMERIC_DEFAULTS
 from transport.errors import START_AGAIN
 from transport.status import read_status
 
@@ -45,6 +50,41 @@ def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path) -> None
         assert trainer.process.pid is not None
         os.kill(trainer.process.pid, signal.SIGTERM)
         assert trainer.end() == 143  # it would have waited for its batch far longer
+
+
+AT_START = """
+import os, sys
+import trainer.cli as cli
+def run(settings, **_):
+    from transport.cores import NUMERIC_DEFAULTS
+    print("torch" in sys.modules, [os.environ[name] for name in NUMERIC_DEFAULTS], flush=True)
+cli._run = run
+cli.main()
+"""
+
+
+def test_threads_wait_passively_and_caches_are_bounded_unless_the_user_says_otherwise() -> None:
+    ours = {name: value for name, value in os.environ.items() if name not in NUMERIC_DEFAULTS}
+    command = [sys.executable, "-c", AT_START, "--model", "m"]
+    for given, shown in ({}, [*NUMERIC_DEFAULTS.values()]), ({"LRU_CACHE_CAPACITY": "7"}, ["passive", "128", "7"]):
+        done = subprocess.run(command, env={**ours, **given}, capture_output=True, text=True, check=True)
+        assert done.stdout == f"False {shown}\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "ranks", "threads"), [(None, 1, 1, 1), (None, 10**6, 1, 2), (None, 10**6, 2, 1), (3, 1, 1, 3)]
+)
+def test_a_rank_takes_its_share_of_the_cores_that_quotas_allow(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, cores: int, ranks: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # what torch would take
+    monkeypatch.setattr(trainer.startup, "available_cores", lambda: cores)
+    try:
+        set_threads(asked, num_local_ranks=ranks)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train_as_the_server_ends(arguments: list[str]) -> None:
