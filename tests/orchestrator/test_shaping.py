@@ -94,6 +94,14 @@ async def test_a_rollout_that_the_reference_does_not_score_is_left_out_with_its_
     assert ([one.id for one in shaped], failed) == (["0/0"], {"0/1": "reference_timeout"})
 
 
+async def test_each_rollout_that_has_no_reward_left_keeps_its_own_reason() -> None:
+    group = [result("0/0", "q", "abcd", reward=-1e6), result("0/1", "q", "abd"), result("0/2", "q", "abc")]
+    unscored = group[1].rows[0].token_ids[-2:].tolist()
+    shaped, failed = await shaping(Reference(unscored), reference_kl=0.1, overlong_interval=2).shaped(group)
+    assert [one.id for one in shaped] == ["0/2"]
+    assert failed == {"0/0": "reward_too_large", "0/1": "reference_timeout"}
+
+
 # --- advantages of a batch ---
 
 
