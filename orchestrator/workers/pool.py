@@ -18,8 +18,9 @@ log = logging.getLogger(__name__)
 
 MAX_BYSTANDER = 10
 """A rollout that is not suspected when its worker ends begins so often among others."""
-MAX_LATE = 2
-"""Of these so often in workers that stood still: each has cost a deadline."""
+MAX_ODD = 2
+"""Of these so often in workers that stood still, which costs a deadline each, or that ended while nobody's code was at
+work, as where a rollout has broken what its worker speaks through."""
 MAX_SPARES = 2
 """Workers without rollouts that are kept once one has ended."""
 MAX_WORKERS = 8
@@ -116,14 +117,14 @@ class WorkerPool:
         Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
         run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
-        num_late = 0
+        num_odd = 0
         for _ in range(MAX_BYSTANDER):
             try:
                 return await self._least_loaded().run(run, begin())
             except WorkerGone as gone:
                 self.num_restarted += 1
-                num_late += gone.failure.reason == LATE
-                if gone.suspect or num_late == MAX_LATE:
+                num_odd += gone.unexplained or gone.failure.reason == LATE
+                if gone.suspect or num_odd == MAX_ODD:
                     break
         async with self._alone:
             session = self._take_spare()

@@ -74,10 +74,11 @@ class GivenUp(Exception):
 
 
 class WorkerGone(Exception):
-    """The worker ended, or was ended. `suspect`: this rollout's own code may have done it. `killed`: by a signal."""
+    """The worker ended, or was ended. `suspect`: this rollout's own code may have done it. `killed`: by a signal.
+    `unexplained`: nobody's code was at work, and nobody from outside has done it."""
 
-    def __init__(self, failure: Failure, *, suspect: bool, killed: bool = False) -> None:
-        self.failure, self.suspect, self.killed = failure, suspect, killed
+    def __init__(self, failure: Failure, *, suspect: bool, killed: bool = False, unexplained: bool = False) -> None:
+        self.failure, self.suspect, self.killed, self.unexplained = failure, suspect, killed, unexplained
         super().__init__(failure.message)
 
 
@@ -368,11 +369,12 @@ class Session:
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         # Whose code has broken what the worker speaks through is at work no more when that is noticed.
         from_outside = killed or (was_killed and worker is not None and worker.exit_code in FROM_OUTSIDE)
-        all_suspect = reason == BROKEN or not (from_outside or at_work & self._jobs.keys())
+        unexplained = not (from_outside or at_work & self._jobs.keys())
         for number, job in self._jobs.items():
             if not job.over.done():
-                suspect = all_suspect or number in at_work
-                job.over.set_exception(WorkerGone(failure, suspect=suspect, killed=self.killed))
+                suspect = reason == BROKEN or number in at_work
+                gone = WorkerGone(failure, suspect=suspect, killed=self.killed, unexplained=unexplained)
+                job.over.set_exception(gone)
         await self._release()
         for task in self._tasks:
             task.cancel()

@@ -52,7 +52,8 @@ async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(ru
     assert find_target(str(run), 2).number == find_target(str(run / "broadcasts" / "step_000002"), None).number == 2
     orch, _ = settings_of(find_target(str(run), None), options())
     assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("reverse-text", 3, 5)]
-    orch, _ = settings_of(find_target(str(run), None), options(env=["arithmetic"], num_examples=9))
+    orch, _ = settings_of(find_target(str(run), None), options(env=["arithmetic"], num_examples=9, seed=7))
+    assert orch.sampling.seed == 7
     assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("arithmetic", 9, 5)]
     with pytest.raises(ValueError, match=r"there are \[0, 1, 2, 3\]"):
         find_target(str(run), 9)

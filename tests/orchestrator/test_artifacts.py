@@ -71,6 +71,11 @@ def test_draws_and_values_that_are_too_many_or_too_long_are_refused(num: Any) ->
     with pytest.raises(ValueError, match="topics"):
         store.add("x" * (1 << 21))
     assert len(store.sample(10_000, weighted=True)) == 10_000
+    long = ArtifactStore("long")
+    long.add("x" * 1_000_000)
+    assert len(long.sample(16)) == 16
+    with pytest.raises(ValueError, match="fewer"):
+        long.sample(17)  # of 16,777,216 characters in all
     assert len(store.all()) == 2
 
 

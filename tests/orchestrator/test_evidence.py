@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from orchestrator.evidence import Evidence, consensus, with_evidence
 from orchestrator.hints.contexts import HintWriter
@@ -45,6 +46,19 @@ async def test_a_credit_of_ones_own_sees_the_evidence_of_each_step() -> None:
     assert hinted.hint_logprobs.tolist() == [-0.25] * 3  # x, y and the end of the turn
     assert asked is not None
     assert asked.consensus == pytest.approx(1 / 3)
+
+
+async def test_what_a_hint_says_is_asked_of_the_adapter_that_sampled() -> None:
+    asked = []
+
+    async def score(ids: Sequence[int], version: int | None, temperature: float, adapter: str | None) -> list[float]:
+        asked.append((version, adapter))
+        return [-0.25] * (len(ids) - 1)
+
+    evidence = Evidence(hints=0.1, teachers=0.0, score=score, adapters=["solver", "proposer"])
+    steps = tuple(replace(step, adapter=1) for step in GROUP[0].steps)
+    await evidence.of_group([replace(GROUP[0], steps=steps)], await hints_of_group(), withheld={})
+    assert asked == [(1, "proposer")]
 
 
 async def test_a_server_that_does_not_say_is_no_evidence_and_is_counted() -> None:

@@ -273,7 +273,7 @@ calls = []
 
 def sometimes(rewards, lengths):
     calls.append(rewards)
-    return [1.0] * len(rewards) if len(calls) % 3 else 1 / 0
+    return [1.0] * len(rewards) if len(calls) % 2 else 1 / 0
 
 def never(rewards, lengths):
     return ["much"]
@@ -287,7 +287,7 @@ async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost
     numbers = itertools.count()
 
     def answer(prompt: str, version: int) -> str:
-        server.logprob = -1e39 if next(numbers) == 5 else -0.5
+        server.logprob = -1e39 if next(numbers) % 20 == 5 else -0.5
         return random.choice("ab")
 
     server.answer = answer
@@ -295,8 +295,8 @@ async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost
     chosen = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:sometimes"}
     made = await run(tmp_path / "run", server, advantage=chosen, **given)
     assert made.summary.rollouts_trained == 48
-    assert made.summary.rollouts_dropped["function_failed"] % 4 == 0
-    assert made.summary.rollouts_dropped["not_finite"] == 4
+    for reason in ("function_failed", "not_finite"):
+        assert made.summary.rollouts_dropped[reason] in range(4, 1000, 4)
     assert made.summary.rollouts_issued == 48 + sum(made.summary.rollouts_dropped.values())
     with pytest.raises(FunctionFailed, match=r"own\.py:never"):
         await run(

@@ -2,11 +2,21 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from orchestrator.monitoring.metrics import NAMES, MetricsFile, check_name
+from orchestrator.monitoring.metrics import (
+    NAMES,
+    MetricsFile,
+    batch_metrics,
+    check_name,
+    dropped_metrics,
+    found_metrics,
+)
+from orchestrator.samples import FinishedGroup
+from tests.orchestrator import made
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,6 +39,36 @@ def test_a_metric_without_a_name_of_the_table_is_refused(tmp_path: Path) -> None
         with pytest.raises(ValueError, match=key):
             file.write({key: 1.0})
     file.close()
+
+
+def test_a_batchs_metrics_are_means_over_rollouts_with_what_they_spawned() -> None:
+    child = made.result("0/0.0", made.step(version=1), metrics={"tries": 3.0})
+    parent = made.result("0/0", made.step(version=1), rewards=1.0, metrics={"tries": 1.0}, children=(child,))
+    other = made.result("0/1", made.step(version=3), made.step(version=3))
+    group = FinishedGroup(results=[parent, other], samples=(), found=["gibberish"], withheld={})
+    found = batch_metrics([group], 5) | found_metrics([group], ["gibberish", "repetition"])
+    expected = {
+        "reward/mean": 0.5,
+        "reward/mean/e": 0.5,
+        "reward/groups_without_spread": 0,
+        "reward/measure/tries/e": 2,  # (1 + 3) / 2
+        "rollout/num": 2,
+        "rollout/num_turns": 2,  # 1 + 1 + 2 answers of two rollouts
+        "policy/lag_mean": 2,  # batch 5 follows version 4: lags 3 and 1
+        "policy/lag_max": 3,
+        "rollout/found_gibberish": 0.5,
+        "rollout/found_repetition": 0,
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_rollouts_are_counted_as_dropped_once() -> None:
+    now, before = Counter(env_error=3, stale=1), Counter(env_error=2)
+    assert dropped_metrics(now, before) == {
+        "rollout/dropped": 2,
+        "rollout/dropped_env_error": 1,
+        "rollout/dropped_stale": 1,
+    }
 
 
 def test_the_pages_tell_what_every_metric_means_and_of_no_other() -> None:

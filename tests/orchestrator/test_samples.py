@@ -45,7 +45,7 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     later = replace(other, steps=(replace(other.steps[0], version=7),))
     for results, oldest in (([one, other], 5), ([later, one], 5), ([one, later], 5), ([later], 7)):
         assert finish_group(results, group_credit, group="9").oldest_version == oldest
-    assert [lag(one, 10) for one in (other, later)] == [4, 2]
+    assert [lag(result, 10) for result in (one, other, later)] == [4, 4, 2]
 
 
 @pytest.mark.parametrize(

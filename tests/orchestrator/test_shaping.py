@@ -1,8 +1,8 @@
 """What is taken off rewards, and advantages of a batch, with numbers worked by hand."""
 
+import itertools
 import json
 import math
-import random
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -94,6 +94,14 @@ async def test_a_rollout_that_the_reference_does_not_score_is_left_out_with_its_
     assert ([one.id for one in shaped], failed) == (["0/0"], {"0/1": "reference_timeout"})
 
 
+async def test_each_rollout_that_has_no_reward_left_keeps_its_own_reason() -> None:
+    group = [result("0/0", "q", "abcd", reward=-1e6), result("0/1", "q", "abd"), result("0/2", "q", "abc")]
+    unscored = group[1].rows[0].token_ids[-2:].tolist()
+    shaped, failed = await shaping(Reference(unscored), reference_kl=0.1, overlong_interval=2).shaped(group)
+    assert [one.id for one in shaped] == ["0/2"]
+    assert failed == {"0/0": "reward_too_large", "0/1": "reference_timeout"}
+
+
 # --- advantages of a batch ---
 
 
@@ -177,7 +185,8 @@ class RefusesOnce(FakeServer):
 
 
 async def test_rollouts_that_the_reference_does_not_score_are_in_the_traces(tmp_path: Path) -> None:
-    server = await RefusesOnce(lambda prompt, version: random.choice(["a", "b", "ab"])).start()
+    answers = itertools.cycle(["a", "b", "ab", "ba"])  # four in each group, of which one is refused
+    server = await RefusesOnce(lambda prompt, version: next(answers)).start()
     made = await run(tmp_path, server, reward_shaping={"reference_kl": 0.5}, eval={"num_examples": 0})
     await server.stop()
     [(reason, num)] = made.summary.rollouts_dropped.items()

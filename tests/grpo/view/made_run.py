@@ -25,7 +25,8 @@ def make_run(
     links to its trace."""
     for part in ("status", "batches", "broadcasts"):
         (folder / part).mkdir(parents=True)
-    programs = {"train": {}, "orch": {"settings": {"max_steps": steps}}}
+    change = {"step": 2, "key": "code env.0.id my_env.py", "before": "sha256:1", "now": "sha256:2"}
+    programs = {"train": {}, "orch": {"settings": {"max_steps": steps}, "changes": [change]}}
     about = {"run_id": "5f0c", "created": "2026-01-02T03:04:05+0000", "schema_version": SCHEMA_VERSION}
     (folder / "run.json").write_text(json.dumps(about | {"programs": programs}))
     metrics = [_metrics(step) for step in range(1, steps + 1)]

@@ -91,7 +91,7 @@ def _opened(chromium: object, view: Served, **context: object) -> Iterator[Brows
 
 
 PAGES = {
-    "run/one": ".u-over",
+    "run/one": "p:has-text('my_env.py')",
     "run/one/timeline": ".gantt canvas",
     "run/one/step/3": ".heat a",
     "run/one/step/3/rollout/0%2F1": ".tokens span",

@@ -5,7 +5,7 @@ from typing import Any
 
 from orchestrator.hints.contexts import HintWriter
 from orchestrator.hints.hinting import HintedGroup, Hinter
-from orchestrator.hints.sources import Source, from_environment, from_templates
+from orchestrator.hints.sources import Site, Source, from_environment, from_templates
 from orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
@@ -58,6 +58,18 @@ async def test_every_error_has_a_hint_or_a_reason() -> None:
     assert hint.teacher_token_ids[hint.teacher_index].tolist() == [*b"x", 258, *b"y", 258]
     text = TINY.renderer.raw_text(hint.teacher_token_ids.tolist())
     assert "go on<|im_end|>\n<|im_start|>user\nSpell. no x<|im_end|>\n<|im_start|>assistant\nx<|im_end|>" in text
+
+
+async def test_nobody_is_asked_for_hints_for_what_is_withheld() -> None:
+    asked = []
+
+    async def source(site: Site) -> str:
+        asked.append(site.rollout.id)
+        return "Spell."
+
+    made = await Hinter(WRITER, {"model": source}, seq_len=500).of_group(GROUP, withheld={"g/2": "gibberish"})
+    assert asked == ["g/0", "g/0"]
+    assert (left_out(made), set(made.hints)) == ({"withheld": 2}, {("g/0", 0)})
 
 
 async def test_the_first_errors_of_a_row_alone_may_be_hinted() -> None:

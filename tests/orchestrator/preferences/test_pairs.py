@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Action, Preference, Skipped
@@ -19,8 +20,9 @@ from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.preferences.test_turns import HI, TEMPLATES, rollout_of
 
 
-def turn(prompt: Sequence[int], rejected: Sequence[int]) -> Turn:
+def turn(prompt: Sequence[int], rejected: Sequence[int], *, adapter: int = 0) -> Turn:
     rollout = result("0/0", "hi", "Y")
+    rollout = replace(rollout, steps=(replace(rollout.steps[0], adapter=adapter),))
     return Turn(rollout=rollout, step=0, messages=(HI,), prompt_ids=prompt, sampled_ids=rejected)
 
 
@@ -45,7 +47,7 @@ async def made(
 
 async def test_a_pair_is_the_prompt_the_teachers_text_and_what_the_policy_sampled_with_sums_of_the_reference() -> None:
     prompt = [257, *b"user\nhi", END, *b"\n", *TEMPLATE.opening_ids]
-    found = await made("\x01\x02", turn(prompt, [3, 4, 5]))
+    found = await made("\x01\x02", turn(prompt, [3, 4, 5], adapter=1))
     assert isinstance(found, PairRecord)
     assert (found.prompt_ids, found.chosen_ids, found.rejected_ids) == (prompt, [1, 2, END], [3, 4, 5])
     assert found.chosen_ref_logprob == pytest.approx(-0.1 - 0.2 - 25.8)
@@ -56,7 +58,7 @@ async def test_a_pair_is_the_prompt_the_teachers_text_and_what_the_policy_sample
     pair = pair_record(msgspec.json.encode(found)).pair
     assert pair.prompt_ids.dtype == np.int32
     assert pair.rejected_ids.tolist() == [3, 4, 5]
-    assert (pair.rejected_ref_logprob, pair.score_gap) == (found.rejected_ref_logprob, 0.5)
+    assert (pair.rejected_ref_logprob, pair.score_gap, pair.adapter) == (found.rejected_ref_logprob, 0.5, 1)
 
 
 async def test_pairs_that_cannot_be_trained_are_skipped_for_a_reason() -> None:

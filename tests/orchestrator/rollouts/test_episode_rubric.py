@@ -78,7 +78,8 @@ async def test_a_weighted_sum_beyond_a_million_is_no_reward() -> None:
         return 1e6
 
     ctx = await debated()
-    for wrong in (Rubric([first, second]), Rubric([long], metrics=[lambda state: 1e40]), Rubric([lambda state: -1e40])):
+    huge = [lambda state: 1e40]
+    for wrong in (Rubric([first, second]), Rubric([lambda state: -2e6]), Rubric([long], metrics=huge), Rubric(huge)):
         with pytest.raises(RewardTooLarge):
             await wrong.score(ctx.state, ctx)
     assert (await score_of(Rubric([first, second], weights=[1, -1]), "a", {})).reward == 0
