@@ -1,8 +1,8 @@
 """What is taken off rewards, and advantages of a batch, with numbers worked by hand."""
 
+import itertools
 import json
 import math
-import random
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -185,7 +185,8 @@ class RefusesOnce(FakeServer):
 
 
 async def test_rollouts_that_the_reference_does_not_score_are_in_the_traces(tmp_path: Path) -> None:
-    server = await RefusesOnce(lambda prompt, version: random.choice(["a", "b", "ab"])).start()
+    answers = itertools.cycle(["a", "b", "ab", "ba"])  # four in each group, of which one is refused
+    server = await RefusesOnce(lambda prompt, version: next(answers)).start()
     made = await run(tmp_path, server, reward_shaping={"reference_kl": 0.5}, eval={"num_examples": 0})
     await server.stop()
     [(reason, num)] = made.summary.rollouts_dropped.items()

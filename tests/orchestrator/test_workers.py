@@ -281,7 +281,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=2) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3) as pool:
         with pytest.raises(EnvironmentFailed, match="empty"):
             await pool.prompts("empty")
         with pytest.raises(EnvironmentFailed, match="reward_timeout_s"):

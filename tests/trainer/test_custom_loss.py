@@ -45,6 +45,18 @@ def test_ten_lines_of_dapo_have_its_gradients_and_their_own_metric(tmp_path: Pat
     assert found["policy/tokens"] == 20
 
 
+def test_the_entropy_bonus_raises_the_entropy_with_a_loss_of_ones_own_too(tmp_path: Path) -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    entropies = torch.tensor([0.5, 0.25], requires_grad=True)
+    settings = LossSettings(import_path=written(tmp_path, "def loss(tokens):\n    return -tokens.logprobs\n"))
+    settings = settings.model_copy(update={"entropy_tau": 0.5})
+    function = loss_function(str(settings.import_path))
+    loss, _ = custom_loss(function, tokens_of(logprobs, [0, 0], entropies=entropies), settings, counts(4))
+    gradients = torch.autograd.grad(loss, (logprobs, entropies))
+    assert loss.item() == pytest.approx((1 + 2 - 0.5 * 0.75) / 4)
+    assert [one.tolist() for one in gradients] == [[-0.25, -0.25], [-0.125, -0.125]]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
