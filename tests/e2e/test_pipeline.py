@@ -90,7 +90,8 @@ def test_a_finished_run_is_left_as_it_is_and_with_resume_never_it_is_refused(run
     words = ("configs/quickstart", "--output_dir", run.folder, "--orch.max_async_level", "0")
     refused = grpo(*words, "--resume", "never", variables=SAME)
     assert (refused.returncode, "overwrite_output_dir" in refused.stderr) == (2, True)
-    done(*words, "--max_steps", "1", variables=SAME)
+    assert grpo(*words, "--max_steps", "1", variables=SAME).returncode == 2  # which would have no effect
+    done(*words, variables=SAME)
     assert (run.folder / "metrics.jsonl").read_bytes() == before
 
 
