@@ -5,11 +5,14 @@ The machines are names of this one, each with a slurmd of its own; their process
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from configs.run import load_run
+from deploy.slurm import script
 from tests.cluster.slurm import CPUS, Slurm, missing
 from tests.e2e.runs import Run, done, until
 from transport.folders import steps_in
@@ -103,8 +106,7 @@ def test_a_run_whose_time_is_cut_short_and_that_loses_a_machine_comes_to_its_end
 
 
 def test_a_run_shows_its_state_and_where_it_is_stopped_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / "my run's #1, 100%"  # what #SBATCH lines must not be broken by
-    launch = Launched(slurm, folder, num_steps=1000)
+    launch = Launched(slurm, tmp_path / "run", num_steps=1000)
     launch()
     launch.until(lambda: "RUNNING" in launch.queued("%T") and slurm.processes())
     launch.until((launch.run.folder / "status" / "orch.json").exists)
@@ -113,3 +115,18 @@ def test_a_run_shows_its_state_and_where_it_is_stopped_leaves_nothing_behind(slu
     assert "grpo-orch" in state
     launch("--stop")
     launch.until(lambda: not launch.queued("%i") and not slurm.processes())
+
+
+def test_sbatch_reads_folders_and_values_whole(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here := tmp_path / "my run's #1, 100%").mkdir()
+    monkeypatch.chdir(here)
+    folder, comment = here / 'out "x" $HOME', "a; b #c"
+    topology = {"slurm": {"time": "5", "comment": comment}}
+    words = ["--device", "cpu", "--output_dir", str(folder), "--topology", json.dumps(topology)]
+    text = script(load_run("quickstart", words), "quickstart", words)
+    (folder / "logs").mkdir(parents=True)
+    file = tmp_path / "job.sh"
+    file.write_text(re.sub(r"^exec .*$", "pwd; squeue --noheader --format=%k", text, flags=re.MULTILINE))
+    slurm.run("sbatch", str(file))
+    until(lambda: not slurm.run("squeue", "--noheader"))
+    assert (folder / "logs/slurm.log").read_text().splitlines() == [str(here), *[comment] * 3]

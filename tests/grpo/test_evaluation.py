@@ -1,13 +1,15 @@
 """What `grpo evaluate` takes for a model, a run and a checkpoint, and by which settings it is evaluated."""
 
 import argparse
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.errors import SettingsError
-from grpo.evaluation import find_target, settings_of
+from grpo.evaluation import _evaluated, find_target, settings_of
+from grpo.serve import Served
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.errors import UserError
 from transport.run import create_run, join_run
@@ -57,6 +59,25 @@ async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(ru
     assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("arithmetic", 9, 5)]
     with pytest.raises(ValueError, match=r"there are \[0, 1, 2, 3\]"):
         find_target(str(run), 9)
+
+
+async def test_a_run_is_asked_under_its_version_and_a_model_as_it_is(run: Path) -> None:
+    server = await FakeServer().start()
+    server.live = {3}
+    with subprocess.Popen(["sleep", "600"]) as process:  # noqa: ASYNC220 (returns at once)
+        try:
+            served = Served(
+                url=server.url.removesuffix("/v1"), base="base", key=None, process=process, log=run / "infer.log"
+            )
+            for name, version in ((str(run), 3), (MODEL, None)):
+                server.requests.clear()
+                target = find_target(name, None)
+                orch, _ = settings_of(target, options(env=["reverse-text"], num_examples=2))
+                await _evaluated(target, orch, served)
+                assert [body["version"] for body in server.requests] == [version] * 2
+        finally:
+            process.kill()
+            await server.stop()
 
 
 def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
