@@ -1,6 +1,7 @@
 """`grpo data PATH`: what a data set would ask the policy, how long that is, and which rows cannot be used."""
 
 import argparse
+import contextlib
 import inspect
 import logging
 import os
@@ -53,17 +54,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints the data set of each environment, and returns the exit code."""
-    logging.getLogger("orchestrator").setLevel(logging.ERROR)  # what is left out is told below
     asked, model, longest = _asked(options)
     renderer, code = _renderer(model, needed=options.model is not None), 0
     for args in asked:
         try:
-            dataset = Dataset(**{**args, "skip_refused": True})
+            with _without_warnings():
+                dataset = Dataset(**{**args, "skip_refused": True})
         except (TypeError, ValueError, SandboxMissing, OSError) as error:
             raise UserError(str(error)) from error
         print(printable("\n".join(_told(dataset, args["path"], renderer, longest, options))))
         code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
     return code
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Within it the orchestrator's modules log errors alone: the rows that are left out are printed anyway."""
+    logger = logging.getLogger("orchestrator")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _asked(options: argparse.Namespace) -> tuple[Sequence[Mapping[str, Any]], str | None, int | None]:
