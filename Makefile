@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
-	@echo 'make test    all tests but those that need a GPU; with ARGS="tests/trainer -x" those that these words choose'
+	@echo 'make test    all tests but those that need a GPU, 11 to 15 minutes on two cores; with ARGS="tests/trainer -x" those that these words choose'
 	@echo 'make check   formatting, lint, types, and which package imports which'
 	@echo 'make docs    the documentation as a site in site/; a broken link is an error'
 	@echo 'make contracts  names of vLLM that are used, in the sources of its oldest and newest CUDA build (600 MB, once)'
