@@ -290,7 +290,9 @@ async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_
 
 async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(env_file: Path) -> None:
     env_id = f"{env_file}:Talk"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address, start_timeout_s=3.0) as pool:
-        await server.close()
-        with pytest.raises(EnvironmentKilled, match=server.address):
-            await pool.run(task(), seed=0, begin=lambda: says("on", "bye"))
+    async with contextlib.AsyncExitStack() as while_served:
+        server = await while_served.enter_async_context(serving(env_id))
+        async with pool_for(env_id, address=server.address, start_timeout_s=3.0) as pool:
+            await while_served.aclose()
+            with pytest.raises(EnvironmentKilled, match=server.address):
+                await pool.run(task(), seed=0, begin=lambda: says("on", "bye"))
