@@ -1,7 +1,6 @@
 """One run: opens its folder, starts the programs, watches over them, and says how it ended."""
 
 import contextlib
-import getpass
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from orchestrator.envs.registry import check_arena, check_id
 from orchestrator.monitoring.summary import Summary, what_next
 from transport.batches.store import StepStore
 from transport.checkpoints import TRAINER, Checkpoints
-from transport.cores import thread_variables
+from transport.cores import COMPILED_VAR, compiled_folder, thread_variables
 from transport.errors import RunFolderError
 from transport.folders import steps_in
 from transport.hidden import hide_environment, key_variables, named_keys
@@ -50,7 +49,6 @@ _OF_PLACES = {
 }
 """Settings that may differ although nothing is to be done: where things are, and whether to go on."""
 _NUM_LOG_LINES = 20
-_COMPILED_VAR = "TORCHINDUCTOR_CACHE_DIR"
 Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
 
@@ -221,8 +219,7 @@ def make_programs(
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
         if scratch is not None and role in ("infer", "teacher"):
             # What torch has compiled stays where it would be without us: it is for later runs too.
-            compiled = inherited.get(_COMPILED_VAR, f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-            own |= {"TMPDIR": str(scratch), _COMPILED_VAR: compiled}
+            own |= {"TMPDIR": str(scratch), COMPILED_VAR: compiled_folder()}
         environment = {k: v for k, v in inherited.items() if k not in without} | own
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):

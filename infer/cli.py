@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from configs.entry import load_settings
 from configs.infer import InferSettings
-from transport.cores import set_numeric_defaults
+from transport.cores import COMPILED_VAR, compiled_folder, set_numeric_defaults
 from transport.hidden import hide_environment, key_variables
 from transport.limits import raise_file_limit
 from transport.parent import end_with_starter
@@ -52,8 +52,7 @@ def temporary_folder() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="grpo-infer-", dir=outer, ignore_cleanup_errors=True) as folder:
-        user = os.environ.get("USER") or os.getuid()
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{user}")
+        os.environ[COMPILED_VAR] = compiled_folder()
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         yield
 

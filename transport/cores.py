@@ -1,6 +1,8 @@
 """The cores that a process may use, their division among programs, and what the numeric libraries are told of them."""
 
+import getpass
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,9 @@ NUMERIC_DEFAULTS = {
 Threads of two programs on the same cores, which by default spin while they wait for each other, make both several times
 slower. Every product of matrices with a number of rows that is new compiles a kernel of some 0.3 MB, of which oneDNN's
 and torch's caches hold 1,024 each by default: 900 MB after some hundred steps. (0 for the latter ends the process.)"""
+
+
+COMPILED_VAR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def available_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -74,3 +79,13 @@ def thread_variables(num_threads: int) -> dict[str, str]:
 def set_numeric_defaults() -> None:
     """Sets `NUMERIC_DEFAULTS` where the user has set nothing else. To be called before torch is imported."""
     os.environ |= {name: os.environ.get(name, value) for name, value in NUMERIC_DEFAULTS.items()}
+
+
+def compiled_folder() -> str:
+    """Returns where torch keeps what it has compiled for later starts: where `COMPILED_VAR` says, or else in the
+    temporary folder under the user's name. A user without one, as in some containers, goes by the number."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return os.environ.get(COMPILED_VAR) or f"{tempfile.gettempdir()}/torchinductor_{user}"

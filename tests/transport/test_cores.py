@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.cores import available_cores, threads_each
+from transport.cores import COMPILED_VAR, available_cores, compiled_folder, threads_each
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -71,3 +71,10 @@ def test_kernels_of_products_with_ever_new_numbers_of_rows_do_not_fill_the_memor
     environment = {name: value for name, value in os.environ.items() if name not in limits}
     done = subprocess.run([sys.executable, "-c", PRODUCTS], env=environment, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 150
+
+
+def test_a_user_whose_number_has_no_name_has_a_folder_for_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", COMPILED_VAR):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    assert Path(compiled_folder()).name == "torchinductor_987654"
