@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.report import parser, report
-from transport.ports import free_port
+from grpo.transport.ports import free_port
 
 TARGETS = {"ratio": ("<=", 1.2)}
 WARM_UP = 2

@@ -37,9 +37,9 @@ from typing import Any
 
 from benchmarks.grpo_step import TARGETS, keeping_freed_memory
 from benchmarks.report import parser, report
-from orchestrator.envs.base import Environment
-from orchestrator.envs.reverse_text import ReverseText, exact
-from orchestrator.rollouts.rubric import Rubric
+from grpo.orchestrator.envs.base import Environment
+from grpo.orchestrator.envs.reverse_text import ReverseText, exact
+from grpo.orchestrator.rollouts.rubric import Rubric
 from tests.e2e.runs import options, trained
 from tools.random_models import MID, QUICKSTART_MODEL, make_random
 

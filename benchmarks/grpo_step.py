@@ -102,10 +102,10 @@ class Ours:
     """This trainer's objective on micro-batches as the orchestrator packs them."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        from configs.loss import LossSettings
-        from trainer.distributed import ONE
-        from trainer.memory import keep_freed_memory
-        from trainer.objective import Objective
+        from grpo.configs.loss import LossSettings
+        from grpo.trainer.distributed import ONE
+        from grpo.trainer.memory import keep_freed_memory
+        from grpo.trainer.objective import Objective
 
         keep_freed_memory()
         self._policy = load_policy_of(folder, dtype, sequence_len=PACK_TOKENS, gradient_checkpointing=True)
@@ -123,7 +123,7 @@ class Ours:
         import torch
         from msgspec.structs import replace
 
-        from trainer.packing import packed_tokens
+        from grpo.trainer.packing import packed_tokens
 
         result = []
         for batch in batches:
@@ -138,8 +138,8 @@ def load_policy_of(folder: Path, dtype: str, **options: Any) -> Any:
     """The model with its adapter, on the CPU."""
     import torch
 
-    from configs.train import TrainSettings
-    from trainer.model import load_policy
+    from grpo.configs.train import TrainSettings
+    from grpo.trainer.model import load_policy
 
     fields = {"recipe": "fp32" if dtype == "float32" else "bf16", "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK}
     settings = TrainSettings.model_validate({"model": str(folder)} | fields | options)
@@ -148,8 +148,8 @@ def load_policy_of(folder: Path, dtype: str, **options: Any) -> Any:
 
 def packed(chosen: Sequence[Sample]) -> Sequence[Any]:
     """Micro-batches of at most 2,048 tokens."""
-    from orchestrator.packing import pack
-    from transport.records import TrainingSample
+    from grpo.orchestrator.packing import pack
+    from grpo.transport.records import TrainingSample
 
     made = []
     for number, sample in enumerate(chosen):

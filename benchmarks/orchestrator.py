@@ -43,7 +43,7 @@ import uvloop
 
 from benchmarks.report import parser, report
 from grpo import Environment, Rubric
-from transport.limits import raise_file_limit
+from grpo.transport.limits import raise_file_limit
 
 GROUP_SIZE, NUM_TOKENS, SEQ_LEN = 8, 64, 2048
 NUM_EXAMPLES, NUM_ANSWERS = 10_000, 256
@@ -161,8 +161,8 @@ class Seen:
 def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: Connection) -> None:
     """Runs the program, and sends what was seen."""
     os.sched_setaffinity(0, cores)
-    from configs.orch import OrchSettings
-    from orchestrator.run import orchestrate
+    from grpo.configs.orch import OrchSettings
+    from grpo.orchestrator.run import orchestrate
 
     lags_s: list[float] = []
     memory: list[tuple[float, int]] = []
@@ -305,7 +305,7 @@ def measure_flight(folder: Path) -> dict[str, float]:
 
 def measure_ledger(folder: Path) -> dict[str, float]:
     """Of a ledger with a million rollouts, as an orchestrator writes it."""
-    from orchestrator.ledger import Ledger
+    from grpo.orchestrator.ledger import Ledger
 
     ledger, draw, began_s = Ledger(folder / "ledger.sqlite"), random.Random(0), time.perf_counter()
     for step in range(1, LEDGER_STEPS + 1):
@@ -336,7 +336,7 @@ def measure_ledger(folder: Path) -> dict[str, float]:
 
 def measure_prompts() -> dict[str, float]:
     """Milliseconds of the buffer for a step of 128 groups and the state that goes with it, a fifth being easy."""
-    from orchestrator.buffer import Buffer
+    from grpo.orchestrator.buffer import Buffer
 
     figures = {}
     for num in (10_000, 1_000_000):

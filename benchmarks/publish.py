@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.report import parser, report
-from orchestrator.monitoring.timeline import SERVERS, TRAINER, read_timeline
+from grpo.orchestrator.monitoring.timeline import SERVERS, TRAINER, read_timeline
 from tests.e2e.runs import options, trained
 from tools.random_models import MID, make_random
 

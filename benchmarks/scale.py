@@ -34,13 +34,13 @@ import aiohttp
 import msgspec
 import psutil
 
-from orchestrator.inference.client import InferenceClient
-from orchestrator.inference.pool import ServerPool
-from orchestrator.inference.watch import ServerWatch
-from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.rollouts.records import SamplingParams
-from orchestrator.scheduler import Scheduler, Ticket
-from transport.http import CanaryFigures, Choice, Generated, LoadReport, ServerInfo, ServerLoad, Unloaded
+from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.inference.watch import ServerWatch
+from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.rollouts.records import SamplingParams
+from grpo.orchestrator.scheduler import Scheduler, Ticket
+from grpo.transport.http import CanaryFigures, Choice, Generated, LoadReport, ServerInfo, ServerLoad, Unloaded
 
 SLOTS, GROUP, GROUPS_A_SERVER = 64, 16, 7
 """Sequences that a server decodes at once; rollouts of a group; groups in flight for each server."""

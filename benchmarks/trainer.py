@@ -149,7 +149,7 @@ def _serve_lengths(folder: str, dtype: str, num_threads: int, connection: Connec
     """A process that answers each packed length with microseconds a token; ends on None."""
     import torch
 
-    from trainer.memory import keep_freed_memory
+    from grpo.trainer.memory import keep_freed_memory
 
     torch.set_num_threads(num_threads)
     keep_freed_memory()
@@ -169,7 +169,7 @@ def _tokens(length: int) -> Any:
     """Samples of 1,024 random tokens."""
     import torch
 
-    from trainer.packing import pack
+    from grpo.trainer.packing import pack
 
     num_samples = length // SAMPLE_LEN
     return pack(

@@ -31,16 +31,16 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import parser, report
-from configs.loss import LossSettings
-from configs.train import QUANTIZED, TrainSettings
-from trainer.distributed import ONE
-from trainer.flops import peak_flops, step_flops
-from trainer.memory import Checkpointing, release_memory
-from trainer.model import Policy, load_policy
-from trainer.objective import Objective
-from trainer.optim import Optimizer
-from trainer.quantization import QUANTIZE
-from transport.records import MicroBatch, Quantization
+from grpo.configs.loss import LossSettings
+from grpo.configs.train import QUANTIZED, TrainSettings
+from grpo.trainer.distributed import ONE
+from grpo.trainer.flops import peak_flops, step_flops
+from grpo.trainer.memory import Checkpointing, release_memory
+from grpo.trainer.model import Policy, load_policy
+from grpo.trainer.objective import Objective
+from grpo.trainer.optim import Optimizer
+from grpo.trainer.quantization import QUANTIZE
+from grpo.transport.records import MicroBatch, Quantization
 
 RANK = 16
 SHAPES: dict[str, dict[str, int]] = {

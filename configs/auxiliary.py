@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from configs.common import Conflicts, Listed, OnlyWith, Seconds, Section
+from grpo.configs.common import Conflicts, Listed, OnlyWith, Seconds, Section
 
 Cost = Annotated[float, Field(ge=0, le=1e9)]
 

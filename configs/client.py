@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from configs.common import Conflicts, Listed, OnlyWith, Port, Seconds, Section
+from grpo.configs.common import Conflicts, Listed, OnlyWith, Port, Seconds, Section
 
 
 class ElasticSettings(Section):

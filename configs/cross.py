@@ -6,12 +6,12 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-from configs.errors import Problem, SettingsError
-from configs.infer import InferSettings
-from configs.keys import known_keys
-from configs.loading import Loaded, S, value_at
-from configs.orch import OrchSettings
-from configs.train import SharedSettings, TrainSettings
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.infer import InferSettings
+from grpo.configs.keys import known_keys
+from grpo.configs.loading import Loaded, S, value_at
+from grpo.configs.orch import OrchSettings
+from grpo.configs.train import SharedSettings, TrainSettings
 
 DEFAULT_MAX_LORA_RANK = 16
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8_hybrid": "bfloat16", "nvfp4": "bfloat16"}

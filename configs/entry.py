@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from configs.errors import SettingsError, exit_with_problems
-from configs.help import page, section_page
-from configs.loading import S, dump, load, read_yaml
-from configs.run import PROGRAMS, Run, RunSettings, load_part, load_run, presets
+from grpo.configs.errors import SettingsError, exit_with_problems
+from grpo.configs.help import page, section_page
+from grpo.configs.loading import S, dump, load, read_yaml
+from grpo.configs.run import PROGRAMS, Run, RunSettings, load_part, load_run, presets
 
 
 def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:

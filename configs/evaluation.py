@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from configs.common import Conflicts, Section, changed_keys
+from grpo.configs.common import Conflicts, Section, changed_keys
 
 EVAL_PREFIX = "eval:"
 """Tells an evaluation environment from a training one of the same name."""

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from configs.common import OnlyWith
-from configs.errors import Problem, SettingsError
-from configs.keys import find, is_list, sections_of, types_of, unknown
+from grpo.configs.common import OnlyWith
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.keys import find, is_list, sections_of, types_of, unknown
 
 _WIDTH = 118
 Row = tuple[str, str, str, str]

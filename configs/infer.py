@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Quantization, Seconds, Seed, Shared
+from grpo.configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Quantization, Seconds, Seed, Shared
 
 _BESIDE = "it is a setting of its own; give it beside vllm"
 _OLD_CACHE = "what was computed under earlier weights would be used again; remove it"

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, YamlConfigSettingsSource
 
-from configs.common import ProcessSettings, all_conflicts
-from configs.errors import Problem, SettingsError
-from configs.keys import find, get, holds, key_of, known_keys, put, unknown
+from grpo.configs.common import ProcessSettings, all_conflicts
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.keys import find, get, holds, key_of, known_keys, put, unknown
 
 S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)

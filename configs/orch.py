@@ -5,9 +5,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from configs.auxiliary import HintSettings, PreferenceSettings, TeacherSettings
-from configs.client import ClientSettings
-from configs.common import (
+from grpo.configs.auxiliary import HintSettings, PreferenceSettings, TeacherSettings
+from grpo.configs.client import ClientSettings
+from grpo.configs.common import (
     AdapterName,
     Broadcast,
     Conflicts,
@@ -23,9 +23,9 @@ from configs.common import (
     adapter_conflicts,
     changed_keys,
 )
-from configs.evaluation import Environments, EnvSettings, EvalSettings, HeldOut, label_conflicts
-from configs.reporting import ReportSettings, TraceSettings
-from configs.rollouts import (
+from grpo.configs.evaluation import Environments, EnvSettings, EvalSettings, HeldOut, label_conflicts
+from grpo.configs.reporting import ReportSettings, TraceSettings
+from grpo.configs.rollouts import (
     BATCH_ADVANTAGES,
     AdvantageSettings,
     BufferSettings,
@@ -36,7 +36,7 @@ from configs.rollouts import (
     fewest_rollouts,
     filter_conflicts,
 )
-from configs.train import CheckpointSettings
+from grpo.configs.train import CheckpointSettings
 
 
 class ModelSettings(Section):

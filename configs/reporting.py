@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from configs.common import Conflicts, Listed, OnlyWith, Section
+from grpo.configs.common import Conflicts, Listed, OnlyWith, Section
 
 
 class TraceSettings(Section):

@@ -3,7 +3,7 @@ computes the same, and what the user may steer by hand. All others decide the ru
 for all below it; members of a list have the list's key. That the base model is the same is checked by its identity.
 """
 
-from configs.infer import InferSettings
+from grpo.configs.infer import InferSettings
 
 TRAINER_MAY_CHANGE = frozenset(
     {

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from configs.common import Conflicts, Listed, OnlyWith, Section, Seed, Share, Temperature, only, type_is
+from grpo.configs.common import Conflicts, Listed, OnlyWith, Section, Seed, Share, Temperature, only, type_is
 
 _NOT_FOLLOWED = "others change the distribution that tokens are drawn from, which the trainer could not follow"
 

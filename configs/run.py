@@ -13,16 +13,16 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from configs.common import HttpBroadcast, ProcessSettings, all_conflicts
-from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
-from configs.errors import Problem, SettingsError
-from configs.evaluation import Environments
-from configs.infer import InferSettings, TeacherServerSettings
-from configs.keys import drop, find, get, put
-from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, read_yaml, split
-from configs.orch import OrchSettings
-from configs.topology import Topology
-from configs.train import QUANTIZED, SharedSettings, TrainSettings
+from grpo.configs.common import HttpBroadcast, ProcessSettings, all_conflicts
+from grpo.configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.evaluation import Environments
+from grpo.configs.infer import InferSettings, TeacherServerSettings
+from grpo.configs.keys import drop, find, get, put
+from grpo.configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, read_yaml, split
+from grpo.configs.orch import OrchSettings
+from grpo.configs.topology import Topology
+from grpo.configs.train import QUANTIZED, SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"

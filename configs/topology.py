@@ -2,7 +2,7 @@
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from configs.common import Conflicts, Port, Section
+from grpo.configs.common import Conflicts, Port, Section
 
 
 class Machine(Section):

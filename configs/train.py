@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from configs.common import (
+from grpo.configs.common import (
     AdapterName,
     Broadcast,
     Conflicts,
@@ -24,7 +24,7 @@ from configs.common import (
     adapter_conflicts,
     only,
 )
-from configs.loss import LossSettings
+from grpo.configs.loss import LossSettings
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

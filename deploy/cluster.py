@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.errors import SettingsError
-from configs.keys import get
-from configs.loading import COMMAND_LINE, Loaded
-from configs.run import PRESETS, Run, run_file
-from configs.topology import Machine
-from deploy.plan import run_id_problems
-from deploy.teacher import why_not_started
+from grpo.configs.errors import SettingsError
+from grpo.configs.keys import get
+from grpo.configs.loading import COMMAND_LINE, Loaded
+from grpo.configs.run import PRESETS, Run, run_file
+from grpo.configs.topology import Machine
+from grpo.deploy.plan import run_id_problems
+from grpo.deploy.teacher import why_not_started
 
 _BESIDE_FILES = (COMMAND_LINE, "environment variable")
 MAX_NAME = 40

@@ -13,32 +13,32 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from configs.loading import Given
-from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
-from configs.run import Run
-from deploy.gpus import VARIABLE as VISIBLE_GPUS
-from deploy.gpus import visible_gpus
-from deploy.memory import with_split
-from deploy.plan import Plan, resolve, with_run, write_settings
-from deploy.programs import Child, Outcome, Program, Signals, run_programs
-from deploy.teacher import within_model
-from orchestrator.envs.registry import check_arena, check_id
-from orchestrator.monitoring.summary import Summary, what_next
-from transport.batches.store import StepStore
-from transport.checkpoints import TRAINER, Checkpoints
-from transport.cores import COMPILED_VAR, compiled_folder, thread_variables
-from transport.errors import RunFolderError
-from transport.folders import steps_in
-from transport.hidden import hide_environment, key_variables, named_keys
-from transport.logs import printable
-from transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
-from transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
-from transport.weights.identity import base_identity, resolve_model
+from grpo.configs.loading import Given
+from grpo.configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
+from grpo.configs.run import Run
+from grpo.deploy.gpus import VARIABLE as VISIBLE_GPUS
+from grpo.deploy.gpus import visible_gpus
+from grpo.deploy.memory import with_split
+from grpo.deploy.plan import Plan, resolve, with_run, write_settings
+from grpo.deploy.programs import Child, Outcome, Program, Signals, run_programs
+from grpo.deploy.teacher import within_model
+from grpo.orchestrator.envs.registry import check_arena, check_id
+from grpo.orchestrator.monitoring.summary import Summary, what_next
+from grpo.transport.batches.store import StepStore
+from grpo.transport.checkpoints import TRAINER, Checkpoints
+from grpo.transport.cores import COMPILED_VAR, compiled_folder, thread_variables
+from grpo.transport.errors import RunFolderError
+from grpo.transport.folders import steps_in
+from grpo.transport.hidden import hide_environment, key_variables, named_keys
+from grpo.transport.logs import printable
+from grpo.transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
+from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
+from grpo.transport.weights.identity import base_identity, resolve_model
 
 SUMMARY_FILE = "summary.json"
 MODULES = {
-    **{"infer": "infer.cli", "teacher": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"},
-    "env": "orchestrator.workers.server",
+    **{"infer": "grpo.infer.cli", "teacher": "grpo.infer.cli", "train": "grpo.trainer.cli", "orch": "grpo.orchestrator.cli"},
+    "env": "grpo.orchestrator.workers.server",
 }
 """By program: what Python runs."""
 SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
@@ -77,7 +77,7 @@ def checked(asked: Run) -> Plan:
 def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> int:
     """A run with these settings, from its founding, or from where it stands, to its summary; the exit code. `given` are
     those that a person gave, which a finished run cannot follow. Raises RunFolderError and FileNotFoundError,
-    StorageError, and what `deploy.memory` raises."""
+    StorageError, and what `grpo.deploy.memory` raises."""
     for line in plan.notes:
         print(line, flush=True)
     with contextlib.ExitStack() as stack:

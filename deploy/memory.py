@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from configs.train import TrainSettings
-from deploy.plan import Plan
-from trainer.dry_step import Measurement
-from transport.errors import UserError
+from grpo.configs.train import TrainSettings
+from grpo.deploy.plan import Plan
+from grpo.trainer.dry_step import Measurement
+from grpo.transport.errors import UserError
 
 GIB = 2**30
 SERVER_SHARE = 0.9
@@ -71,7 +71,7 @@ def measure(settings: TrainSettings, folder: Path) -> Measurement:
     """A dry step of the model in `folder` by one rank, in a process of its own. Raises `NoRoom` where the device's
     memory does not suffice for the trainer alone, and `UserError` with what its process printed last."""
     alone = json.dumps(settings.model_dump(mode="json") | {"gpus": 1, "zero_level": 1, "colocate": False})
-    command = [sys.executable, "-P", "-m", "trainer.dry_step", str(folder)]
+    command = [sys.executable, "-P", "-m", "grpo.trainer.dry_step", str(folder)]
     try:
         done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=DRY_STEP_S)
     except subprocess.TimeoutExpired as error:

@@ -10,18 +10,18 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel
 
-from configs.common import ProcessSettings
-from configs.errors import Problem, SettingsError
-from configs.infer import InferSettings
-from configs.loading import Loaded
-from configs.orch import OrchSettings
-from configs.run import Run
-from configs.train import TrainSettings
-from deploy.gpus import divided, visible_gpus
-from deploy.teacher import server_settings, teacher_problems, why_not_started
-from transport.cores import available_cores, threads_each
-from transport.folders import write_atomic
-from transport.ports import free_port
+from grpo.configs.common import ProcessSettings
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.infer import InferSettings
+from grpo.configs.loading import Loaded
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import Run
+from grpo.configs.train import TrainSettings
+from grpo.deploy.gpus import divided, visible_gpus
+from grpo.deploy.teacher import server_settings, teacher_problems, why_not_started
+from grpo.transport.cores import available_cores, threads_each
+from grpo.transport.folders import write_atomic
+from grpo.transport.ports import free_port
 
 C = TypeVar("C", bound=BaseModel)
 P = TypeVar("P", TrainSettings, InferSettings)

@@ -1,6 +1,6 @@
 """The programs of a run as processes of the launcher: started, started again after ends that mend, ended.
 
-They end with the launcher, however it ends, and what they start ends with them: `transport.parent`.
+They end with the launcher, however it ends, and what they start ends with them: `grpo.transport.parent`.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from types import FrameType
 
 import psutil
 
-from transport.errors import START_AGAIN
-from transport.parent import PARENT_VAR
-from transport.status import AWAY, FINISHED, StatusFile
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.parent import PARENT_VAR
+from grpo.transport.status import AWAY, FINISHED, StatusFile
 
 POLL_S = 0.1
 GRACE_S = 10.0
@@ -42,7 +42,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Program:
     """What to start.
 
-    Example: ``Program(role="train", command=("python", "-m", "trainer.cli", "train.yaml"), log=Path("train.log"),
+    Example: ``Program(role="train", command=("python", "-m", "grpo.trainer.cli", "train.yaml"), log=Path("train.log"),
     status=Path("status/train.json"))``
     """
 

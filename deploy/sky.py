@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from configs.run import Run, run_file
-from deploy.cluster import Part, Places, name_of, parts, preset_of, said_by, secrets
-from transport.errors import START_AGAIN
-from transport.folders import write_atomic
+from grpo.configs.run import Run, run_file
+from grpo.deploy.cluster import Part, Places, name_of, parts, preset_of, said_by, secrets
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.folders import write_atomic
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
 

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.errors import Problem, SettingsError
-from configs.run import Run, run_file
-from deploy.cluster import Part, Places, name_of, parts, said_by, secrets
-from deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
-from deploy.programs import Program, Signals, run_programs
-from transport.errors import START_AGAIN
-from transport.folders import write_atomic
-from transport.parent import PARENT_VAR
-from transport.run import RunFolder, open_run
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.run import Run, run_file
+from grpo.deploy.cluster import Part, Places, name_of, parts, said_by, secrets
+from grpo.deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
+from grpo.deploy.programs import Program, Signals, run_programs
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.folders import write_atomic
+from grpo.transport.parent import PARENT_VAR
+from grpo.transport.run import RunFolder, open_run
 
 JOB_FILE = "slurm.job"
 """In the run's `settings`: the number of the job."""

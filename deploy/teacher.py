@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.errors import Problem
-from configs.infer import InferSettings, TeacherServerSettings
-from configs.loading import Loaded
-from configs.orch import OrchSettings
-from configs.train import TrainSettings
+from grpo.configs.errors import Problem
+from grpo.configs.infer import InferSettings, TeacherServerSettings
+from grpo.configs.loading import Loaded
+from grpo.configs.orch import OrchSettings
+from grpo.configs.train import TrainSettings
 
 
 def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:

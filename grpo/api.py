@@ -1,30 +1,30 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
-from orchestrator.envs.base import Environment
-from orchestrator.rollouts.clients import (
+from grpo.orchestrator.envs.base import Environment
+from grpo.orchestrator.rollouts.clients import (
     InferenceClient,
     MockClient,
     OpenAIClient,
     OwnClient,
     client_of,
 )
-from orchestrator.rollouts.clock import waiting
-from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Store
-from orchestrator.rollouts.episode import (
+from grpo.orchestrator.rollouts.clock import waiting
+from grpo.orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Store
+from grpo.orchestrator.rollouts.episode import (
     AlternatingRolesEpisode,
     ChatEpisode,
     Episode,
     MultiTurnEpisode,
     SingleTurnEpisode,
 )
-from orchestrator.rollouts.mcp_tools import McpServer
-from orchestrator.rollouts.messages import Message, ModelResponse
-from orchestrator.rollouts.openai_endpoint import endpoint_of
-from orchestrator.rollouts.play import play
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
-from orchestrator.rollouts.state import EpisodeState, Reply, StepError
-from orchestrator.rollouts.tool_calls import (
+from grpo.orchestrator.rollouts.mcp_tools import McpServer
+from grpo.orchestrator.rollouts.messages import Message, ModelResponse
+from grpo.orchestrator.rollouts.openai_endpoint import endpoint_of
+from grpo.orchestrator.rollouts.play import play
+from grpo.orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
+from grpo.orchestrator.rollouts.state import EpisodeState, Reply, StepError
+from grpo.orchestrator.rollouts.tool_calls import (
     Tool,
     ToolCall,
     ToolCallError,
@@ -35,10 +35,10 @@ from orchestrator.rollouts.tool_calls import (
     tagged_integer,
     tools_of,
 )
-from orchestrator.rollouts.tool_episode import ToolEpisode
-from orchestrator.sandbox.local import LocalSandbox
-from orchestrator.sandbox.records import Limits
-from orchestrator.sandbox.remote import RemoteSandbox
+from grpo.orchestrator.rollouts.tool_episode import ToolEpisode
+from grpo.orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.records import Limits
+from grpo.orchestrator.sandbox.remote import RemoteSandbox
 
 __all__ = [
     "AlternatingRolesEpisode",

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from configs.errors import SettingsError, exit_with_problems
-from transport.errors import TransportError, UserError
-from transport.logs import printable
-from transport.parent import end_with_starter
+from grpo.configs.errors import SettingsError, exit_with_problems
+from grpo.transport.errors import TransportError, UserError
+from grpo.transport.logs import printable
+from grpo.transport.parent import end_with_starter
 
 COMMANDS = {
     "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
@@ -81,7 +81,7 @@ def _version() -> str:
 
 def _check_command(argv: list[str]) -> None:
     """Raises UserError for a word that is no command and no run, where it looks like the one or stands before one."""
-    from configs.run import presets
+    from grpo.configs.run import presets
 
     word, words = argv[0], [*COMMANDS, "run"]
     if word in words or word.startswith("-") or Path(word).exists() or word.replace("-", "_") in presets():
@@ -111,13 +111,13 @@ def _answered(command: str, argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from configs.entry import run_of
+    from grpo.configs.entry import run_of
 
     with_page = "--view" in argv
     argv = [word for word in argv if word != "--view"]
     asked, dry_run = run_of(argv, commands={name: about for name, (_, about) in COMMANDS.items()})
 
-    from deploy.launcher import run
+    from grpo.deploy.launcher import run
     from grpo.status import shown
 
     if not with_page:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from configs.errors import SettingsError
-from configs.run import load_run
-from deploy.launcher import checked
+from grpo.configs.errors import SettingsError
+from grpo.configs.run import load_run
+from grpo.deploy.launcher import checked
 from grpo.handle import GRPO
 from grpo.run_files import SUMMARY_FILE, read
-from transport.errors import UserError
-from transport.folders import write_atomic
-from transport.parent import PARENT_VAR
+from grpo.transport.errors import UserError
+from grpo.transport.folders import write_atomic
+from grpo.transport.parent import PARENT_VAR
 
 TAKES_OTHERS = True
 DEFAULT_FOLDER = "outputs/compare"
@@ -126,7 +126,7 @@ def arms_of(named: str | None, given: Sequence[tuple[str, str]]) -> dict[str, li
 
 def _without(weight: str, section: str) -> list[str]:
     """No weight, and the defaults of the section that has no effect without it."""
-    from configs.loss import LossSettings
+    from grpo.configs.loss import LossSettings
 
     defaults = getattr(LossSettings(), section).model_dump()
     settings = {f"{section}.{key}": "null" if value is None else value for key, value in defaults.items()}

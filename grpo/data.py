@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.orch import OrchSettings
-from configs.run import load_part, presets
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import load_part, presets
 from grpo.sources import yaml_value
-from orchestrator.envs.data.environment import Dataset
-from orchestrator.envs.data.files import Refused
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.messages import messages_of
-from orchestrator.sandbox.records import SandboxMissing
-from transport.errors import UserError
-from transport.logs import printable
-from transport.weights.identity import resolve_model
+from grpo.orchestrator.envs.data.environment import Dataset
+from grpo.orchestrator.envs.data.files import Refused
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.orchestrator.sandbox.records import SandboxMissing
+from grpo.transport.errors import UserError
+from grpo.transport.logs import printable
+from grpo.transport.weights.identity import resolve_model
 
 MAX_SHOWN = 4_000
 """Characters of a prompt, and of an answer, that are shown."""

@@ -15,31 +15,31 @@ from typing import Any
 
 import yaml
 
-from configs.infer import InferSettings
-from configs.loading import Values, load
-from configs.orch import OrchSettings
-from configs.run import load_run, presets
+from grpo.configs.infer import InferSettings
+from grpo.configs.loading import Values, load
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import load_run, presets
 from grpo.handle import Run
 from grpo.serve import ALONE, Served, served
 from grpo.sources import env_settings, yaml_value
 from grpo.training import Env
 from grpo.version import Version, open_version
-from orchestrator.envs.base import Environment
-from orchestrator.envs.registry import check_id
-from orchestrator.evaluate import Evaluation
-from orchestrator.evaluate import evaluate as evaluate_version
-from orchestrator.inference.client import InferenceClient, ServerError
-from orchestrator.inference.pool import ServerPool
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.startup import held_out_prompts, make_environments
-from orchestrator.workers.failures import EnvironmentFailed
-from transport.errors import UserError
-from transport.http import Choice
-from transport.logs import printable
-from transport.ports import free_port
-from transport.run import RUN_FILE, recorded_settings
-from transport.weights.identity import resolve_model
+from grpo.orchestrator.envs.base import Environment
+from grpo.orchestrator.envs.registry import check_id
+from grpo.orchestrator.evaluate import Evaluation
+from grpo.orchestrator.evaluate import evaluate as evaluate_version
+from grpo.orchestrator.inference.client import InferenceClient, ServerError
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.startup import held_out_prompts, make_environments
+from grpo.orchestrator.workers.failures import EnvironmentFailed
+from grpo.transport.errors import UserError
+from grpo.transport.http import Choice
+from grpo.transport.logs import printable
+from grpo.transport.ports import free_port
+from grpo.transport.run import RUN_FILE, recorded_settings
+from grpo.transport.weights.identity import resolve_model
 
 TAKES_OTHERS = True
 EPILOG = """\

@@ -11,9 +11,9 @@ from typing import Any
 
 from grpo.model_card import write_card
 from grpo.version import CannotExport, Version, open_version
-from transport.folders import Content, chunks_of
-from transport.weights.shards import Weight, checkpoint_files, shard_files
-from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from grpo.transport.folders import Content, chunks_of
+from grpo.transport.weights.shards import Weight, checkpoint_files, shard_files
+from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PEFT_PREFIX = "base_model.model."
 EPILOG = """\
@@ -146,7 +146,7 @@ def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, fl
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from infer.canary import tolerance_of
+    from grpo.infer.canary import tolerance_of
 
     disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT looks for kernels of it that nobody needs here

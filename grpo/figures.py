@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read
-from orchestrator.monitoring.timeline import SERVERS, Span, covered_s, read_timeline
-from transport.folders import write_atomic
-from transport.logs import printable
+from grpo.orchestrator.monitoring.timeline import SERVERS, Span, covered_s, read_timeline
+from grpo.transport.folders import write_atomic
+from grpo.transport.logs import printable
 
 NUM_PICTURED = 10
 """So many steps of the first arm fill the picture of who did what when."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.run_files import EVALUATED, REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
 from grpo.status import RunStatus, run_status, shown
-from transport.logs import printable
-from transport.parent import PARENT_VAR
-from transport.run import code_changes
-from transport.status import FAILED, FINISHED, STOPPED
-from transport.traces import trace_path, traced_steps
+from grpo.transport.logs import printable
+from grpo.transport.parent import PARENT_VAR
+from grpo.transport.run import code_changes
+from grpo.transport.status import FAILED, FINISHED, STOPPED
+from grpo.transport.traces import trace_path, traced_steps
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from configs.run import Run, load_run
-from deploy import cluster, kubernetes, sky, slurm
+from grpo.configs.run import Run, load_run
+from grpo.deploy import cluster, kubernetes, sky, slurm
 from grpo.status import run_status, shown, text
-from transport.run import current_run_id
-from transport.status import FINISHED
+from grpo.transport.run import current_run_id
+from grpo.transport.status import FINISHED
 
 TAKES_OTHERS = True
 EPILOG = """\

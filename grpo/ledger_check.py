@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.run_files import REWARD, STATES, STEP, SUMMARY_FILE, Said, metrics, orch_settings, read, read_run
-from transport.folders import steps_in
-from transport.status import FINISHED
+from grpo.transport.folders import steps_in
+from grpo.transport.status import FINISHED
 
 MAX_SHOWN = 10
 """Violations of one kind that are listed; the rest are counted."""
@@ -134,8 +134,8 @@ def _as_in_metrics(checked: _Checked) -> Iterator[str]:
 def _as_in_batches(checked: _Checked) -> Iterator[str]:
     """Batches stay on disk until a checkpoint has passed them. One after the ledger's last step is of a time before the
     run went back to a checkpoint."""
-    from transport.batches.store import StepStore
-    from transport.errors import TransportError
+    from grpo.transport.batches.store import StepStore
+    from grpo.transport.errors import TransportError
 
     store = StepStore(checked.folder / "batches", run_id=checked.run_id)
     newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
@@ -157,7 +157,7 @@ def _as_in_batches(checked: _Checked) -> Iterator[str]:
 
 def _as_in_traces(checked: _Checked) -> Iterator[str]:
     """A step may be without a trace (`traces.every`, `keep_last`, a slow disk); one that is there has its rollouts."""
-    from transport.traces import trace_path, traced_steps
+    from grpo.transport.traces import trace_path, traced_steps
 
     newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
     steps = [step for step in traced_steps(checked.folder) if step <= newest]

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from transport.errors import UserError
-from transport.run import RUN_FILE, RunFile
-from transport.status import process_start
+from grpo.transport.errors import UserError
+from grpo.transport.run import RUN_FILE, RunFile
+from grpo.transport.status import process_start
 
 T = TypeVar("T")
 METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"

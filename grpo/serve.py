@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import yaml
 
-from deploy.programs import Signals
+from grpo.deploy.programs import Signals
 from grpo.version import CannotExport, Version, open_version, settings_of
-from transport.parent import PARENT_VAR
-from transport.ports import free_port, port_number
-from transport.run_warnings import WARNINGS_FOLDER
-from transport.status import server_file
+from grpo.transport.parent import PARENT_VAR
+from grpo.transport.ports import free_port, port_number
+from grpo.transport.run_warnings import WARNINGS_FOLDER
+from grpo.transport.status import server_file
 
 ALIAS = "policy"
 START_S = 900.0
@@ -94,7 +94,7 @@ def served(settings: Mapping[str, Any], log: Path, *, version: Version | None = 
         place = folder if version is None else str(version.run.resolve())
         file = Path(folder) / "infer.yaml"
         file.write_text(yaml.safe_dump({**settings, "output_dir": place}))
-        command = [sys.executable, "-P", "-m", "infer.cli", str(file)]
+        command = [sys.executable, "-P", "-m", "grpo.infer.cli", str(file)]
         environment = os.environ | {PARENT_VAR: str(os.getpid())}
         with (
             log.open("wb") as output,

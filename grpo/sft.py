@@ -21,28 +21,28 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from configs.errors import SettingsError
-from configs.loading import load, value_at
-from configs.train import TrainSettings
-from deploy.launcher import explain, launched
-from deploy.programs import Program, Signals, run_programs
+from grpo.configs.errors import SettingsError
+from grpo.configs.loading import load, value_at
+from grpo.configs.train import TrainSettings
+from grpo.deploy.launcher import explain, launched
+from grpo.deploy.programs import Program, Signals, run_programs
 from grpo.run_files import STEP
-from orchestrator.envs.data.files import check_refused, parse_rows
-from orchestrator.packing import pack
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.messages import messages_of
-from transport.batches.channel import open_sender
-from transport.batches.filesystem import BatchSender
-from transport.batches.store import StepStore
-from transport.checkpoints import Checkpoints
-from transport.errors import UserError
-from transport.folders import step_folder, steps_in, write_atomic
-from transport.hidden import key_variables
-from transport.records import TrainingSample
-from transport.run import RunFolder, only_one, open_run
-from transport.traces import FOLDER, VOCABULARY_FILE
-from transport.weights.identity import resolve_model
-from transport.weights.store import METRICS_FILE
+from grpo.orchestrator.envs.data.files import check_refused, parse_rows
+from grpo.orchestrator.packing import pack
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.transport.batches.channel import open_sender
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.batches.store import StepStore
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.errors import UserError
+from grpo.transport.folders import step_folder, steps_in, write_atomic
+from grpo.transport.hidden import key_variables
+from grpo.transport.records import TrainingSample
+from grpo.transport.run import RunFolder, only_one, open_run
+from grpo.transport.traces import FOLDER, VOCABULARY_FILE
+from grpo.transport.weights.identity import resolve_model
+from grpo.transport.weights.store import METRICS_FILE
 
 TAKES_OTHERS = True
 EPILOG = """\
@@ -294,7 +294,7 @@ def _trainer(settings: TrainSettings, run: RunFolder) -> Program:
     hidden = key_variables(settings.model_dump()) | {k for k in os.environ if k.startswith("GRPO_TRAIN_")}
     return Program(
         role="train",
-        command=(sys.executable, "-P", "-m", "trainer.cli", str(file)),
+        command=(sys.executable, "-P", "-m", "grpo.trainer.cli", str(file)),
         log=run.logs / "train.log",
         status=run.status / "train.json",
         environment={k: v for k, v in os.environ.items() if k not in hidden} | {"PYTHONUNBUFFERED": "1"},

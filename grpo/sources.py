@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from orchestrator.envs.base import Environment
-from transport.errors import UserError
-from transport.run import RUN_FILE
+from grpo.orchestrator.envs.base import Environment
+from grpo.transport.errors import UserError
+from grpo.transport.run import RUN_FILE
 
 _MEND = "put it into a file and give its name, as env='my_env.py:MyEnv'"
 

@@ -16,12 +16,12 @@ import msgspec
 
 from grpo.ledger import open_ledger
 from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, read, read_run
-from transport.checkpoints import TRAINER
-from transport.errors import UserError
-from transport.folders import steps_in
-from transport.logs import printable
-from transport.run_warnings import RunWarning, run_warnings, told
-from transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED
+from grpo.transport.checkpoints import TRAINER
+from grpo.transport.errors import UserError
+from grpo.transport.folders import steps_in
+from grpo.transport.logs import printable
+from grpo.transport.run_warnings import RunWarning, run_warnings, told
+from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED
 
 if TYPE_CHECKING:
     from rich.console import Group

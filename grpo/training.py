@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from configs.errors import Problem, SettingsError
-from configs.keys import find, is_list, sections_of
-from configs.loading import COMMAND_LINE, read_yaml
-from configs.run import RunSettings, load_run, run_file
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.keys import find, is_list, sections_of
+from grpo.configs.loading import COMMAND_LINE, read_yaml
+from grpo.configs.run import RunSettings, load_run, run_file
 from grpo.handle import GRPO, LOG_FILE, POLL_S, Run
 from grpo.sources import env_settings
-from orchestrator.envs.base import Environment
-from transport.parent import PARENT_VAR
+from grpo.orchestrator.envs.base import Environment
+from grpo.transport.parent import PARENT_VAR
 
 Env: TypeAlias = str | Mapping[str, Any] | Environment | type[Environment]
 """An environment: its id, its settings, an object or a class of one's own."""

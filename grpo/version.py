@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo.run_files import read_run
-from transport.errors import UserError
-from transport.folders import STABLE, step_folder, steps_in
-from transport.records import Canary, PolicyManifest, adapter_folders
-from transport.run import Role, recorded_settings
-from transport.weights.dequantized import FOLDER as DEQUANTIZED
-from transport.weights.identity import base_identity, resolve_model
-from transport.weights.store import CANARY_FILE, verify_policy
+from grpo.transport.errors import UserError
+from grpo.transport.folders import STABLE, step_folder, steps_in
+from grpo.transport.records import Canary, PolicyManifest, adapter_folders
+from grpo.transport.run import Role, recorded_settings
+from grpo.transport.weights.dequantized import FOLDER as DEQUANTIZED
+from grpo.transport.weights.identity import base_identity, resolve_model
+from grpo.transport.weights.store import CANARY_FILE, verify_policy
 
 
 class CannotExport(UserError):

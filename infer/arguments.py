@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from configs.infer import InferSettings
-from infer import engine_process
+from grpo.configs.infer import InferSettings
+from grpo.infer import engine_process
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as the largest rank."""
@@ -139,7 +139,7 @@ def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> d
         "hf_overrides": overrides or None,
         "weight_transfer_config": {"backend": "nccl"} if settings.weight_broadcast_type == "nccl" else None,
         "enable_sleep_mode": settings.sleep_mode or None,
-        "worker_cls": "infer.sleep_worker.CacheSleepWorker" if settings.sleep_mode and settings.colocate else None,
+        "worker_cls": "grpo.infer.sleep_worker.CacheSleepWorker" if settings.sleep_mode and settings.colocate else None,
     } | (lora if settings.enable_lora else {})
 
 

@@ -6,9 +6,9 @@ docs/servers.md has the reasons for what is allowed where `canary_tolerance` doe
 import math
 from collections.abc import Sequence
 
-from transport.errors import PolicyRefused
-from transport.http import CanaryFigures
-from transport.records import Canary
+from grpo.transport.errors import PolicyRefused
+from grpo.transport.http import CanaryFigures
+from grpo.transport.records import Canary
 
 FLOAT32_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
 """Largest difference where both sides compute in float32, by the server's device."""

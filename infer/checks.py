@@ -15,13 +15,13 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
-from transport.folders import step_folder
-from transport.records import Canary, PolicyManifest, PolicySpec, Quantization, adapter_folders
-from transport.run import current_run_id
-from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
-from transport.weights.shards import INDEX_FILE, weight_map
-from transport.weights.store import (
+from grpo.transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
+from grpo.transport.folders import step_folder
+from grpo.transport.records import Canary, PolicyManifest, PolicySpec, Quantization, adapter_folders
+from grpo.transport.run import current_run_id
+from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
+from grpo.transport.weights.shards import INDEX_FILE, weight_map
+from grpo.transport.weights.store import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     CANARY_FILE,

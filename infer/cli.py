@@ -8,12 +8,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from configs.entry import load_settings
-from configs.infer import InferSettings
-from transport.cores import COMPILED_VAR, compiled_folder, set_numeric_defaults
-from transport.hidden import hide_environment, key_variables
-from transport.limits import raise_file_limit
-from transport.parent import end_with_starter
+from grpo.configs.entry import load_settings
+from grpo.configs.infer import InferSettings
+from grpo.transport.cores import COMPILED_VAR, compiled_folder, set_numeric_defaults
+from grpo.transport.hidden import hide_environment, key_variables
+from grpo.transport.limits import raise_file_limit
+from grpo.transport.parent import end_with_starter
 
 MAX_TEMPORARY = 40
 """Characters of a temporary folder's path that leave room for another folder and a socket: that takes 107 at most."""
@@ -35,7 +35,7 @@ def main() -> None:
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
 
     with temporary_folder():
-        from infer.server import run
+        from grpo.infer.server import run
 
         code = run(settings)
     logging.shutdown()

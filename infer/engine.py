@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from configs.infer import InferSettings
-from infer import engine_process, score_temperature
-from infer.arguments import device_of, first_module, make_args, vllm_version
-from infer.checks import tensor_shapes
-from transport.errors import PolicyRefused
-from transport.http import Choice, GenerateRequest, ServerLoad
-from transport.weights.nccl import Announcement
+from grpo.configs.infer import InferSettings
+from grpo.infer import engine_process, score_temperature
+from grpo.infer.arguments import device_of, first_module, make_args, vllm_version
+from grpo.infer.checks import tensor_shapes
+from grpo.transport.errors import PolicyRefused
+from grpo.transport.http import Choice, GenerateRequest, ServerLoad
+from grpo.transport.weights.nccl import Announcement
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

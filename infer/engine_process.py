@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infer import lend
-from transport.parent import end_with, watch
+from grpo.infer import lend
+from grpo.transport.parent import end_with, watch
 
 log = logging.getLogger(__name__)
 

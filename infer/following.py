@@ -8,9 +8,9 @@ import hashlib
 
 from msgspec.structs import replace
 
-from infer.engine import Engine
-from infer.versions import VersionTable
-from transport.http import Choice, GenerateRequest
+from grpo.infer.engine import Engine
+from grpo.infer.versions import VersionTable
+from grpo.transport.http import Choice, GenerateRequest
 
 _NOTHING = Choice(token_ids=[], logprobs=[], finish_reason="superseded")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from infer.checks import tensor_shapes
-from transport.errors import SharedBaseError
-from transport.shared_base import CudaMemory, HostMemory, Manifest, aligned, device_key, export_base
+from grpo.infer.checks import tensor_shapes
+from grpo.transport.errors import SharedBaseError
+from grpo.transport.shared_base import CudaMemory, HostMemory, Manifest, aligned, device_key, export_base
 
 
 def keep_plain_weights() -> None:

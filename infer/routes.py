@@ -16,12 +16,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from configs.infer import InferSettings
-from infer.engine import Engine, EngineEnded, EngineError
-from infer.following import follow
-from infer.versions import NotLive, UnknownAdapter, VersionTable
-from transport.errors import DeadlineError, PolicyRefused, RunFolderError
-from transport.http import (
+from grpo.configs.infer import InferSettings
+from grpo.infer.engine import Engine, EngineEnded, EngineError
+from grpo.infer.following import follow
+from grpo.infer.versions import NotLive, UnknownAdapter, VersionTable
+from grpo.transport.errors import DeadlineError, PolicyRefused, RunFolderError
+from grpo.transport.http import (
     Generated,
     GenerateRequest,
     LoadReport,
@@ -32,8 +32,8 @@ from transport.http import (
     Unloaded,
     UnloadRequest,
 )
-from transport.run import current_run_id
-from transport.status import FAILED, FINISHED, StatusFile, server_file
+from grpo.transport.run import current_run_id
+from grpo.transport.status import FAILED, FINISHED, StatusFile, server_file
 
 CLIENT_CLOSED_REQUEST = 499
 T = TypeVar("T")

@@ -11,23 +11,23 @@ from pathlib import Path
 
 import uvicorn
 
-from configs.infer import InferSettings
-from infer.access import guarded
-from infer.arguments import ArgumentError, device_of, prepare_environment, served_rank
-from infer.checks import BaseModel, check_tokenizer, is_stored_quantized, tensor_shapes
-from infer.engine import EngineEnded, embedded
-from infer.routes import PolicyRoutes
-from infer.versions import VersionTable
-from transport.cores import available_cores
-from transport.errors import START_AGAIN
-from transport.keys import is_loopback
-from transport.logs import printable, start_log
-from transport.run import RunFolder
-from transport.run_warnings import kept_warnings
-from transport.status import server_file
-from transport.weights.dequantized import wait_for_dequantized
-from transport.weights.http import FetchedVersions
-from transport.weights.identity import base_identity, resolve_model
+from grpo.configs.infer import InferSettings
+from grpo.infer.access import guarded
+from grpo.infer.arguments import ArgumentError, device_of, prepare_environment, served_rank
+from grpo.infer.checks import BaseModel, check_tokenizer, is_stored_quantized, tensor_shapes
+from grpo.infer.engine import EngineEnded, embedded
+from grpo.infer.routes import PolicyRoutes
+from grpo.infer.versions import VersionTable
+from grpo.transport.cores import available_cores
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.keys import is_loopback
+from grpo.transport.logs import printable, start_log
+from grpo.transport.run import RunFolder
+from grpo.transport.run_warnings import kept_warnings
+from grpo.transport.status import server_file
+from grpo.transport.weights.dequantized import wait_for_dequantized
+from grpo.transport.weights.http import FetchedVersions
+from grpo.transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
 

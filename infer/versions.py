@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infer.canary import check_effect, largest_gap, tolerance_of
-from infer.checks import BaseModel, check_version, read_version, version_folder
-from infer.engine import Adapter, Engine
-from transport.errors import DeadlineError, PolicyRefused
-from transport.http import CanaryFigures, LoadReport
-from transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
-from transport.weights.http import FetchedVersions
-from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
-from transport.weights.store import METRICS_FILE, NOISE_FILE, policy_name
+from grpo.infer.canary import check_effect, largest_gap, tolerance_of
+from grpo.infer.checks import BaseModel, check_version, read_version, version_folder
+from grpo.infer.engine import Adapter, Engine
+from grpo.transport.errors import DeadlineError, PolicyRefused
+from grpo.transport.http import CanaryFigures, LoadReport
+from grpo.transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
+from grpo.transport.weights.http import FetchedVersions
+from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
+from grpo.transport.weights.store import METRICS_FILE, NOISE_FILE, policy_name
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from infer import cpu, lend, score_temperature
+from grpo.infer import cpu, lend, score_temperature
 
 
 class PolicyWorker:

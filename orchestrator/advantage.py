@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from configs.orch import OrchSettings
-from configs.rollouts import EpisodicAdvantage, ReinforcePlusPlus, RunningBaseline
-from orchestrator.rollouts.messages import shown
-from orchestrator.rollouts.records import MAX_REWARD, EpisodeResult, levels, walk_all
-from transport.errors import UserError
-from transport.importing import FunctionFailed, called, find
+from grpo.configs.orch import OrchSettings
+from grpo.configs.rollouts import EpisodicAdvantage, ReinforcePlusPlus, RunningBaseline
+from grpo.orchestrator.rollouts.messages import shown
+from grpo.orchestrator.rollouts.records import MAX_REWARD, EpisodeResult, levels, walk_all
+from grpo.transport.errors import UserError
+from grpo.transport.importing import FunctionFailed, called, find
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""

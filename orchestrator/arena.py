@@ -14,27 +14,27 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from configs.orch import OrchSettings
-from orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
-from orchestrator.background import in_thread
-from orchestrator.loops.sample import Intake
-from orchestrator.rollouts.clients import InferenceClient
-from orchestrator.rollouts.clock import together
-from orchestrator.rollouts.engine import PromptTooLong
-from orchestrator.rollouts.episode import Episode
-from orchestrator.rollouts.local import LocalPool
-from orchestrator.rollouts.messages import ModelResponse, shown
-from orchestrator.rollouts.play import ScriptedBackend
-from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
-from orchestrator.rollouts.roles import Role, RoleAdapters
-from orchestrator.rollouts.stores import ArtifactStore
-from orchestrator.samples import FinishedGroup, finish_group
-from orchestrator.scheduler import Ticket
-from orchestrator.workers.protocol import Ask, Sample, Sampled
-from transport.errors import UserError
-from transport.http import Choice
-from transport.importing import find
-from transport.records import TrainingSample
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.loops.sample import Intake
+from grpo.orchestrator.rollouts.clients import InferenceClient
+from grpo.orchestrator.rollouts.clock import together
+from grpo.orchestrator.rollouts.engine import PromptTooLong
+from grpo.orchestrator.rollouts.episode import Episode
+from grpo.orchestrator.rollouts.local import LocalPool
+from grpo.orchestrator.rollouts.messages import ModelResponse, shown
+from grpo.orchestrator.rollouts.play import ScriptedBackend
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
+from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
+from grpo.orchestrator.rollouts.stores import ArtifactStore
+from grpo.orchestrator.samples import FinishedGroup, finish_group
+from grpo.orchestrator.scheduler import Ticket
+from grpo.orchestrator.workers.protocol import Ask, Sample, Sampled
+from grpo.transport.errors import UserError
+from grpo.transport.http import Choice
+from grpo.transport.importing import find
+from grpo.transport.records import TrainingSample
 
 ARENA = "arena"
 """What its rollouts have for an environment, in the ledger and in metrics."""

@@ -14,27 +14,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.auxiliary import ApiSettings, HintSettings
-from configs.loss import DpoSettings, SdpoSettings
-from configs.orch import OrchSettings
-from orchestrator.endpoints import Costs, Endpoint
-from orchestrator.evidence import Evidence
-from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
-from orchestrator.inference.client import InferenceClient
-from orchestrator.ledger import Ledger
-from orchestrator.preferences.asked import AskedPairs
-from orchestrator.preferences.pairs import kept_pairs, pairs_of_run
-from orchestrator.resuming import Progress
-from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import FinishedGroup
-from orchestrator.scheduler import Scheduler
-from orchestrator.shaping import RewardShaping
-from orchestrator.startup import Ready
-from orchestrator.teacher.scoring import ReferenceTeacher, Teaching
-from orchestrator.teacher.served import ServedTeacher, open_teacher
-from orchestrator.workers.pool import WorkerPool
-from transport.records import PreferencePair
+from grpo.configs.auxiliary import ApiSettings, HintSettings
+from grpo.configs.loss import DpoSettings, SdpoSettings
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.evidence import Evidence
+from grpo.orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
+from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.preferences.asked import AskedPairs
+from grpo.orchestrator.preferences.pairs import kept_pairs, pairs_of_run
+from grpo.orchestrator.resuming import Progress
+from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.scheduler import Scheduler
+from grpo.orchestrator.shaping import RewardShaping
+from grpo.orchestrator.startup import Ready
+from grpo.orchestrator.teacher.scoring import ReferenceTeacher, Teaching
+from grpo.orchestrator.teacher.served import ServedTeacher, open_teacher
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.transport.records import PreferencePair
 
 log = logging.getLogger(__name__)
 

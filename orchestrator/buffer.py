@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.orch import OrchSettings
-from orchestrator.advantage import are_equal
-from orchestrator.resuming import Progress
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.advantage import are_equal
+from grpo.orchestrator.resuming import Progress
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from configs.orch import OrchSettings
-from orchestrator.workers.pool import WorkerPool
-from transport.http import ServerInfo
-from transport.records import PolicySpec
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.transport.http import ServerInfo
+from grpo.transport.records import PolicySpec
 
 
 class Mismatch(ValueError):

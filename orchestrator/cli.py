@@ -10,12 +10,12 @@ from types import FrameType
 
 import uvloop
 
-from configs.entry import load_settings
-from configs.orch import OrchSettings
-from transport.errors import START_AGAIN, PeerFailed, TransportError
-from transport.limits import raise_file_limit
-from transport.logs import printable, start_log
-from transport.parent import end_with_starter
+from grpo.configs.entry import load_settings
+from grpo.configs.orch import OrchSettings
+from grpo.transport.errors import START_AGAIN, PeerFailed, TransportError
+from grpo.transport.limits import raise_file_limit
+from grpo.transport.logs import printable, start_log
+from grpo.transport.parent import end_with_starter
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ def _end(number: int, _: FrameType | None) -> None:
 
 def _run(settings: OrchSettings) -> int:
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
-    from orchestrator.inference.client import ServerError, ServersAway
-    from orchestrator.monitoring.summary import what_next
-    from orchestrator.run import orchestrate
-    from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
+    from grpo.orchestrator.inference.client import ServerError, ServersAway
+    from grpo.orchestrator.monitoring.summary import what_next
+    from grpo.orchestrator.run import orchestrate
+    from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 
     gc.freeze()  # what is there stays: the collector never looks at it
     gc.enable()

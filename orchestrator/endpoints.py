@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import httpx
 from aiolimiter import AsyncLimiter
 
-from configs.auxiliary import ApiSettings
-from orchestrator.rollouts.messages import ModelResponse
+from grpo.configs.auxiliary import ApiSettings
+from grpo.orchestrator.rollouts.messages import ModelResponse
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion

@@ -9,14 +9,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from configs.evaluation import HeldOut
-from configs.orch import OrchSettings
-from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, SamplingParams, Task
-from orchestrator.rollouts.roles import RoleAdapters
-from orchestrator.seeds import group_seed
-from orchestrator.workers.failures import EnvironmentFailed
-from transport.errors import UserError
+from grpo.configs.evaluation import HeldOut
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, SamplingParams, Task
+from grpo.orchestrator.rollouts.roles import RoleAdapters
+from grpo.orchestrator.seeds import group_seed
+from grpo.orchestrator.workers.failures import EnvironmentFailed
+from grpo.transport.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from configs.auxiliary import Selection
-from orchestrator.advantage import StepKey
-from orchestrator.hints.hinting import Hints
-from orchestrator.inference.client import ServerError
-from orchestrator.preferences.agreement import Action, Tools, words
-from orchestrator.preferences.turns import Turn, chosen_turns
-from orchestrator.rollouts.records import EpisodeResult, StepEvidence, TrainingRow, levels, walk_all
-from transport.records import Float32, Hint
+from grpo.configs.auxiliary import Selection
+from grpo.orchestrator.advantage import StepKey
+from grpo.orchestrator.hints.hinting import Hints
+from grpo.orchestrator.inference.client import ServerError
+from grpo.orchestrator.preferences.agreement import Action, Tools, words
+from grpo.orchestrator.preferences.turns import Turn, chosen_turns
+from grpo.orchestrator.rollouts.records import EpisodeResult, StepEvidence, TrainingRow, levels, walk_all
+from grpo.transport.records import Float32, Hint
 
 Score = Callable[[Sequence[int], int | None, float, str | None], Awaitable[Sequence[float]]]
 """Gives [L - 1] log-probabilities of tokens 1 to L - 1 under a version, at a temperature, by one of its adapters."""

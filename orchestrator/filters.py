@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.rollouts import FilterSettings
-from orchestrator.rollouts.messages import shown
-from transport.errors import UserError
-from transport.importing import FunctionFailed, called, find
+from grpo.configs.rollouts import FilterSettings
+from grpo.orchestrator.rollouts.messages import shown
+from grpo.transport.errors import UserError
+from grpo.transport.importing import FunctionFailed, called, find
 
 Finds = Callable[[Sequence[int], Sequence[float]], bool]
 """`(token ids [L], natural log-probabilities [L], as sampled) -> whether it shows in this answer`"""

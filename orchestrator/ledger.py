@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from transport.errors import StorageError
-from transport.http import CanaryFigures
+from grpo.transport.errors import StorageError
+from grpo.transport.http import CanaryFigures
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (

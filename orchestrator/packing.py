@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from transport.records import Float32, Int32, MicroBatch, PreferencePair, TrainingSample
+from grpo.transport.records import Float32, Int32, MicroBatch, PreferencePair, TrainingSample
 
 FILLER_ID = "filler"
 """Stands in `rollout_ids` for the one token without loss that a rank gets which would have nothing to do."""

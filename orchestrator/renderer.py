@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rollouts.records import Messages
-from transport.errors import UserError
-from transport.http import Choice
+from grpo.orchestrator.rollouts.records import Messages
+from grpo.transport.errors import UserError
+from grpo.transport.http import Choice
 
 TEMPLATE_S = 20.0
 """How long the first rendering may take, its imports included."""

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.orch import OrchSettings
-from orchestrator.ledger import Ledger
-from transport.checkpoints import Checkpoints
-from transport.errors import RunFolderError
-from transport.run import RunFolder
-from transport.weights.store import PolicyReader
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.ledger import Ledger
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.errors import RunFolderError
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 

@@ -10,46 +10,46 @@ from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from configs.common import HttpBroadcast
-from configs.orch import OrchSettings
-from orchestrator.arena import ARENA, Arena, find_arena
-from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
-from orchestrator.background import in_thread, root_cause
-from orchestrator.buffer import make_buffer
-from orchestrator.checks import check_server
-from orchestrator.filters import make_filters
-from orchestrator.inference.client import InferenceClient
-from orchestrator.inference.pool import ServerPool
-from orchestrator.inference.sleep import SleepScheduler
-from orchestrator.inference.watch import ServerWatch
-from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.ledger import Ledger
-from orchestrator.loops.assemble import Assembling
-from orchestrator.loops.evaluate import Evaluating
-from orchestrator.loops.report import Reporting
-from orchestrator.loops.sample import Intake, Sampling
-from orchestrator.loops.versions import Versions
-from orchestrator.monitoring.recorder import Recorder
-from orchestrator.monitoring.story import Story
-from orchestrator.monitoring.summary import Summary
-from orchestrator.monitoring.timeline import Timeline
-from orchestrator.monitoring.traces import Traces
-from orchestrator.monitoring.trackers import Reporter, check_reports
-from orchestrator.resuming import Progress, resume
-from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.local import LocalPool
-from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.scheduler import make_scheduler
-from orchestrator.shaping import BatchAdvantages
-from orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
-from orchestrator.teacher.served import ServedTeacher
-from orchestrator.workers.pool import WorkerPool
-from transport.batches.channel import open_sender
-from transport.batches.filesystem import BatchSender
-from transport.checkpoints import Checkpoints
-from transport.hidden import hide_environment
-from transport.status import FINISHED, StatusFile, read_status
-from transport.weights.identity import base_identity, resolve_model
+from grpo.configs.common import HttpBroadcast
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.arena import ARENA, Arena, find_arena
+from grpo.orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
+from grpo.orchestrator.background import in_thread, root_cause
+from grpo.orchestrator.buffer import make_buffer
+from grpo.orchestrator.checks import check_server
+from grpo.orchestrator.filters import make_filters
+from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.inference.sleep import SleepScheduler
+from grpo.orchestrator.inference.watch import ServerWatch
+from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.loops.assemble import Assembling
+from grpo.orchestrator.loops.evaluate import Evaluating
+from grpo.orchestrator.loops.report import Reporting
+from grpo.orchestrator.loops.sample import Intake, Sampling
+from grpo.orchestrator.loops.versions import Versions
+from grpo.orchestrator.monitoring.recorder import Recorder
+from grpo.orchestrator.monitoring.story import Story
+from grpo.orchestrator.monitoring.summary import Summary
+from grpo.orchestrator.monitoring.timeline import Timeline
+from grpo.orchestrator.monitoring.traces import Traces
+from grpo.orchestrator.monitoring.trackers import Reporter, check_reports
+from grpo.orchestrator.resuming import Progress, resume
+from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.rollouts.local import LocalPool
+from grpo.orchestrator.rollouts.stores import ArtifactStores
+from grpo.orchestrator.scheduler import make_scheduler
+from grpo.orchestrator.shaping import BatchAdvantages
+from grpo.orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
+from grpo.orchestrator.teacher.served import ServedTeacher
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.transport.batches.channel import open_sender
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.hidden import hide_environment
+from grpo.transport.status import FINISHED, StatusFile, read_status
+from grpo.transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
         sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
         if isinstance(broadcast := settings.weight_broadcast, HttpBroadcast):
-            from transport.weights.http import VersionServer  # imports a web server
+            from grpo.transport.weights.http import VersionServer  # imports a web server
 
             address, key = (broadcast.host, broadcast.port), ready.run.key(broadcast.key_var)
             store = VersionServer(ready.run.broadcasts, run_id=ready.run.run_id, address=address, key=key)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.advantage import Credit, StepKey
-from orchestrator.filters import Filter
-from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
-from orchestrator.rollouts.records import EpisodeResult
-from transport.records import Float32, TrainingSample
+from grpo.orchestrator.advantage import Credit, StepKey
+from grpo.orchestrator.filters import Filter
+from grpo.orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.transport.records import Float32, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

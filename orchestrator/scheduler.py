@@ -12,9 +12,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from configs.orch import OrchSettings
-from orchestrator.background import Bell
-from orchestrator.resuming import Progress
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.background import Bell
+from grpo.orchestrator.resuming import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

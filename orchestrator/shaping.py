@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.orch import OrchSettings
-from configs.rollouts import AnyAdvantage
-from orchestrator.advantage import ROUNDING, constant_credit
-from orchestrator.rollouts.records import EpisodeResult, NotFinite, TooLarge
-from orchestrator.samples import FinishedGroup, training_samples
-from orchestrator.teacher.scoring import Teaching
-from transport.records import Float32, TrainingSample
+from grpo.configs.orch import OrchSettings
+from grpo.configs.rollouts import AnyAdvantage
+from grpo.orchestrator.advantage import ROUNDING, constant_credit
+from grpo.orchestrator.rollouts.records import EpisodeResult, NotFinite, TooLarge
+from grpo.orchestrator.samples import FinishedGroup, training_samples
+from grpo.orchestrator.teacher.scoring import Teaching
+from grpo.transport.records import Float32, TrainingSample
 
 Estimator = Literal["k1", "k2", "k3"]
 BASELINES = "baselines"

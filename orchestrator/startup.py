@@ -9,25 +9,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.cross import joined_check, recorded
-from configs.loading import Loaded
-from configs.orch import OrchSettings
-from configs.resuming import ORCHESTRATOR_MAY_CHANGE
-from configs.train import TrainSettings
-from orchestrator.background import in_thread
-from orchestrator.checks import check_roles
-from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.records import Messages, Task
-from orchestrator.workers.failures import FailureRate
-from orchestrator.workers.pool import WorkerPool
-from transport.batches.store import StepStore
-from transport.errors import RunFolderError
-from transport.hidden import key_variables
-from transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
-from transport.run_warnings import kept_warnings
-from transport.status import StatusFile
-from transport.weights.store import PolicyReader
+from grpo.configs.cross import joined_check, recorded
+from grpo.configs.loading import Loaded
+from grpo.configs.orch import OrchSettings
+from grpo.configs.resuming import ORCHESTRATOR_MAY_CHANGE
+from grpo.configs.train import TrainSettings
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.checks import check_roles
+from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.records import Messages, Task
+from grpo.orchestrator.workers.failures import FailureRate
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.transport.batches.store import StepStore
+from grpo.transport.errors import RunFolderError
+from grpo.transport.hidden import key_variables
+from grpo.transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
+from grpo.transport.run_warnings import kept_warnings
+from grpo.transport.status import StatusFile
+from grpo.transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 

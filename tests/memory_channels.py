@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from transport.batches.filesystem import nothing
-from transport.codec import decode, encode
-from transport.errors import DeadlineError
-from transport.folders import Buffer, Content, chunks_of, file_entry
-from transport.records import MicroBatch, PolicyManifest, PolicySpec
-from transport.weights.shards import Weight, shard_files
+from grpo.transport.batches.filesystem import nothing
+from grpo.transport.codec import decode, encode
+from grpo.transport.errors import DeadlineError
+from grpo.transport.folders import Buffer, Content, chunks_of, file_entry
+from grpo.transport.records import MicroBatch, PolicyManifest, PolicySpec
+from grpo.transport.weights.shards import Weight, shard_files
 
 
 class MemoryBatches:

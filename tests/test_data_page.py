@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.envs.data.environment import KNOWN, Dataset
-from orchestrator.envs.data.files import READERS
-from orchestrator.envs.rewards import REWARDS
-from orchestrator.run import orchestrate
+from grpo.orchestrator.envs.data.environment import KNOWN, Dataset
+from grpo.orchestrator.envs.data.files import READERS
+from grpo.orchestrator.envs.rewards import REWARDS
+from grpo.orchestrator.run import orchestrate
 from tests.grpo.run_folder import grpo
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 

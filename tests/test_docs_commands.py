@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 import grpo.cli
-import infer.cli
-import orchestrator.cli
-import trainer.cli
+import grpo.infer.cli
+import grpo.orchestrator.cli
+import grpo.trainer.cli
 from grpo.cli import COMMANDS
 from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
 
@@ -27,8 +27,8 @@ ELSEWHERE = (
 )
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
 PROGRAMS: dict[str, Callable[[], Any]] = {
-    **{"grpo": grpo.cli.main, "grpo-infer": infer.cli.main, "grpo-orch": orchestrator.cli.main},
-    "grpo-train": trainer.cli.main,
+    **{"grpo": grpo.cli.main, "grpo-infer": grpo.infer.cli.main, "grpo-orch": grpo.orchestrator.cli.main},
+    "grpo-train": grpo.trainer.cli.main,
 }
 NEEDS_GPU = "--sleep_mode"
 OF_A_READER = {"RUN": "quickstart", "train.yaml": "quickstart"}

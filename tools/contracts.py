@@ -11,8 +11,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.infer import InferSettings
-from infer.arguments import ON_CPU, own_arguments
+from grpo.configs.infer import InferSettings
+from grpo.infer.arguments import ON_CPU, own_arguments
 
 ROOT = Path(__file__).parent.parent
 CACHE = Path.home() / ".cache" / "grpo" / "contracts"

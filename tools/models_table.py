@@ -5,7 +5,7 @@ python -m tools.models_table
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trainer.supported import PACKED, UNPACKED
+from grpo.trainer.supported import PACKED, UNPACKED
 
 
 def table() -> str:

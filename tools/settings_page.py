@@ -6,12 +6,12 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel
 
-from configs.common import ProcessSettings
-from configs.help import one_line, rows
-from configs.infer import InferSettings, TeacherServerSettings
-from configs.orch import OrchSettings
-from configs.run import PROGRAMS, SHARED, RunSettings
-from configs.train import TrainSettings
+from grpo.configs.common import ProcessSettings
+from grpo.configs.help import one_line, rows
+from grpo.configs.infer import InferSettings, TeacherServerSettings
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import PROGRAMS, SHARED, RunSettings
+from grpo.configs.train import TrainSettings
 
 _HEAD = """# Settings
 

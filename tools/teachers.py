@@ -9,14 +9,14 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.envs import arithmetic, zorplex
-from orchestrator.envs import reverse_text as reversing
-from orchestrator.envs.critique import operators
-from orchestrator.envs.debate import AFF, ARGUMENTS, NEG, TOPICS
-from orchestrator.envs.proposer_solver import drawn_questions
-from orchestrator.envs.zorplex import LOOKUP, UNKNOWN_WORD, without_zorplex
-from orchestrator.hints.sources import BUILT_IN, SAID, SUCCEEDED, template_of
-from orchestrator.rollouts.state import StepError
+from grpo.orchestrator.envs import arithmetic, zorplex
+from grpo.orchestrator.envs import reverse_text as reversing
+from grpo.orchestrator.envs.critique import operators
+from grpo.orchestrator.envs.debate import AFF, ARGUMENTS, NEG, TOPICS
+from grpo.orchestrator.envs.proposer_solver import drawn_questions
+from grpo.orchestrator.envs.zorplex import LOOKUP, UNKNOWN_WORD, without_zorplex
+from grpo.orchestrator.hints.sources import BUILT_IN, SAID, SUCCEEDED, template_of
+from grpo.orchestrator.rollouts.state import StepError
 
 Message = dict[str, str]
 Conversation = list[Message]

@@ -22,9 +22,9 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from trainer.errors import ModelError
-from trainer.packing import Layout
-from trainer.supported import check_window
+from grpo.trainer.errors import ModelError
+from grpo.trainer.packing import Layout
+from grpo.trainer.supported import check_window
 
 log = logging.getLogger(__name__)
 

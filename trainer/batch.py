@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configs.loss import LossSettings
-from trainer.errors import BatchError
-from transport.records import MicroBatch
+from grpo.configs.loss import LossSettings
+from grpo.trainer.errors import BatchError
+from grpo.transport.records import MicroBatch
 
 
 class StepCounts(NamedTuple):

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from configs.train import TrainSettings
-from trainer.distributed import Ranks, host_copies, local_tensor, shard_like
-from trainer.ema import MovingAverage
-from trainer.errors import ResumeError
-from trainer.model import Policy
-from trainer.optim import Optimizer
-from transport.background import Background
-from transport.checkpoints import TRAINER, Checkpoints
-from transport.errors import CorruptError, StaleRunError
-from transport.folders import (
+from grpo.configs.train import TrainSettings
+from grpo.trainer.distributed import Ranks, host_copies, local_tensor, shard_like
+from grpo.trainer.ema import MovingAverage
+from grpo.trainer.errors import ResumeError
+from grpo.trainer.model import Policy
+from grpo.trainer.optim import Optimizer
+from grpo.transport.background import Background
+from grpo.transport.checkpoints import TRAINER, Checkpoints
+from grpo.transport.errors import CorruptError, StaleRunError
+from grpo.transport.folders import (
     Content,
     check_file,
     fsync,
@@ -38,9 +38,9 @@ from transport.folders import (
     steps_in,
     write_folder,
 )
-from transport.records import FileEntry, Manifest
-from transport.run import RunFolder, library_versions
-from transport.status import StatusFile
+from grpo.transport.records import FileEntry, Manifest
+from grpo.transport.run import RunFolder, library_versions
+from grpo.transport.status import StatusFile
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from configs.entry import load_settings
-from configs.train import TrainSettings
-from transport.cores import set_numeric_defaults
-from transport.hidden import hide_environment, key_variables
-from transport.logs import printable, start_log
-from transport.parent import end_with_starter
+from grpo.configs.entry import load_settings
+from grpo.configs.train import TrainSettings
+from grpo.transport.cores import set_numeric_defaults
+from grpo.transport.hidden import hide_environment, key_variables
+from grpo.transport.logs import printable, start_log
+from grpo.transport.parent import end_with_starter
 
 
 def main() -> None:
@@ -33,8 +33,8 @@ def main() -> None:
     start_log(level=level, who=who)
     # On a CPU it warns of a kernel that it would download, and that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from trainer.errors import EndedEarly, ExporterGone, RankFailed, TrainerError
-    from transport.errors import START_AGAIN, PeerFailed, TransportError
+    from grpo.trainer.errors import EndedEarly, ExporterGone, RankFailed, TrainerError
+    from grpo.transport.errors import START_AGAIN, PeerFailed, TransportError
 
     code, message = 0, ""
     try:
@@ -64,17 +64,17 @@ def _is_worker(environment: Mapping[str, str]) -> bool:
 
 
 def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
-    from transport.weights.identity import resolve_model
+    from grpo.transport.weights.identity import resolve_model
 
     model_folder = resolve_model(settings.model)  # before torch is imported, which takes seconds
     if starts_ranks:
-        from trainer.launch import launch
+        from grpo.trainer.launch import launch
 
         status = Path(settings.output_dir) / "status" / "train.json"
         raise SystemExit(launch(settings, sys.argv[1:], status=status))
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
     _import_peft()
-    from trainer.startup import run
+    from grpo.trainer.startup import run
 
     run(settings, model_folder)
 

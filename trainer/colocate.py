@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from configs.train import TrainSettings
-from trainer.errors import ExporterGone, ModelError
-from trainer.loading import CheckpointTensors, filled_model, some
-from transport.shared_base import ImportedBase, import_base
-from transport.weights.identity import base_identity
+from grpo.configs.train import TrainSettings
+from grpo.trainer.errors import ExporterGone, ModelError
+from grpo.trainer.loading import CheckpointTensors, filled_model, some
+from grpo.transport.shared_base import ImportedBase, import_base
+from grpo.transport.weights.identity import base_identity
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _RECIPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 def imported_for(settings: TrainSettings, device: torch.device) -> ImportedBase | None:
     """Returns the base weights of the run's server, once it has loaded them; None without `colocate`. Raises
-    `DeadlineError`, which names whom it waited for, and other errors of `transport.errors`."""
+    `DeadlineError`, which names whom it waited for, and other errors of `grpo.transport.errors`."""
     if not settings.colocate:
         return None
     return import_base(settings.output_dir, device, timeout_s=settings.wait_timeout_s)

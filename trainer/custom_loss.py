@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from configs.loss import LossSettings
-from trainer.batch import StepCounts
-from trainer.errors import LossError
-from trainer.loss import Loss, PolicyTokens, mismatch_metrics, number_of, token_weights
-from trainer.metrics import Mean, Sum
-from transport.errors import UserError
-from transport.importing import find
+from grpo.configs.loss import LossSettings
+from grpo.trainer.batch import StepCounts
+from grpo.trainer.errors import LossError
+from grpo.trainer.loss import Loss, PolicyTokens, mismatch_metrics, number_of, token_weights
+from grpo.trainer.metrics import Mean, Sum
+from grpo.transport.errors import UserError
+from grpo.transport.importing import find
 
 
 def loss_function(import_path: str) -> Callable[[PolicyTokens], Any]:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.metrics import State, reduced
+from grpo.trainer.metrics import State, reduced
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from configs.loss import SdpoSettings
-from trainer.lm_head import accum_dtype, add_product, blocks, scaled_logits
-from trainer.matmul import product
+from grpo.configs.loss import SdpoSettings
+from grpo.trainer.lm_head import accum_dtype, add_product, blocks, scaled_logits
+from grpo.trainer.matmul import product
 
 LOGITS_AT_ONCE = 1 << 24
 """Elements of a chunk of logits, 64 MiB in float32. About eight tensors of that size exist at a time."""

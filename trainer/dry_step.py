@@ -1,6 +1,6 @@
 """What a step of the trainer needs of a device's memory, measured by one on made-up tokens.
 
-`python -m trainer.dry_step FOLDER` makes the step, with the model in FOLDER: it reads the trainer's settings as JSON
+`python -m grpo.trainer.dry_step FOLDER` makes the step, with the model in FOLDER: it reads the trainer's settings as JSON
 from standard input and prints the measurement as JSON.
 """
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from configs.train import TrainSettings
-from transport.records import Hint, MicroBatch, PreferencePair
+from grpo.configs.train import TrainSettings
+from grpo.transport.records import Hint, MicroBatch, PreferencePair
 
 if TYPE_CHECKING:
     import torch
@@ -86,12 +86,12 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     import torch
     from transformers import AutoConfig
 
-    from trainer.distributed import ONE
-    from trainer.memory import release_memory
-    from trainer.model import load_policy
-    from trainer.objective import Objective
-    from trainer.optim import Optimizer
-    from trainer.startup import device_for, set_threads, warn_of_cpu
+    from grpo.trainer.distributed import ONE
+    from grpo.trainer.memory import release_memory
+    from grpo.trainer.model import load_policy
+    from grpo.trainer.objective import Objective
+    from grpo.trainer.optim import Optimizer
+    from grpo.trainer.startup import device_for, set_threads, warn_of_cpu
 
     device = device_for(settings.device)
     warn_of_cpu(settings.device, device)
@@ -146,7 +146,7 @@ def main() -> None:
     """Exit status 1 with the reason in the last line of standard error where no step can be made."""
     import torch
 
-    from trainer.errors import ModelError
+    from grpo.trainer.errors import ModelError
 
     settings = TrainSettings.model_validate_json(sys.stdin.read())
     try:

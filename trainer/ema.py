@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer.distributed import local_tensor
+from grpo.trainer.distributed import local_tensor
 
 _CHUNK = 1 << 24
 """Elements that are exchanged at a time: the exchange needs no more memory than that."""

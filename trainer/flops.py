@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trainer.loading import decoder_linears
-from trainer.model import Policy
-from transport.records import MicroBatch
+from grpo.trainer.loading import decoder_linears
+from grpo.trainer.model import Policy
+from grpo.transport.records import MicroBatch
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}
 """Of dense products in bfloat16, by a part of the GPU's name, from NVIDIA's data sheets (SXM modules)."""

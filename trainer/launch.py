@@ -23,17 +23,17 @@ from typing import Any
 
 import psutil
 
-from configs.train import TrainSettings
-from trainer.errors import RankFailed
-from transport.errors import START_AGAIN
-from transport.parent import PARENT_VAR
-from transport.status import StatusFile
+from grpo.configs.train import TrainSettings
+from grpo.trainer.errors import RankFailed
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.parent import PARENT_VAR
+from grpo.transport.status import StatusFile
 
 END_S = 8
 """How long workers may take to end once they are told to; torch 2.11 gives them 30 s whatever is asked."""
 LATECOMERS_S = 15
 """How long further machines are waited for once `min_nodes` have come."""
-_MODULE = "trainer.cli"
+_MODULE = "grpo.trainer.cli"
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address that is never this machine's (RFC 5737). Nothing is sent there."""
 

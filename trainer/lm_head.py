@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from trainer.matmul import linear, product
-from trainer.memory import missing_for_compile
+from grpo.trainer.matmul import linear, product
+from grpo.trainer.memory import missing_for_compile
 
 POSITIONS_PER_TILE = 1024
 """Enough that reading the head does not bound the product."""

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from trainer.errors import ModelError
-from trainer.quantization import (
+from grpo.trainer.errors import ModelError
+from grpo.trainer.quantization import (
     DEQUANTIZE,
     QUANTIZE,
     QuantizedLinear,
@@ -25,10 +25,10 @@ from trainer.quantization import (
     check_setting,
     stored_in,
 )
-from transport.records import Quantization
-from transport.run import RunFolder
-from transport.weights.dequantized import write_dequantized
-from transport.weights.shards import Weight, checkpoint_files
+from grpo.transport.records import Quantization
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.dequantized import write_dequantized
+from grpo.transport.weights.shards import Weight, checkpoint_files
 
 log = logging.getLogger(__name__)
 

@@ -6,27 +6,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from configs.train import TrainSettings
-from trainer.batch import check_step, counts_of, num_signal_tokens
-from trainer.checkpoint import Checkpointing, Resumed, restore
-from trainer.colocate import check_exporter, while_exported
-from trainer.distributed import ONE, Ranks
-from trainer.errors import EndedEarly, NonFiniteError
-from trainer.flops import peak_flops, step_flops
-from trainer.memory import release_memory
-from trainer.metrics import State, numbers_of, reduced
-from trainer.model import Policy
-from trainer.objective import Objective, mean_over_steps
-from trainer.optim import Optimizer, learning_rate, signal_factor
-from trainer.publishing import Publishing
-from trainer.traces import TrainedTokens
-from transport.batches.filesystem import BatchReceiver
-from transport.folders import step_folder
-from transport.records import MicroBatch, PolicySpec
-from transport.run import RunFolder
-from transport.shared_base import ImportedBase
-from transport.status import PeerWatch, StatusFile
-from transport.weights.store import PolicyPublisher
+from grpo.configs.train import TrainSettings
+from grpo.trainer.batch import check_step, counts_of, num_signal_tokens
+from grpo.trainer.checkpoint import Checkpointing, Resumed, restore
+from grpo.trainer.colocate import check_exporter, while_exported
+from grpo.trainer.distributed import ONE, Ranks
+from grpo.trainer.errors import EndedEarly, NonFiniteError
+from grpo.trainer.flops import peak_flops, step_flops
+from grpo.trainer.memory import release_memory
+from grpo.trainer.metrics import State, numbers_of, reduced
+from grpo.trainer.model import Policy
+from grpo.trainer.objective import Objective, mean_over_steps
+from grpo.trainer.optim import Optimizer, learning_rate, signal_factor
+from grpo.trainer.publishing import Publishing
+from grpo.trainer.traces import TrainedTokens
+from grpo.transport.batches.filesystem import BatchReceiver
+from grpo.transport.folders import step_folder
+from grpo.transport.records import MicroBatch, PolicySpec
+from grpo.transport.run import RunFolder
+from grpo.transport.shared_base import ImportedBase
+from grpo.transport.status import PeerWatch, StatusFile
+from grpo.transport.weights.store import PolicyPublisher
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
-from configs.train import LowPrecision, TrainSettings
-from trainer.low_precision import backward_product, forward_product
-from trainer.matmul import linear, product, product_in_float32
-from trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
+from grpo.configs.train import LowPrecision, TrainSettings
+from grpo.trainer.low_precision import backward_product, forward_product
+from grpo.trainer.matmul import linear, product, product_in_float32
+from grpo.trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
 
 
 def with_adapters(base: Any, names: Sequence[str], settings: TrainSettings) -> PeftModel:

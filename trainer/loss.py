@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from configs.loss import LossSettings
-from trainer.batch import StepCounts
-from trainer.metrics import Max, Mean, Metric, Min, Sum
+from grpo.configs.loss import LossSettings
+from grpo.trainer.batch import StepCounts
+from grpo.trainer.metrics import Max, Mean, Metric, Min, Sum
 
 MAX_LOG_RATIO = 20.0
 """Bound of |log ratio| before exp: exp(20) is 5e8, far beyond any mask, and finite in float32."""

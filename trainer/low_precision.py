@@ -12,9 +12,9 @@ emulated: tests compare both with products in float64.
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, linear, pad, scaled_mm
 
-from configs.train import LowPrecision
-from trainer.errors import ModelError
-from trainer.quantization import dequantize_nvfp4, quantize_nvfp4
+from grpo.configs.train import LowPrecision
+from grpo.trainer.errors import ModelError
+from grpo.trainer.quantization import dequantize_nvfp4, quantize_nvfp4
 
 _CAPABILITY: dict[LowPrecision, tuple[int, int]] = {"fp8_hybrid": (8, 9), "nvfp4": (10, 0)}
 """The least compute capability of GPUs that have such tensor cores."""

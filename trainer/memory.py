@@ -17,9 +17,9 @@ import torch
 import torch._dynamo
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from configs.train import TrainSettings
-from trainer.errors import ModelError
-from trainer.quantization import QuantizedLinear
+from grpo.configs.train import TrainSettings
+from grpo.trainer.errors import ModelError
+from grpo.trainer.quantization import QuantizedLinear
 
 Checkpointing = Literal["none", "selective", "full"]
 """What a layer keeps for its backward pass: everything, its input and its attention's output, its input."""

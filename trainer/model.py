@@ -15,20 +15,20 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from configs.train import TrainSettings
-from trainer import attention, memory
-from trainer.colocate import model_on, while_exported
-from trainer.distributed import ONE, Ranks, Shards, shard
-from trainer.errors import ModelError
-from trainer.lm_head import logprobs_and_entropy
-from trainer.loading import decoder_linears, quantized_model
-from trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
-from trainer.packing import PackedTokens
-from trainer.quantization import check_setting, stored_in
-from trainer.supported import is_packed
-from trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
-from transport.records import Quantization, adapter_folders
-from transport.shared_base import ImportedBase
+from grpo.configs.train import TrainSettings
+from grpo.trainer import attention, memory
+from grpo.trainer.colocate import model_on, while_exported
+from grpo.trainer.distributed import ONE, Ranks, Shards, shard
+from grpo.trainer.errors import ModelError
+from grpo.trainer.lm_head import logprobs_and_entropy
+from grpo.trainer.loading import decoder_linears, quantized_model
+from grpo.trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
+from grpo.trainer.packing import PackedTokens
+from grpo.trainer.quantization import check_setting, stored_in
+from grpo.trainer.supported import is_packed
+from grpo.trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
+from grpo.transport.records import Quantization, adapter_folders
+from grpo.transport.shared_base import ImportedBase
 
 log = logging.getLogger(__name__)
 Output = Literal["hidden", "logprobs", "differentiable entropy"]
@@ -206,7 +206,7 @@ def load_policy(
     random from the seed, B zero, both float32; or, with `lora: false`, the model itself, to be trained whole.
 
     `imported` are the weights that a server shares, `checkpointing` what layers keep for the backward pass (None: by
-    settings and free memory), `attention_kernel` a kernel of `trainer.attention` (None: the best). Raises `ModelError`
+    settings and free memory), `attention_kernel` a kernel of `grpo.trainer.attention` (None: the best). Raises `ModelError`
     where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile. Collective.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for

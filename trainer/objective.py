@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.loss import DpoSettings, LossSettings, SdpoSettings
-from trainer.batch import StepCounts, counts_of, tokens_by_adapter
-from trainer.custom_loss import custom_loss, loss_function
-from trainer.distributed import Ranks, full_tensor
-from trainer.divergence import generalized_jsd
-from trainer.ema import MovingAverage
-from trainer.loss import Loss, PolicyTokens, dpo_loss, policy_loss, sdpo_loss
-from trainer.metrics import Metric, State, Sum, reduced, states_of
-from trainer.model import Policy
-from trainer.packing import PackedTokens, first_fit, pack_rows, packed_tokens, to_device
-from transport.records import Hint, MicroBatch, PreferencePair
+from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings
+from grpo.trainer.batch import StepCounts, counts_of, tokens_by_adapter
+from grpo.trainer.custom_loss import custom_loss, loss_function
+from grpo.trainer.distributed import Ranks, full_tensor
+from grpo.trainer.divergence import generalized_jsd
+from grpo.trainer.ema import MovingAverage
+from grpo.trainer.loss import Loss, PolicyTokens, dpo_loss, policy_loss, sdpo_loss
+from grpo.trainer.metrics import Metric, State, Sum, reduced, states_of
+from grpo.trainer.model import Policy
+from grpo.trainer.packing import PackedTokens, first_fit, pack_rows, packed_tokens, to_device
+from grpo.transport.records import Hint, MicroBatch, PreferencePair
 
 Pass = Callable[[], Loss]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from configs.train import TrainSettings
-from trainer.distributed import ONE, Ranks, full_tensor, host_copies, local_tensor, shard_like
-from trainer.errors import ModelError, NonFiniteError
+from grpo.configs.train import TrainSettings
+from grpo.trainer.distributed import ONE, Ranks, full_tensor, host_copies, local_tensor, shard_like
+from grpo.trainer.errors import ModelError, NonFiniteError
 
 Named = Mapping[str, torch.nn.Parameter]
 _VOCABULARY = ("embed", "wte", "lm_head")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transport.records import Bool, Float32, Int32, MicroBatch
+from grpo.transport.records import Bool, Float32, Int32, MicroBatch
 
 Indices = NDArray[np.int64]
 _BUCKET_SPAN = 0.8

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.common import Broadcast, NcclBroadcast
-from configs.train import TrainSettings
-from trainer.colocate import while_exported
-from trainer.distributed import Ranks
-from trainer.model import Policy
-from trainer.noise import NormNoise, hidden_norms, noise_files, with_noise
-from trainer.packing import PackedTokens, pack_rows
-from trainer.weights import Snapshot
-from transport.background import Background
-from transport.folders import Content
-from transport.records import Canary, PolicySpec, adapter_folders
-from transport.run import RunFolder
-from transport.shared_base import ImportedBase
-from transport.weights.nccl import Rendezvous, WeightSender
-from transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher
+from grpo.configs.common import Broadcast, NcclBroadcast
+from grpo.configs.train import TrainSettings
+from grpo.trainer.colocate import while_exported
+from grpo.trainer.distributed import Ranks
+from grpo.trainer.model import Policy
+from grpo.trainer.noise import NormNoise, hidden_norms, noise_files, with_noise
+from grpo.trainer.packing import PackedTokens, pack_rows
+from grpo.trainer.weights import Snapshot
+from grpo.transport.background import Background
+from grpo.transport.folders import Content
+from grpo.transport.records import Canary, PolicySpec, adapter_folders
+from grpo.transport.run import RunFolder
+from grpo.transport.shared_base import ImportedBase
+from grpo.transport.weights.nccl import Rendezvous, WeightSender
+from grpo.transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher
 
 CANARY_TOKENS = 32
 Later = Callable[[], tuple[float, ...]]

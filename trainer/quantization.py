@@ -19,9 +19,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
-from configs.train import QUANTIZED
-from trainer.errors import ModelError
-from transport.records import Quantization
+from grpo.configs.train import QUANTIZED
+from grpo.trainer.errors import ModelError
+from grpo.transport.records import Quantization
 
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, int]

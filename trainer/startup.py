@@ -11,28 +11,28 @@ from typing import Any
 
 import torch
 
-from configs.resuming import TRAINER_MAY_CHANGE
-from configs.train import TrainSettings
-from trainer.checkpoint import CheckpointStore, Resumed, checkpoint_to_resume
-from trainer.colocate import imported_for
-from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
-from trainer.errors import ExporterGone, ModelError, RankFailed
-from trainer.loading import publish_dequantized
-from trainer.loop import Trainer
-from trainer.low_precision import check_device
-from trainer.memory import keep_freed_memory
-from trainer.model import load_policy
-from trainer.publishing import policy_spec, publisher_of
-from trainer.weights import AdapterWeights
-from transport.batches.channel import open_receiver
-from transport.batches.store import StepStore
-from transport.checkpoints import Checkpoints
-from transport.cores import available_cores
-from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
-from transport.run_warnings import kept_warnings
-from transport.status import FINISHED, PeerWatch, StatusFile
-from transport.weights.dequantized import FOLDER as DEQUANTIZED
-from transport.weights.identity import base_identity
+from grpo.configs.resuming import TRAINER_MAY_CHANGE
+from grpo.configs.train import TrainSettings
+from grpo.trainer.checkpoint import CheckpointStore, Resumed, checkpoint_to_resume
+from grpo.trainer.colocate import imported_for
+from grpo.trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
+from grpo.trainer.errors import ExporterGone, ModelError, RankFailed
+from grpo.trainer.loading import publish_dequantized
+from grpo.trainer.loop import Trainer
+from grpo.trainer.low_precision import check_device
+from grpo.trainer.memory import keep_freed_memory
+from grpo.trainer.model import load_policy
+from grpo.trainer.publishing import policy_spec, publisher_of
+from grpo.trainer.weights import AdapterWeights
+from grpo.transport.batches.channel import open_receiver
+from grpo.transport.batches.store import StepStore
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.cores import available_cores
+from grpo.transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
+from grpo.transport.run_warnings import kept_warnings
+from grpo.transport.status import FINISHED, PeerWatch, StatusFile
+from grpo.transport.weights.dequantized import FOLDER as DEQUANTIZED
+from grpo.transport.weights.identity import base_identity
 
 log = logging.getLogger(__name__)
 

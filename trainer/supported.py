@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from trainer.errors import ModelError
+from grpo.trainer.errors import ModelError
 
 PACKED = frozenset(
     {

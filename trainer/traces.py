@@ -14,11 +14,11 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from configs.loss import LossSettings
-from trainer.loss import PolicyTokens, token_masks
-from transport.folders import remove_leftovers
-from transport.records import MicroBatch
-from transport.traces import (
+from grpo.configs.loss import LossSettings
+from grpo.trainer.loss import PolicyTokens, token_masks
+from grpo.transport.folders import remove_leftovers
+from grpo.transport.records import MicroBatch
+from grpo.transport.traces import (
     FOLDER,
     MASKS,
     TRAINED_SCHEMA,

@@ -13,11 +13,11 @@ from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from trainer.distributed import Ranks, host_copies, local_tensor, shard_like
-from trainer.errors import ModelError
-from trainer.lora import FusedLoraLinear
-from transport.weights.shards import Weight
-from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_adapter_config
+from grpo.trainer.distributed import Ranks, host_copies, local_tensor, shard_like
+from grpo.trainer.errors import ModelError
+from grpo.trainer.lora import FusedLoraLinear
+from grpo.transport.weights.shards import Weight
+from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_adapter_config
 
 Snapshot = Mapping[str, torch.Tensor]
 """Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in
@@ -82,7 +82,7 @@ class AdapterWeights:
 
     def files(self, snapshot: Snapshot) -> dict[str, bytes]:
         """Returns the adapters in PEFT's format, float32: name → bytes. Others than the first are in folders, as
-        `transport.records.adapter_folders` says."""
+        `grpo.transport.records.adapter_folders` says."""
         files: dict[str, bytes] = {}
         for folder, named in self._parameters.items():
             tensors = {name: snapshot[f"{folder}{name}"] for name in named}

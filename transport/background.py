@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from transport.errors import DeadlineError
+from grpo.transport.errors import DeadlineError
 
 log = logging.getLogger(__name__)
 CLOSE_S = 10.0

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from transport.batches.store import StepStore
-from transport.errors import RunFolderError, StorageError
-from transport.folders import step_folder, steps_in
-from transport.run import Role, RunFolder, is_at_work
+from grpo.transport.batches.store import StepStore
+from grpo.transport.errors import RunFolderError, StorageError
+from grpo.transport.folders import step_folder, steps_in
+from grpo.transport.run import Role, RunFolder, is_at_work
 
 log = logging.getLogger(__name__)
 

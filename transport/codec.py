@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.errors import CorruptError
-from transport.folders import Buffer
-from transport.records import (
+from grpo.transport.errors import CorruptError
+from grpo.transport.folders import Buffer
+from grpo.transport.records import (
     SCHEMA_VERSION,
     Hint,
     MicroBatch,

@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
-from transport.errors import CorruptError, StorageError, TransportError
-from transport.records import FileEntry
+from grpo.transport.errors import CorruptError, StorageError, TransportError
+from grpo.transport.records import FileEntry
 
 Buffer = bytes | memoryview
 Content = Buffer | Callable[[], Iterable[Buffer]]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from transport.errors import UserError
+from grpo.transport.errors import UserError
 
 T = TypeVar("T")
 MAX_TRACEBACK_CHARACTERS = 10_000

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from transport.errors import TransportError
+from grpo.transport.errors import TransportError
 
 _MIN_KEY_CHARACTERS = 16
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.errors import CorruptError, SchemaVersionError
+from grpo.transport.errors import CorruptError, SchemaVersionError
 
 SCHEMA_VERSION = 4
 _MAX_INT32 = 2**31 - 1

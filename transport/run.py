@@ -23,12 +23,12 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from transport.code import digests
-from transport.errors import DeadlineError, RunFolderError, StaleRunError
-from transport.folders import write_atomic
-from transport.keys import SharedKey
-from transport.records import SCHEMA_VERSION
-from transport.status import process_start
+from grpo.transport.code import digests
+from grpo.transport.errors import DeadlineError, RunFolderError, StaleRunError
+from grpo.transport.folders import write_atomic
+from grpo.transport.keys import SharedKey
+from grpo.transport.records import SCHEMA_VERSION
+from grpo.transport.status import process_start
 
 log = logging.getLogger(__name__)
 RUN_FILE = "run.json"

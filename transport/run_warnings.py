@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from transport.folders import write_atomic
-from transport.logs import printable
-from transport.run import RUN_FILE
+from grpo.transport.folders import write_atomic
+from grpo.transport.logs import printable
+from grpo.transport.run import RUN_FILE
 
 WARNINGS_FOLDER = "warnings"
 """In the run's folder: a file for each program that has warned."""

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from transport.errors import CorruptError, DeadlineError, SharedBaseError
-from transport.records import Natural, Record, require
+from grpo.transport.errors import CorruptError, DeadlineError, SharedBaseError
+from grpo.transport.records import Natural, Record, require
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transport.errors import PeerFailed
-from transport.folders import remove_leftovers, write_atomic
+from grpo.transport.errors import PeerFailed
+from grpo.transport.folders import remove_leftovers, write_atomic
 
 FAILED = "failed"
 FINISHED = "finished"

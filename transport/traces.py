@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from transport.folders import write_atomic
-from transport.records import Int32
+from grpo.transport.folders import write_atomic
+from grpo.transport.records import Int32
 
 FOLDER = "traces"
 VOCABULARY_FILE = "vocabulary.parquet"

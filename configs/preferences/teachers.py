@@ -1,7 +1,7 @@
 """Three scripted teachers for the presets `preferences` and `all_channels`: `right` and `also-right` do what is right,
 each in its own way of writing it, and `contrary` does something else.
 
-    python -m configs.preferences.teachers --port 8321
+    python -m grpo.configs.preferences.teachers --port 8321
 
 They speak OpenAI's chat completions at http://127.0.0.1:PORT/v1 and tell what they used, a token a byte. They know
 `reverse-text` and `zorplex` by the question, and what has been said since.
@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.envs import zorplex
+from grpo.orchestrator.envs import zorplex
 
 PORT = 8321
 _REVERSE = re.compile(r"Reverse: (\w+)")

@@ -14,7 +14,7 @@ from grpo.run_files import NoRun
 from grpo.view.data import find_runs
 from grpo.view.export import export
 from grpo.view.server import HOST, make_app
-from transport.ports import port_number
+from grpo.transport.ports import port_number
 
 END_S = 3.0
 """How long requests may take to end with the run."""

@@ -12,8 +12,8 @@ import msgspec
 
 from grpo.view import data, traces
 from grpo.view.server import STATIC, static
-from transport.errors import UserError
-from transport.traces import traced_steps
+from grpo.transport.errors import UserError
+from grpo.transport.traces import traced_steps
 
 NUM_STEPS = 3
 """Of so many steps, the last ones, a report has the rollouts' table."""

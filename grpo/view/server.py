@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from grpo.view import data
-from transport.errors import UserError
+from grpo.transport.errors import UserError
 
 HOST = "127.0.0.1"
 COOKIE = "grpo-view"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo.run_files import read_file
-from transport.traces import FOLDER, MASKS, SCHEMA, TOKENS, VOCABULARY_FILE, trace_path
+from grpo.transport.traces import FOLDER, MASKS, SCHEMA, TOKENS, VOCABULARY_FILE, trace_path
 
 _PER_ROLLOUT = [name for name in SCHEMA.names if name not in (*TOKENS, "messages", "hint")]
 _DECIMALS = 5

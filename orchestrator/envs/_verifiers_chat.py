@@ -1,7 +1,7 @@
 """A chat loop as `verifiers` knows harnesses, within the environment's own process: no program is installed or started
 for a rollout. Its agents talk and call tool servers; they run no code.
 
-`verifiers` finds it by its id, like any harness package (`orchestrator.envs.verifiers` makes the id known).
+`verifiers` finds it by its id, like any harness package (`grpo.orchestrator.envs.verifiers` makes the id known).
 """
 
 import json
@@ -13,7 +13,7 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
 
-from orchestrator.rollouts.openai_endpoint import CONTEXT_FULL
+from grpo.orchestrator.rollouts.openai_endpoint import CONTEXT_FULL
 
 __all__ = ["ChatHarness"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo import Environment, Rubric
-from orchestrator.envs.rewards import number
+from grpo.orchestrator.envs.rewards import number
 
 Problem = tuple[int, str, int]
 """`(12, "+", 7)`"""

@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from orchestrator.rollouts.episode import Episode, SingleTurnEpisode
-from orchestrator.rollouts.roles import Role, all_roles
-from orchestrator.rollouts.rubric import Rubric
+from grpo.orchestrator.rollouts.episode import Episode, SingleTurnEpisode
+from grpo.orchestrator.rollouts.roles import Role, all_roles
+from grpo.orchestrator.rollouts.rubric import Rubric
 
 
 class Environment(ABC):

@@ -17,9 +17,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from grpo import Environment, EpisodeState, Message, MultiTurnEpisode, RolloutContext, Rubric
-from orchestrator.rollouts.episode import Response
-from orchestrator.rollouts.messages import messages_of
-from transport.importing import find
+from grpo.orchestrator.rollouts.episode import Response
+from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.transport.importing import find
 
 WAIT_S, STEP_LIMIT_S, CONNECT_LIMIT_S = 20.0, 20.0, 5.0
 """For a first observation, of a server that may be away or full; for one answer; for one attempt to connect. All count

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo import Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, SingleTurnEpisode, client_of
-from orchestrator.envs.data.files import check_refused, find_files, parse_rows
-from orchestrator.envs.rewards import Reward, asked_verdict, number
+from grpo.orchestrator.envs.data.files import check_refused, find_files, parse_rows
+from grpo.orchestrator.envs.rewards import Reward, asked_verdict, number
 
 PROPOSER, SOLVER = "Proposer", "Solver"
 UNPARSABLE_REWARD = -1.0

@@ -10,20 +10,20 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from orchestrator.envs.base import Environment, episode_of
-from transport.errors import UserError
-from transport.importing import find
+from grpo.orchestrator.envs.base import Environment, episode_of
+from grpo.transport.errors import UserError
+from grpo.transport.importing import find
 
 BUILT_IN = {
-    "reverse-text": "orchestrator.envs.reverse_text:ReverseText",
-    "arithmetic": "orchestrator.envs.arithmetic:Arithmetic",
-    "zorplex": "orchestrator.envs.zorplex:Zorplex",
-    "debate": "orchestrator.envs.debate:Debate",
-    "proposer-solver": "orchestrator.envs.proposer_solver:ProposerSolver",
-    "critique": "orchestrator.envs.critique.environment:Critique",
-    "dataset": "orchestrator.envs.data.environment:Dataset",
-    "verifiers": "orchestrator.envs.verifiers:Verifiers",
-    "openenv": "orchestrator.envs.openenv:OpenEnv",
+    "reverse-text": "grpo.orchestrator.envs.reverse_text:ReverseText",
+    "arithmetic": "grpo.orchestrator.envs.arithmetic:Arithmetic",
+    "zorplex": "grpo.orchestrator.envs.zorplex:Zorplex",
+    "debate": "grpo.orchestrator.envs.debate:Debate",
+    "proposer-solver": "grpo.orchestrator.envs.proposer_solver:ProposerSolver",
+    "critique": "grpo.orchestrator.envs.critique.environment:Critique",
+    "dataset": "grpo.orchestrator.envs.data.environment:Dataset",
+    "verifiers": "grpo.orchestrator.envs.verifiers:Verifiers",
+    "openenv": "grpo.orchestrator.envs.openenv:OpenEnv",
 }
 
 

@@ -8,10 +8,10 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from grpo import InferenceClient, client_of
-from orchestrator.envs.critique.problems import problem_from_record
-from orchestrator.envs.critique.testing import ProgramScorer, extract_program
-from orchestrator.rollouts.messages import messages_of
-from transport.importing import find
+from grpo.orchestrator.envs.critique.problems import problem_from_record
+from grpo.orchestrator.envs.critique.testing import ProgramScorer, extract_program
+from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.transport.importing import find
 
 Reward = Callable[..., Any]
 """Takes the completion and the example, as any reward function of a rubric."""
@@ -100,7 +100,7 @@ async def asked_verdict(client: InferenceClient, question: str, completion: str,
 
 def unit_tests(settings: Mapping[str, Any] | None = None) -> Reward:
     """The share of the example's tests that the program in the completion passes, in the sandbox. Its other columns are
-    a problem's, in any of the styles of `orchestrator.envs.critique.problems`. `settings`: of `ProgramScorer`."""
+    a problem's, in any of the styles of `grpo.orchestrator.envs.critique.problems`. `settings`: of `ProgramScorer`."""
     scorer = ProgramScorer(**(settings or {}))
 
     async def unit_tests(completion: str, example: Mapping[str, Any]) -> float:

@@ -21,9 +21,9 @@ except ImportError as error:
     raise ImportError(f"verifiers 0.4 or later is needed ({error}); pip install 'grpo-pipeline[verifiers]'") from None
 
 from grpo import ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
-from orchestrator.envs import _verifiers_chat
-from orchestrator.rollouts.messages import text_of
-from orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, endpoint_of, shared
+from grpo.orchestrator.envs import _verifiers_chat
+from grpo.orchestrator.rollouts.messages import text_of
+from grpo.orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, endpoint_of, shared
 
 CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.rollouts.records import TrainingRow, Turn
-from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
-from transport.records import Hint
+from grpo.orchestrator.rollouts.records import TrainingRow, Turn
+from grpo.orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
+from grpo.transport.records import Hint
 
 TOO_LONG = "too_long"
 """With the hint, the context would be longer than the trainer takes."""

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from configs.auxiliary import ApiSettings
-from configs.orch import OrchSettings
-from orchestrator.endpoints import Costs, Endpoint
-from orchestrator.hints.contexts import HintNotWritten, HintWriter, Insertion, fit, make_hint
-from orchestrator.hints.sources import (
+from grpo.configs.auxiliary import ApiSettings
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.hints.contexts import HintNotWritten, HintWriter, Insertion, fit, make_hint
+from grpo.orchestrator.hints.sources import (
     NoHint,
     Site,
     Source,
@@ -21,9 +21,9 @@ from orchestrator.hints.sources import (
     from_templates,
     load_templates,
 )
-from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult
-from transport.records import Hint
+from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.transport.records import Hint
 
 BEYOND_FIRST = "beyond_first"
 """More errors in one row than hints are given for."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
-from configs.loading import read_yaml
-from orchestrator.endpoints import Endpoint, EndpointError
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn, walk_all
-from orchestrator.rollouts.state import StepError
+from grpo.configs.loading import read_yaml
+from grpo.orchestrator.endpoints import Endpoint, EndpointError
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn, walk_all
+from grpo.orchestrator.rollouts.state import StepError
 
 MAX_CHARS, MAX_CONTEXT_CHARS = 1000, 8000
 """Of a hint's text and of what fills a template's placeholders; of what the policy was shown, for a model."""

@@ -13,11 +13,11 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from orchestrator.inference.pool import ServerPool
-from orchestrator.rollouts.records import SamplingParams
-from transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
-from transport.limits import raise_file_limit
-from transport.records import Record
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.rollouts.records import SamplingParams
+from grpo.transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
+from grpo.transport.limits import raise_file_limit
+from grpo.transport.records import Record
 
 log = logging.getLogger(__name__)
 

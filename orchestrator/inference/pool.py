@@ -7,7 +7,7 @@ which has seen it prove the versions in use, puts it in.
 import logging
 from collections.abc import Sequence
 
-from orchestrator.background import Bell
+from grpo.orchestrator.background import Bell
 
 log = logging.getLogger(__name__)
 

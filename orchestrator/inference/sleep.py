@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from orchestrator.inference.client import InferenceClient, ServerError, Unreachable
+from grpo.orchestrator.inference.client import InferenceClient, ServerError, Unreachable
 
 TIMEOUT_S = 150.0
 """For falling asleep or waking. More than the server's own limit (`canary_timeout_s`, 120 s), so that it says what went

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from configs.client import ElasticSettings
-from orchestrator.background import in_thread
-from orchestrator.inference.client import MIN_PAUSE_S, ServerError, Unreachable
-from orchestrator.inference.weight_sync import WeightSync
-from transport.http import ServerLoad
-from transport.status import AWAY, FAILED, FINISHED, read_status, server_of
+from grpo.configs.client import ElasticSettings
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.inference.client import MIN_PAUSE_S, ServerError, Unreachable
+from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.transport.http import ServerLoad
+from grpo.transport.status import AWAY, FAILED, FINISHED, read_status, server_of
 
 log = logging.getLogger(__name__)
 

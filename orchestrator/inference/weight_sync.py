@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from orchestrator.inference.client import InferenceClient, Refused, ServerError, ServersAway, Unreachable
-from transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
+from grpo.orchestrator.inference.client import InferenceClient, Refused, ServerError, ServersAway, Unreachable
+from grpo.transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 
 log = logging.getLogger(__name__)
 

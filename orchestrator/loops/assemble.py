@@ -5,20 +5,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from configs.rollouts import fewest_rollouts
-from orchestrator.background import in_thread
-from orchestrator.buffer import Buffer
-from orchestrator.inference.sleep import SleepScheduler
-from orchestrator.inference.watch import ServerWatch
-from orchestrator.loops.sample import Intake
-from orchestrator.monitoring.metrics import batch_metrics, found_metrics
-from orchestrator.monitoring.timeline import ORCHESTRATOR
-from orchestrator.packing import pack
-from orchestrator.samples import FinishedGroup
-from orchestrator.scheduler import Shipment
-from orchestrator.shaping import BatchAdvantages
-from transport.batches.filesystem import BatchSender
-from transport.run import RunFolder
+from grpo.configs.rollouts import fewest_rollouts
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.buffer import Buffer
+from grpo.orchestrator.inference.sleep import SleepScheduler
+from grpo.orchestrator.inference.watch import ServerWatch
+from grpo.orchestrator.loops.sample import Intake
+from grpo.orchestrator.monitoring.metrics import batch_metrics, found_metrics
+from grpo.orchestrator.monitoring.timeline import ORCHESTRATOR
+from grpo.orchestrator.packing import pack
+from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.scheduler import Shipment
+from grpo.orchestrator.shaping import BatchAdvantages
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.run import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -5,15 +5,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from configs.evaluation import HeldOut
-from configs.orch import OrchSettings
-from orchestrator.evaluate import due, evaluate
-from orchestrator.monitoring.recorder import Recorder
-from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
-from orchestrator.monitoring.traces import Traces
-from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import Messages
-from orchestrator.scheduler import Scheduler
+from grpo.configs.evaluation import HeldOut
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.evaluate import due, evaluate
+from grpo.orchestrator.monitoring.recorder import Recorder
+from grpo.orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
+from grpo.orchestrator.monitoring.traces import Traces
+from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.rollouts.records import Messages
+from grpo.orchestrator.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.orch import OrchSettings
-from orchestrator.auxiliary import AuxiliaryLosses
-from orchestrator.background import in_thread
-from orchestrator.inference.client import InferenceClient
-from orchestrator.inference.sleep import SleepScheduler
-from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.ledger import Ledger
-from orchestrator.scheduler import Scheduler
-from orchestrator.workers.pool import WorkerPool
-from transport.checkpoints import Checkpoints
-from transport.status import StatusFile
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.auxiliary import AuxiliaryLosses
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.sleep import SleepScheduler
+from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.scheduler import Scheduler
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.status import StatusFile
 
 REPORT_INTERVAL_S = 0.25
 

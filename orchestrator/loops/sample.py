@@ -10,28 +10,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from configs.orch import OrchSettings
-from configs.rollouts import fewest_rollouts
-from orchestrator.advantage import Credit, StepKey, make_credit
-from orchestrator.auxiliary import AuxiliaryLosses
-from orchestrator.background import in_thread
-from orchestrator.buffer import Buffer
-from orchestrator.evidence import with_evidence
-from orchestrator.filters import Filter
-from orchestrator.ledger import Ledger
-from orchestrator.monitoring.recorder import Recorder
-from orchestrator.monitoring.story import Story
-from orchestrator.monitoring.timeline import Timeline
-from orchestrator.monitoring.traces import Traces
-from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
-from orchestrator.rollouts.roles import RoleAdapters
-from orchestrator.samples import FinishedGroup, finish_group, judge_group, unfit
-from orchestrator.scheduler import Scheduler, Ticket
-from orchestrator.seeds import group_seed
-from orchestrator.shaping import RewardShaping
-from transport.importing import FunctionFailed
-from transport.records import Float32
+from grpo.configs.orch import OrchSettings
+from grpo.configs.rollouts import fewest_rollouts
+from grpo.orchestrator.advantage import Credit, StepKey, make_credit
+from grpo.orchestrator.auxiliary import AuxiliaryLosses
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.buffer import Buffer
+from grpo.orchestrator.evidence import with_evidence
+from grpo.orchestrator.filters import Filter
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.recorder import Recorder
+from grpo.orchestrator.monitoring.story import Story
+from grpo.orchestrator.monitoring.timeline import Timeline
+from grpo.orchestrator.monitoring.traces import Traces
+from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
+from grpo.orchestrator.rollouts.roles import RoleAdapters
+from grpo.orchestrator.samples import FinishedGroup, finish_group, judge_group, unfit
+from grpo.orchestrator.scheduler import Scheduler, Ticket
+from grpo.orchestrator.seeds import group_seed
+from grpo.orchestrator.shaping import RewardShaping
+from grpo.transport.importing import FunctionFailed
+from grpo.transport.records import Float32
 
 log = logging.getLogger(__name__)
 

@@ -6,22 +6,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from configs.orch import OrchSettings
-from orchestrator.background import in_thread
-from orchestrator.checks import check_spec
-from orchestrator.inference.sleep import SleepScheduler
-from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.ledger import Ledger
-from orchestrator.loops.evaluate import Evaluating
-from orchestrator.monitoring.recorder import Recorder
-from orchestrator.monitoring.timeline import Timeline
-from orchestrator.monitoring.traces import Traces
-from orchestrator.scheduler import Scheduler
-from transport.errors import CorruptError, DeadlineError
-from transport.records import parse_json
-from transport.run import RunFolder
-from transport.status import PeerWatch
-from transport.weights.store import METRICS_FILE, NOISE_FILE, InUse, PolicyReader, PublishedPolicy, write_in_use
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.checks import check_spec
+from grpo.orchestrator.inference.sleep import SleepScheduler
+from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.loops.evaluate import Evaluating
+from grpo.orchestrator.monitoring.recorder import Recorder
+from grpo.orchestrator.monitoring.timeline import Timeline
+from grpo.orchestrator.monitoring.traces import Traces
+from grpo.orchestrator.scheduler import Scheduler
+from grpo.transport.errors import CorruptError, DeadlineError
+from grpo.transport.records import parse_json
+from grpo.transport.run import RunFolder
+from grpo.transport.status import PeerWatch
+from grpo.transport.weights.store import METRICS_FILE, NOISE_FILE, InUse, PolicyReader, PublishedPolicy, write_in_use
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.buffer import without_spread
-from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import FinishedGroup
-from transport.folders import remove_leftovers, write_atomic, writing
+from grpo.orchestrator.buffer import without_spread
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.samples import FinishedGroup
+from grpo.transport.folders import remove_leftovers, write_atomic, writing
 
 STEP, REWARD = "progress/step", "reward/mean"
 """In every line; only in those of a training step."""

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from orchestrator.evaluate import Evaluation
-from orchestrator.inference.weight_sync import CanaryReport
-from orchestrator.ledger import Ledger
-from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_metrics
-from orchestrator.monitoring.summary import Summary, summarise
-from orchestrator.monitoring.trackers import Reporter
-from orchestrator.resuming import Progress
-from orchestrator.samples import FinishedGroup
-from transport.run_warnings import run_warnings
+from grpo.orchestrator.evaluate import Evaluation
+from grpo.orchestrator.inference.weight_sync import CanaryReport
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_metrics
+from grpo.orchestrator.monitoring.summary import Summary, summarise
+from grpo.orchestrator.monitoring.trackers import Reporter
+from grpo.orchestrator.resuming import Progress
+from grpo.orchestrator.samples import FinishedGroup
+from grpo.transport.run_warnings import run_warnings
 
 log = logging.getLogger(__name__)
 

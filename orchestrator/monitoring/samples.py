@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from configs.reporting import ReportSettings
-from orchestrator.samples import FinishedGroup
+from grpo.configs.reporting import ReportSettings
+from grpo.orchestrator.samples import FinishedGroup
 
 COLUMNS = ("step", "env", "prompt", "answer", "reward", "advantage", "num_tokens", "stop_reason", "version")
 SAMPLES = "rollout/samples"

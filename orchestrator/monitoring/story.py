@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import FinishedGroup
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.samples import FinishedGroup
 
 MAX_CHARACTERS = 2000
 """Of one message."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.inference.weight_sync import CanaryReport
-from orchestrator.ledger import Ledger
-from orchestrator.monitoring.metrics import REWARD, STEP
-from transport.folders import write_atomic
-from transport.logs import printable
-from transport.run_warnings import RunWarning, told
+from grpo.orchestrator.inference.weight_sync import CanaryReport
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.metrics import REWARD, STEP
+from grpo.transport.folders import write_atomic
+from grpo.transport.logs import printable
+from grpo.transport.run_warnings import RunWarning, told
 
 ACCURACY, MEASURE = "eval/accuracy/", "eval/measure/"
 """Before the names of environments, and of what their rubrics measure."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transport.folders import writing
+from grpo.transport.folders import writing
 
 TIMELINE_FILE = "timeline.jsonl"
 MAX_PENDING = 10_000

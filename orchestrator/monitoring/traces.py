@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from configs.reporting import TraceSettings
-from orchestrator.rollouts.records import EpisodeResult, TrainingRow
-from orchestrator.samples import FinishedGroup
-from transport.folders import remove_leftovers
-from transport.records import TrainingSample
-from transport.traces import (
+from grpo.configs.reporting import TraceSettings
+from grpo.orchestrator.rollouts.records import EpisodeResult, TrainingRow
+from grpo.orchestrator.samples import FinishedGroup
+from grpo.transport.folders import remove_leftovers
+from grpo.transport.records import TrainingSample
+from grpo.transport.traces import (
     FOLDER,
     SCHEMA,
     VOCABULARY_FILE,

@@ -16,12 +16,12 @@ import numpy as np
 import psutil
 import yaml
 
-from configs.reporting import ReportSettings, TrackerName
-from orchestrator.monitoring.metrics import STEP
-from orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of
-from orchestrator.samples import FinishedGroup
-from transport.hidden import key_variables
-from transport.run import Role, RunFolder, recorded_settings
+from grpo.configs.reporting import ReportSettings, TrackerName
+from grpo.orchestrator.monitoring.metrics import STEP
+from grpo.orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of
+from grpo.orchestrator.samples import FinishedGroup
+from grpo.transport.hidden import key_variables
+from grpo.transport.run import Role, RunFolder, recorded_settings
 
 log = logging.getLogger(__name__)
 

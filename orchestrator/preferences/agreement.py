@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from orchestrator.endpoints import EndpointError
+from grpo.orchestrator.endpoints import EndpointError
 
 Tools = Sequence[Mapping[str, Any]] | None
 """What could be called, in the OpenAI format; None: nothing that anybody was told of."""

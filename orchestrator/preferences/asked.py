@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from configs.auxiliary import ApiSettings, PreferenceSettings
-from orchestrator.endpoints import Costs, Endpoint, EndpointError
-from orchestrator.ledger import Ledger
-from orchestrator.preferences.agreement import Action, Skipped, Tools, preferred, words
-from orchestrator.preferences.pairs import PairRecord, Reference, make_pair, pair_record
-from orchestrator.preferences.turns import Turn, chosen_turns, state_key
-from orchestrator.rollouts.records import EpisodeResult, levels
-from orchestrator.rollouts.templates import ChatTemplate
-from transport.records import PreferencePair
+from grpo.configs.auxiliary import ApiSettings, PreferenceSettings
+from grpo.orchestrator.endpoints import Costs, Endpoint, EndpointError
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.preferences.agreement import Action, Skipped, Tools, preferred, words
+from grpo.orchestrator.preferences.pairs import PairRecord, Reference, make_pair, pair_record
+from grpo.orchestrator.preferences.turns import Turn, chosen_turns, state_key
+from grpo.orchestrator.rollouts.records import EpisodeResult, levels
+from grpo.orchestrator.rollouts.templates import ChatTemplate
+from grpo.transport.records import PreferencePair
 
 MAX_READY = 4096
 """Pairs that wait for a batch."""

@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.packing import pair_len
-from orchestrator.preferences.agreement import Preference, Skipped
-from orchestrator.preferences.turns import Turn
-from orchestrator.rollouts.templates import ChatTemplate
-from orchestrator.seeds import mixed_seed
-from transport.records import PreferencePair
+from grpo.orchestrator.packing import pair_len
+from grpo.orchestrator.preferences.agreement import Preference, Skipped
+from grpo.orchestrator.preferences.turns import Turn
+from grpo.orchestrator.rollouts.templates import ChatTemplate
+from grpo.orchestrator.seeds import mixed_seed
+from grpo.transport.records import PreferencePair
 
 Reference = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
 """[L - 1] natural log-probabilities of tokens 1 to L - 1 under the base model at temperature 1."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from configs.auxiliary import Selection
-from orchestrator.preferences.agreement import Action, Tools
-from orchestrator.rollouts.records import EpisodeResult, Step
+from grpo.configs.auxiliary import Selection
+from grpo.orchestrator.preferences.agreement import Action, Tools
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,20 +9,20 @@ from typing import Protocol, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from orchestrator.background import in_thread
-from orchestrator.inference.client import InferenceClient, ServerError, TimedOut
-from orchestrator.inference.client import Refused as RefusedByServer
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.conversation import Conversation
-from orchestrator.rollouts.messages import num_characters
-from orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, TrainingRow
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.rollouts.templates import Templates
-from orchestrator.seeds import mixed_seed
-from orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, Sample, Sampled, Store, Stored, Withdraw
-from orchestrator.workers.session import GivenUp
-from transport.http import Choice
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.inference.client import InferenceClient, ServerError, TimedOut
+from grpo.orchestrator.inference.client import Refused as RefusedByServer
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.conversation import Conversation
+from grpo.orchestrator.rollouts.messages import num_characters
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, TrainingRow
+from grpo.orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.stores import ArtifactStores
+from grpo.orchestrator.rollouts.templates import Templates
+from grpo.orchestrator.seeds import mixed_seed
+from grpo.orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, Sample, Sampled, Store, Stored, Withdraw
+from grpo.orchestrator.workers.session import GivenUp
+from grpo.transport.http import Choice
 
 T = TypeVar("T")
 CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from orchestrator.rollouts.clock import waiting
-from orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
-from orchestrator.rollouts.messages import Message, ModelResponse, checked_messages
+from grpo.orchestrator.rollouts.clock import waiting
+from grpo.orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
+from grpo.orchestrator.rollouts.messages import Message, ModelResponse, checked_messages
 
 
 class InferenceClient(ABC):
@@ -107,8 +107,8 @@ class OpenAIClient(InferenceClient):
 
         Raises ValueError for what cannot be an address, and where the key is missing.
         """
-        from configs.auxiliary import ApiSettings  # these take most of a worker's start
-        from orchestrator.endpoints import Endpoint
+        from grpo.configs.auxiliary import ApiSettings  # these take most of a worker's start
+        from grpo.orchestrator.endpoints import Endpoint
 
         settings = ApiSettings(
             name=re.sub(r"[^\w.-]+", "-", urlsplit(base_url).hostname or "model"),
@@ -162,7 +162,7 @@ class OpenAIClient(InferenceClient):
         return max(live, default=0) if isinstance(live, list) else None
 
     async def _ask(self, messages: Sequence[Message], **options: Any) -> ModelResponse:
-        from orchestrator.endpoints import EndpointError
+        from grpo.orchestrator.endpoints import EndpointError
 
         asked = checked_messages(messages)
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
-from orchestrator import background
+from grpo.orchestrator import background
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,11 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.rollouts.clock import together, waiting
-from orchestrator.rollouts.messages import Message, checked_messages, plain, shown
-from orchestrator.rollouts.roles import Role, by_id, check_temperature
-from orchestrator.rollouts.state import EpisodeState, Reply
-from orchestrator.workers import protocol
+from grpo.orchestrator.rollouts.clock import together, waiting
+from grpo.orchestrator.rollouts.messages import Message, checked_messages, plain, shown
+from grpo.orchestrator.rollouts.roles import Role, by_id, check_temperature
+from grpo.orchestrator.rollouts.state import EpisodeState, Reply
+from grpo.orchestrator.workers import protocol
 
 MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.rollouts.records import TrainingRow, Turn
-from orchestrator.rollouts.templates import ChatTemplate
-from transport.http import Choice
+from grpo.orchestrator.rollouts.records import TrainingRow, Turn
+from grpo.orchestrator.rollouts.templates import ChatTemplate
+from grpo.transport.http import Choice
 
 ChatMessage = Mapping[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the template reads."""

@@ -9,10 +9,10 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from orchestrator.background import in_thread
-from orchestrator.inference.client import InferenceClient, TimedOut
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.attempt import (
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.inference.client import InferenceClient, TimedOut
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.attempt import (
     CONTEXT_FULL,
     MAKE_ROOM,
     MAX_CHARACTERS_ON_LOOP,
@@ -21,15 +21,15 @@ from orchestrator.rollouts.attempt import (
     Given,
     reply_of,
 )
-from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.local import LocalPool
-from orchestrator.rollouts.messages import num_characters
-from orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages
-from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.rollouts.templates import Templates
-from orchestrator.seeds import mixed_seed
-from orchestrator.workers.pool import WorkerPool
-from transport.http import Choice
+from grpo.orchestrator.rollouts.conversation import single_row
+from grpo.orchestrator.rollouts.local import LocalPool
+from grpo.orchestrator.rollouts.messages import num_characters
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages
+from grpo.orchestrator.rollouts.stores import ArtifactStores
+from grpo.orchestrator.rollouts.templates import Templates
+from grpo.orchestrator.seeds import mixed_seed
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.transport.http import Choice
 
 NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""

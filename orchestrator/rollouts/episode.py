@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, Shared, current_context
-from orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
-from orchestrator.rollouts.records import EpisodeResult, Step
-from orchestrator.rollouts.roles import POLICY, Role
-from orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric
-from orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, Shared, current_context
+from grpo.orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step
+from grpo.orchestrator.rollouts.roles import POLICY, Role
+from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric
+from grpo.orchestrator.rollouts.state import EpisodeState
 
 Response = str | Message | Sequence[Message] | None
 """What an environment says to an answer: a text, which becomes a user's message, a message, several, or None for

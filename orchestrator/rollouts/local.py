@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from orchestrator.inference.client import ServerError
-from orchestrator.rollouts.clock import OwnTimeout, no_exit, waiting
-from orchestrator.rollouts.episode import Episode, reason_of, result_of, run_episode
-from orchestrator.rollouts.records import EpisodeResult, Failure, Task
-from orchestrator.rollouts.roles import all_roles
-from orchestrator.workers.protocol import AnyCall, Loaded, Sampled
-from orchestrator.workers.session import GivenUp
+from grpo.orchestrator.inference.client import ServerError
+from grpo.orchestrator.rollouts.clock import OwnTimeout, no_exit, waiting
+from grpo.orchestrator.rollouts.episode import Episode, reason_of, result_of, run_episode
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from grpo.orchestrator.rollouts.roles import all_roles
+from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Sampled
+from grpo.orchestrator.workers.session import GivenUp
 
 
 class LocalPool:

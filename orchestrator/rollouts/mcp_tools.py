@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from orchestrator.rollouts.tool_calls import Tool, ToolFailed
+from grpo.orchestrator.rollouts.tool_calls import Tool, ToolFailed
 
 if TYPE_CHECKING:
     from mcp import Client

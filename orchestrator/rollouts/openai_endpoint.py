@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.rollouts.clock import together
-from orchestrator.rollouts.context import ContextFull, RolloutContext
-from orchestrator.rollouts.messages import shown, text_of
-from orchestrator.rollouts.state import Reply
-from orchestrator.rollouts.tool_calls import UNKNOWN_TOOL, parse_tagged
+from grpo.orchestrator.rollouts.clock import together
+from grpo.orchestrator.rollouts.context import ContextFull, RolloutContext
+from grpo.orchestrator.rollouts.messages import shown, text_of
+from grpo.orchestrator.rollouts.state import Reply
+from grpo.orchestrator.rollouts.tool_calls import UNKNOWN_TOOL, parse_tagged
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.envs.base import Environment, episode_of
-from orchestrator.rollouts.context import CallFailed
-from orchestrator.rollouts.episode import run_episode
-from orchestrator.rollouts.state import EpisodeState
-from orchestrator.rollouts.stores import ArtifactStore
-from orchestrator.workers import protocol
+from grpo.orchestrator.envs.base import Environment, episode_of
+from grpo.orchestrator.rollouts.context import CallFailed
+from grpo.orchestrator.rollouts.episode import run_episode
+from grpo.orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.stores import ArtifactStore
+from grpo.orchestrator.workers import protocol
 
 Answers = Sequence[str] | Callable[[str, list[dict[str, Any]]], str]
 """Texts in the order in which answers are asked for, those of sub-episodes included, which play one after the other; or

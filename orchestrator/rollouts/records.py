@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
-from orchestrator.rollouts.state import StepError
-from transport.http import Choice
-from transport.records import Bool, Float32, Int32
+from grpo.orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
+from grpo.orchestrator.rollouts.state import StepError
+from grpo.transport.http import Choice
+from grpo.transport.records import Bool, Float32, Int32
 
 MAX_REWARD = 1e6
 """Rewards and advantages are at most so large, either way: the trainer computes with float32, and their squares, sums

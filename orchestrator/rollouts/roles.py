@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.rollouts.messages import shown
-from transport.http import MAX_TEMPERATURE, MIN_TEMPERATURE
+from grpo.orchestrator.rollouts.messages import shown
+from grpo.transport.http import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 POLICY = "policy"
 """The role of those who have no other."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from orchestrator.rollouts.clock import in_thread, together
-from orchestrator.rollouts.context import RolloutContext
-from orchestrator.rollouts.messages import shown
-from orchestrator.rollouts.records import MAX_METRIC, MAX_REWARD
-from orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.clock import in_thread, together
+from grpo.orchestrator.rollouts.context import RolloutContext
+from grpo.orchestrator.rollouts.messages import shown
+from grpo.orchestrator.rollouts.records import MAX_METRIC, MAX_REWARD
+from grpo.orchestrator.rollouts.state import EpisodeState
 
 RewardFunction = Callable[..., Any]
 """Takes any of `completion`, `example`, `state`, `ctx` and `extras` by name; see Rubric."""

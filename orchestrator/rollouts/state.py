@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.rollouts.messages import Message
+from grpo.orchestrator.rollouts.messages import Message
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True):

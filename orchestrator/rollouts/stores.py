@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.ledger import Ledger
-from orchestrator.rollouts.messages import plain, shown
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.rollouts.messages import plain, shown
 
 SPLITS = ("train", "eval")
 MAX_CONTENT_CHARACTERS = 1 << 20

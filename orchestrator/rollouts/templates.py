@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.renderer import ChatRenderer
 
 _PROBE = "probe-of-an-answer"
 MAX_KNOWN = 256

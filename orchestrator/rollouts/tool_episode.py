@@ -5,14 +5,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.rollouts.clock import OwnTimeout, in_thread, together
-from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
-from orchestrator.rollouts.episode import MultiTurnEpisode, Response
-from orchestrator.rollouts.mcp_tools import McpServer, McpTools
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.rubric import Rubric
-from orchestrator.rollouts.state import EpisodeState
-from orchestrator.rollouts.tool_calls import (
+from grpo.orchestrator.rollouts.clock import OwnTimeout, in_thread, together
+from grpo.orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
+from grpo.orchestrator.rollouts.episode import MultiTurnEpisode, Response
+from grpo.orchestrator.rollouts.mcp_tools import McpServer, McpTools
+from grpo.orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.rubric import Rubric
+from grpo.orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.tool_calls import (
     Parser,
     Tool,
     ToolCall,

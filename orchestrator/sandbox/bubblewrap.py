@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from orchestrator.sandbox.records import Limits, SandboxError, SandboxMissing
+from grpo.orchestrator.sandbox.records import Limits, SandboxError, SandboxMissing
 
 WHY_NOT = (
     "Bubblewrap needs namespaces of its own: for an ordinary user user.max_user_namespaces above 0, in a container "

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.rollouts.clock import waiting
-from orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, system_call_filter
-from orchestrator.sandbox.records import LimitName, Limits, Result, SandboxError, SandboxMissing
+from grpo.orchestrator.rollouts.clock import waiting
+from grpo.orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, system_call_filter
+from grpo.orchestrator.sandbox.records import LimitName, Limits, Result, SandboxError, SandboxMissing
 
 START_DEADLINE_S, END_DEADLINE_S = 60.0, 30.0
 TICK_S = 0.02

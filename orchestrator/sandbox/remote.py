@@ -6,8 +6,8 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from orchestrator.rollouts.clock import waiting
-from orchestrator.sandbox.records import MIB, LimitName, Limits, Result, SandboxError
+from grpo.orchestrator.rollouts.clock import waiting
+from grpo.orchestrator.sandbox.records import MIB, LimitName, Limits, Result, SandboxError
 
 ATTEMPTS, FIRST_PAUSE_S = 5, 0.5
 """Pauses double."""

@@ -17,9 +17,9 @@ from typing import Literal, Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from orchestrator.endpoints import EndpointError
-from orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
-from transport.records import UNTAUGHT, Float32, Int32, TrainingSample
+from grpo.orchestrator.endpoints import EndpointError
+from grpo.orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
+from grpo.transport.records import UNTAUGHT, Float32, Int32, TrainingSample
 
 FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature"]
 """`unreachable`, `timeout`, `error`, `refused` and `nonsense` as of any endpoint; of a served teacher whatever may pass

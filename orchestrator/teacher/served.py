@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 import tenacity
 
-from configs.auxiliary import TeacherSettings
-from orchestrator.background import in_thread
-from orchestrator.endpoints import ApiClient, EndpointError
-from orchestrator.teacher.scoring import checked
-from orchestrator.teacher.tokens import SharedTokens, shared_tokens
-from transport.http import Scored
-from transport.records import Float32, Int32
+from grpo.configs.auxiliary import TeacherSettings
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.endpoints import ApiClient, EndpointError
+from grpo.orchestrator.teacher.scoring import checked
+from grpo.orchestrator.teacher.tokens import SharedTokens, shared_tokens
+from grpo.transport.http import Scored
+from grpo.transport.records import Float32, Int32
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.renderer import load_tokenizer
-from transport.records import UNTAUGHT, Float32, Int32
+from grpo.orchestrator.renderer import load_tokenizer
+from grpo.transport.records import UNTAUGHT, Float32, Int32
 
 FEWEST_SHARED = 0.95
 """Share of the policy's tokens that a teacher must know. Models of other families with one vocabulary differ in their

@@ -4,7 +4,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from functools import partial
 
-from orchestrator.rollouts.records import Failure
+from grpo.orchestrator.rollouts.records import Failure
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The program that environment workers are forked from: `python -m orchestrator.workers.main PARENT ENV_ID`.
+"""The program that environment workers are forked from: `python -m grpo.orchestrator.workers.main PARENT ENV_ID`.
 
 It imports what workers need, the environment's module included, and then forks one for each request on its standard
 input, a socket, so that a worker is there in milliseconds. Between it and each worker stands a guard: whatever the
@@ -25,8 +25,8 @@ def main() -> None:
     parent, env_id = int(sys.argv[1]), sys.argv[2]
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _check_parent(parent)
-    from orchestrator.envs.registry import find_class
-    from orchestrator.workers.worker import serve
+    from grpo.orchestrator.envs.registry import find_class
+    from grpo.orchestrator.workers.worker import serve
 
     with contextlib.suppress(BaseException):  # a worker raises it again, for who asks
         find_class(env_id)

@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
-from orchestrator.workers.failures import LATE, EnvironmentFailed
-from orchestrator.workers.process import ForkServer
-from orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Prompts, Reply, Run, Sampled
-from orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerGone
-from orchestrator.workers.trial import AWAY, BROKEN
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
+from grpo.orchestrator.workers.failures import LATE, EnvironmentFailed
+from grpo.orchestrator.workers.process import ForkServer
+from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Prompts, Reply, Run, Sampled
+from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerGone
+from grpo.orchestrator.workers.trial import AWAY, BROKEN
 
 log = logging.getLogger(__name__)
 

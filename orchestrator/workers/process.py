@@ -18,9 +18,9 @@ from pathlib import Path
 
 import zmq
 
-from orchestrator.rollouts.clock import BOARD_BYTES
-from orchestrator.workers.protocol import BOARD, open_socket
-from transport.hidden import ENV_KEY_VAR
+from grpo.orchestrator.rollouts.clock import BOARD_BYTES
+from grpo.orchestrator.workers.protocol import BOARD, open_socket
+from grpo.transport.hidden import ENV_KEY_VAR
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ForkServer:
         with theirs, contextlib.closing(os.fdopen(self._printed.fd, "wb")):
             # -P: files in the working directory are for the environment only, which adds it when it is found
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "orchestrator.workers.main", str(os.getpid()), self._env_id],
+                [sys.executable, "-P", "-m", "grpo.orchestrator.workers.main", str(os.getpid()), self._env_id],
                 stdin=theirs.fileno(),
                 stdout=self._printed.fd,  # what user code prints goes to our log
                 stderr=self._printed.fd,

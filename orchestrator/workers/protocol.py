@@ -10,8 +10,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.rollouts.roles import Role
 
 PROTOCOL = 1
 """To be raised with each change of what is said here."""
@@ -26,7 +26,7 @@ SILENCE_LIMIT_S = 10.0
 """An orchestrator, or an environment server, that says nothing for so long is gone."""
 
 BOARD = "board"
-"""The file beside a worker's socket that tells whose code runs; see `orchestrator.rollouts.clock.show_on`."""
+"""The file beside a worker's socket that tells whose code runs; see `grpo.orchestrator.rollouts.clock.show_on`."""
 
 ChatMessage = dict[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the model's chat template reads."""
@@ -174,7 +174,7 @@ class Run(Job, kw_only=True):
     answer: Sampled | None = None
     """To the rollout's first call, where it was sampled in advance together with the others of its group."""
     trial: bool = False
-    """Whether only this is asked: can an answer be scored; see `orchestrator.workers.trial`."""
+    """Whether only this is asked: can an answer be scored; see `grpo.orchestrator.workers.trial`."""
 
 
 class Ended(Job, kw_only=True):

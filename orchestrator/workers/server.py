@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from orchestrator.envs.registry import check_id
-from orchestrator.workers.process import ForkServer, WorkerProcess
-from orchestrator.workers.protocol import (
+from grpo.orchestrator.envs.registry import check_id
+from grpo.orchestrator.workers.process import ForkServer, WorkerProcess
+from grpo.orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
     GONE,
@@ -32,12 +32,12 @@ from orchestrator.workers.protocol import (
     other_protocol,
     protocol_of,
 )
-from transport.errors import TransportError, UserError
-from transport.hidden import ENV_KEY_VAR, RUN_KEYS, hide_environment
-from transport.keys import SharedKey, is_loopback
-from transport.limits import raise_file_limit
-from transport.logs import start_log
-from transport.ports import port_number
+from grpo.transport.errors import TransportError, UserError
+from grpo.transport.hidden import ENV_KEY_VAR, RUN_KEYS, hide_environment
+from grpo.transport.keys import SharedKey, is_loopback
+from grpo.transport.limits import raise_file_limit
+from grpo.transport.logs import start_log
+from grpo.transport.ports import port_number
 
 log = logging.getLogger(__name__)
 

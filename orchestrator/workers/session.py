@@ -14,10 +14,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from orchestrator.rollouts.records import EpisodeResult, Failure
-from orchestrator.workers.failures import LATE, EnvironmentFailed, EnvironmentKilled
-from orchestrator.workers.process import ForkServer, WorkerProcess
-from orchestrator.workers.protocol import (
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
+from grpo.orchestrator.workers.failures import LATE, EnvironmentFailed, EnvironmentKilled
+from grpo.orchestrator.workers.process import ForkServer, WorkerProcess
+from grpo.orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
     GONE,
@@ -46,8 +46,8 @@ from orchestrator.workers.protocol import (
     open_socket,
     other_protocol,
 )
-from transport.hidden import ENV_KEY_VAR
-from transport.keys import SharedKey
+from grpo.transport.hidden import ENV_KEY_VAR
+from grpo.transport.keys import SharedKey
 
 START_TIMEOUT_S = 120.0
 """For Python to come up in a worker, or for an environment server to answer."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from orchestrator.rollouts.context import CallFailed, RolloutContext
-from orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.context import CallFailed, RolloutContext
+from grpo.orchestrator.rollouts.state import EpisodeState
 
 BROKEN, AWAY = "env_broken", "env_away"
 """Reasons of a trial's failure: no answer can be scored; who was asked is not there yet, which tells nothing."""

@@ -20,9 +20,9 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
-from orchestrator.envs.registry import make_environment
-from orchestrator.rollouts.clock import (
+from grpo.orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
+from grpo.orchestrator.envs.registry import make_environment
+from grpo.orchestrator.rollouts.clock import (
     BOARD_BYTES,
     OwnTimeout,
     current_job,
@@ -31,12 +31,12 @@ from orchestrator.rollouts.clock import (
     show_on,
     waiting,
 )
-from orchestrator.rollouts.context import ContextFull
-from orchestrator.rollouts.episode import reason_of, result_of, run_episode
-from orchestrator.rollouts.messages import messages_of
-from orchestrator.rollouts.rubric import RewardNotFinite
-from orchestrator.rollouts.state import EpisodeState
-from orchestrator.workers.protocol import (
+from grpo.orchestrator.rollouts.context import ContextFull
+from grpo.orchestrator.rollouts.episode import reason_of, result_of, run_episode
+from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.orchestrator.rollouts.rubric import RewardNotFinite
+from grpo.orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     BOARD,
     PROTOCOL,
@@ -63,9 +63,9 @@ from orchestrator.workers.protocol import (
     frame_of,
     open_socket,
 )
-from orchestrator.workers.trial import Watched, reason_of_trial
-from transport.errors import UserError
-from transport.logs import start_log
+from grpo.orchestrator.workers.trial import Watched, reason_of_trial
+from grpo.transport.errors import UserError
+from grpo.transport.logs import start_log
 
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""

@@ -14,7 +14,7 @@ import psutil
 from tests.e2e.runs import END_S, ROOT, until
 
 MARK = "CHAOS_TEST"
-MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
+MODULES = {"infer": "grpo.infer.cli", "train": "grpo.trainer.cli", "orch": "grpo.orchestrator.cli"}
 SMALL = {
     "--orch.batch_size": "32",
     "--orch.sampling.max_tokens": "4",
@@ -78,7 +78,7 @@ class Launched:
 
 def _role(process: psutil.Process) -> str | None:
     words, parent = process.cmdline(), process.parent()
-    if any("orchestrator.workers" in word for word in words):
+    if any("grpo.orchestrator.workers" in word for word in words):
         return "worker"
     # vLLM starts its engine anew, or forks it from the server, with the server's words then.
     if parent is not None and parent.cmdline()[1:4] == ["-P", "-m", MODULES["infer"]]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.chaos.launched import MODULES, Launched, shared
 from tests.e2e.runs import Run, done, until
-from transport.weights.dequantized import FOLDER
+from grpo.transport.weights.dequantized import FOLDER
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -13,8 +13,8 @@ from tests.chaos.training import Training, batch_of, start
 from tests.trainer.exported import export_forever
 from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
-from transport.batches.filesystem import BatchSender
-from transport.run import create_run
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.run import create_run
 
 pytestmark = pytest.mark.chaos
 

@@ -12,8 +12,8 @@ import pytest
 from tests.chaos.kill_points import DISK_CALLS, start
 from tests.chaos.test_transport_kills import wait_for_end
 from tests.transport.samples import SPEC
-from transport.folders import step_folder
-from transport.weights.store import (
+from grpo.transport.folders import step_folder
+from grpo.transport.weights.store import (
     ADAPTER_FILE,
     CANARY_FILE,
     InUse,

@@ -13,12 +13,12 @@ import pytest
 
 from tests.chaos.kill_points import DISK_CALLS, start
 from tests.transport.samples import equal, micro_batch
-from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
-from transport.batches.store import StepStore
-from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
-from transport.folders import write_atomic
-from transport.keys import SharedKey
-from transport.ports import free_port
+from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
+from grpo.transport.batches.store import StepStore
+from grpo.transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
+from grpo.transport.folders import write_atomic
+from grpo.transport.keys import SharedKey
+from grpo.transport.ports import free_port
 
 pytestmark = pytest.mark.chaos
 CHECKPOINT_EVERY = 3

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from configs.train import TrainSettings
+from grpo.configs.train import TrainSettings
 from tests.chaos.kill_points import kill_at
 from tests.trainer.bench import UNMASKED
 from tests.trainer.models import hint_for, tiny_batch
-from trainer.startup import run
-from transport.batches.filesystem import BatchSender
-from transport.folders import step_folder
-from transport.records import MicroBatch
-from transport.run import RunFolder, create_run
+from grpo.trainer.startup import run
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.folders import step_folder
+from grpo.transport.records import MicroBatch
+from grpo.transport.run import RunFolder, create_run
 
 NUM_STEPS = 16
 LOSS = UNMASKED | {"alpha_sdpo": 0.5, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}

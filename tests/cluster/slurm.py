@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from transport.ports import free_port
+from grpo.transport.ports import free_port
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")
 CPUS = 4

@@ -17,7 +17,7 @@ from tests.e2e.runs import END_S, ROOT, Run, done
 pytestmark = [pytest.mark.cluster, pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 ADDRESSES = {"infer": "10.213.7.1", "orch": "10.213.7.2", "train": "10.213.7.3"}
-MODULES = {"infer": "infer.cli", "orch": "orchestrator.cli", "train": "trainer.cli"}
+MODULES = {"infer": "grpo.infer.cli", "orch": "grpo.orchestrator.cli", "train": "grpo.trainer.cli"}
 NUM_STEPS = 3
 KEYS = {"GRPO_TRANSPORT_KEY": "a key that all three have", "VLLM_API_KEY": "the server's own key"}
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.run import load_run
-from deploy.slurm import script
+from grpo.configs.run import load_run
+from grpo.deploy.slurm import script
 from tests.cluster.slurm import CPUS, Slurm, missing
 from tests.e2e.runs import Run, done, until
-from transport.folders import steps_in
+from grpo.transport.folders import steps_in
 
 pytestmark = [
     pytest.mark.cluster,

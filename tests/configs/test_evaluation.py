@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from configs.evaluation import EnvSettings, EvalSettings
+from grpo.configs.evaluation import EnvSettings, EvalSettings
 
 TRAINING = [EnvSettings(id="a"), EnvSettings(id="b", args={"n": 1}, adapters={"x": "one"})]
 

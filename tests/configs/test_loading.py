@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.entry import load_settings
-from configs.errors import Problem, SettingsError
-from configs.infer import InferSettings
-from configs.loading import dump, load
-from configs.orch import OrchSettings
-from configs.train import TrainSettings
+from grpo.configs.entry import load_settings
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.infer import InferSettings
+from grpo.configs.loading import dump, load
+from grpo.configs.orch import OrchSettings
+from grpo.configs.train import TrainSettings
 
 ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.errors import SettingsError
-from configs.help import rows
-from configs.keys import known_keys
-from configs.loading import load
-from configs.orch import OrchSettings
-from configs.run import PROGRAMS, load_run
+from grpo.configs.errors import SettingsError
+from grpo.configs.help import rows
+from grpo.configs.keys import known_keys
+from grpo.configs.loading import load
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import PROGRAMS, load_run
 from tools.settings_page import differing, reference
 
 HERE = Path(__file__).parent

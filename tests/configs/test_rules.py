@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.common import all_conflicts
-from configs.cross import cross_problems, joined_check, recorded
-from configs.errors import SettingsError
-from configs.infer import InferSettings
-from configs.loading import Loaded, S
-from configs.orch import OrchSettings
-from configs.train import TrainSettings
+from grpo.configs.common import all_conflicts
+from grpo.configs.cross import cross_problems, joined_check, recorded
+from grpo.configs.errors import SettingsError
+from grpo.configs.infer import InferSettings
+from grpo.configs.loading import Loaded, S
+from grpo.configs.orch import OrchSettings
+from grpo.configs.train import TrainSettings
 
 MERGED = {"format": "merged"}
 NCCL = {"type": "nccl", "format": "merged"}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.entry import load_settings
-from configs.errors import Problem, SettingsError
-from configs.infer import InferSettings
-from configs.keys import known_keys
-from configs.orch import OrchSettings
-from configs.run import PRESETS, Run, RunSettings, load_run, presets
-from configs.train import TrainSettings
+from grpo.configs.entry import load_settings
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.infer import InferSettings
+from grpo.configs.keys import known_keys
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import PRESETS, Run, RunSettings, load_run, presets
+from grpo.configs.train import TrainSettings
 from tests.grpo.run_folder import grpo
 
 RUN: dict[str, Any] = {

@@ -6,11 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from deploy import programs
-from deploy.launcher import explain
-from deploy.programs import Program, Signals, run_programs
-from transport.errors import RunFolderError
-from transport.run import only_one, open_run
+from grpo.deploy import programs
+from grpo.deploy.launcher import explain
+from grpo.deploy.programs import Program, Signals, run_programs
+from grpo.transport.errors import RunFolderError
+from grpo.transport.run import only_one, open_run
 
 FAKE = Path(__file__).with_name("fake_program.py")
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transport.parent import end_with_starter
+from grpo.transport.parent import end_with_starter
 
 SLEEPER = [sys.executable, "-I", "-S", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
 

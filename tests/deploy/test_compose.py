@@ -22,15 +22,15 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from configs.infer import InferSettings
-from configs.orch import OrchSettings
-from configs.run import load_part
-from configs.train import TrainSettings
+from grpo.configs.infer import InferSettings
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import load_part
+from grpo.configs.train import TrainSettings
 from tests.deploy.containers import start, substituted
 from tests.e2e.runs import END_S, until
-from transport.ports import free_port
-from transport.run import current_run_id
-from transport.status import server_file
+from grpo.transport.ports import free_port
+from grpo.transport.run import current_run_id
+from grpo.transport.status import server_file
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = (ROOT / "deploy" / "docker-compose.yaml").read_text()

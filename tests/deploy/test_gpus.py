@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.run import load_run
-from deploy.gpus import VARIABLE, visible_gpus
-from deploy.launcher import make_programs
-from deploy.plan import Plan, resolve, with_run, write_settings
-from transport.run import RunFolder
+from grpo.configs.run import load_run
+from grpo.deploy.gpus import VARIABLE, visible_gpus
+from grpo.deploy.launcher import make_programs
+from grpo.deploy.plan import Plan, resolve, with_run, write_settings
+from grpo.transport.run import RunFolder
 
 TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.errors import SettingsError
-from configs.orch import OrchSettings
-from configs.run import load_part, load_run
-from configs.train import TrainSettings
-from deploy.cluster import Places, parts
-from deploy.sky import group
-from deploy.slurm import script
+from grpo.configs.errors import SettingsError
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import load_part, load_run
+from grpo.configs.train import TrainSettings
+from grpo.deploy.cluster import Places, parts
+from grpo.deploy.sky import group
+from grpo.deploy.slurm import script
 from tests.grpo.run_folder import grpo
 
 TOPOLOGY = {

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher import explain, goes_on, launched
-from deploy.programs import Child, Outcome, Program
+from grpo.deploy.launcher import explain, goes_on, launched
+from grpo.deploy.programs import Child, Outcome, Program
 from grpo.status import run_status
-from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.pool import WorkerPool
-from transport.run import RunFolder, open_run
+from grpo.orchestrator.workers.failures import EnvironmentFailed
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.transport.run import RunFolder, open_run
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from configs.run import load_run
-from configs.train import TrainSettings
-from deploy.memory import GIB, NoRoom, measure, utilization, with_split
-from deploy.plan import resolve
+from grpo.configs.run import load_run
+from grpo.configs.train import TrainSettings
+from grpo.deploy.memory import GIB, NoRoom, measure, utilization, with_split
+from grpo.deploy.plan import resolve
 from tools.random_models import TINY, make_random
-from trainer.batch import check_step
-from trainer.dry_step import Measurement, batches
-from trainer.memory import estimate
-from transport.errors import UserError
+from grpo.trainer.batch import check_step
+from grpo.trainer.dry_step import Measurement, batches
+from grpo.trainer.memory import estimate
+from grpo.transport.errors import UserError
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
 FOUND = Measurement(

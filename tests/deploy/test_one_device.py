@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import SettingsError
-from configs.run import load_run
-from deploy.plan import Plan, resolve
+from grpo.configs.errors import SettingsError
+from grpo.configs.run import load_run
+from grpo.deploy.plan import Plan, resolve
 
 PRESET = "configs/quickstart"
 SLEEP = ("--sleep_mode", "--orch.max_async_level", "0")

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from transport.run import only_one
+from grpo.transport.run import only_one
 
 ON_A_GPU = """
 import sys
-from deploy import launcher
-from deploy.memory import with_split
+from grpo.deploy import launcher
+from grpo.deploy.memory import with_split
 from grpo.cli import main
 
 launcher._divided = lambda plan, model: with_split(plan, model)[0]
@@ -30,7 +30,7 @@ def dry_step_of(launcher: int) -> psutil.Process:
     while time.monotonic() < deadline:
         for process in psutil.Process(launcher).children():
             with suppress(psutil.Error):
-                if "trainer.dry_step" in process.cmdline():
+                if "grpo.trainer.dry_step" in process.cmdline():
                     return process
         time.sleep(0.01)
     raise AssertionError("no dry step was begun")
@@ -51,7 +51,7 @@ def test_a_signal_ends_the_dry_step_and_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("begins", "program"),
-    [("grpo.cli", "from deploy import launcher; launcher.run_plan"), ("trainer.cli", "cli._run")],
+    [("grpo.cli", "from deploy import launcher; launcher.run_plan"), ("grpo.trainer.cli", "cli._run")],
 )
 def test_no_key_is_seen_in_the_environment_of_a_process(tmp_path: Path, begins: str, program: str) -> None:
     code = f"import sys; from pathlib import Path; import {begins} as cli; {program} = "

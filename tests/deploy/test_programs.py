@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher import last_error
+from grpo.deploy.launcher import last_error
 from tests.infer.server_process import runs
-from transport.errors import START_AGAIN
-from transport.status import AWAY, read_status
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.status import AWAY, read_status
 
 LAUNCHER = Path(__file__).with_name("fake_launcher.py")
 SERVE = "sleep:600"

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.errors import SettingsError
-from configs.infer import InferSettings
-from configs.loading import load
-from configs.orch import OrchSettings
-from configs.run import load_run
-from deploy.plan import Plan, resolve, with_run, write_settings
-from deploy.teacher import within_model
+from grpo.configs.errors import SettingsError
+from grpo.configs.infer import InferSettings
+from grpo.configs.loading import load
+from grpo.configs.orch import OrchSettings
+from grpo.configs.run import load_run
+from grpo.deploy.plan import Plan, resolve, with_run, write_settings
+from grpo.deploy.teacher import within_model
 
 PRESET = "configs/quickstart"
 MODEL = "configs/tiny/model"

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.train import TrainSettings
-from trainer.colocate import imported_for
-from trainer.distributed import ONE
-from trainer.model import Policy, load_policy
-from trainer.packing import pack
-from transport.shared_base import ImportedBase
+from grpo.configs.train import TrainSettings
+from grpo.trainer.colocate import imported_for
+from grpo.trainer.distributed import ONE
+from grpo.trainer.model import Policy, load_policy
+from grpo.trainer.packing import pack
+from grpo.transport.shared_base import ImportedBase
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import httpx
 
 from tests.infer.published import Publisher
 from tests.infer.server_process import Server, running
-from transport.run import create_run
+from grpo.transport.run import create_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 KEY = "a key"

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from tests.e2e.runs import ROOT, Run, options, trained
 from tests.orchestrator.sandbox.conftest import why_no_sandbox
-from transport.codec import decode
-from transport.records import Canary
+from grpo.transport.codec import decode
+from grpo.transport.records import Canary
 
 pytestmark = pytest.mark.e2e
 

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo.view.traces import rollout, rollouts_of
-from orchestrator.preferences.pairs import pair_record
+from grpo.orchestrator.preferences.pairs import pair_record
 from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run
 from tests.e2e.scripted_teachers import scripted_teachers
 from tests.grpo.view.served import served
-from transport.traces import trace_path
+from grpo.transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS, BATCH_SIZE = 8, 32

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.e2e.runs import Run, trained
-from transport.status import read_status
+from grpo.transport.status import read_status
 
 pytestmark = pytest.mark.e2e
 

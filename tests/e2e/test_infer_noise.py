@@ -20,9 +20,9 @@ from tests.e2e.plain_server import MODEL
 from tests.e2e.test_infer_policies import EXACT, largest, prompt
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
-from transport.records import Canary
-from transport.run import create_run
-from transport.weights.store import CANARY_FILE, NOISE_FILE
+from grpo.transport.records import Canary
+from grpo.transport.run import create_run
+from grpo.transport.weights.store import CANARY_FILE, NOISE_FILE
 
 pytestmark = pytest.mark.e2e
 

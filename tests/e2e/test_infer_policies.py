@@ -16,14 +16,14 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
-from configs.auxiliary import TeacherSettings
-from infer.checks import PEFT_PREFIX
-from orchestrator.teacher.served import ServedTeacher
+from grpo.configs.auxiliary import TeacherSettings
+from grpo.infer.checks import PEFT_PREFIX
+from grpo.orchestrator.teacher.served import ServedTeacher
 from tests.e2e.plain_server import KEY, MODEL, NUM_BATCHED_TOKENS, SCALES, Live, plain_server
 from tests.e2e.runs import until
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
-from transport.run import RunFolder
-from transport.weights.store import ADAPTER_FILE
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.store import ADAPTER_FILE
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import pip
 from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run, until
-from transport.ports import free_port
+from grpo.transport.ports import free_port
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 pytestmark = pytest.mark.e2e
@@ -79,7 +79,7 @@ def serve_words(port: int, *arguments: str) -> subprocess.Popen[bytes]:
 def serve_twice(folder: Path, port: int) -> subprocess.Popen[bytes]:
     """`grpo-env` with an environment whose rollouts are episodes."""
     (folder / "twice.py").write_text(TWICE)
-    return serve(port, "-m", "orchestrator.workers.server", f"{folder / 'twice.py'}:Twice", "--port", str(port))
+    return serve(port, "-m", "grpo.orchestrator.workers.server", f"{folder / 'twice.py'}:Twice", "--port", str(port))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.envs.registry import make_environment
+from grpo.orchestrator.envs.registry import make_environment
 from tests.e2e.readme import README, blocks, command
 from tests.e2e.runs import PROGRAMS, ROOT, grpo
 
@@ -17,7 +17,7 @@ def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "temperature: 0.8" in ended.stdout
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "configs.orch" in imported
+    assert "grpo.configs.orch" in imported
     assert not {"torch", "transformers", "vllm", "openai"} & imported
 
 

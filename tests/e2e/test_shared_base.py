@@ -15,15 +15,15 @@ import psutil
 import pytest
 import torch
 
-from configs.train import TrainSettings
+from grpo.configs.train import TrainSettings
 from tests.e2e.importer import CPU, anonymous_bytes, logprobs
 from tests.e2e.runs import END_S, ROOT, until
 from tests.infer.server_process import Server, running, wait_until_gone
 from tools.random_models import HUNDRED, make_random
-from trainer.distributed import ONE
-from trainer.model import load_policy
-from transport.errors import START_AGAIN
-from transport.run import create_run
+from grpo.trainer.distributed import ONE
+from grpo.trainer.model import load_policy
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.run import create_run
 
 pytestmark = pytest.mark.e2e
 
@@ -171,7 +171,7 @@ def test_grpo_train_on_the_servers_base_proves_its_version_0_and_ends_with_75_wh
     settings = {"model": exporting.model, "output_dir": exporting.folder, "colocate": "true", "recipe": "fp32"}
     settings |= {"lora_rank": 8, "device": "cpu", "num_threads": 1, "optimizer": "adamw", "run_id": exporting.run_id}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    with log.open("w") as file, child("trainer.cli", *words, stdout=file, stderr=file) as process:
+    with log.open("w") as file, child("grpo.trainer.cli", *words, stdout=file, stderr=file) as process:
         try:
             published = exporting.folder / "broadcasts/step_000000/STABLE"
             until(published.exists, process, log=log.read_text)

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from transport.shared_base import CudaMemory, Manifest, device_key, export_base
+from grpo.transport.shared_base import CudaMemory, Manifest, device_key, export_base
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.attention import KERNELS, PADDED, VARLEN, implementation_for
-from trainer.packing import Layout
+from grpo.trainer.attention import KERNELS, PADDED, VARLEN, implementation_for
+from grpo.trainer.packing import Layout
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from transport.shared_base import import_base
+from grpo.transport.shared_base import import_base
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.infer.server_process import running
-from transport.run import create_run
+from grpo.transport.run import create_run
 
 pytestmark = pytest.mark.gpu
 

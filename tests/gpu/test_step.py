@@ -10,19 +10,19 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from configs.loss import LossSettings
-from configs.train import LowPrecision
+from grpo.configs.loss import LossSettings
+from grpo.configs.train import LowPrecision
 from tests.trainer.models import CPU, VOCAB, save_tiny_model, tiny_batch, tiny_policy, tiny_settings
-from trainer.distributed import ONE
-from trainer.errors import ModelError
-from trainer.low_precision import check_device
-from trainer.memory import missing_for_compile
-from trainer.model import Policy
-from trainer.objective import Objective
-from trainer.optim import Optimizer
-from trainer.packing import packed_tokens
-from trainer.quantization import QUANTIZE
-from transport.records import MicroBatch, Quantization
+from grpo.trainer.distributed import ONE
+from grpo.trainer.errors import ModelError
+from grpo.trainer.low_precision import check_device
+from grpo.trainer.memory import missing_for_compile
+from grpo.trainer.model import Policy
+from grpo.trainer.objective import Objective
+from grpo.trainer.optim import Optimizer
+from grpo.trainer.packing import packed_tokens
+from grpo.trainer.quantization import QUANTIZE
+from grpo.transport.records import MicroBatch, Quantization
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import pytest
 
 from grpo.cli import COMMANDS, main
 from tests.grpo.run_folder import grpo
-from transport.errors import UserError
-from transport.run import create_run
+from grpo.transport.errors import UserError
+from grpo.transport.run import create_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 

@@ -8,9 +8,9 @@ import pytest
 
 from grpo.compare import arms_of, planned
 from grpo.figures import measured, report
-from orchestrator.monitoring.timeline import Timeline
+from grpo.orchestrator.monitoring.timeline import Timeline
 from tests.grpo.run_folder import grpo
-from transport.errors import UserError
+from grpo.transport.errors import UserError
 
 PRESET = "configs/quickstart"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from configs.errors import SettingsError
+from grpo.configs.errors import SettingsError
 from grpo.evaluation import _evaluated, find_target, settings_of
 from grpo.serve import Served
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.errors import UserError
-from transport.run import create_run, join_run
+from grpo.transport.errors import UserError
+from grpo.transport.run import create_run, join_run
 
 MODEL = str(Path(__file__).parents[2] / "configs/quickstart/model")
 
@@ -25,7 +25,7 @@ def options(*others: str, **given: Any) -> argparse.Namespace:
 @pytest.fixture
 async def run(tmp_path: Path) -> Path:
     """A run of three steps."""
-    from orchestrator.run import orchestrate
+    from grpo.orchestrator.run import orchestrate
 
     server = await FakeServer().start()
     FakeTrainer(tmp_path / "run").start()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from grpo.ledger import open_ledger
-from orchestrator.envs.reverse_text import ReverseText
+from grpo.orchestrator.envs.reverse_text import ReverseText
 from tests.grpo.run_folder import found, grpo, write_ledger
-from transport.errors import UserError
+from grpo.transport.errors import UserError
 
 Ask = Callable[..., tuple[int, Any]]
 

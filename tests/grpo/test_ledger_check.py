@@ -9,7 +9,7 @@ import pytest
 
 from grpo.ledger import open_ledger
 from grpo.ledger_check import check
-from orchestrator.run import orchestrate
+from grpo.orchestrator.run import orchestrate
 from tests.grpo.run_folder import finish, found, gone_pid, grpo, says, write_ledger, write_metrics
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 

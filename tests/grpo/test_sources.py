@@ -11,8 +11,8 @@ import pytest
 
 from grpo import Environment, Rubric
 from grpo.sources import env_settings, source_of
-from orchestrator.envs.registry import make_environment
-from transport.errors import UserError
+from grpo.orchestrator.envs.registry import make_environment
+from grpo.transport.errors import UserError
 
 CELLS = [
     "import math as m\nimport re",

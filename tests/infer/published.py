@@ -11,11 +11,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from infer.checks import PEFT_PREFIX, tensor_shapes
-from transport.records import Canary, PolicySpec
-from transport.run import RunFolder
-from transport.weights.identity import base_identity
-from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, PolicyPublisher
+from grpo.infer.checks import PEFT_PREFIX, tensor_shapes
+from grpo.transport.records import Canary, PolicySpec
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.identity import base_identity
+from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, PolicyPublisher
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CANARY_IDS = tuple(range(40, 72))

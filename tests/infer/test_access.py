@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from infer.access import guarded
+from grpo.infer.access import guarded
 
 
 def application() -> FastAPI:

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 from msgspec import structs
 
-from infer.canary import check_effect
-from infer.checks import BaseModel, check_tokenizer, check_version, read_version, tensor_shapes, version_folder
+from grpo.infer.canary import check_effect
+from grpo.infer.checks import BaseModel, check_tokenizer, check_version, read_version, tensor_shapes, version_folder
 from tests.infer.versions_fakes import (
     ADAPTER,
     BASE,
@@ -30,11 +30,11 @@ from tests.infer.versions_fakes import (
     weight_files,
     weights_of,
 )
-from transport.errors import PolicyRefused
-from transport.http import CanaryFigures
-from transport.records import Canary
-from transport.run import RunFolder, create_run
-from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from grpo.transport.errors import PolicyRefused
+from grpo.transport.http import CanaryFigures
+from grpo.transport.records import Canary
+from grpo.transport.run import RunFolder, create_run
+from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 IN_PLACE = replace(BASE, max_rank=None)
 WITH_NOISE = replace(BASE, noisy_norms=NORMS)

@@ -12,14 +12,14 @@ import torch
 from msgspec import structs
 from pydantic import ValidationError
 
-from configs.infer import VLLM_REFUSED, InferSettings
-from infer.arguments import ArgumentError, make_args, served_rank
-from infer.engine import Adapter, Engine, EngineEnded, EngineError
-from infer.following import continued_seed, follow
+from grpo.configs.infer import VLLM_REFUSED, InferSettings
+from grpo.infer.arguments import ArgumentError, make_args, served_rank
+from grpo.infer.engine import Adapter, Engine, EngineEnded, EngineError
+from grpo.infer.following import continued_seed, follow
 from tests.infer.versions_fakes import FakeEngine, publish, table_of
-from transport.http import Choice, GenerateRequest
-from transport.run import create_run
-from transport.weights.nccl import Announcement, Rendezvous
+from grpo.transport.http import Choice, GenerateRequest
+from grpo.transport.run import create_run
+from grpo.transport.weights.nccl import Announcement, Rendezvous
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 ADAPTER = Adapter(name="policy-v3", key=7, path="/", noisy=True)
@@ -151,7 +151,7 @@ CALLS: dict[str, Callable[[Engine], Awaitable[object]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_whoever_waits_for_an_engine_that_dies_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.ENGINE_CHECK_S", 0.01)
+    monkeypatch.setattr("grpo.infer.engine.ENGINE_CHECK_S", 0.01)
     client = FakeClient(unanswered=name)
     engine = engine_of(client)
     watch = asyncio.create_task(engine.watch())

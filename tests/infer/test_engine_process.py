@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infer.engine_process import FollowServer
+from grpo.infer.engine_process import FollowServer
 
 SPAWNED = """
 import subprocess, sys, time
 import os, pickle
-from infer.engine_process import FollowServer
+from grpo.infer.engine_process import FollowServer
 code = "import pickle, sys, time; pickle.load(sys.stdin.buffer); print('ready', flush=True); time.sleep(250)"
 child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 pickle.dump(FollowServer(os.getpid()), child.stdin)
@@ -26,7 +26,7 @@ time.sleep(250)
 """
 FROM_A_THREAD = """
 import os, pickle, subprocess, sys, threading, time
-from infer.engine_process import FollowServer
+from grpo.infer.engine_process import FollowServer
 code = '''
 import pickle, sys, time
 pickle.load(sys.stdin.buffer)
@@ -54,7 +54,7 @@ time.sleep(250)
 """
 FORKED = """
 import multiprocessing, os, socket, time
-from infer.engine_process import FollowServer
+from grpo.infer.engine_process import FollowServer
 own = socket.create_server(("127.0.0.1", 0))
 follow = FollowServer(os.getpid())
 follow.at_forks([own])
@@ -66,7 +66,7 @@ time.sleep(250)
 """
 REASONS = """
 import os, threading
-from infer.engine_process import METHOD, choose_fork
+from grpo.infer.engine_process import METHOD, choose_fork
 loaded = next(line.split()[5] for line in open("/proc/self/maps") if "libtorch_cpu" in line)
 os.environ["LD_PRELOAD"] = loaded
 os.environ[METHOD] = "spawn"
@@ -87,14 +87,14 @@ ended.set()
 THREADS = """
 import os, sys
 from types import ModuleType
-server = ModuleType("infer.server")
+server = ModuleType("grpo.infer.server")
 def run(settings):
     import numpy, torch
     print(torch.get_num_threads(), len(os.listdir("/proc/self/task")), os.environ["OMP_WAIT_POLICY"], flush=True)
     return 0
 server.run = run
-sys.modules["infer.server"] = server
-from infer.cli import main
+sys.modules["grpo.infer.server"] = server
+from grpo.infer.cli import main
 main()
 """
 

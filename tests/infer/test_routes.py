@@ -15,14 +15,14 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
-from configs.infer import InferSettings
-from infer.access import guarded
-from infer.engine import Adapter, EngineEnded, EngineError
-from infer.routes import PolicyRoutes
-from infer.server import listening_socket
+from grpo.configs.infer import InferSettings
+from grpo.infer.access import guarded
+from grpo.infer.engine import Adapter, EngineEnded, EngineError
+from grpo.infer.routes import PolicyRoutes
+from grpo.infer.server import listening_socket
 from tests.infer.versions_fakes import BASE, NOISE_EFFECT, NOISY, NORMS, SEVERAL, FakeEngine, publish, table_of
-from transport.http import Choice, GenerateRequest
-from transport.run import RunFolder, create_run
+from grpo.transport.http import Choice, GenerateRequest
+from grpo.transport.run import RunFolder, create_run
 
 GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
@@ -272,7 +272,7 @@ def test_a_port_in_use_is_refused_by_name() -> None:
 
 def grpo_infer(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-X", "importtime", "-m", "infer.cli", *arguments]
+    command = [sys.executable, "-X", "importtime", "-m", "grpo.infer.cli", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from infer.score_temperature import KEY, install
+from grpo.infer.score_temperature import KEY, install
 
 
 def params(temperature: float | None) -> Any:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.engine import EngineError
-from infer.versions import NotLive, UnknownAdapter, VersionTable
+from grpo.infer.engine import EngineError
+from grpo.infer.versions import NotLive, UnknownAdapter, VersionTable
 from tests.infer.versions_fakes import (
     BASE,
     FULL,
@@ -24,11 +24,11 @@ from tests.infer.versions_fakes import (
     publish,
     table_of,
 )
-from transport.errors import DeadlineError, PolicyRefused
-from transport.folders import step_folder
-from transport.http import LoadReport
-from transport.records import PolicySpec
-from transport.run import RunFolder, create_run
+from grpo.transport.errors import DeadlineError, PolicyRefused
+from grpo.transport.folders import step_folder
+from grpo.transport.http import LoadReport
+from grpo.transport.records import PolicySpec
+from grpo.transport.run import RunFolder, create_run
 
 pytestmark = pytest.mark.timeout(60)
 IN_PLACE = replace(BASE, max_rank=None)

@@ -12,17 +12,17 @@ import safetensors.torch
 import torch
 from msgspec import structs
 
-from infer.checks import BaseModel
-from infer.engine import Adapter, EngineError
-from infer.versions import VersionTable
-from transport.errors import PolicyRefused
-from transport.folders import Content
-from transport.http import Choice, GenerateRequest, ServerLoad
-from transport.records import Canary, PolicySpec
-from transport.run import RunFolder
-from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
-from transport.weights.shards import Weight, shard_files
-from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, PolicyPublisher
+from grpo.infer.checks import BaseModel
+from grpo.infer.engine import Adapter, EngineError
+from grpo.infer.versions import VersionTable
+from grpo.transport.errors import PolicyRefused
+from grpo.transport.folders import Content
+from grpo.transport.http import Choice, GenerateRequest, ServerLoad
+from grpo.transport.records import Canary, PolicySpec
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
+from grpo.transport.weights.shards import Weight, shard_files
+from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, PolicyPublisher
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.layers.0.q_proj.weight": (6, 4),

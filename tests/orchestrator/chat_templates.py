@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.renderer import ChatRenderer
 from tests.orchestrator.fakes import MODEL
 
 CHATML = """

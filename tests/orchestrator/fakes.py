@@ -13,17 +13,17 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from configs.orch import OrchSettings
-from configs.train import TrainSettings
-from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
-from transport.batches.store import StepStore
-from transport.errors import DeadlineError
-from transport.http import GenerateRequest
-from transport.ports import free_port
-from transport.records import MicroBatch, PolicySpec
-from transport.run import join_run, only_one, open_run
-from transport.weights.identity import base_identity
-from transport.weights.store import METRICS_FILE, PolicyPublisher
+from grpo.configs.orch import OrchSettings
+from grpo.configs.train import TrainSettings
+from grpo.transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
+from grpo.transport.batches.store import StepStore
+from grpo.transport.errors import DeadlineError
+from grpo.transport.http import GenerateRequest
+from grpo.transport.ports import free_port
+from grpo.transport.records import MicroBatch, PolicySpec
+from grpo.transport.run import join_run, only_one, open_run
+from grpo.transport.weights.identity import base_identity
+from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 END_OF_TURN = 258

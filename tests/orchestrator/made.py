@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.rollouts.records import EpisodeResult, Step, Task
-from transport.http import Choice
-from transport.records import TrainingSample
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step, Task
+from grpo.transport.http import Choice
+from grpo.transport.records import TrainingSample
 
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.monitoring.summary import Summary
-from orchestrator.run import orchestrate
+from grpo.orchestrator.monitoring.summary import Summary
+from grpo.orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.records import MicroBatch
+from grpo.transport.records import MicroBatch
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

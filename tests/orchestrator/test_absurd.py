@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.advantage import group_credit
-from orchestrator.inference.client import InferenceClient
-from orchestrator.inference.pool import ServerPool
-from orchestrator.ledger import Ledger
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Group, SamplingParams, Task
-from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.samples import finish_group, unfit
-from orchestrator.workers.pool import WorkerPool
+from grpo.orchestrator.advantage import group_credit
+from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group, SamplingParams, Task
+from grpo.orchestrator.rollouts.stores import ArtifactStores
+from grpo.orchestrator.samples import finish_group, unfit
+from grpo.orchestrator.workers.pool import WorkerPool
 from tests.orchestrator import absurd
 from tests.orchestrator.fakes import MODEL, FakeServer
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.advantage import (
+from grpo.orchestrator.advantage import (
     CreditAssigner,
     StepKey,
     checked_credit,
@@ -23,11 +23,11 @@ from orchestrator.advantage import (
     make_credit,
     normalised,
 )
-from orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator import made
 from tests.orchestrator.fakes import settings_for
 from tests.orchestrator.made import step
-from transport.importing import FunctionFailed
+from grpo.transport.importing import FunctionFailed
 
 
 def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:

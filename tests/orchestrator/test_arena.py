@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from configs.orch import OrchSettings
+from grpo.configs.orch import OrchSettings
 from grpo import (
     Arena,
     Episode,
@@ -20,12 +20,12 @@ from grpo import (
     SingleTurnEpisode,
     TrainingBatch,
 )
-from orchestrator.ledger import Ledger
-from orchestrator.monitoring.summary import Summary
-from orchestrator.run import orchestrate
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.summary import Summary
+from grpo.orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.errors import UserError
-from transport.traces import trace_path
+from grpo.transport.errors import UserError
+from grpo.transport.traces import trace_path
 
 SOURCE = """
 from grpo import Arena, EpisodeRequest, Rubric, SingleTurnEpisode

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.ledger import Ledger
-from orchestrator.rollouts.stores import ArtifactStore, ArtifactStores
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.rollouts.stores import ArtifactStore, ArtifactStores
 
 
 def filled(**weights: float) -> ArtifactStore:

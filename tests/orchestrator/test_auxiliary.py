@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.preferences.pairs import PairRecord, pair_record
-from orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.preferences.pairs import PairRecord, pair_record
+from grpo.orchestrator.renderer import ChatRenderer
 from tests.orchestrator import running
 from tests.orchestrator.chat_server import FakeChatServer
 from tests.orchestrator.fakes import MODEL, FakeServer
 from tests.orchestrator.teacher.serving import FakeTeacher, answering, in_turn
-from transport.records import MicroBatch
-from transport.traces import trace_path
+from grpo.transport.records import MicroBatch
+from grpo.transport.traces import trace_path
 
 ENVS = '''
 from grpo import Environment, MultiTurnEpisode, Rubric

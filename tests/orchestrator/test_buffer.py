@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, make_buffer
-from orchestrator.resuming import Progress
+from grpo.orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, make_buffer
+from grpo.orchestrator.resuming import Progress
 from tests.orchestrator.fakes import settings_for
 
 KEYS = {env: [f"{env}{i}" for i in range(5)] for env in "ab"}

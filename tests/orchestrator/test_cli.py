@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from configs.orch import OrchSettings
-from orchestrator import cli
-from orchestrator.inference.client import ServerError, ServersAway
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator import cli
+from grpo.orchestrator.inference.client import ServerError, ServersAway
 from tests.orchestrator.fakes import MODEL, FakeServer, settings_for
-from transport.errors import START_AGAIN, PeerFailed
+from grpo.transport.errors import START_AGAIN, PeerFailed
 
-COMMAND = [sys.executable, "-m", "orchestrator.cli"]
+COMMAND = [sys.executable, "-m", "grpo.orchestrator.cli"]
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -82,5 +82,5 @@ def test_who_has_lost_its_peers_ends_so_that_it_is_started_again(
     async def ended(settings: OrchSettings) -> None:
         raise error
 
-    monkeypatch.setattr("orchestrator.run.orchestrate", ended)
+    monkeypatch.setattr("grpo.orchestrator.run.orchestrate", ended)
     assert cli._run(settings_for(tmp_path, FakeServer())) == code

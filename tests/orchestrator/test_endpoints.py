@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from configs.auxiliary import ApiSettings
-from orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
-from orchestrator.rollouts.messages import ModelResponse
+from grpo.configs.auxiliary import ApiSettings
+from grpo.orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
+from grpo.orchestrator.rollouts.messages import ModelResponse
 from tests.orchestrator.chat_server import (
     FakeChatServer,
     Say,
@@ -21,7 +21,7 @@ from tests.orchestrator.chat_server import (
     status,
     text,
 )
-from transport.ports import free_port
+from grpo.transport.ports import free_port
 
 QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
-from orchestrator.workers.protocol import ALIVE, PROTOCOL, Alive, Gone, decode_from_worker, encode, frame_of
-from orchestrator.workers.server import EnvironmentServer
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
+from grpo.orchestrator.workers.protocol import ALIVE, PROTOCOL, Alive, Gone, decode_from_worker, encode, frame_of
+from grpo.orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
 from tests.orchestrator.worker_pools import is_alive, pool_for, reason, rolled_out, says, scored, task, until_ended
@@ -74,7 +74,7 @@ async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_se
 async def test_an_environment_that_is_long_to_import_holds_up_no_session(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.server.SILENCE_LIMIT_S", 2.5)
+    monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 2.5)
     env_file.write_text(f"import time\ntime.sleep(3)\n{HOSTILE}")  # noqa: ASYNC240
     env_id = f"{env_file}:Hostile"
     async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
@@ -84,7 +84,7 @@ async def test_an_environment_that_is_long_to_import_holds_up_no_session(
 async def test_an_orchestrator_that_was_silent_for_too_long_is_told_that_its_worker_was_ended(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.server.SILENCE_LIMIT_S", 0.5)
+    monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 0.5)
     async with serving(f"{env_file}:Talk") as server:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
             orchestrator.connect(server.address)
@@ -149,7 +149,7 @@ async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -
 
 
 async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
+    monkeypatch.setattr("grpo.orchestrator.workers.session.STILL_GRACE_S", 0.5)
     env_id = f"{env_file}:Hostile"
     async with serving(env_id) as server, pool_for(env_id, address=server.address, timeout_s=3.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("hold", "pause", "pause")))
@@ -160,9 +160,9 @@ async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monk
 async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.session.SILENCE_LIMIT_S", 3.0)
+    monkeypatch.setattr("grpo.orchestrator.workers.session.SILENCE_LIMIT_S", 3.0)
     env_id, went_on = f"{env_file}:Talk", asyncio.Event()
-    command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]
+    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
     assert program.stderr is not None
     address = program.stderr.readline().split()[-1]
@@ -189,7 +189,7 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
     env_id = f"{env_file}:Hostile"
     monkeypatch.setenv("GRPO_ENV_KEY", KEY)
     monkeypatch.setenv("WANDB_API_KEY", "of-the-run")
-    command = [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"]
+    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
     assert program.stderr is not None
     try:
@@ -258,7 +258,7 @@ async def test_an_end_of_another_release_is_told_so(env_file: Path) -> None:
 
 
 async def test_a_server_has_so_many_workers_at_most(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.workers.server.MAX_SESSIONS", 1)
+    monkeypatch.setattr("grpo.orchestrator.workers.server.MAX_SESSIONS", 1)
     env_id = f"{env_file}:Talk"
     async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
         with pytest.raises(EnvironmentFailed, match="1 workers already"):
@@ -270,7 +270,7 @@ async def test_a_server_has_so_many_workers_at_most(env_file: Path, monkeypatch:
 async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_to_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.session.SILENCE_LIMIT_S", 0.5)
+    monkeypatch.setattr("grpo.orchestrator.workers.session.SILENCE_LIMIT_S", 0.5)
     socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from orchestrator.evidence import Evidence, consensus, with_evidence
-from orchestrator.hints.contexts import HintWriter
-from orchestrator.hints.hinting import Hinter, Hints
-from orchestrator.hints.sources import from_templates
-from orchestrator.inference.client import ServerError
-from orchestrator.preferences.agreement import Action
+from grpo.orchestrator.evidence import Evidence, consensus, with_evidence
+from grpo.orchestrator.hints.contexts import HintWriter
+from grpo.orchestrator.hints.hinting import Hinter, Hints
+from grpo.orchestrator.hints.sources import from_templates
+from grpo.orchestrator.inference.client import ServerError
+from grpo.orchestrator.preferences.agreement import Action
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
 GROUP = [

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.ledger import NUM_STATES, Ledger
-from transport.errors import StorageError
+from grpo.orchestrator.ledger import NUM_STATES, Ledger
+from grpo.transport.errors import StorageError
 
 
 def rows(path: Path) -> list[tuple[object, ...]]:
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_ledger_is_named_and_what_could_not_be_written_is_kept
     (tmp_path / "other.sqlite").write_bytes(b"something else" * 100)
     with pytest.raises(StorageError, match=r"other\.sqlite"):
         Ledger(tmp_path / "other.sqlite")
-    monkeypatch.setattr("orchestrator.ledger.BUSY_S", 0.1)
+    monkeypatch.setattr("grpo.orchestrator.ledger.BUSY_S", 0.1)
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     ledger.issued(0, num=2, env="e", example=0, version=0)
@@ -246,7 +246,7 @@ def test_a_clock_that_goes_back_lets_no_rollout_change_before_it_was_issued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1e9]
-    monkeypatch.setattr("orchestrator.ledger.time.time", lambda: now[0])
+    monkeypatch.setattr("grpo.orchestrator.ledger.time.time", lambda: now[0])
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(0, num=3, env="e", example=0, version=0)
     ledger.changes()()

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from configs.errors import SettingsError
-from configs.train import TrainSettings
+from grpo.configs.errors import SettingsError
+from grpo.configs.train import TrainSettings
 from grpo.status import run_status, text
-from orchestrator.checks import Mismatch
-from orchestrator.inference.client import ServerError, ServersAway
-from orchestrator.run import orchestrate
-from orchestrator.workers.failures import EnvironmentFailed
+from grpo.orchestrator.checks import Mismatch
+from grpo.orchestrator.inference.client import ServerError, ServersAway
+from grpo.orchestrator.run import orchestrate
+from grpo.orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.running import run
-from transport.batches.filesystem import BatchReceiver
-from transport.errors import DeadlineError
-from transport.importing import FunctionFailed
-from transport.run import create_run, join_run, only_one
-from transport.status import read_status
-from transport.weights.store import METRICS_FILE, PolicyPublisher
+from grpo.transport.batches.filesystem import BatchReceiver
+from grpo.transport.errors import DeadlineError
+from grpo.transport.importing import FunctionFailed
+from grpo.transport.run import create_run, join_run, only_one
+from grpo.transport.status import read_status
+from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
 
 def improving(prompt: str, version: int) -> str:

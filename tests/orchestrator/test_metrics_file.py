@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.monitoring.metrics import (
+from grpo.orchestrator.monitoring.metrics import (
     NAMES,
     MetricsFile,
     batch_metrics,
@@ -15,7 +15,7 @@ from orchestrator.monitoring.metrics import (
     dropped_metrics,
     found_metrics,
 )
-from orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import FinishedGroup
 from tests.orchestrator import made
 
 DOCS = Path(__file__).parents[2] / "docs"

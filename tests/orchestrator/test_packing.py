@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from orchestrator.packing import FILLER_ID, pack, plan
+from grpo.orchestrator.packing import FILLER_ID, pack, plan
 from tests.orchestrator import made
-from transport.records import Hint, PreferencePair, TrainingSample
+from grpo.transport.records import Hint, PreferencePair, TrainingSample
 
 
 def sample(number: int, length: int, version: int = 3) -> TrainingSample:

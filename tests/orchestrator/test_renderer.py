@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator import renderer
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.messages import checked_messages
-from orchestrator.seeds import group_seed
+from grpo.orchestrator import renderer
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.messages import checked_messages
+from grpo.orchestrator.seeds import group_seed
 from tests.orchestrator.fakes import MODEL
-from transport.errors import UserError
-from transport.http import Choice
+from grpo.transport.errors import UserError
+from grpo.transport.http import Choice
 
 
 def test_every_group_has_its_own_seed_and_without_one_the_server_decides() -> None:

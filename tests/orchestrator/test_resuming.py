@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from grpo.run_files import read_run
-from orchestrator.ledger import Ledger
-from orchestrator.monitoring.summary import Summary
-from orchestrator.preferences.asked import COSTS
-from orchestrator.resuming import resume
-from orchestrator.run import orchestrate
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.summary import Summary
+from grpo.orchestrator.preferences.asked import COSTS
+from grpo.orchestrator.resuming import resume
+from grpo.orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import lines_of, run
-from transport.checkpoints import Checkpoints
-from transport.errors import DeadlineError, RunFolderError
-from transport.folders import step_folder
-from transport.run import RunFolder, code_changes, current_run_id, only_one
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.errors import DeadlineError, RunFolderError
+from grpo.transport.folders import step_folder
+from grpo.transport.run import RunFolder, code_changes, current_run_id, only_one
 
 GROUPS, SIZE = 4, 16
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from orchestrator.advantage import group_credit
-from orchestrator.filters import Filter, is_gibberish, is_repetition
-from orchestrator.monitoring.metrics import lag
-from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import finish_group, judge_group, unfit
+from grpo.orchestrator.advantage import group_credit
+from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition
+from grpo.orchestrator.monitoring.metrics import lag
+from grpo.orchestrator.rollouts.conversation import single_row
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.samples import finish_group, judge_group, unfit
 from tests.orchestrator import made
-from transport.http import Choice
+from grpo.transport.http import Choice
 
 
 def last_of_three(*, enforce: bool) -> Filter:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator.scheduler import Scheduler, Shipment, Ticket
+from grpo.orchestrator.scheduler import Scheduler, Shipment, Ticket
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checks import Mismatch
-from orchestrator.inference.client import ServerError
+from grpo.orchestrator.checks import Mismatch
+from grpo.orchestrator.inference.client import ServerError
 from tests.orchestrator import running
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import Run

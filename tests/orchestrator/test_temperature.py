@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.loops.sample import temperature_of
+from grpo.orchestrator.loops.sample import temperature_of
 from tests.orchestrator.fakes import settings_for
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.monitoring.timeline import Span, Timeline, read_timeline
+from grpo.orchestrator.monitoring.timeline import Span, Timeline, read_timeline
 from tests.orchestrator.fakes import FakeServer
 from tests.orchestrator.running import run
 
@@ -14,7 +14,7 @@ from tests.orchestrator.running import run
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The wall clock, to be set."""
     now_s = [100.0]
-    monkeypatch.setattr("orchestrator.monitoring.timeline.time.time", lambda: now_s[0])
+    monkeypatch.setattr("grpo.orchestrator.monitoring.timeline.time.time", lambda: now_s[0])
     return now_s
 
 

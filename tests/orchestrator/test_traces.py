@@ -9,14 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 
-from configs.reporting import TraceSettings
-from orchestrator.monitoring.traces import Traces
-from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.records import EpisodeResult, Failure
-from orchestrator.samples import FinishedGroup
+from grpo.configs.reporting import TraceSettings
+from grpo.orchestrator.monitoring.traces import Traces
+from grpo.orchestrator.rollouts.conversation import single_row
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
+from grpo.orchestrator.samples import FinishedGroup
 from tests.orchestrator import made
-from transport.http import Choice
-from transport.traces import (
+from grpo.transport.http import Choice
+from grpo.transport.traces import (
     SCHEMA,
     TRAINED_SCHEMA,
     make_table,
@@ -26,7 +26,7 @@ from transport.traces import (
     traced_steps,
     trained_path,
 )
-from transport.traces import write_table as write
+from grpo.transport.traces import write_table as write
 
 IDS = np.array([5, 6, 8, 9], np.int32)
 TASK = replace(made.TASK, env="reverse-text", index=3)
@@ -160,7 +160,7 @@ def test_the_folder_is_looked_through_once_and_traces_of_an_earlier_process_coun
         num_looks += 1
         return traced_steps(run)
 
-    monkeypatch.setattr("orchestrator.monitoring.traces.traced_steps", looked)
+    monkeypatch.setattr("grpo.orchestrator.monitoring.traces.traced_steps", looked)
     traces = Traces(tmp_path, TraceSettings(keep_last=2), num_ranks=1)
     for step in (3, 4):
         traces.shipped(step, [group()])

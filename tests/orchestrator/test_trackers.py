@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from configs.reporting import ReportSettings
-from orchestrator.monitoring.samples import Rollouts
-from orchestrator.monitoring.trackers import (
+from grpo.configs.reporting import ReportSettings
+from grpo.orchestrator.monitoring.samples import Rollouts
+from grpo.orchestrator.monitoring.trackers import (
     QUEUE_SIZE,
     Reporter,
     known,
 )
-from orchestrator.run import orchestrate
+from grpo.orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import run as run_small
-from transport.run import create_run
+from grpo.transport.run import create_run
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_a_report_that_cannot_be_logged_is_lost_alone_and_a_tracker_that_does_no
 def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_for_long_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.monitoring.trackers.END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("grpo.orchestrator.monitoring.trackers.END_TIMEOUT_S", 0.2)
     reporter = Reporter(create_run(tmp_path), ReportSettings(), trackers={"wandb": hangs})
     began_s = time.monotonic()
     for step in range(2 * QUEUE_SIZE):

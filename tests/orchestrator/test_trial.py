@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.rollouts.context import CallFailed
-from orchestrator.rollouts.rubric import Rubric
-from orchestrator.run import orchestrate
-from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.trial import AWAY, BROKEN, Watched, reason_of_trial
+from grpo.orchestrator.rollouts.context import CallFailed
+from grpo.orchestrator.rollouts.rubric import Rubric
+from grpo.orchestrator.run import orchestrate
+from grpo.orchestrator.workers.failures import EnvironmentFailed
+from grpo.orchestrator.workers.trial import AWAY, BROKEN, Watched, reason_of_trial
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 from tests.orchestrator.running import run

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.rollouts.records import EpisodeResult, Failure
-from orchestrator.startup import keys_of_run
-from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Sampled, Store, encode_checked
-from orchestrator.workers.session import Answerer
-from orchestrator.workers.worker import identity_of
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
+from grpo.orchestrator.startup import keys_of_run
+from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.orchestrator.workers.protocol import Sampled, Store, encode_checked
+from grpo.orchestrator.workers.session import Answerer
+from grpo.orchestrator.workers.worker import identity_of
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
     is_alive,
@@ -26,7 +26,7 @@ from tests.orchestrator.worker_pools import (
     task,
     until_ended,
 )
-from transport.importing import find
+from grpo.transport.importing import find
 
 HOSTILE = """
 import asyncio, gc, os, signal, subprocess, sys, threading, time
@@ -141,7 +141,7 @@ async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, compl
 async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
+    monkeypatch.setattr("grpo.orchestrator.workers.session.STILL_GRACE_S", 0.5)
     async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
@@ -160,7 +160,7 @@ async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_alo
 async def test_who_breaks_what_its_worker_speaks_through_costs_a_few_deadlines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 1.0)
+    monkeypatch.setattr("grpo.orchestrator.workers.session.STILL_GRACE_S", 1.0)
     begun: list[int] = []
 
     def begin() -> Answerer:
@@ -177,8 +177,8 @@ async def test_who_breaks_what_its_worker_speaks_through_costs_a_few_deadlines(
 async def test_what_user_code_prints_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.process.PRINT_BURST_BYTES", 10_000)
-    monkeypatch.setattr("orchestrator.workers.process.PRINT_BYTES_PER_S", 0)
+    monkeypatch.setattr("grpo.orchestrator.workers.process.PRINT_BURST_BYTES", 10_000)
+    monkeypatch.setattr("grpo.orchestrator.workers.process.PRINT_BYTES_PER_S", 0)
     async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
         assert reason(await scored(pool, "flood")) == ""
     assert 5_000 < capfd.readouterr().err.count("y") <= 10_000

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rollouts.records import EpisodeResult, Failure, Task
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import AnyCall, Reply, Sample, Sampled
-from orchestrator.workers.session import Answerer
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.orchestrator.workers.protocol import AnyCall, Reply, Sample, Sampled
+from grpo.orchestrator.workers.session import Answerer
 
 LIMIT_S = 120.0
 

@@ -8,17 +8,17 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from configs.train import TrainSettings
+from grpo.configs.train import TrainSettings
 from tests.memory_channels import MemoryBatches, MemoryBatchReceiver, MemoryPolicies
 from tests.trainer.models import CPU, tiny_policy
-from trainer.loop import Trainer
-from trainer.model import Policy
-from trainer.packing import packed_tokens
-from trainer.publishing import policy_spec
-from transport.records import MicroBatch
-from transport.run import RunFolder
-from transport.shared_base import ImportedBase
-from transport.status import PeerWatch, StatusFile
+from grpo.trainer.loop import Trainer
+from grpo.trainer.model import Policy
+from grpo.trainer.packing import packed_tokens
+from grpo.trainer.publishing import policy_spec
+from grpo.transport.records import MicroBatch
+from grpo.transport.run import RunFolder
+from grpo.transport.shared_base import ImportedBase
+from grpo.transport.status import PeerWatch, StatusFile
 
 UNMASKED = {
     **{"token_mask_low": 0.0, "token_mask_high": 1e30, "geo_mask_low": 0.0, "geo_mask_high": 1e30},

@@ -9,8 +9,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from transport.shared_base import HostMemory, ImportedBase, Manifest, aligned, export_base, mapped
-from transport.weights.identity import base_identity
+from grpo.transport.shared_base import HostMemory, ImportedBase, Manifest, aligned, export_base, mapped
+from grpo.transport.weights.identity import base_identity
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 

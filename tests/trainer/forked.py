@@ -9,10 +9,10 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import trainer.startup  # noqa: F401  what takes long
-from trainer import launch
-from trainer.cli import main
-from transport.ports import free_port
+import grpo.trainer.startup  # noqa: F401  what takes long
+from grpo.trainer import launch
+from grpo.trainer.cli import main
+from grpo.transport.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 END_S = 400.0

@@ -8,16 +8,16 @@ import torch
 from msgspec.structs import replace
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from configs.train import TrainSettings
+from grpo.configs.train import TrainSettings
 from tests.transport.samples import micro_batch
-from trainer.distributed import ONE, Ranks
-from trainer.memory import Checkpointing
-from trainer.metrics import Metric, numbers_of, reduced, states_of
-from trainer.model import Policy, load_policy
-from trainer.publishing import CanaryMaker
-from trainer.weights import AdapterWeights
-from transport.records import Canary, Hint, MicroBatch, PreferencePair
-from transport.shared_base import ImportedBase
+from grpo.trainer.distributed import ONE, Ranks
+from grpo.trainer.memory import Checkpointing
+from grpo.trainer.metrics import Metric, numbers_of, reduced, states_of
+from grpo.trainer.model import Policy, load_policy
+from grpo.trainer.publishing import CanaryMaker
+from grpo.trainer.weights import AdapterWeights
+from grpo.transport.records import Canary, Hint, MicroBatch, PreferencePair
+from grpo.transport.shared_base import ImportedBase
 
 VOCAB = 64
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -11,20 +11,20 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from configs.loss import LossSettings
-from configs.train import NoiseSettings, TrainSettings
+from grpo.configs.loss import LossSettings
+from grpo.configs.train import NoiseSettings, TrainSettings
 from tests.trainer.bench import UNMASKED
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_settings
-from trainer.batch import check_step
-from trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
-from trainer.ema import MovingAverage
-from trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, states_of
-from trainer.model import Policy, load_policy
-from trainer.noise import NormNoise, hidden_norms
-from trainer.objective import Objective
-from trainer.optim import Optimizer
-from trainer.publishing import CanaryMaker
-from transport.records import MicroBatch
+from grpo.trainer.batch import check_step
+from grpo.trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
+from grpo.trainer.ema import MovingAverage
+from grpo.trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, states_of
+from grpo.trainer.model import Policy, load_policy
+from grpo.trainer.noise import NormNoise, hidden_norms
+from grpo.trainer.objective import Objective
+from grpo.trainer.optim import Optimizer
+from grpo.trainer.publishing import CanaryMaker
+from grpo.transport.records import MicroBatch
 
 SEQUENCE_LEN = 128
 CANARY_IDS = (3, 9, 27, 17, 51, 25, 11, 33)

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load
 
-from configs.loss import LossSettings
+from grpo.configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
 from tests.trainer.models import (
     CPU,
@@ -27,16 +27,16 @@ from tests.trainer.models import (
     tiny_settings,
 )
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
-from trainer.batch import counts_of
-from trainer.checkpoint import restore, state_parts
-from trainer.distributed import ONE, Ranks
-from trainer.errors import ModelError
-from trainer.metrics import numbers_of
-from trainer.model import Policy
-from trainer.objective import Objective
-from trainer.optim import Optimizer
-from trainer.packing import packed_tokens
-from transport.records import Canary, MicroBatch
+from grpo.trainer.batch import counts_of
+from grpo.trainer.checkpoint import restore, state_parts
+from grpo.trainer.distributed import ONE, Ranks
+from grpo.trainer.errors import ModelError
+from grpo.trainer.metrics import numbers_of
+from grpo.trainer.model import Policy
+from grpo.trainer.objective import Objective
+from grpo.trainer.optim import Optimizer
+from grpo.trainer.packing import packed_tokens
+from grpo.transport.records import Canary, MicroBatch
 
 NAMES = ("solver", "proposer")
 LENGTHS = (6, 9, 4, 7)

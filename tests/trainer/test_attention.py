@@ -8,10 +8,10 @@ import torch
 from msgspec import structs
 
 from tests.trainer.models import CPU, tiny_batch, tiny_policy
-from trainer.attention import _repeated, padded, varlen
-from trainer.model import Policy
-from trainer.packing import Layout, packed_tokens
-from transport.records import MicroBatch
+from grpo.trainer.attention import _repeated, padded, varlen
+from grpo.trainer.model import Policy
+from grpo.trainer.packing import Layout, packed_tokens
+from grpo.transport.records import MicroBatch
 
 LENGTHS = (7, 2, 1, 40, 9, 33, 2)
 

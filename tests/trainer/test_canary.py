@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from trainer.publishing import CANARY_TOKENS, canary_ids
+from grpo.trainer.publishing import CANARY_TOKENS, canary_ids
 
 
 def test_the_sequence_is_the_same_for_a_seed_and_another_for_another() -> None:

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-import trainer.startup
+import grpo.trainer.startup
 from tests.trainer.forked import forked, forks
 from tests.trainer.models import save_tiny_model
-from trainer.cli import _is_worker, main
-from trainer.errors import ExporterGone
-from trainer.startup import set_threads
-from transport.cores import NUMERIC_DEFAULTS
-from transport.errors import START_AGAIN
-from transport.status import read_status
+from grpo.trainer.cli import _is_worker, main
+from grpo.trainer.errors import ExporterGone
+from grpo.trainer.startup import set_threads
+from grpo.transport.cores import NUMERIC_DEFAULTS
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.status import read_status
 
 ARGUMENTS = ["--device", "cpu", "--recipe", "fp32", "--num_threads", "1"]
 
 
 def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trainer.cli", *ARGUMENTS, "--model", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "grpo.trainer.cli", *ARGUMENTS, "--model", str(tmp_path / "none")]
     command += ["--output_dir", str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
@@ -54,9 +54,9 @@ def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path) -> None
 
 AT_START = """
 import os, sys
-import trainer.cli as cli
+import grpo.trainer.cli as cli
 def run(settings, **_):
-    from transport.cores import NUMERIC_DEFAULTS
+    from grpo.transport.cores import NUMERIC_DEFAULTS
     print("torch" in sys.modules, [os.environ[name] for name in NUMERIC_DEFAULTS], flush=True)
 cli._run = run
 cli.main()
@@ -79,7 +79,7 @@ def test_a_rank_takes_its_share_of_the_cores_that_quotas_allow(
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # what torch would take
-    monkeypatch.setattr(trainer.startup, "available_cores", lambda: cores)
+    monkeypatch.setattr(grpo.trainer.startup, "available_cores", lambda: cores)
     try:
         set_threads(asked, num_local_ranks=ranks)
         assert torch.get_num_threads() == threads
@@ -91,7 +91,7 @@ def _train_as_the_server_ends(arguments: list[str]) -> None:
     def fail(*_: object) -> None:
         raise ExporterGone("the server ended")
 
-    trainer.startup._train = fail
+    grpo.trainer.startup._train = fail
     sys.argv = ["grpo-train", *arguments]
     main()
 

@@ -10,8 +10,8 @@ import torch
 from tests.trainer.bench import Bench
 from tests.trainer.exported import imported
 from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
-from trainer.errors import ExporterGone, ModelError
-from trainer.packing import PackedTokens, packed_tokens
+from grpo.trainer.errors import ExporterGone, ModelError
+from grpo.trainer.packing import PackedTokens, packed_tokens
 
 DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"
 

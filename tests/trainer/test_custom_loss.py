@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.loading import load
-from configs.loss import LossSettings
-from configs.train import TrainSettings
+from grpo.configs.loading import load
+from grpo.configs.loss import LossSettings
+from grpo.configs.train import TrainSettings
 from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import as_floats, tiny_batch
 from tests.trainer.test_loss import counts, tokens_of
-from trainer.custom_loss import custom_loss, loss_function
-from trainer.errors import LossError
-from trainer.loss import policy_loss
+from grpo.trainer.custom_loss import custom_loss, loss_function
+from grpo.trainer.errors import LossError
+from grpo.trainer.loss import policy_loss
 
 PPO = """
 import torch

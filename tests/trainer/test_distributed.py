@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.trainer.forked import END_S, forks, rank_variables
 from tests.trainer.models import save_tiny_model
 from tests.trainer.rank_cases import CASES, Case, run_case, worker
-from trainer.distributed import ONE
+from grpo.trainer.distributed import ONE
 
 
 @dataclass(frozen=True)

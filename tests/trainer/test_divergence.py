@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from configs.loss import SdpoSettings
+from grpo.configs.loss import SdpoSettings
 from tests.trainer.tiles import LargestTensor
-from trainer.divergence import generalized_jsd
+from grpo.trainer.divergence import generalized_jsd
 
 BETAS = [0.0, 0.01, 0.5, 0.9, 1.0]
 

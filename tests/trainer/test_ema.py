@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from trainer import ema
-from trainer.ema import MovingAverage
+from grpo.trainer import ema
+from grpo.trainer.ema import MovingAverage
 
 
 def parameters(**values: list[float]) -> dict[str, torch.nn.Parameter]:

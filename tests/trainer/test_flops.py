@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.trainer.models import tiny_batch, tiny_policy
-from trainer.flops import step_flops
+from grpo.trainer.flops import step_flops
 
 
 def test_a_steps_operations_by_hand(tiny_model: Path) -> None:

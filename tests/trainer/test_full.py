@@ -10,25 +10,25 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from configs.loss import LossSettings
-from configs.train import TrainSettings
+from grpo.configs.loss import LossSettings
+from grpo.configs.train import TrainSettings
 from tests.infer.published import logprobs_of
 from tests.trainer.bench import settings_for
 from tests.trainer.models import CPU, canary_of, save_tiny_model, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
-from trainer.checkpoint import restore, state_parts
-from trainer.distributed import ONE, full_tensor
-from trainer.errors import ModelError
-from trainer.model import Policy
-from trainer.objective import Objective
-from trainer.optim import Optimizer
-from trainer.packing import packed_tokens
-from trainer.startup import run
-from transport.batches.filesystem import BatchSender
-from transport.records import Canary
-from transport.run import create_run
-from transport.weights.shards import Weight
-from transport.weights.store import verify_policy
+from grpo.trainer.checkpoint import restore, state_parts
+from grpo.trainer.distributed import ONE, full_tensor
+from grpo.trainer.errors import ModelError
+from grpo.trainer.model import Policy
+from grpo.trainer.objective import Objective
+from grpo.trainer.optim import Optimizer
+from grpo.trainer.packing import packed_tokens
+from grpo.trainer.startup import run
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.records import Canary
+from grpo.transport.run import create_run
+from grpo.transport.weights.shards import Weight
+from grpo.transport.weights.store import verify_policy
 
 IDS = (3, 9, 27, 17, 51, 25, 11, 33)
 

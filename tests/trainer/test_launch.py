@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from tests.infer.server_process import runs
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
-from transport.batches.filesystem import BatchSender
-from transport.errors import START_AGAIN
-from transport.records import MicroBatch
-from transport.run import RunFolder, create_run
-from transport.status import read_status
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.records import MicroBatch
+from grpo.transport.run import RunFolder, create_run
+from grpo.transport.status import read_status
 
 ARGUMENTS = ["--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
 ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "240"]

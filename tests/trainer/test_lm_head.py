@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.tiles import LargestTensor
-from trainer.lm_head import _fold, logprobs_and_entropy
+from grpo.trainer.lm_head import _fold, logprobs_and_entropy
 
 SIZES = [1, 50, 1 << 20]
 """Elements of a tile: a single logit, several positions, everything."""

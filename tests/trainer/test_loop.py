@@ -20,13 +20,13 @@ from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import UNMASKED, Bench, on_policy
 from tests.trainer.models import CPU, files_of, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_model import write_files
-from trainer.checkpoint import CheckpointStore
-from trainer.errors import EndedEarly, NonFiniteError
-from trainer.packing import packed_tokens
-from transport.errors import DeadlineError, PeerFailed, StorageError
-from transport.records import Canary, MicroBatch, PolicyManifest
-from transport.run import RunFolder
-from transport.status import StatusFile, read_status
+from grpo.trainer.checkpoint import CheckpointStore
+from grpo.trainer.errors import EndedEarly, NonFiniteError
+from grpo.trainer.packing import packed_tokens
+from grpo.transport.errors import DeadlineError, PeerFailed, StorageError
+from grpo.transport.records import Canary, MicroBatch, PolicyManifest
+from grpo.transport.run import RunFolder
+from grpo.transport.status import StatusFile, read_status
 
 
 def test_two_steps_publish_three_versions_whose_canaries_hugging_face_confirms(

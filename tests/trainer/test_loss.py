@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from configs.loss import PRESETS, LossName, LossSettings
+from grpo.configs.loss import PRESETS, LossName, LossSettings
 from tests.trainer.models import as_floats
-from trainer.batch import StepCounts
-from trainer.loss import MAX_LOG_RATIO, PolicyTokens, policy_loss
-from transport.records import UNTAUGHT
+from grpo.trainer.batch import StepCounts
+from grpo.trainer.loss import MAX_LOG_RATIO, PolicyTokens, policy_loss
+from grpo.transport.records import UNTAUGHT
 
 LN2 = math.log(2.0)
 OPEN: dict[str, Any] = {

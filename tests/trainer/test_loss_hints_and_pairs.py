@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.models import as_floats
-from trainer.loss import dpo_loss, sdpo_loss
+from grpo.trainer.loss import dpo_loss, sdpo_loss
 
 LN2 = math.log(2.0)
 

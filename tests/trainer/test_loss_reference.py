@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from configs.loss import LossSettings
+from grpo.configs.loss import LossSettings
 from tests.trainer.models import as_floats
-from trainer.batch import StepCounts
-from trainer.loss import PolicyTokens, policy_loss
+from grpo.trainer.batch import StepCounts
+from grpo.trainer.loss import PolicyTokens, policy_loss
 
 SAMPLES = 9
 """With loss tokens in the whole step."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.matmul import linear, product
+from grpo.trainer.matmul import linear, product
 
 
 def matrix(rows: int, columns: int, *, dtype: torch.dtype, transposed: bool, seed: int) -> torch.Tensor:

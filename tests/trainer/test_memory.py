@@ -9,11 +9,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
-from trainer.errors import ModelError
-from trainer.memory import missing_for_compile, prepare_layers
-from trainer.model import Policy
-from trainer.packing import packed_tokens
-from transport.records import MicroBatch, Quantization
+from grpo.trainer.errors import ModelError
+from grpo.trainer.memory import missing_for_compile, prepare_layers
+from grpo.trainer.model import Policy
+from grpo.trainer.packing import packed_tokens
+from grpo.transport.records import MicroBatch, Quantization
 
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
 
@@ -147,7 +147,7 @@ def test_a_layer_with_variable_length_attention_is_one_graph_with_numbers_as_con
     one_layer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr("trainer.attention.varlen_attn", lambda q, k, v, ends, *_, **__: attend(q, k, v, ends))
+    monkeypatch.setattr("grpo.trainer.attention.varlen_attn", lambda q, k, v, ends, *_, **__: attend(q, k, v, ends))
     inputs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, own: list[Any]) -> torch.fx.GraphModule:

@@ -4,7 +4,7 @@ import math
 import torch
 
 from tests.trainer.models import as_floats
-from trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, reduced, states_of
+from grpo.trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, reduced, states_of
 
 
 def scalar(number: float) -> torch.Tensor:

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from orchestrator.monitoring.metrics import check_name
+from grpo.orchestrator.monitoring.metrics import check_name
 from tests.trainer.bench import Bench
 from tests.trainer.models import hint_for, pair_of, tiny_batch
-from transport.records import MicroBatch
+from grpo.transport.records import MicroBatch
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 # Everything that adds a metric: sequence ratios have a bound and the token masks, which importance: clip has not.

@@ -19,10 +19,10 @@ from tests.trainer.models import (
     tiny_settings,
 )
 from tests.trainer.test_attention import one_by_one
-from trainer.errors import ModelError
-from trainer.lora import FusedLoraLinear
-from trainer.model import load_policy
-from trainer.packing import packed_tokens
+from grpo.trainer.errors import ModelError
+from grpo.trainer.lora import FusedLoraLinear
+from grpo.trainer.model import load_policy
+from grpo.trainer.packing import packed_tokens
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> Path:

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
-from trainer.errors import RankFailed
-from trainer.launch import own_address
-from transport.batches.filesystem import BatchSender
-from transport.errors import START_AGAIN
-from transport.folders import steps_in
-from transport.ports import free_port
-from transport.run import create_run
+from grpo.trainer.errors import RankFailed
+from grpo.trainer.launch import own_address
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.folders import steps_in
+from grpo.transport.ports import free_port
+from grpo.transport.run import create_run
 
 ARGUMENTS = ["--device", "cpu", "--recipe", "fp32", "--optimizer", "adamw", "--num_threads", "1"]
 ARGUMENTS += ["--sequence_len", "128"]

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load, save
 
 from tests.trainer.models import tiny_settings
-from trainer.errors import ModelError, NonFiniteError
-from trainer.optim import Named, Optimizer
+from grpo.trainer.errors import ModelError, NonFiniteError
+from grpo.trainer.optim import Named, Optimizer
 
 KINDS = ("adamw", "adamw_8bit", "muon")
 

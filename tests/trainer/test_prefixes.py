@@ -1,6 +1,6 @@
 import numpy as np
 
-from trainer.packing import first_fit, shared_prefixes
+from grpo.trainer.packing import first_fit, shared_prefixes
 
 
 def prefixes_of(ids: list[int], lengths: list[int], mask: list[int]) -> tuple[list[int], list[int]]:

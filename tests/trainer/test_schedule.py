@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from configs.train import TrainSettings
-from trainer.optim import learning_rate
+from grpo.configs.train import TrainSettings
+from grpo.trainer.optim import learning_rate
 
 
 def rates(

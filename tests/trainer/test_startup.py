@@ -9,9 +9,9 @@ import torch
 from tests.trainer.bench import settings_for
 from tests.trainer.exported import imported
 from tests.trainer.models import save_tiny_model
-from trainer import startup
-from trainer.errors import ExporterGone
-from trainer.model import load_policy
+from grpo.trainer import startup
+from grpo.trainer.errors import ExporterGone
+from grpo.trainer.model import load_policy
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -24,7 +24,7 @@ def test_a_server_that_ends_while_its_base_is_loaded_has_ended_the_trainer(
         object.__setattr__(base, "lives", lives)
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr("trainer.model._loaded", fail)
+    monkeypatch.setattr("grpo.trainer.model._loaded", fail)
     with pytest.raises(RuntimeError if lives else ExporterGone):
         load_policy(settings_for(tmp_path), tmp_path, torch.device("cpu"), imported=base)
 

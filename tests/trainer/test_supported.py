@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.trainer.models import CPU, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
 from tools.models_table import table
-from trainer.errors import ModelError
-from trainer.model import Policy
-from trainer.packing import packed_tokens
-from trainer.supported import PACKED, UNPACKED, is_packed
-from transport.records import MicroBatch
+from grpo.trainer.errors import ModelError
+from grpo.trainer.model import Policy
+from grpo.trainer.packing import packed_tokens
+from grpo.trainer.supported import PACKED, UNPACKED, is_packed
+from grpo.transport.records import MicroBatch
 
 LENGTHS = (7, 2, 19, 9, 33, 2)
 SIZES = {

@@ -10,14 +10,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from configs.loss import LossSettings
+from grpo.configs.loss import LossSettings
 from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import CPU, VOCAB, tiny_batch
-from trainer import traces
-from trainer.loss import PolicyTokens
-from trainer.objective import policy_inputs
-from trainer.traces import TrainedTokens
-from transport.traces import FOLDER, MASKS, TRAINED_SCHEMA, VOCABULARY_FILE, trained_path
+from grpo.trainer import traces
+from grpo.trainer.loss import PolicyTokens
+from grpo.trainer.objective import policy_inputs
+from grpo.trainer.traces import TrainedTokens
+from grpo.transport.traces import FOLDER, MASKS, TRAINED_SCHEMA, VOCABULARY_FILE, trained_path
 
 
 def train(kept: TrainedTokens, steps: range) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transport.records import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
+from grpo.transport.records import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
 
 SPEC = PolicySpec(base_model="base", rank=4, alpha=8, target_modules=("q_proj",), sequence_len=64, dtype="float32")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from transport.shared_base import HostMemory, Manifest, aligned, export_base, import_base
+from grpo.transport.shared_base import HostMemory, Manifest, aligned, export_base, import_base
 
 FUSED = torch.arange(12.0).view(6, 2)
 HALF = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from transport.background import Background
-from transport.errors import DeadlineError, StorageError
+from grpo.transport.background import Background
+from grpo.transport.errors import DeadlineError, StorageError
 
 
 class Slow:

@@ -11,14 +11,14 @@ import pytest
 import zmq
 
 from tests.transport.samples import damage, equal, micro_batch
-from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
-from transport.batches.store import StepStore
-from transport.batches.zmq import Answer, Ask, ZmqBatchReceiver, ZmqBatchSender
-from transport.errors import CorruptError, DeadlineError, StaleRunError, StorageError, TransportError
-from transport.folders import step_folder
-from transport.keys import SharedKey, is_loopback
-from transport.ports import free_port
-from transport.records import MicroBatch
+from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
+from grpo.transport.batches.store import StepStore
+from grpo.transport.batches.zmq import Answer, Ask, ZmqBatchReceiver, ZmqBatchSender
+from grpo.transport.errors import CorruptError, DeadlineError, StaleRunError, StorageError, TransportError
+from grpo.transport.folders import step_folder
+from grpo.transport.keys import SharedKey, is_loopback
+from grpo.transport.ports import free_port
+from grpo.transport.records import MicroBatch
 
 KEY, OTHER_KEY = SharedKey("a secret of enough characters"), SharedKey("another secret, as long as that")
 

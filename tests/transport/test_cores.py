@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.cores import COMPILED_VAR, available_cores, compiled_folder, threads_each
+from grpo.transport.cores import COMPILED_VAR, available_cores, compiled_folder, threads_each
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -45,12 +45,12 @@ def test_quotas_of_either_version_limit_the_cores(tmp_path: Path, own: str, file
 
 
 PRODUCTS = """
-from transport.cores import set_numeric_defaults
+from grpo.transport.cores import set_numeric_defaults
 set_numeric_defaults()
 import gc, torch
 from pathlib import Path
-from trainer.matmul import linear
-from trainer.memory import keep_freed_memory
+from grpo.trainer.matmul import linear
+from grpo.trainer.memory import keep_freed_memory
 def anonymous_mb():
     [line] = [one for one in Path("/proc/self/smaps_rollup").read_text().splitlines() if one.startswith("Anonymous")]
     return int(line.split()[1]) / 1024

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from transport.errors import DeadlineError
-from transport.run import RunFolder
-from transport.weights.dequantized import FOLDER, wait_for_dequantized, write_dequantized
-from transport.weights.shards import Weight
+from grpo.transport.errors import DeadlineError
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.dequantized import FOLDER, wait_for_dequantized, write_dequantized
+from grpo.transport.weights.shards import Weight
 
 
 def write(path: Path, value: float, *, dtype: str = "float32") -> Path:

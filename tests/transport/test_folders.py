@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.transport.power_cut import recorded
-from transport import folders
-from transport.errors import StorageError
-from transport.folders import ANNOUNCED, STABLE, mark_stable, write_atomic, write_folder
-from transport.status import StatusFile
+from grpo.transport import folders
+from grpo.transport.errors import StorageError
+from grpo.transport.folders import ANNOUNCED, STABLE, mark_stable, write_atomic, write_folder
+from grpo.transport.status import StatusFile
 
 FILES = {"weights": b"w" * 1000, "canary": b"c"}
 BELOW = {"adapters/second/weights": b"v"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from transport.logs import printable, start_log
-from transport.run_warnings import MAX_KINDS, RunWarning, kept_warnings, run_warnings, told
+from grpo.transport.logs import printable, start_log
+from grpo.transport.run_warnings import MAX_KINDS, RunWarning, kept_warnings, run_warnings, told
 
 OSC, CSI, C1 = "\x1b]0;title\x07", "\x1b[2J\x1b[1;1H", "\x9b2J\x90q\x9c"
 HOSTILE = f"a{OSC}b{CSI}c{C1}d\u202ee\u2066f\rg\x7fh\u200bi\udce9"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.transport.samples import SPEC
-from transport.errors import CorruptError, DeadlineError
-from transport.folders import STABLE, step_folder
-from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous, Source, WeightSender
-from transport.weights.shards import Weight
-from transport.weights.store import CANARY_FILE, PolicyPublisher, PolicyReader, verify_policy
+from grpo.transport.errors import CorruptError, DeadlineError
+from grpo.transport.folders import STABLE, step_folder
+from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous, Source, WeightSender
+from grpo.transport.weights.shards import Weight
+from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher, PolicyReader, verify_policy
 
 RENDEZVOUS = Rendezvous(host="localhost", port=29501, world_size=3)
 WEIGHTS = [

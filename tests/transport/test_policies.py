@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 
 from tests.transport.samples import SPEC, damage
-from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
-from transport.folders import STABLE, removable, step_folder
-from transport.records import PolicySpec
-from transport.weights.shards import INDEX_FILE, Weight, shard_files, weight_map
-from transport.weights.store import (
+from grpo.transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
+from grpo.transport.folders import STABLE, removable, step_folder
+from grpo.transport.records import PolicySpec
+from grpo.transport.weights.shards import INDEX_FILE, Weight, shard_files, weight_map
+from grpo.transport.weights.store import (
     ADAPTER_FILE,
     CANARY_FILE,
     IN_USE_FILE,
@@ -133,7 +133,7 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
     def forbidden(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("transport.weights.store.remove_folder", forbidden)
+    monkeypatch.setattr("grpo.transport.weights.store.remove_folder", forbidden)
     publish(tmp_path, 4)
     assert present(tmp_path) == [0, 1, 2, 3, 4]
 

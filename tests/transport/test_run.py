@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.kill_points import start
-from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
-from transport.run import (
+from grpo.transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
+from grpo.transport.run import (
     KEY_FILE,
     changes_of,
     create_run,
@@ -25,8 +25,8 @@ from transport.run import (
     recorded_settings,
     wait_for_settings,
 )
-from transport.status import PeerWatch, StatusFile, read_status
-from transport.weights.identity import base_identity, resolve_model
+from grpo.transport.status import PeerWatch, StatusFile, read_status
+from grpo.transport.weights.identity import base_identity, resolve_model
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_of_other_settings_or_another_base_is_refused_with_the_difference(
 
 
 def test_a_second_program_of_a_role_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
-    code = "import sys, time; from transport.run import only_one\nwith only_one(sys.argv[1], 'train'):\n"
+    code = "import sys, time; from grpo.transport.run import only_one\nwith only_one(sys.argv[1], 'train'):\n"
     code += "    print('in', flush=True); time.sleep(60)"
     first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -181,7 +181,7 @@ def test_a_lock_that_a_stopped_program_holds_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = create_run(tmp_path)
-    monkeypatch.setattr("transport.run.LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("grpo.transport.run.LOCK_TIMEOUT_S", 0.1)
     with run.locked():
         for change in (lambda: create_run(tmp_path), lambda: join_run(tmp_path, role="orch", settings={}, timeout_s=1)):
             with pytest.raises(RunFolderError, match=r"\.run\.lock"):

@@ -2,10 +2,10 @@
 
 from typing import Any, Literal
 
-from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
-from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
-from transport.checkpoints import Checkpoints
-from transport.run import RunFolder
+from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
+from grpo.transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.run import RunFolder
 
 Kind = Literal["filesystem", "zmq"]
 

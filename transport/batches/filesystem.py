@@ -20,11 +20,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.batches.store import StepStore, check_belongs
-from transport.codec import encode
-from transport.errors import DeadlineError
-from transport.folders import remove_leftovers
-from transport.records import MicroBatch, require
+from grpo.transport.batches.store import StepStore, check_belongs
+from grpo.transport.codec import encode
+from grpo.transport.errors import DeadlineError
+from grpo.transport.folders import remove_leftovers
+from grpo.transport.records import MicroBatch, require
 
 _POLL_S = 0.005
 

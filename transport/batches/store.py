@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transport.codec import decode
-from transport.errors import CorruptError, MissingRankError, StaleRunError, TransportError
-from transport.folders import (
+from grpo.transport.codec import decode
+from grpo.transport.errors import CorruptError, MissingRankError, StaleRunError, TransportError
+from grpo.transport.folders import (
     Buffer,
     Content,
     check_file,
@@ -17,7 +17,7 @@ from transport.folders import (
     write_folder,
     write_number,
 )
-from transport.records import BatchManifest, FileEntry, MicroBatch, require
+from grpo.transport.records import BatchManifest, FileEntry, MicroBatch, require
 
 _FINISHED, _RECEIVED = "finished", "received"
 MADE_ANEW = "end the programs and start them again: the orchestrator sets the batch aside and makes it anew"

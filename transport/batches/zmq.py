@@ -22,13 +22,13 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 
-from transport.batches.filesystem import BatchReceiver, BatchSender, nothing
-from transport.batches.store import MADE_ANEW, decode_checked, parts_of
-from transport.codec import MAX_MESSAGE_BYTES
-from transport.errors import CorruptError, DeadlineError, StaleRunError, TransportError
-from transport.folders import Buffer, file_entry, map_file
-from transport.keys import SharedKey, is_loopback
-from transport.records import FileEntry, MicroBatch, Natural, Record, require
+from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, nothing
+from grpo.transport.batches.store import MADE_ANEW, decode_checked, parts_of
+from grpo.transport.codec import MAX_MESSAGE_BYTES
+from grpo.transport.errors import CorruptError, DeadlineError, StaleRunError, TransportError
+from grpo.transport.folders import Buffer, file_entry, map_file
+from grpo.transport.keys import SharedKey, is_loopback
+from grpo.transport.records import FileEntry, MicroBatch, Natural, Record, require
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000

@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from transport.errors import CorruptError, DeadlineError, TransportError
-from transport.folders import Content, check_file, read_manifest, write_folder
-from transport.records import FileEntry, Manifest, Quantization
-from transport.run import RunFolder
-from transport.weights.shards import Weight, shard_files
+from grpo.transport.errors import CorruptError, DeadlineError, TransportError
+from grpo.transport.folders import Content, check_file, read_manifest, write_folder
+from grpo.transport.records import FileEntry, Manifest, Quantization
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.shards import Weight, shard_files
 
 FOLDER = "dequantized"
 _LOOK_AGAIN_S = 0.2

@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from transport.errors import CorruptError, DeadlineError, PolicyRefused, TransportError
-from transport.folders import (
+from grpo.transport.errors import CorruptError, DeadlineError, PolicyRefused, TransportError
+from grpo.transport.folders import (
     MANIFEST,
     STABLE,
     digest_of,
@@ -36,8 +36,8 @@ from transport.folders import (
     steps_in,
     write_folder,
 )
-from transport.keys import SharedKey
-from transport.records import FileEntry, PolicyManifest
+from grpo.transport.keys import SharedKey
+from grpo.transport.records import FileEntry, PolicyManifest
 
 log = logging.getLogger(__name__)
 _PAUSE_S = 0.5

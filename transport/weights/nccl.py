@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
-from transport.background import Background
-from transport.errors import TransportError
-from transport.records import Natural, Record, require
-from transport.weights.shards import Weight
+from grpo.transport.background import Background
+from grpo.transport.errors import TransportError
+from grpo.transport.records import Natural, Record, require
+from grpo.transport.weights.shards import Weight
 
 ANNOUNCEMENT_FILE = "weights.json"
 

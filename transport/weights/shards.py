@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from transport.errors import CorruptError
-from transport.folders import Buffer, Content
-from transport.records import parse_json, require
+from grpo.transport.errors import CorruptError
+from grpo.transport.folders import Buffer, Content
+from grpo.transport.records import parse_json, require
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transport.errors import CorruptError, StaleRunError, TransportError
-from transport.folders import (
+from grpo.transport.errors import CorruptError, StaleRunError, TransportError
+from grpo.transport.folders import (
     ANNOUNCED,
     STABLE,
     Content,
@@ -31,9 +31,9 @@ from transport.folders import (
     write_atomic,
     write_folder,
 )
-from transport.records import FileEntry, Natural, PolicyManifest, PolicySpec, Record
-from transport.weights.nccl import ANNOUNCEMENT_FILE, WeightSender
-from transport.weights.shards import MAX_SHARD_BYTES, Weight, is_weights, shard_files
+from grpo.transport.records import FileEntry, Natural, PolicyManifest, PolicySpec, Record
+from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, WeightSender
+from grpo.transport.weights.shards import MAX_SHARD_BYTES, Weight, is_weights, shard_files
 
 log = logging.getLogger(__name__)
 

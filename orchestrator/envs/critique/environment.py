@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from grpo import Environment, EpisodeState, Rubric, SingleTurnEpisode, client_of
-from orchestrator.envs.critique.operators import judgement_of, records, revise_by_rule
-from orchestrator.envs.critique.problems import Problem, load_problems, problem_from_record
-from orchestrator.envs.critique.testing import ProgramScorer, extract_program
+from grpo.orchestrator.envs.critique.operators import judgement_of, records, revise_by_rule
+from grpo.orchestrator.envs.critique.problems import Problem, load_problems, problem_from_record
+from grpo.orchestrator.envs.critique.testing import ProgramScorer, extract_program
 
 PROMPT = """\
 {question}

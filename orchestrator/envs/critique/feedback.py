@@ -1,4 +1,4 @@
-"""Critiques that worked, as data for a supervised first stage: `python -m orchestrator.envs.critique.feedback OUT`.
+"""Critiques that worked, as data for a supervised first stage: `python -m grpo.orchestrator.envs.critique.feedback OUT`.
 
 Of each problem's candidate program a writer, who is told what the tests say of it, writes several critiques; each is
 followed by the reviser; and those whose revision passes all tests are kept, with the prompt that the policy will see.
@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from grpo import InferenceClient, client_of, play
-from orchestrator.envs.critique.environment import Critique
-from orchestrator.envs.critique.operators import OPERATORS
-from orchestrator.envs.critique.problems import Problem
+from grpo.orchestrator.envs.critique.environment import Critique
+from grpo.orchestrator.envs.critique.operators import OPERATORS
+from grpo.orchestrator.envs.critique.problems import Problem
 
 FEEDBACK_PROMPT = """\
 {prompt}
@@ -58,7 +58,7 @@ async def _written(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.envs.critique.feedback", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m grpo.orchestrator.envs.critique.feedback", description=__doc__)
     parser.add_argument("out", help="JSONL file for grpo sft")
     parser.add_argument("--problems", help="data file as critique has it (the small problems)")
     parser.add_argument("--writer", help="{base_url, model, api_key_var} of who writes (all critiques of small ones)")

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.envs.critique.testing import Test
-from orchestrator.envs.data.files import check_refused, find_files, parse_rows
+from grpo.orchestrator.envs.critique.testing import Test
+from grpo.orchestrator.envs.data.files import check_refused, find_files, parse_rows
 
 _QUESTION = ("question", "question_content", "prompt", "text", "description")
 _NAME = ("id", "question_id", "task_id", "problem_id", "name")

@@ -12,12 +12,12 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.rollouts.clock import waiting
-from orchestrator.sandbox.bubblewrap import find_bubblewrap
-from orchestrator.sandbox.local import LocalSandbox
-from orchestrator.sandbox.normalise import key_of
-from orchestrator.sandbox.records import LimitName, Limits, Sandbox
-from orchestrator.sandbox.remote import RemoteSandbox
+from grpo.orchestrator.rollouts.clock import waiting
+from grpo.orchestrator.sandbox.bubblewrap import find_bubblewrap
+from grpo.orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.normalise import key_of
+from grpo.orchestrator.sandbox.records import LimitName, Limits, Sandbox
+from grpo.orchestrator.sandbox.remote import RemoteSandbox
 
 _HARNESS = Path(__file__).with_name("harness.py").read_text()
 MOST_KEPT = 10_000

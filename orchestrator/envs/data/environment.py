@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo import Environment, Rubric
-from orchestrator.envs.critique.problems import problem_from_record
-from orchestrator.envs.data.files import Refused, Row, check_refused, find_files, parse_rows, plain_value, shown
-from orchestrator.envs.rewards import make_reward, wrong_answer
-from orchestrator.rollouts.messages import messages_of
+from grpo.orchestrator.envs.critique.problems import problem_from_record
+from grpo.orchestrator.envs.data.files import Refused, Row, check_refused, find_files, parse_rows, plain_value, shown
+from grpo.orchestrator.envs.rewards import make_reward, wrong_answer
+from grpo.orchestrator.rollouts.messages import messages_of
 
 log = logging.getLogger(__name__)
 MAX_CHARS = 1_000_000

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.rollouts.messages import is_text
-from transport.errors import UserError
+from grpo.orchestrator.rollouts.messages import is_text
+from grpo.transport.errors import UserError
 
 T = TypeVar("T")
 Row = Mapping[str, Any]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from orchestrator.ledger import Ledger
-from transport.http import CanaryFigures
-from transport.records import SCHEMA_VERSION
-from transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
+from grpo.orchestrator.ledger import Ledger
+from grpo.transport.http import CanaryFigures
+from grpo.transport.records import SCHEMA_VERSION
+from grpo.transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
 
 WORDS = ["the", " cat", " sat", " on", "\n", " a", " mat", ".", " 12", " +"]
 HOSTILE = "<script>alert(1)</script>\x07\u202eabc <img src=x onerror=alert(2)>"

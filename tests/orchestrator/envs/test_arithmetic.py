@@ -1,7 +1,7 @@
 """The built-in `arithmetic`."""
 
-from orchestrator.envs import arithmetic
-from orchestrator.envs.arithmetic import Arithmetic
+from grpo.orchestrator.envs import arithmetic
+from grpo.orchestrator.envs.arithmetic import Arithmetic
 from tests.orchestrator.rollouts.contexts import score_of
 
 

@@ -12,11 +12,11 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from orchestrator.envs.data import files
-from orchestrator.envs.data.environment import MAX_CHARS, Dataset
+from grpo.orchestrator.envs.data import files
+from grpo.orchestrator.envs.data.environment import MAX_CHARS, Dataset
 from tests.grpo.run_folder import grpo
 from tests.orchestrator.rollouts.contexts import score_of
-from transport.errors import UserError
+from grpo.transport.errors import UserError
 
 Rows = Sequence[Mapping[str, Any]]
 

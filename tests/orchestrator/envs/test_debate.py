@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.envs import debate as task
-from orchestrator.envs.debate import Debate
-from orchestrator.rollouts.play import play
+from grpo.orchestrator.envs import debate as task
+from grpo.orchestrator.envs.debate import Debate
+from grpo.orchestrator.rollouts.play import play
 
 EXAMPLE = {"prompt": "Topic: tea", "topic": "tea"}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from orchestrator.envs import openenv
-from orchestrator.envs.openenv import OpenEnv, ServerError, SessionLost
-from orchestrator.rollouts.play import play
-from orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.envs import openenv
+from grpo.orchestrator.envs.openenv import OpenEnv, ServerError, SessionLost
+from grpo.orchestrator.rollouts.play import play
+from grpo.orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.envs.others.openenv_server import app
 
 EXAMPLE = 3

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.envs import proposer_solver as task
-from orchestrator.envs.proposer_solver import ProposerSolver
-from orchestrator.rollouts.context import RolloutContext, Shared
-from orchestrator.rollouts.play import ScriptedBackend, play
-from orchestrator.rollouts.state import EpisodeState
-from orchestrator.workers.protocol import Call, Store
+from grpo.orchestrator.envs import proposer_solver as task
+from grpo.orchestrator.envs.proposer_solver import ProposerSolver
+from grpo.orchestrator.rollouts.context import RolloutContext, Shared
+from grpo.orchestrator.rollouts.play import ScriptedBackend, play
+from grpo.orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.workers.protocol import Call, Store
 
 EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.envs.registry import check_arena, check_id, make_environment
-from transport.errors import UserError
+from grpo.orchestrator.envs.registry import check_arena, check_id, make_environment
+from grpo.transport.errors import UserError
 
 SHOUT = """
 from grpo import Environment, Rubric

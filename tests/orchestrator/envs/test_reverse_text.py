@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from orchestrator.envs import reverse_text as task
-from orchestrator.envs.registry import make_environment
-from orchestrator.envs.reverse_text import ReverseText
+from grpo.orchestrator.envs import reverse_text as task
+from grpo.orchestrator.envs.registry import make_environment
+from grpo.orchestrator.envs.reverse_text import ReverseText
 from tests.orchestrator.rollouts.contexts import score_of
 
 

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
-from orchestrator.envs.verifiers import RolloutFailed, Verifiers
-from orchestrator.rollouts.context import CallFailed
-from orchestrator.rollouts.play import play
-from orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.envs.verifiers import RolloutFailed, Verifiers
+from grpo.orchestrator.rollouts.context import CallFailed
+from grpo.orchestrator.rollouts.play import play
+from grpo.orchestrator.rollouts.state import EpisodeState
 
 # verifiers 0.4 asks the newest tenacity for what it is about to rename
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from orchestrator.envs import zorplex as task
-from orchestrator.envs.zorplex import Zorplex
-from orchestrator.rollouts.play import play
+from grpo.orchestrator.envs import zorplex as task
+from grpo.orchestrator.envs.zorplex import Zorplex
+from grpo.orchestrator.rollouts.play import play
 
 SEED, MAX_VALUE = 0, 100
 FIRST, SECOND = "apple", "plum"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from orchestrator.hints.sources import Site
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.conversation import Conversation
-from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.rollouts.state import StepError
-from orchestrator.rollouts.templates import ChatTemplate
+from grpo.orchestrator.hints.sources import Site
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.conversation import Conversation
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.rollouts.state import StepError
+from grpo.orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator import made
 
 TINY = ChatTemplate.of(ChatRenderer.of_model(Path(__file__).parents[3] / "configs/tiny/model"))

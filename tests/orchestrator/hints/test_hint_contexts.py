@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, fit, make_hint
-from orchestrator.rollouts.records import TrainingRow, Turn
+from grpo.orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, fit, make_hint
+from grpo.orchestrator.rollouts.records import TrainingRow, Turn
 
 
 def turn(index: int, opens: int, begins: int, ends: int) -> Turn:

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from configs.auxiliary import ApiSettings
-from orchestrator.endpoints import Costs, Endpoint
-from orchestrator.hints.sources import (
+from grpo.configs.auxiliary import ApiSettings
+from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.hints.sources import (
     NoHint,
     Source,
     from_environment,

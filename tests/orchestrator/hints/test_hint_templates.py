@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
-from orchestrator.envs.zorplex import UNKNOWN_WORD
-from orchestrator.hints.sources import BUILT_IN, load_templates, template_of
-from orchestrator.rollouts.state import StepError
-from orchestrator.rollouts.tool_calls import ERROR_KINDS, TOOL_ERROR
-from orchestrator.rollouts.tool_episode import TOOL_TIMEOUT
+from grpo.orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
+from grpo.orchestrator.envs.zorplex import UNKNOWN_WORD
+from grpo.orchestrator.hints.sources import BUILT_IN, load_templates, template_of
+from grpo.orchestrator.rollouts.state import StepError
+from grpo.orchestrator.rollouts.tool_calls import ERROR_KINDS, TOOL_ERROR
+from grpo.orchestrator.rollouts.tool_episode import TOOL_TIMEOUT
 
 OWN = {"words": 'Spell {{"x"}}: {message}', "unknown_word": "Read.", "tool_error": None}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrator.hints.contexts import HintWriter
-from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
+from grpo.orchestrator.hints.contexts import HintWriter
+from grpo.orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, renderer
 
 TURNS = """

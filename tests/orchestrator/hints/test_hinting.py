@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.hints.contexts import HintWriter
-from orchestrator.hints.hinting import HintedGroup, Hinter
-from orchestrator.hints.sources import Site, Source, from_environment, from_templates
-from orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.hints.contexts import HintWriter
+from grpo.orchestrator.hints.hinting import HintedGroup, Hinter
+from grpo.orchestrator.hints.sources import Site, Source, from_environment, from_templates
+from grpo.orchestrator.rollouts.records import EpisodeResult
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
 WRITER = HintWriter(TINY)

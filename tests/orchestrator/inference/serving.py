@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from orchestrator.inference.client import InferenceClient
-from orchestrator.inference.pool import ServerPool
-from orchestrator.inference.watch import ServerWatch
-from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.rollouts.records import SamplingParams
+from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.inference.watch import ServerWatch
+from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.rollouts.records import SamplingParams
 from tests.orchestrator.fakes import FakeServer
 
 

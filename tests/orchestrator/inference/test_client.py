@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from orchestrator.inference.client import InferenceClient, ServerError, ServersAway, TimedOut
-from orchestrator.rollouts.records import SamplingParams
+from grpo.orchestrator.inference.client import InferenceClient, ServerError, ServersAway, TimedOut
+from grpo.orchestrator.rollouts.records import SamplingParams
 from tests.orchestrator.chat_server import Say, cut, slow, status, text
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, client_of, name_of
-from transport.limits import raise_file_limit
+from grpo.transport.limits import raise_file_limit
 
 
 @asynccontextmanager

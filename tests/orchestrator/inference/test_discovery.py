@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from configs.client import ElasticSettings
-from orchestrator.inference.client import InferenceClient, ServerError
-from orchestrator.inference.pool import ServerPool
-from orchestrator.inference.watch import ServerWatch
-from orchestrator.inference.weight_sync import WeightSync
+from grpo.configs.client import ElasticSettings
+from grpo.orchestrator.inference.client import InferenceClient, ServerError
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.inference.watch import ServerWatch
+from grpo.orchestrator.inference.weight_sync import WeightSync
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, running
 from tests.orchestrator.running import run
-from transport.status import FINISHED, StatusFile, server_file
+from grpo.transport.status import FINISHED, StatusFile, server_file
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 

@@ -5,10 +5,10 @@ import asyncio
 from aiohttp import web
 from msgspec import structs
 
-from orchestrator.inference.pool import ServerPool
+from grpo.orchestrator.inference.pool import ServerPool
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, watched
-from transport.http import ServerLoad
+from grpo.transport.http import ServerLoad
 
 
 class Silent(FakeServer):

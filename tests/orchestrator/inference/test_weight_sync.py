@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from orchestrator.inference.client import Refused, ServerError
-from orchestrator.inference.weight_sync import check_proof
+from grpo.orchestrator.inference.client import Refused, ServerError
+from grpo.orchestrator.inference.weight_sync import check_proof
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
 from tests.orchestrator.running import run
-from transport.http import LoadReport, ServerInfo
-from transport.weights.store import InUse, read_in_use
+from grpo.transport.http import LoadReport, ServerInfo
+from grpo.transport.weights.store import InUse, read_in_use
 
 
 async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:

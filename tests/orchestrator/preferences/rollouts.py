@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from orchestrator.rollouts.conversation import single_row
-from orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow
-from orchestrator.rollouts.state import StepError
-from orchestrator.rollouts.templates import ChatTemplate
+from grpo.orchestrator.rollouts.conversation import single_row
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow
+from grpo.orchestrator.rollouts.state import StepError
+from grpo.orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator import made
 from tests.orchestrator.chat_templates import renderer
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.endpoints import EndpointError
-from orchestrator.preferences.agreement import Action, Preference, preferred, words
+from grpo.orchestrator.endpoints import EndpointError
+from grpo.orchestrator.preferences.agreement import Action, Preference, preferred, words
 
 
 @pytest.mark.parametrize(

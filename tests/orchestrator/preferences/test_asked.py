@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from configs.auxiliary import ApiSettings, PreferenceSettings
-from orchestrator.endpoints import Costs, Endpoint
-from orchestrator.ledger import Ledger
-from orchestrator.preferences import asked as asking
-from orchestrator.preferences.asked import AskedPairs
+from grpo.configs.auxiliary import ApiSettings, PreferenceSettings
+from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.preferences import asked as asking
+from grpo.orchestrator.preferences.asked import AskedPairs
 from tests.orchestrator.chat_server import FakeChatServer, Say, completion, says, slow
 from tests.orchestrator.fakes import until
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from orchestrator.ledger import Ledger
-from orchestrator.preferences.agreement import Action, Preference, Skipped
-from orchestrator.preferences.pairs import PairRecord, answer_ids, kept_pairs, make_pair, pair_record, pairs_of_run
-from orchestrator.preferences.turns import Turn, turns_of
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.templates import ChatTemplate
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.preferences.agreement import Action, Preference, Skipped
+from grpo.orchestrator.preferences.pairs import PairRecord, answer_ids, kept_pairs, make_pair, pair_record, pairs_of_run
+from grpo.orchestrator.preferences.turns import Turn, turns_of
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.preferences.test_turns import HI, TEMPLATES, rollout_of

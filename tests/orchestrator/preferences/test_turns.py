@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 from msgspec.structs import replace
 
-from configs.auxiliary import Selection
-from orchestrator.preferences.turns import chosen_turns, turns_of
-from orchestrator.rollouts.conversation import Conversation
-from orchestrator.rollouts.records import EpisodeResult, Step
-from orchestrator.rollouts.state import StepError
-from orchestrator.rollouts.templates import ChatTemplate
+from grpo.configs.auxiliary import Selection
+from grpo.orchestrator.preferences.turns import chosen_turns, turns_of
+from grpo.orchestrator.rollouts.conversation import Conversation
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step
+from grpo.orchestrator.rollouts.state import StepError
+from grpo.orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, QWEN3, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.envs.base import Environment
-from orchestrator.rollouts.context import RolloutContext, Shared
-from orchestrator.rollouts.episode import Episode
-from orchestrator.rollouts.play import play
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.rubric import Rubric
-from orchestrator.rollouts.state import EpisodeState
-from orchestrator.workers import protocol
+from grpo.orchestrator.envs.base import Environment
+from grpo.orchestrator.rollouts.context import RolloutContext, Shared
+from grpo.orchestrator.rollouts.episode import Episode
+from grpo.orchestrator.rollouts.play import play
+from grpo.orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.rubric import Rubric
+from grpo.orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.workers import protocol
 
 
 class OpenBackend:

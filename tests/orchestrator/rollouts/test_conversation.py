@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.conversation import (
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.conversation import (
     ChatMessage,
     Conversation,
     TrainingRow,
 )
-from orchestrator.rollouts.templates import ChatTemplate
+from grpo.orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
-from transport.http import Choice
+from grpo.transport.http import Choice
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
 TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()}

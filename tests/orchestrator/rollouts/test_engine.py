@@ -15,22 +15,22 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from orchestrator.advantage import group_credit
-from orchestrator.inference.client import Refused
-from orchestrator.ledger import Ledger
-from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.stores import ArtifactStores
-from orchestrator.samples import training_samples
-from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Loaded, Sample, Withdraw, decode_from_worker
-from orchestrator.workers.session import Answerer
+from grpo.orchestrator.advantage import group_credit
+from grpo.orchestrator.inference.client import Refused
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task
+from grpo.orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.stores import ArtifactStores
+from grpo.orchestrator.samples import training_samples
+from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.orchestrator.workers.protocol import Loaded, Sample, Withdraw, decode_from_worker
+from grpo.orchestrator.workers.session import Answerer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, until
 from tests.orchestrator.running import run
-from transport.http import Choice
-from transport.traces import trace_path
+from grpo.transport.http import Choice
+from grpo.transport.traces import trace_path
 
 SOURCE = '''
 import asyncio, os, time
@@ -342,7 +342,7 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
             return word
         return "fine"
 
-    monkeypatch.setattr("orchestrator.rollouts.attempt.MAX_CALLS", 50)
+    monkeypatch.setattr("grpo.orchestrator.rollouts.attempt.MAX_CALLS", 50)
     results = await world.group(answer, 4)
     assert sorted(failures(results)) == ["", "", "", WRONG[word]]
     assert len(world.outcomes) == 4

@@ -16,8 +16,8 @@ from grpo import (
     Rubric,
     SingleTurnEpisode,
 )
-from orchestrator.rollouts.episode import Response
-from orchestrator.workers.protocol import Call
+from grpo.orchestrator.rollouts.episode import Response
+from grpo.orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
 
 

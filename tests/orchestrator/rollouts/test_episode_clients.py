@@ -16,8 +16,8 @@ from grpo import (
     SingleTurnEpisode,
     client_of,
 )
-from orchestrator.rollouts.clock import OwnTimeout
-from orchestrator.rollouts.play import play
+from grpo.orchestrator.rollouts.clock import OwnTimeout
+from grpo.orchestrator.rollouts.play import play
 from tests.orchestrator.chat_server import FakeChatServer, completion, status
 from tests.orchestrator.rollouts.contexts import user
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.rollouts.context import RolloutContext
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
-from orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.context import RolloutContext
+from grpo.orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
+from grpo.orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, score_of, user
 
 

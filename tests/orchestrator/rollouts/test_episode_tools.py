@@ -15,7 +15,7 @@ from grpo import (
     ToolFailed,
     parse_bracketed,
 )
-from orchestrator.workers.protocol import Call
+from grpo.orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 
 WORDS = {"apple": 3, "plum": 4}

@@ -12,7 +12,7 @@ import pytest
 
 from grpo import Environment, EpisodeState, McpServer, Rubric, ToolEpisode, play
 from tests.orchestrator.rollouts.test_tool_calls import tagged
-from transport.ports import free_port
+from grpo.transport.ports import free_port
 
 SERVER = '''
 import asyncio, os, sys

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.rollouts.context import ContextFull, RolloutContext
-from orchestrator.rollouts.episode import Episode, SingleTurnEpisode
-from orchestrator.rollouts.rubric import Rubric
-from orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.context import ContextFull, RolloutContext
+from grpo.orchestrator.rollouts.episode import Episode, SingleTurnEpisode
+from grpo.orchestrator.rollouts.rubric import Rubric
+from grpo.orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
 
 

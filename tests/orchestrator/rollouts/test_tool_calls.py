@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.rollouts.tool_calls import (
+from grpo.orchestrator.rollouts.tool_calls import (
     ERROR_KINDS,
     MALFORMED_CALL,
     MALFORMED_JSON,

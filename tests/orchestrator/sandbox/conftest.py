@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.local import LocalSandbox
 
 
 @functools.cache

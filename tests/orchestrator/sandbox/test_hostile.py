@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.sandbox.local import LocalSandbox
-from orchestrator.sandbox.records import MIB, Limits
+from grpo.orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.records import MIB, Limits
 
 pytestmark = pytest.mark.chaos
 
@@ -235,8 +235,8 @@ os.kill(-1, signal.SIGKILL)
 
 OWNER = """
 import asyncio
-from orchestrator.sandbox.local import LocalSandbox
-from orchestrator.sandbox.records import Limits
+from grpo.orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.records import Limits
 
 async def main():
     sandbox = LocalSandbox(limits=Limits(disk_bytes={size}, wall_s=1000), parallel=4)

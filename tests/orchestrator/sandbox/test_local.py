@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.sandbox import local
-from orchestrator.sandbox.local import LocalSandbox
-from orchestrator.sandbox.records import Limits, SandboxMissing
+from grpo.orchestrator.sandbox import local
+from grpo.orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.records import Limits, SandboxMissing
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 

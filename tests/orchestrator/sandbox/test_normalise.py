@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.sandbox.normalise import key_of, normalised
+from grpo.orchestrator.sandbox.normalise import key_of, normalised
 
 PLAIN = "def double(x):\n    return 2 * x\n"
 DRESSED = '''"""A module."""

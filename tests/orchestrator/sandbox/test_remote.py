@@ -8,10 +8,10 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from orchestrator.sandbox import remote
-from orchestrator.sandbox.records import Limits, SandboxError
-from orchestrator.sandbox.remote import RemoteSandbox
-from transport.ports import free_port
+from grpo.orchestrator.sandbox import remote
+from grpo.orchestrator.sandbox.records import Limits, SandboxError
+from grpo.orchestrator.sandbox.remote import RemoteSandbox
+from grpo.transport.ports import free_port
 
 
 def finished(stdout: str = "", code: int = 0, **more: Any) -> dict[str, Any]:

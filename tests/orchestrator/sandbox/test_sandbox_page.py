@@ -5,10 +5,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from orchestrator.envs.critique.problems import problem_from_record
-from orchestrator.envs.critique.testing import extract_program, run_tests
-from orchestrator.sandbox.local import LocalSandbox
-from orchestrator.sandbox.records import Limits
+from grpo.orchestrator.envs.critique.problems import problem_from_record
+from grpo.orchestrator.envs.critique.testing import extract_program, run_tests
+from grpo.orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.records import Limits
 
 PAGE = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

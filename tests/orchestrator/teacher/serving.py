@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from transport.ports import free_port
+from grpo.transport.ports import free_port
 
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 """Another answer than the good one, or None for the good one after all."""

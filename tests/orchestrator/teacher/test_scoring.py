@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.endpoints import EndpointError
-from orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
-from orchestrator.teacher.scoring import ReferenceTeacher, Teaching, checked
+from grpo.orchestrator.endpoints import EndpointError
+from grpo.orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
+from grpo.orchestrator.teacher.scoring import ReferenceTeacher, Teaching, checked
 from tests.orchestrator import made
-from transport.records import Float32, Int32, TrainingSample
+from grpo.transport.records import Float32, Int32, TrainingSample
 
 IDS = np.array([5, 6, 7], np.int32)
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from configs.auxiliary import TeacherSettings
-from orchestrator.endpoints import EndpointError
-from orchestrator.teacher.served import ServedTeacher, open_teacher
-from orchestrator.teacher.tokens import shared_tokens
+from grpo.configs.auxiliary import TeacherSettings
+from grpo.orchestrator.endpoints import EndpointError
+from grpo.orchestrator.teacher.served import ServedTeacher, open_teacher
+from grpo.orchestrator.teacher.tokens import shared_tokens
 from tests.orchestrator.chat_server import cut, endless
 from tests.orchestrator.fakes import MODEL
 from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
-from transport.records import UNTAUGHT, Float32, Int32
+from grpo.transport.records import UNTAUGHT, Float32, Int32
 
 
 def ids(*tokens: int) -> Int32:

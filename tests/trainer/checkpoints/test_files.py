@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from configs.train import TrainSettings
+from grpo.configs.train import TrainSettings
 from tests.transport.power_cut import recorded
 from tests.transport.samples import damage
-from trainer.checkpoint import CheckpointStore
-from transport import folders
-from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
-from transport.run import RunFolder
+from grpo.trainer.checkpoint import CheckpointStore
+from grpo.transport import folders
+from grpo.transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
+from grpo.transport.run import RunFolder
 
 SETTINGS = TrainSettings(model="base").model_dump(mode="json")
 

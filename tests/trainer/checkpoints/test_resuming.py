@@ -14,18 +14,18 @@ from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED, Bench, settings_for
 from tests.trainer.models import hint_for, tiny_batch
-from trainer.checkpoint import CheckpointStore, checkpoint_to_resume
-from trainer.errors import ResumeError
-from trainer.loop import Trainer
-from trainer.startup import run
-from transport.batches.filesystem import BatchSender
-from transport.checkpoints import Checkpoints
-from transport.errors import CorruptError, DeadlineError, RunFolderError, StorageError
-from transport.folders import step_folder
-from transport.records import PolicyManifest
-from transport.run import RunFolder, create_run, recorded_settings
-from transport.status import read_status
-from transport.weights.store import verify_policy
+from grpo.trainer.checkpoint import CheckpointStore, checkpoint_to_resume
+from grpo.trainer.errors import ResumeError
+from grpo.trainer.loop import Trainer
+from grpo.trainer.startup import run
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.checkpoints import Checkpoints
+from grpo.transport.errors import CorruptError, DeadlineError, RunFolderError, StorageError
+from grpo.transport.folders import step_folder
+from grpo.transport.records import PolicyManifest
+from grpo.transport.run import RunFolder, create_run, recorded_settings
+from grpo.transport.status import read_status
+from grpo.transport.weights.store import verify_policy
 
 NUM_STEPS = 6
 

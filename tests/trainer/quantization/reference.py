@@ -1,4 +1,4 @@
-"""The formats once more, from their definitions, in NumPy. Nothing of trainer.quantization is used here."""
+"""The formats once more, from their definitions, in NumPy. Nothing of grpo.trainer.quantization is used here."""
 
 from statistics import NormalDist
 

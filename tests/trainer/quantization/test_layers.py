@@ -4,9 +4,9 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from trainer.lora import FusedLoraLinear
-from trainer.quantization import QUANTIZE, Dequantize, QuantizedLinear
-from transport.records import Quantization
+from grpo.trainer.lora import FusedLoraLinear
+from grpo.trainer.quantization import QUANTIZE, Dequantize, QuantizedLinear
+from grpo.transport.records import Quantization
 
 KINDS = list(QUANTIZE)
 

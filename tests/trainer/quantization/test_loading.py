@@ -13,12 +13,12 @@ from transformers import (
 )
 
 from tests.trainer.models import CPU, TARGETS, save_tiny_model
-from trainer.errors import ModelError
-from trainer.loading import publish_dequantized, quantized_model
-from trainer.quantization import QuantizedLinear, check_setting, stored_in
-from transport.records import Quantization
-from transport.run import RunFolder
-from transport.weights.dequantized import FOLDER
+from grpo.trainer.errors import ModelError
+from grpo.trainer.loading import publish_dequantized, quantized_model
+from grpo.trainer.quantization import QuantizedLinear, check_setting, stored_in
+from grpo.transport.records import Quantization
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.dequantized import FOLDER
 
 
 def loaded(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32) -> Any:

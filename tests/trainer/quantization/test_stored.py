@@ -15,8 +15,8 @@ from tests.trainer.models import save_tiny_model
 from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import bytes_of
 from tests.trainer.quantization.test_loading import loaded, logits, weight_of, written
-from trainer.errors import ModelError
-from trainer.quantization import QuantizedLinear
+from grpo.trainer.errors import ModelError
+from grpo.trainer.quantization import QuantizedLinear
 
 Tensors = dict[str, torch.Tensor]
 PLAIN_LAYER = "model.layers.1.mlp.up_proj"

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from grpo import MockClient
-from orchestrator.envs.critique import feedback, operators
-from orchestrator.envs.critique.environment import Critique
-from orchestrator.envs.critique.operators import judgement_of
-from orchestrator.envs.critique.testing import extract_program
-from orchestrator.rollouts.play import play
-from orchestrator.sandbox.records import LimitName, Limits, Result, SandboxError
+from grpo.orchestrator.envs.critique import feedback, operators
+from grpo.orchestrator.envs.critique.environment import Critique
+from grpo.orchestrator.envs.critique.operators import judgement_of
+from grpo.orchestrator.envs.critique.testing import extract_program
+from grpo.orchestrator.rollouts.play import play
+from grpo.orchestrator.sandbox.records import LimitName, Limits, Result, SandboxError
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 
 __all__ = ["needs_bubblewrap"]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.envs.critique.problems import problem_from_record
-from orchestrator.envs.critique.testing import run_tests
-from orchestrator.sandbox.local import LocalSandbox
-from orchestrator.sandbox.records import Limits
+from grpo.orchestrator.envs.critique.problems import problem_from_record
+from grpo.orchestrator.envs.critique.testing import run_tests
+from grpo.orchestrator.sandbox.local import LocalSandbox
+from grpo.orchestrator.sandbox.records import Limits
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap, sandbox
 
 __all__ = ["needs_bubblewrap", "sandbox"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.envs.critique.problems import load_problems, problem_from_record
-from orchestrator.envs.critique.testing import Test as ProblemTest
-from orchestrator.envs.critique.testing import same_output
-from transport.errors import UserError
+from grpo.orchestrator.envs.critique.problems import load_problems, problem_from_record
+from grpo.orchestrator.envs.critique.testing import Test as ProblemTest
+from grpo.orchestrator.envs.critique.testing import same_output
+from grpo.transport.errors import UserError
 
 
 def test_standard_input_records() -> None:
