@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PARTS := configs deploy environments infer orchestrator trainer transport
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs contracts size gpu format clean
+.PHONY: help demo test check types docs contracts size gpu format clean
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
@@ -47,8 +48,15 @@ endif
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(MAKE) types
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/grpo/test_api.py
+
+# mypy looks for `grpo.trainer` at grpo/trainer: links show it the packages as they are installed.
+types: $(STAMP)
+	rm -rf .links
+	mkdir -p .links/grpo
+	ln -s $(foreach part,$(wildcard grpo/*) $(PARTS),$(CURDIR)/$(part)) .links/grpo/
+	$(BIN)/mypy
 
 docs: $(STAMP)
 	$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -11,8 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import parser, report
 from grpo.transport.ports import free_port
+
+from benchmarks.report import parser, report
 
 TARGETS = {"ratio": ("<=", 1.2)}
 WARM_UP = 2

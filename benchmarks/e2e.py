@@ -35,11 +35,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.environments.reverse_text import ReverseText, exact
+from grpo.orchestrator.rollouts.environment import Environment
+from grpo.orchestrator.rollouts.rubric import Rubric
+
 from benchmarks.grpo_step import TARGETS, keeping_freed_memory
 from benchmarks.report import parser, report
-from grpo.orchestrator.envs.base import Environment
-from grpo.orchestrator.envs.reverse_text import ReverseText, exact
-from grpo.orchestrator.rollouts.rubric import Rubric
 from tests.e2e.runs import options, trained
 from tools.random_models import MID, QUICKSTART_MODEL, make_random
 

@@ -121,9 +121,8 @@ class Ours:
     def _on_policy(self, batches: Sequence[Any]) -> list[Any]:
         """With this model's own log-probabilities as the server's, which makes all ratios 1, as TRL assumes."""
         import torch
-        from msgspec.structs import replace
-
         from grpo.trainer.packing import packed_tokens
+        from msgspec.structs import replace
 
         result = []
         for batch in batches:
@@ -137,7 +136,6 @@ class Ours:
 def load_policy_of(folder: Path, dtype: str, **options: Any) -> Any:
     """The model with its adapter, on the CPU."""
     import torch
-
     from grpo.configs.train import TrainSettings
     from grpo.trainer.model import load_policy
 

@@ -40,10 +40,10 @@ from typing import Any
 
 import psutil
 import uvloop
+from grpo.transport.limits import raise_file_limit
 
 from benchmarks.report import parser, report
 from grpo import Environment, Rubric
-from grpo.transport.limits import raise_file_limit
 
 GROUP_SIZE, NUM_TOKENS, SEQ_LEN = 8, 64, 2048
 NUM_EXAMPLES, NUM_ANSWERS = 10_000, 256

@@ -12,8 +12,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import parser, report
 from grpo.orchestrator.monitoring.timeline import SERVERS, TRAINER, read_timeline
+
+from benchmarks.report import parser, report
 from tests.e2e.runs import options, trained
 from tools.random_models import MID, make_random
 

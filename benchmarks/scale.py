@@ -33,7 +33,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import psutil
-
 from grpo.orchestrator.inference.client import InferenceClient
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch

@@ -148,7 +148,6 @@ def comparison(turns: Mapping[str, Sequence[Turn]]) -> dict[str, float]:
 def _serve_lengths(folder: str, dtype: str, num_threads: int, connection: Connection) -> None:
     """A process that answers each packed length with microseconds a token; ends on None."""
     import torch
-
     from grpo.trainer.memory import keep_freed_memory
 
     torch.set_num_threads(num_threads)
@@ -168,7 +167,6 @@ def _serve_lengths(folder: str, dtype: str, num_threads: int, connection: Connec
 def _tokens(length: int) -> Any:
     """Samples of 1,024 random tokens."""
     import torch
-
     from grpo.trainer.packing import pack
 
     num_samples = length // SAMPLE_LEN

@@ -28,9 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from benchmarks.report import parser, report
 from grpo.configs.loss import LossSettings
 from grpo.configs.train import QUANTIZED, TrainSettings
 from grpo.trainer.distributed import ONE
@@ -41,6 +38,9 @@ from grpo.trainer.objective import Objective
 from grpo.trainer.optim import Optimizer
 from grpo.trainer.quantization import QUANTIZE
 from grpo.transport.records import MicroBatch, Quantization
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.report import parser, report
 
 RANK = 16
 SHAPES: dict[str, dict[str, int]] = {

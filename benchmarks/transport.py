@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-
-from benchmarks.report import parser, report
-from tests.transport.samples import micro_batch
 from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from grpo.transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from grpo.transport.codec import decode, encode
 from grpo.transport.keys import SharedKey
 from grpo.transport.ports import free_port
 from grpo.transport.records import MicroBatch
+
+from benchmarks.report import parser, report
+from tests.transport.samples import micro_batch
 
 NUM_SAMPLES, SAMPLE_LEN = 256, 2048
 NUM_STEPS, NUM_ROUNDS = 20, 5

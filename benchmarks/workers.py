@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.report import parser, report
-from grpo import Environment, EpisodeState, MultiTurnEpisode, RolloutContext, Rubric
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import Group, SamplingParams, Task
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.http import Choice
+
+from benchmarks.report import parser, report
+from grpo import Environment, EpisodeState, MultiTurnEpisode, RolloutContext, Rubric
 
 NUM_WORKERS, NUM_IN_FLIGHT, ONE_IN = 8, 1000, 100
 WARM_UP_S, SECONDS, TIMEOUT_S = 30.0, 25.0, 20.0

@@ -5,9 +5,8 @@ Each is switched on by its weight in the trainer's `loss`, and off by a weight o
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
-
 from grpo.configs.common import Conflicts, Listed, OnlyWith, Seconds, Section
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 Cost = Annotated[float, Field(ge=0, le=1e9)]
 

@@ -2,9 +2,8 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
 from grpo.configs.common import Conflicts, Listed, OnlyWith, Port, Seconds, Section
+from pydantic import Field
 
 
 class ElasticSettings(Section):

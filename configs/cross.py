@@ -4,14 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import ValidationError
-
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.keys import known_keys
 from grpo.configs.loading import Loaded, S, value_at
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import SharedSettings, TrainSettings
+from pydantic import ValidationError
 
 DEFAULT_MAX_LORA_RANK = 16
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8_hybrid": "bfloat16", "nvfp4": "bfloat16"}

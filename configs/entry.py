@@ -4,12 +4,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from grpo.configs.errors import SettingsError, exit_with_problems
 from grpo.configs.help import page, section_page
 from grpo.configs.loading import S, dump, load, read_yaml
 from grpo.configs.run import PROGRAMS, Run, RunSettings, load_part, load_run, presets
+from pydantic import BaseModel
 
 
 def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field, PositiveInt
-
 from grpo.configs.common import Conflicts, Section, changed_keys
+from pydantic import BeforeValidator, Field, PositiveInt
 
 EVAL_PREFIX = "eval:"
 """Tells an evaluation environment from a training one of the same name."""

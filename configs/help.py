@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
-
 from grpo.configs.common import OnlyWith
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.keys import find, is_list, sections_of, types_of, unknown
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 _WIDTH = 118
 Row = tuple[str, str, str, str]

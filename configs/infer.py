@@ -3,9 +3,18 @@
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
+from grpo.configs.common import (
+    Conflicts,
+    OnDevice,
+    OnlyWith,
+    Port,
+    ProcessSettings,
+    Quantization,
+    Seconds,
+    Seed,
+    Shared,
+)
 from pydantic import BeforeValidator, Field, PositiveInt
-
-from grpo.configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Quantization, Seconds, Seed, Shared
 
 _BESIDE = "it is a setting of its own; give it beside vllm"
 _OLD_CACHE = "what was computed under earlier weights would be used again; remove it"

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, YamlConfigSettingsSource
-
 from grpo.configs.common import ProcessSettings, all_conflicts
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.keys import find, get, holds, key_of, known_keys, put, unknown
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, YamlConfigSettingsSource
 
 S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
-
 from grpo.configs.common import Conflicts, OnlyWith, Section, Share, Temperature, Weight
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 LossName = Literal["aipo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "tis", "icepop", "reinforce"]
 _OPEN: dict[str, Any] = {"geo_mask_low": 0.0, "geo_mask_high": None, "sequence_mask_high": None}

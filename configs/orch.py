@@ -3,8 +3,6 @@
 import math
 from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
-
 from grpo.configs.auxiliary import HintSettings, PreferenceSettings, TeacherSettings
 from grpo.configs.client import ClientSettings
 from grpo.configs.common import (
@@ -37,6 +35,7 @@ from grpo.configs.rollouts import (
     filter_conflicts,
 )
 from grpo.configs.train import CheckpointSettings
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 
 class ModelSettings(Section):

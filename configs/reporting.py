@@ -2,9 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
-
 from grpo.configs.common import Conflicts, Listed, OnlyWith, Section
+from pydantic import Field, PositiveInt, model_validator
 
 
 class TraceSettings(Section):

@@ -2,9 +2,8 @@
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
-
 from grpo.configs.common import Conflicts, Listed, OnlyWith, Section, Seed, Share, Temperature, only, type_is
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _NOT_FOLLOWED = "others change the distribution that tokens are drawn from, which the trainer could not follow"
 

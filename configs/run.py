@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
-
 from grpo.configs.common import HttpBroadcast, ProcessSettings, all_conflicts
 from grpo.configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from grpo.configs.errors import Problem, SettingsError
@@ -23,6 +21,7 @@ from grpo.configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, 
 from grpo.configs.orch import OrchSettings
 from grpo.configs.topology import Topology
 from grpo.configs.train import QUANTIZED, SharedSettings, TrainSettings
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"

@@ -1,8 +1,7 @@
 """Settings of what runs where on a cluster, for `grpo launch`. docs/clusters.md explains them."""
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-
 from grpo.configs.common import Conflicts, Port, Section
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Machine(Section):

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, StrictUndefined
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.run import RUN_FILE, Run, run_file
 from grpo.deploy.cluster import Part, Places, name_of, parts, preset_of, said_by
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.folders import write_atomic
+from jinja2 import Environment, StrictUndefined
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
 TEMPLATE = Path(__file__).with_suffix(".yaml.j2")

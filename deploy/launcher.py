@@ -22,8 +22,8 @@ from grpo.deploy.memory import with_split
 from grpo.deploy.plan import Plan, resolve, with_run, write_settings
 from grpo.deploy.programs import Child, Outcome, Program, Signals, run_programs
 from grpo.deploy.teacher import within_model
-from grpo.orchestrator.envs.registry import check_arena, check_id
 from grpo.orchestrator.monitoring.summary import Summary, what_next
+from grpo.orchestrator.rollouts.registry import check_arena, check_id
 from grpo.transport.batches.store import StepStore
 from grpo.transport.checkpoints import TRAINER, Checkpoints
 from grpo.transport.cores import COMPILED_VAR, compiled_folder, thread_variables
@@ -37,7 +37,12 @@ from grpo.transport.weights.identity import base_identity, resolve_model
 
 SUMMARY_FILE = "summary.json"
 MODULES = {
-    **{"infer": "grpo.infer.cli", "teacher": "grpo.infer.cli", "train": "grpo.trainer.cli", "orch": "grpo.orchestrator.cli"},
+    **{
+        "infer": "grpo.infer.cli",
+        "teacher": "grpo.infer.cli",
+        "train": "grpo.trainer.cli",
+        "orch": "grpo.orchestrator.cli",
+    },
     "env": "grpo.orchestrator.workers.server",
 }
 """By program: what Python runs."""

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel
-
 from grpo.configs.common import ProcessSettings
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
@@ -22,6 +20,7 @@ from grpo.deploy.teacher import server_settings, teacher_problems, why_not_start
 from grpo.transport.cores import available_cores, threads_each
 from grpo.transport.folders import write_atomic
 from grpo.transport.ports import free_port
+from pydantic import BaseModel
 
 C = TypeVar("C", bound=BaseModel)
 P = TypeVar("P", TrainSettings, InferSettings)

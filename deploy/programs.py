@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.parent import PARENT_VAR
 from grpo.transport.status import AWAY, FINISHED, StatusFile

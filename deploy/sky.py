@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from grpo.configs.run import Run, run_file
 from grpo.deploy.cluster import Part, Places, name_of, parts, preset_of, said_by, secrets
 from grpo.transport.errors import START_AGAIN

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from grpo.evaluation import evaluate as evaluate
     from grpo.handle import Run as Run
     from grpo.handle import RunFailed as RunFailed
+    from grpo.orchestrator.arena.arena import Arena as Arena
+    from grpo.orchestrator.arena.arena import EpisodeRequest as EpisodeRequest
+    from grpo.orchestrator.arena.arena import TrainingBatch as TrainingBatch
     from grpo.training import train as train
-    from grpo.orchestrator.arena import Arena as Arena
-    from grpo.orchestrator.arena import EpisodeRequest as EpisodeRequest
-    from grpo.orchestrator.arena import TrainingBatch as TrainingBatch
 
 _ELSEWHERE = {"train": "grpo.training", "evaluate": "grpo.evaluation", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
-_ELSEWHERE |= dict.fromkeys(("Arena", "EpisodeRequest", "TrainingBatch"), "grpo.orchestrator.arena")
+_ELSEWHERE |= dict.fromkeys(("Arena", "EpisodeRequest", "TrainingBatch"), "grpo.orchestrator.arena.arena")
 """Names that are not those of `grpo.api`, and their modules."""
 
 

@@ -1,6 +1,8 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
-from grpo.orchestrator.envs.base import Environment
+from grpo.environments.sandbox.local import LocalSandbox
+from grpo.environments.sandbox.records import Limits
+from grpo.environments.sandbox.remote import RemoteSandbox
 from grpo.orchestrator.rollouts.clients import (
     InferenceClient,
     MockClient,
@@ -10,6 +12,7 @@ from grpo.orchestrator.rollouts.clients import (
 )
 from grpo.orchestrator.rollouts.clock import waiting
 from grpo.orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Store
+from grpo.orchestrator.rollouts.environment import Environment
 from grpo.orchestrator.rollouts.episode import (
     AlternatingRolesEpisode,
     ChatEpisode,
@@ -36,9 +39,6 @@ from grpo.orchestrator.rollouts.tool_calls import (
     tools_of,
 )
 from grpo.orchestrator.rollouts.tool_episode import ToolEpisode
-from grpo.orchestrator.sandbox.local import LocalSandbox
-from grpo.orchestrator.sandbox.records import Limits
-from grpo.orchestrator.sandbox.remote import RemoteSandbox
 
 __all__ = [
     "AlternatingRolesEpisode",

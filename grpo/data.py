@@ -13,12 +13,12 @@ from typing import Any
 
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_part, presets
-from grpo.sources import yaml_value
-from grpo.orchestrator.envs.data.environment import Dataset
-from grpo.orchestrator.envs.data.files import Refused
+from grpo.environments.data.environment import Dataset
+from grpo.environments.data.files import Refused
+from grpo.environments.sandbox.records import SandboxMissing
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
-from grpo.orchestrator.sandbox.records import SandboxMissing
+from grpo.sources import yaml_value
 from grpo.transport.errors import UserError
 from grpo.transport.logs import printable
 from grpo.transport.weights.identity import resolve_model

@@ -20,26 +20,26 @@ from grpo.configs.loading import Values, load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_run, presets
 from grpo.handle import Run
-from grpo.serve import ALONE, Served, served
-from grpo.sources import env_settings, yaml_value
-from grpo.training import Env
-from grpo.version import Version, open_version
-from grpo.orchestrator.envs.base import Environment
-from grpo.orchestrator.envs.registry import check_id
 from grpo.orchestrator.evaluate import Evaluation
 from grpo.orchestrator.evaluate import evaluate as evaluate_version
 from grpo.orchestrator.inference.client import InferenceClient, ServerError
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.rollouts.environment import Environment
+from grpo.orchestrator.rollouts.registry import check_id
 from grpo.orchestrator.startup import held_out_prompts, make_environments
 from grpo.orchestrator.workers.failures import EnvironmentFailed
+from grpo.serve import ALONE, Served, served
+from grpo.sources import env_settings, yaml_value
+from grpo.training import Env
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
 from grpo.transport.logs import printable
 from grpo.transport.ports import free_port
 from grpo.transport.run import RUN_FILE, recorded_settings
 from grpo.transport.weights.identity import resolve_model
+from grpo.version import Version, open_version
 
 TAKES_OTHERS = True
 EPILOG = """\

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read
 from grpo.orchestrator.monitoring.timeline import SERVERS, Span, covered_s, read_timeline
+from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read
 from grpo.transport.folders import write_atomic
 from grpo.transport.logs import printable
 

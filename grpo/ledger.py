@@ -230,7 +230,7 @@ def of_prompts(database: sqlite3.Connection, prompts: Sequence[tuple[str, int, s
 def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str]]:
     """Environment, number and prompt of the training examples whose prompt contains `text`. Constructs the run's
     environments from the settings in `run.json`, and reads their training split. Raises `UserError`."""
-    from grpo.orchestrator.envs.registry import make_environment
+    from grpo.orchestrator.rollouts.registry import make_environment
 
     found: list[tuple[str, int, str]] = []
     for env in orch_settings(read_run(folder)).get("env", []):

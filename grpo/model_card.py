@@ -7,8 +7,8 @@ from typing import Any
 
 from grpo.handle import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
-from grpo.version import Version, settings_of
 from grpo.transport.run import recorded_settings
+from grpo.version import Version, settings_of
 
 CURVE_FILE = "curve.png"
 _TRAIN = (

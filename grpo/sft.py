@@ -26,11 +26,11 @@ from grpo.configs.loading import load, value_at
 from grpo.configs.train import TrainSettings
 from grpo.deploy.launcher import explain, launched
 from grpo.deploy.programs import Program, Signals, run_programs
-from grpo.run_files import STEP
-from grpo.orchestrator.envs.data.files import check_refused, parse_rows
+from grpo.environments.data.files import check_refused, parse_rows
 from grpo.orchestrator.packing import pack
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.run_files import STEP
 from grpo.transport.batches.channel import open_sender
 from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.batches.store import StepStore

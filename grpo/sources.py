@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from grpo.orchestrator.envs.base import Environment
+from grpo.orchestrator.rollouts.environment import Environment
 from grpo.transport.errors import UserError
 from grpo.transport.run import RUN_FILE
 

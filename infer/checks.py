@@ -13,8 +13,6 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
-
 from grpo.transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
 from grpo.transport.folders import step_folder
 from grpo.transport.records import Canary, PolicyManifest, PolicySpec, Quantization, adapter_folders
@@ -30,6 +28,7 @@ from grpo.transport.weights.store import (
     read_adapter_config,
     verify_policy,
 )
+from safetensors import SafetensorError, safe_open
 
 PEFT_PREFIX = "base_model.model."
 LARGEST_UPDATE = 1e6

@@ -6,11 +6,10 @@ which gets prompt and answer so far as a prompt. Nothing computed under the earl
 
 import hashlib
 
-from msgspec.structs import replace
-
 from grpo.infer.engine import Engine
 from grpo.infer.versions import VersionTable
 from grpo.transport.http import Choice, GenerateRequest
+from msgspec.structs import replace
 
 _NOTHING = Choice(token_ids=[], logprobs=[], finish_reason="superseded")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from grpo.infer.checks import tensor_shapes
 from grpo.transport.errors import SharedBaseError
 from grpo.transport.shared_base import CudaMemory, HostMemory, Manifest, aligned, device_key, export_base

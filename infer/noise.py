@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grpo.infer.worker import PolicyWorker
+from grpo.transport.weights.store import NOISE_FILE
 from safetensors.torch import load_file
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
-
-from grpo.infer.worker import PolicyWorker
-from grpo.transport.weights.store import NOISE_FILE
 
 HEAD_NORMS = ("q_norm", "k_norm")
 """Norms of each head's queries and keys, which have no noise."""

@@ -13,9 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
-
 from grpo.configs.infer import InferSettings
 from grpo.infer.engine import Engine, EngineEnded, EngineError
 from grpo.infer.following import follow
@@ -34,6 +31,8 @@ from grpo.transport.http import (
 )
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FAILED, FINISHED, StatusFile, server_file
+from starlette.requests import Request
+from starlette.responses import Response
 
 CLIENT_CLOSED_REQUEST = 499
 T = TypeVar("T")

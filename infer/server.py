@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import uvicorn
-
 from grpo.configs.infer import InferSettings
 from grpo.infer.access import guarded
 from grpo.infer.arguments import ArgumentError, device_of, prepare_environment, served_rank

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-
 from grpo.infer import cpu, lend, score_temperature
+from safetensors import safe_open
 
 
 class PolicyWorker:

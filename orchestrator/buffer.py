@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.advantage import are_equal
 from grpo.orchestrator.resuming import Progress
+from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 
 import uvloop
-
 from grpo.configs.entry import load_settings
 from grpo.configs.orch import OrchSettings
 from grpo.transport.errors import START_AGAIN, PeerFailed, TransportError

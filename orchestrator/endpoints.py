@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import httpx
 from aiolimiter import AsyncLimiter
-
 from grpo.configs.auxiliary import ApiSettings
 from grpo.orchestrator.rollouts.messages import ModelResponse
 

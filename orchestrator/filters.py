@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-
 from grpo.configs.rollouts import FilterSettings
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.transport.errors import UserError

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from grpo.transport.errors import StorageError
 from grpo.transport.http import CanaryFigures
 

@@ -11,7 +11,6 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-
 from grpo.transport.records import Float32, Int32, MicroBatch, PreferencePair, TrainingSample
 
 FILLER_ID = "filler"

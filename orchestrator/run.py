@@ -12,8 +12,16 @@ from pathlib import Path
 
 from grpo.configs.common import HttpBroadcast
 from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.arena import ARENA, Arena, find_arena
-from grpo.orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
+from grpo.orchestrator.arena.arena import ARENA, Arena, find_arena
+from grpo.orchestrator.arena.local import LocalPool
+from grpo.orchestrator.auxiliary.losses import (
+    find_teacher,
+    longest_sample,
+    make_auxiliary,
+    make_shaping,
+    shortest_server,
+)
+from grpo.orchestrator.auxiliary.teacher.served import ServedTeacher
 from grpo.orchestrator.background import in_thread, root_cause
 from grpo.orchestrator.buffer import make_buffer
 from grpo.orchestrator.checks import check_server
@@ -37,12 +45,10 @@ from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.monitoring.trackers import Reporter, check_reports
 from grpo.orchestrator.resuming import Progress, resume
 from grpo.orchestrator.rollouts.engine import RolloutEngine
-from grpo.orchestrator.rollouts.local import LocalPool
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.scheduler import make_scheduler
 from grpo.orchestrator.shaping import BatchAdvantages
 from grpo.orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
-from grpo.orchestrator.teacher.served import ServedTeacher
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.batches.channel import open_sender
 from grpo.transport.batches.filesystem import BatchSender

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from grpo.orchestrator.advantage import Credit, StepKey
+from grpo.orchestrator.auxiliary.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
 from grpo.orchestrator.filters import Filter
-from grpo.orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
 from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.transport.records import Float32, TrainingSample
 

@@ -11,15 +11,14 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
-
 from grpo.configs.orch import OrchSettings
 from grpo.configs.rollouts import AnyAdvantage
 from grpo.orchestrator.advantage import ROUNDING, constant_credit
+from grpo.orchestrator.auxiliary.teacher.scoring import Teaching
 from grpo.orchestrator.rollouts.records import EpisodeResult, NotFinite, TooLarge
 from grpo.orchestrator.samples import FinishedGroup, training_samples
-from grpo.orchestrator.teacher.scoring import Teaching
 from grpo.transport.records import Float32, TrainingSample
+from numpy.typing import NDArray
 
 Estimator = Literal["k1", "k2", "k3"]
 BASELINES = "baselines"

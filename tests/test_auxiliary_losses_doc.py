@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
-
 from grpo.configs.cross import joined_check
 from grpo.configs.loading import load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
-from grpo.orchestrator.hints.sources import BUILT_IN, load_templates
-from grpo.orchestrator.preferences.agreement import words
+from grpo.orchestrator.auxiliary.hints.sources import BUILT_IN, load_templates
+from grpo.orchestrator.auxiliary.preferences.agreement import words
 
 PAGE = (Path(__file__).parents[1] / "docs" / "auxiliary_losses.md").read_text()
 

@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-
-from grpo.orchestrator.envs.data.environment import KNOWN, Dataset
-from grpo.orchestrator.envs.data.files import READERS
-from grpo.orchestrator.envs.rewards import REWARDS
+from grpo.environments.data.environment import KNOWN, Dataset
+from grpo.environments.data.files import READERS
+from grpo.environments.rewards import REWARDS
 from grpo.orchestrator.run import orchestrate
+
 from tests.grpo.run_folder import grpo
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpo.infer.cli
+import grpo.orchestrator.cli
+import grpo.trainer.cli
 import pytest
 import yaml
 
 import grpo.cli
-import grpo.infer.cli
-import grpo.orchestrator.cli
-import grpo.trainer.cli
 from grpo.cli import COMMANDS
 from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from grpo.configs.loading import load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_run
 from grpo.orchestrator.advantage import custom_credit
-from grpo.orchestrator.envs.registry import BUILT_IN, make_environment
 from grpo.orchestrator.rollouts.records import EpisodeResult, Step, Task
+from grpo.orchestrator.rollouts.registry import BUILT_IN, make_environment
 from grpo.orchestrator.workers.worker import identity_of
-from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
 from grpo.transport.http import Choice
+
+from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
 
 FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
 ENVIRONMENTS = sorted(title for title, text in FILES.items() if "Environment):" in text)

@@ -3,9 +3,8 @@
 python -m tools.models_table
 """
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from grpo.trainer.supported import PACKED, UNPACKED
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def table() -> str:

@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel
-
 from grpo.configs.common import ProcessSettings
 from grpo.configs.help import one_line, rows
 from grpo.configs.infer import InferSettings, TeacherServerSettings
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import PROGRAMS, SHARED, RunSettings
 from grpo.configs.train import TrainSettings
+from pydantic import BaseModel
 
 _HEAD = """# Settings
 

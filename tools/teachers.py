@@ -9,13 +9,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo.orchestrator.envs import arithmetic, zorplex
-from grpo.orchestrator.envs import reverse_text as reversing
-from grpo.orchestrator.envs.critique import operators
-from grpo.orchestrator.envs.debate import AFF, ARGUMENTS, NEG, TOPICS
-from grpo.orchestrator.envs.proposer_solver import drawn_questions
-from grpo.orchestrator.envs.zorplex import LOOKUP, UNKNOWN_WORD, without_zorplex
-from grpo.orchestrator.hints.sources import BUILT_IN, SAID, SUCCEEDED, template_of
+from grpo.environments import arithmetic, zorplex
+from grpo.environments import reverse_text as reversing
+from grpo.environments.critique import operators
+from grpo.environments.debate import AFF, ARGUMENTS, NEG, TOPICS
+from grpo.environments.proposer_solver import drawn_questions
+from grpo.environments.zorplex import LOOKUP, UNKNOWN_WORD, without_zorplex
+from grpo.orchestrator.auxiliary.hints.sources import BUILT_IN, SAID, SUCCEEDED, template_of
 from grpo.orchestrator.rollouts.state import StepError
 
 Message = dict[str, str]

@@ -19,12 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
-
 from grpo.trainer.errors import ModelError
 from grpo.trainer.packing import Layout
 from grpo.trainer.supported import check_window
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-
 from grpo.configs.loss import LossSettings
 from grpo.trainer.errors import BatchError
 from grpo.transport.records import MicroBatch

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer.distributed import Ranks, host_copies, local_tensor, shard_like
 from grpo.trainer.ema import MovingAverage
@@ -41,6 +39,7 @@ from grpo.transport.folders import (
 from grpo.transport.records import FileEntry, Manifest
 from grpo.transport.run import RunFolder, library_versions
 from grpo.transport.status import StatusFile
+from safetensors.torch import load_file, save
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer.errors import ExporterGone, ModelError
 from grpo.trainer.loading import CheckpointTensors, filled_model, some

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
 from grpo.configs.loss import LossSettings
 from grpo.trainer.batch import StepCounts
 from grpo.trainer.errors import LossError

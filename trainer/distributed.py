@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from grpo.trainer.metrics import State, reduced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from grpo.trainer.metrics import State, reduced
 
 
 @dataclass(frozen=True, slots=True)

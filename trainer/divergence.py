@@ -8,11 +8,10 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-
 from grpo.configs.loss import SdpoSettings
 from grpo.trainer.lm_head import accum_dtype, add_product, blocks, scaled_logits
 from grpo.trainer.matmul import product
+from torch.autograd.function import once_differentiable
 
 LOGITS_AT_ONCE = 1 << 24
 """Elements of a chunk of logits, 64 MiB in float32. About eight tensors of that size exist at a time."""

@@ -1,7 +1,7 @@
 """What a step of the trainer needs of a device's memory, measured by one on made-up tokens.
 
-`python -m grpo.trainer.dry_step FOLDER` makes the step, with the model in FOLDER: it reads the trainer's settings as JSON
-from standard input and prints the measurement as JSON.
+`python -m grpo.trainer.dry_step FOLDER` makes the step, with the model in FOLDER: it reads the trainer's settings as
+JSON from standard input and prints the measurement as JSON.
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-
 from grpo.configs.train import TrainSettings
 from grpo.transport.records import Hint, MicroBatch, PreferencePair
 
@@ -84,14 +83,13 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     """The dry step in this process, optimizer included. Raises `ModelError`."""
     import psutil
     import torch
-    from transformers import AutoConfig
-
     from grpo.trainer.distributed import ONE
     from grpo.trainer.memory import release_memory
     from grpo.trainer.model import load_policy
     from grpo.trainer.objective import Objective
     from grpo.trainer.optim import Optimizer
     from grpo.trainer.startup import device_for, set_threads, warn_of_cpu
+    from transformers import AutoConfig
 
     device = device_for(settings.device)
     warn_of_cpu(settings.device, device)
@@ -145,7 +143,6 @@ def _forget_peak(device: "torch.device") -> None:
 def main() -> None:
     """Exit status 1 with the reason in the last line of standard error where no step can be made."""
     import torch
-
     from grpo.trainer.errors import ModelError
 
     settings = TrainSettings.model_validate_json(sys.stdin.read())

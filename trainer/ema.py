@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-
 from grpo.trainer.distributed import local_tensor
 
 _CHUNK = 1 << 24

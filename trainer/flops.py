@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-
 from grpo.trainer.loading import decoder_linears
 from grpo.trainer.model import Policy
 from grpo.transport.records import MicroBatch

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer.errors import RankFailed
 from grpo.transport.errors import START_AGAIN

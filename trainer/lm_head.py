@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-
 from grpo.trainer.matmul import linear, product
 from grpo.trainer.memory import missing_for_compile
+from torch.autograd.function import once_differentiable
 
 POSITIONS_PER_TILE = 1024
 """Enough that reading the head does not bound the product."""

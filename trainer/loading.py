@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
 from grpo.trainer.errors import ModelError
 from grpo.trainer.quantization import (
     DEQUANTIZE,
@@ -29,6 +26,8 @@ from grpo.transport.records import Quantization
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.dequantized import write_dequantized
 from grpo.transport.weights.shards import Weight, checkpoint_files
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 log = logging.getLogger(__name__)
 

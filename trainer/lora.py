@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear
-from torch.autograd.function import once_differentiable
-
 from grpo.configs.train import LowPrecision, TrainSettings
 from grpo.trainer.low_precision import backward_product, forward_product
 from grpo.trainer.matmul import linear, product, product_in_float32
 from grpo.trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear
+from torch.autograd.function import once_differentiable
 
 
 def with_adapters(base: Any, names: Sequence[str], settings: TrainSettings) -> PeftModel:

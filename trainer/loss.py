@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.nn.functional import logsigmoid
-
 from grpo.configs.loss import LossSettings
 from grpo.trainer.batch import StepCounts
 from grpo.trainer.metrics import Max, Mean, Metric, Min, Sum
+from torch.nn.functional import logsigmoid
 
 MAX_LOG_RATIO = 20.0
 """Bound of |log ratio| before exp: exp(20) is 5e8, far beyond any mask, and finite in float32."""

@@ -10,11 +10,10 @@ emulated: tests compare both with products in float64.
 """
 
 import torch
-from torch.nn.functional import ScalingType, SwizzleType, linear, pad, scaled_mm
-
 from grpo.configs.train import LowPrecision
 from grpo.trainer.errors import ModelError
 from grpo.trainer.quantization import dequantize_nvfp4, quantize_nvfp4
+from torch.nn.functional import ScalingType, SwizzleType, linear, pad, scaled_mm
 
 _CAPABILITY: dict[LowPrecision, tuple[int, int]] = {"fp8_hybrid": (8, 9), "nvfp4": (10, 0)}
 """The least compute capability of GPUs that have such tensor cores."""

@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 import torch._dynamo
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer.errors import ModelError
 from grpo.trainer.quantization import QuantizedLinear
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Checkpointing = Literal["none", "selective", "full"]
 """What a layer keeps for its backward pass: everything, its input and its attention's output, its input."""

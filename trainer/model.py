@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer import attention, memory
 from grpo.trainer.colocate import model_on, while_exported
@@ -29,6 +24,10 @@ from grpo.trainer.supported import is_packed
 from grpo.trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
 from grpo.transport.records import Quantization, adapter_folders
 from grpo.transport.shared_base import ImportedBase
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 log = logging.getLogger(__name__)
 Output = Literal["hidden", "logprobs", "differentiable entropy"]
@@ -206,8 +205,8 @@ def load_policy(
     random from the seed, B zero, both float32; or, with `lora: false`, the model itself, to be trained whole.
 
     `imported` are the weights that a server shares, `checkpointing` what layers keep for the backward pass (None: by
-    settings and free memory), `attention_kernel` a kernel of `grpo.trainer.attention` (None: the best). Raises `ModelError`
-    where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile. Collective.
+    settings and free memory), `attention_kernel` a kernel of `grpo.trainer.attention` (None: the best). Raises
+    `ModelError` where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile. Collective.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
     AdamW's in float32). In float32 on one rank: 4 P for the weights, 4 P for their gradients. In bfloat16 on one rank:

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
-
 from grpo.configs.train import NoiseSettings
 from grpo.trainer.distributed import full_tensor
 from grpo.trainer.errors import ModelError
 from grpo.transport.weights.store import NOISE_FILE
+from safetensors.torch import save
 
 Norms = Mapping[str, torch.nn.Module]
 """RMSNorms by their names in the base's checkpoint, as `model.layers.0.input_layernorm`."""

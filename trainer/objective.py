@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings
 from grpo.trainer.batch import StepCounts, counts_of, tokens_by_adapter
 from grpo.trainer.custom_loss import custom_loss, loss_function

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer.distributed import ONE, Ranks, full_tensor, host_copies, local_tensor, shard_like
 from grpo.trainer.errors import ModelError, NonFiniteError
+from safetensors.torch import load, save
 
 Named = Mapping[str, torch.nn.Parameter]
 _VOCABULARY = ("embed", "wte", "lm_head")

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
 from grpo.transport.records import Bool, Float32, Int32, MicroBatch
+from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 _BUCKET_SPAN = 0.8

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from grpo.configs.common import Broadcast, NcclBroadcast
 from grpo.configs.train import TrainSettings
 from grpo.trainer.colocate import while_exported

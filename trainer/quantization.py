@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, pad
-
 from grpo.configs.train import QUANTIZED
 from grpo.trainer.errors import ModelError
 from grpo.transport.records import Quantization
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, pad
 
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, int]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from grpo.configs.resuming import TRAINER_MAY_CHANGE
 from grpo.configs.train import TrainSettings
 from grpo.trainer.checkpoint import CheckpointStore, Resumed, checkpoint_to_resume

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
-
 from grpo.configs.loss import LossSettings
 from grpo.trainer.loss import PolicyTokens, token_masks
 from grpo.transport.folders import remove_leftovers
@@ -28,6 +26,7 @@ from grpo.transport.traces import (
     trained_path,
     write_table,
 )
+from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4

@@ -9,15 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from peft import PeftModel
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
-
 from grpo.trainer.distributed import Ranks, host_copies, local_tensor, shard_like
 from grpo.trainer.errors import ModelError
 from grpo.trainer.lora import FusedLoraLinear
 from grpo.transport.weights.shards import Weight
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_adapter_config
+from peft import PeftModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 
 Snapshot = Mapping[str, torch.Tensor]
 """Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in

@@ -19,8 +19,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
-
 from grpo.transport.errors import CorruptError
 from grpo.transport.folders import Buffer
 from grpo.transport.records import (
@@ -33,6 +31,7 @@ from grpo.transport.records import (
     check_version,
     require,
 )
+from numpy.typing import NDArray
 
 MAX_MESSAGE_BYTES = 1 << 32
 """MessagePack's own limit for `data`: some 300 million tokens a rank and step."""

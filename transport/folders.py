@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import xxhash
-
 from grpo.transport.errors import CorruptError, StorageError, TransportError
 from grpo.transport.records import FileEntry
 

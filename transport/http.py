@@ -3,9 +3,8 @@
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
-
 from grpo.transport.records import Natural, Record, require
+from msgspec import Meta
 
 MAX_TEMPERATURE = 100
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]

@@ -11,9 +11,8 @@ import socket as net
 from typing import Any
 
 import zmq
-from zmq.utils import z85
-
 from grpo.transport.errors import TransportError
+from zmq.utils import z85
 
 _MIN_KEY_CHARACTERS = 16
 

@@ -18,9 +18,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
-
 from grpo.transport.errors import CorruptError, SchemaVersionError
+from numpy.typing import NDArray
 
 SCHEMA_VERSION = 4
 _MAX_INT32 = 2**31 - 1

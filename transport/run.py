@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-
 from grpo.transport.code import digests
 from grpo.transport.errors import DeadlineError, RunFolderError, StaleRunError
 from grpo.transport.folders import write_atomic

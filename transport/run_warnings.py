@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-
 from grpo.transport.folders import write_atomic
 from grpo.transport.logs import printable
 from grpo.transport.run import RUN_FILE

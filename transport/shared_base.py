@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-
 from grpo.transport.errors import CorruptError, DeadlineError, SharedBaseError
 from grpo.transport.records import Natural, Record, require
 

@@ -16,10 +16,9 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
-
 from grpo.transport.folders import write_atomic
 from grpo.transport.records import Int32
+from numpy.typing import NDArray
 
 FOLDER = "traces"
 VOCABULARY_FILE = "vocabulary.parquet"

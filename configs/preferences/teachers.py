@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from aiohttp import web
-
-from grpo.orchestrator.envs import zorplex
+from grpo.environments import zorplex
 
 PORT = 8321
 _REVERSE = re.compile(r"Reverse: (\w+)")

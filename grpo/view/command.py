@@ -11,10 +11,10 @@ from pathlib import Path
 import uvicorn
 
 from grpo.run_files import NoRun
+from grpo.transport.ports import port_number
 from grpo.view.data import find_runs
 from grpo.view.export import export
 from grpo.view.server import HOST, make_app
-from grpo.transport.ports import port_number
 
 END_S = 3.0
 """How long requests may take to end with the run."""

@@ -10,10 +10,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from grpo.view import data, traces
-from grpo.view.server import STATIC, static
 from grpo.transport.errors import UserError
 from grpo.transport.traces import traced_steps
+from grpo.view import data, traces
+from grpo.view.server import STATIC, static
 
 NUM_STEPS = 3
 """Of so many steps, the last ones, a report has the rollouts' table."""

@@ -14,8 +14,8 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
-from grpo.view import data
 from grpo.transport.errors import UserError
+from grpo.view import data
 
 HOST = "127.0.0.1"
 COOKIE = "grpo-view"

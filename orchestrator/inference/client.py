@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
-
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.rollouts.records import SamplingParams
 from grpo.transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-
 from grpo.orchestrator.inference.client import InferenceClient, ServerError, Unreachable
 
 TIMEOUT_S = 150.0

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.auxiliary import AuxiliaryLosses
+from grpo.orchestrator.auxiliary.losses import AuxiliaryLosses
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import InferenceClient
 from grpo.orchestrator.inference.sleep import SleepScheduler

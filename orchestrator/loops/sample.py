@@ -13,10 +13,10 @@ from functools import partial
 from grpo.configs.orch import OrchSettings
 from grpo.configs.rollouts import fewest_rollouts
 from grpo.orchestrator.advantage import Credit, StepKey, make_credit
-from grpo.orchestrator.auxiliary import AuxiliaryLosses
+from grpo.orchestrator.auxiliary.evidence import with_evidence
+from grpo.orchestrator.auxiliary.losses import AuxiliaryLosses
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.buffer import Buffer
-from grpo.orchestrator.evidence import with_evidence
 from grpo.orchestrator.filters import Filter
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.recorder import Recorder

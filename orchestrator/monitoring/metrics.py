@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-
 from grpo.orchestrator.buffer import without_spread
 from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.orchestrator.samples import FinishedGroup

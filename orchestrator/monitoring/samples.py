@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from grpo.configs.reporting import ReportSettings
 from grpo.orchestrator.samples import FinishedGroup
 

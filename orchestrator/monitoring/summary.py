@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from grpo.orchestrator.inference.weight_sync import CanaryReport
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import REWARD, STEP

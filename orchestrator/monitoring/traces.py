@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-
 from grpo.configs.reporting import TraceSettings
 from grpo.orchestrator.rollouts.records import EpisodeResult, TrainingRow
 from grpo.orchestrator.samples import FinishedGroup

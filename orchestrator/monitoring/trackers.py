@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import yaml
-
 from grpo.configs.reporting import ReportSettings, TrackerName
 from grpo.orchestrator.monitoring.metrics import STEP
 from grpo.orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
-from msgspec.structs import replace
-
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import InferenceClient, ServerError, TimedOut
 from grpo.orchestrator.inference.client import Refused as RefusedByServer
@@ -20,9 +18,21 @@ from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
-from grpo.orchestrator.workers.protocol import AnyCall, Ask, Delay, Refused, Reply, Sample, Sampled, Store, Stored, Withdraw
+from grpo.orchestrator.workers.protocol import (
+    AnyCall,
+    Ask,
+    Delay,
+    Refused,
+    Reply,
+    Sample,
+    Sampled,
+    Store,
+    Stored,
+    Withdraw,
+)
 from grpo.orchestrator.workers.session import GivenUp
 from grpo.transport.http import Choice
+from msgspec.structs import replace
 
 T = TypeVar("T")
 CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"

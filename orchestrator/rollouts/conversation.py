@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
 from grpo.orchestrator.rollouts.records import TrainingRow, Turn
 from grpo.orchestrator.rollouts.templates import ChatTemplate
 from grpo.transport.http import Choice

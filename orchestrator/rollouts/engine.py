@@ -7,8 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from msgspec.structs import replace
-
+from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import InferenceClient, TimedOut
 from grpo.orchestrator.renderer import ChatRenderer
@@ -22,7 +21,6 @@ from grpo.orchestrator.rollouts.attempt import (
     reply_of,
 )
 from grpo.orchestrator.rollouts.conversation import single_row
-from grpo.orchestrator.rollouts.local import LocalPool
 from grpo.orchestrator.rollouts.messages import num_characters
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages
 from grpo.orchestrator.rollouts.stores import ArtifactStores
@@ -30,6 +28,7 @@ from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.http import Choice
+from msgspec.structs import replace
 
 NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
 from grpo.orchestrator.rollouts.tool_calls import Tool, ToolFailed
+from pydantic import TypeAdapter
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo.orchestrator.envs.base import Environment, episode_of
 from grpo.orchestrator.rollouts.context import CallFailed
+from grpo.orchestrator.rollouts.environment import Environment, episode_of
 from grpo.orchestrator.rollouts.episode import run_episode
 from grpo.orchestrator.rollouts.state import EpisodeState
 from grpo.orchestrator.rollouts.stores import ArtifactStore

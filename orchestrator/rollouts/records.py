@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
 from grpo.orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from grpo.orchestrator.rollouts.state import StepError
 from grpo.transport.http import Choice

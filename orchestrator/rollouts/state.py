@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-
 from grpo.orchestrator.rollouts.messages import Message
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.rollouts.messages import plain, shown
 

@@ -25,7 +25,7 @@ def main() -> None:
     parent, env_id = int(sys.argv[1]), sys.argv[2]
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _check_parent(parent)
-    from grpo.orchestrator.envs.registry import find_class
+    from grpo.orchestrator.rollouts.registry import find_class
     from grpo.orchestrator.workers.worker import serve
 
     with contextlib.suppress(BaseException):  # a worker raises it again, for who asks

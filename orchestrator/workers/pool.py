@@ -5,14 +5,13 @@ import logging
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from msgspec.structs import replace
-
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
 from grpo.orchestrator.workers.failures import LATE, EnvironmentFailed
 from grpo.orchestrator.workers.process import ForkServer
 from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Prompts, Reply, Run, Sampled
 from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerGone
 from grpo.orchestrator.workers.trial import AWAY, BROKEN
+from msgspec.structs import replace
 
 log = logging.getLogger(__name__)
 

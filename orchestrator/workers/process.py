@@ -17,7 +17,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 import zmq
-
 from grpo.orchestrator.rollouts.clock import BOARD_BYTES
 from grpo.orchestrator.workers.protocol import BOARD, open_socket
 from grpo.transport.hidden import ENV_KEY_VAR

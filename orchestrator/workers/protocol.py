@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-
 from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.orchestrator.rollouts.roles import Role
 

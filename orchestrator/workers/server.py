@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
-
-from grpo.orchestrator.envs.registry import check_id
+from grpo.orchestrator.rollouts.registry import check_id
 from grpo.orchestrator.workers.process import ForkServer, WorkerProcess
 from grpo.orchestrator.workers.protocol import (
     ALIVE,

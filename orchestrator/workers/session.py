@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
 from grpo.orchestrator.workers.failures import LATE, EnvironmentFailed, EnvironmentKilled
 from grpo.orchestrator.workers.process import ForkServer, WorkerProcess

@@ -19,9 +19,6 @@ from typing import Any
 import uvloop
 import zmq
 import zmq.asyncio
-
-from grpo.orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
-from grpo.orchestrator.envs.registry import make_environment
 from grpo.orchestrator.rollouts.clock import (
     BOARD_BYTES,
     OwnTimeout,
@@ -32,8 +29,10 @@ from grpo.orchestrator.rollouts.clock import (
     waiting,
 )
 from grpo.orchestrator.rollouts.context import ContextFull
+from grpo.orchestrator.rollouts.environment import Environment, episode_of, is_single_turn, roles_of
 from grpo.orchestrator.rollouts.episode import reason_of, result_of, run_episode
 from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.orchestrator.rollouts.registry import make_environment
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite
 from grpo.orchestrator.rollouts.state import EpisodeState
 from grpo.orchestrator.workers.protocol import (

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from grpo.transport.weights.dequantized import FOLDER
 
 from tests.chaos.launched import MODULES, Launched, shared
 from tests.e2e.runs import Run, done, until
-from grpo.transport.weights.dequantized import FOLDER
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.run import create_run
 
 from tests.chaos.training import Training, batch_of, start
 from tests.trainer.exported import export_forever
 from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
-from grpo.transport.batches.filesystem import BatchSender
-from grpo.transport.run import create_run
 
 pytestmark = pytest.mark.chaos
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.buffer import Buffer
 from grpo.orchestrator.run import orchestrate
+
 from tests.chaos.kill_points import DISK_CALLS, kill_at
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 

@@ -8,10 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-from tests.chaos.kill_points import DISK_CALLS, start
-from tests.chaos.test_transport_kills import wait_for_end
-from tests.transport.samples import SPEC
 from grpo.transport.folders import step_folder
 from grpo.transport.weights.store import (
     ADAPTER_FILE,
@@ -23,6 +19,10 @@ from grpo.transport.weights.store import (
     verify_policy,
     write_in_use,
 )
+
+from tests.chaos.kill_points import DISK_CALLS, start
+from tests.chaos.test_transport_kills import wait_for_end
+from tests.transport.samples import SPEC
 
 pytestmark = pytest.mark.chaos
 

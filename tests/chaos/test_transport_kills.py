@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-from tests.chaos.kill_points import DISK_CALLS, start
-from tests.transport.samples import equal, micro_batch
 from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from grpo.transport.batches.store import StepStore
 from grpo.transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from grpo.transport.folders import write_atomic
 from grpo.transport.keys import SharedKey
 from grpo.transport.ports import free_port
+
+from tests.chaos.kill_points import DISK_CALLS, start
+from tests.transport.samples import equal, micro_batch
 
 pytestmark = pytest.mark.chaos
 CHECKPOINT_EVERY = 3

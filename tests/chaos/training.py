@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
-
 from grpo.configs.train import TrainSettings
-from tests.chaos.kill_points import kill_at
-from tests.trainer.bench import UNMASKED
-from tests.trainer.models import hint_for, tiny_batch
 from grpo.trainer.startup import run
 from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.folders import step_folder
 from grpo.transport.records import MicroBatch
 from grpo.transport.run import RunFolder, create_run
+from msgspec.structs import replace
+
+from tests.chaos.kill_points import kill_at
+from tests.trainer.bench import UNMASKED
+from tests.trainer.models import hint_for, tiny_batch
 
 NUM_STEPS = 16
 LOSS = UNMASKED | {"alpha_sdpo": 0.5, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}

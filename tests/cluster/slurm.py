@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import psutil
-
 from grpo.transport.ports import free_port
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from grpo.configs.run import load_run
 from grpo.deploy.slurm import script
+from grpo.transport.folders import steps_in
+
 from tests.cluster.slurm import CPUS, Slurm, missing
 from tests.e2e.runs import Run, done, until
-from grpo.transport.folders import steps_in
 
 pytestmark = [
     pytest.mark.cluster,

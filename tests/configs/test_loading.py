@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from grpo.configs.entry import load_settings
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.help import rows
 from grpo.configs.keys import known_keys
 from grpo.configs.loading import load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import PROGRAMS, load_run
+
 from tools.settings_page import differing, reference
 
 HERE = Path(__file__).parent

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
-
 from grpo.configs.common import all_conflicts
 from grpo.configs.cross import cross_problems, joined_check, recorded
 from grpo.configs.errors import SettingsError
@@ -12,6 +10,7 @@ from grpo.configs.infer import InferSettings
 from grpo.configs.loading import Loaded, S
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
+from pydantic import ValidationError
 
 MERGED = {"format": "merged"}
 NCCL = {"type": "nccl", "format": "merged"}

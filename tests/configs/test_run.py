@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from grpo.configs.entry import load_settings
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
@@ -15,6 +14,7 @@ from grpo.configs.keys import known_keys
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import PRESETS, Run, RunSettings, load_run, presets
 from grpo.configs.train import TrainSettings
+
 from tests.grpo.run_folder import grpo
 
 RUN: dict[str, Any] = {

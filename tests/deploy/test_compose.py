@@ -19,18 +19,18 @@ from typing import Any
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
 from grpo.configs.infer import InferSettings
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_part
 from grpo.configs.train import TrainSettings
-from tests.deploy.containers import start, substituted
-from tests.e2e.runs import END_S, until
 from grpo.transport.ports import free_port
 from grpo.transport.run import current_run_id
 from grpo.transport.status import server_file
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.deploy.containers import start, substituted
+from tests.e2e.runs import END_S, until
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = (ROOT / "deploy" / "docker-compose.yaml").read_text()

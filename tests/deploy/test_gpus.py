@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from grpo.configs.run import load_run
 from grpo.deploy.gpus import VARIABLE, visible_gpus
 from grpo.deploy.launcher import make_programs

@@ -12,17 +12,17 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.run import load_run
 from grpo.deploy.cluster import check, name_of
 from grpo.deploy.kubernetes import OVERLAYS, files
-from tests.deploy.containers import start, substituted
-from tests.e2e.runs import END_S, Run, until
-from tests.infer.server_process import children_of, wait_until_gone
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.ports import free_port
 from grpo.transport.run import current_run_id
+
+from tests.deploy.containers import start, substituted
+from tests.e2e.runs import END_S, Run, until
+from tests.infer.server_process import children_of, wait_until_gone
 
 VERSION = "1.32.0"
 TOPOLOGY = {

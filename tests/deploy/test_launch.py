@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_part, load_run
@@ -15,6 +14,7 @@ from grpo.configs.train import TrainSettings
 from grpo.deploy.cluster import Places, parts
 from grpo.deploy.sky import group
 from grpo.deploy.slurm import script
+
 from tests.grpo.run_folder import grpo
 
 TOPOLOGY = {

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from grpo.deploy.launcher import explain, goes_on, launched
 from grpo.deploy.programs import Child, Outcome, Program
-from grpo.status import run_status
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.run import RunFolder, open_run
+
+from grpo.status import run_status
 
 
 @pytest.fixture

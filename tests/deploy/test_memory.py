@@ -6,16 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from grpo.configs.run import load_run
 from grpo.configs.train import TrainSettings
 from grpo.deploy.memory import GIB, NoRoom, measure, utilization, with_split
 from grpo.deploy.plan import resolve
-from tools.random_models import TINY, make_random
 from grpo.trainer.batch import check_step
 from grpo.trainer.dry_step import Measurement, batches
 from grpo.trainer.memory import estimate
 from grpo.transport.errors import UserError
+
+from tools.random_models import TINY, make_random
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
 FOUND = Measurement(

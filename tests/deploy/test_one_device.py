@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.run import load_run
 from grpo.deploy.plan import Plan, resolve

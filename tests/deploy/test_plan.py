@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.loading import load
@@ -18,9 +17,10 @@ from grpo.configs.train import TrainSettings
 from grpo.deploy.launcher import make_programs, run
 from grpo.deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from grpo.deploy.programs import Outcome
-from grpo.status import shown
 from grpo.transport.errors import RunFolderError, StorageError
 from grpo.transport.run import Role, RunFolder, create_run, join_run, only_one
+
+from grpo.status import shown
 
 PRESET = "configs/quickstart"
 
@@ -216,7 +216,9 @@ def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str], starts: bool
 ) -> None:
     started = []
-    monkeypatch.setattr("grpo.deploy.launcher.run_programs", lambda programs, **_: started.append(programs) or Outcome())
+    monkeypatch.setattr(
+        "grpo.deploy.launcher.run_programs", lambda programs, **_: started.append(programs) or Outcome()
+    )
     create_run(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 60}')
     run(load_run(PRESET, ["--output_dir", str(tmp_path), *words]), shown)

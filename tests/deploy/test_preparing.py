@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from grpo.transport.run import only_one
 
 ON_A_GPU = """

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from grpo.deploy.launcher import last_error
-from tests.infer.server_process import runs
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.status import AWAY, read_status
+
+from tests.infer.server_process import runs
 
 LAUNCHER = Path(__file__).with_name("fake_launcher.py")
 SERVE = "sleep:600"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.loading import load

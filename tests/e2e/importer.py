@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer.colocate import imported_for
 from grpo.trainer.distributed import ONE

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from grpo.transport.run import create_run
 
 from tests.infer.published import Publisher
 from tests.infer.server_process import Server, running
-from grpo.transport.run import create_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 KEY = "a key"

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from grpo.transport.codec import decode
+from grpo.transport.records import Canary
 from tokenizers import Tokenizer
 
 from tests.e2e.runs import ROOT, Run, options, trained
-from tests.orchestrator.sandbox.conftest import why_no_sandbox
-from grpo.transport.codec import decode
-from grpo.transport.records import Canary
+from tests.environments.sandbox.conftest import why_no_sandbox
 
 pytestmark = pytest.mark.e2e
 

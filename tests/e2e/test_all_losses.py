@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pyarrow.parquet as pq
 import pytest
+from grpo.orchestrator.auxiliary.preferences.pairs import pair_record
+from grpo.transport.traces import trace_path
 
 from grpo.view.traces import rollout, rollouts_of
-from grpo.orchestrator.preferences.pairs import pair_record
 from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run
 from tests.e2e.scripted_teachers import scripted_teachers
 from tests.grpo.view.served import served
-from grpo.transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS, BATCH_SIZE = 8, 32

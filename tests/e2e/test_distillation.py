@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from grpo.transport.status import read_status
 
 from tests.e2e.runs import Run, trained
-from grpo.transport.status import read_status
 
 pytestmark = pytest.mark.e2e
 

@@ -11,17 +11,17 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from grpo.transport.records import Canary, PolicySpec
+from grpo.transport.run import RunFolder, create_run
+from grpo.transport.weights.identity import base_identity
+from grpo.transport.weights.shards import Weight
+from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import END_S
 from tests.infer.published import CANARY_IDS, TARGETS, logprobs_of
 from tests.infer.server_process import Server, running
-from grpo.transport.records import Canary, PolicySpec
-from grpo.transport.run import RunFolder, create_run
-from grpo.transport.weights.identity import base_identity
-from grpo.transport.weights.shards import Weight
-from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher
 
 pytestmark = pytest.mark.e2e
 

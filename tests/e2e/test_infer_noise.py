@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from grpo.transport.records import Canary
+from grpo.transport.run import create_run
+from grpo.transport.weights.store import CANARY_FILE, NOISE_FILE
 from msgspec import structs
 from peft import PeftModel
 
@@ -20,9 +23,6 @@ from tests.e2e.plain_server import MODEL
 from tests.e2e.test_infer_policies import EXACT, largest, prompt
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
-from grpo.transport.records import Canary
-from grpo.transport.run import create_run
-from grpo.transport.weights.store import CANARY_FILE, NOISE_FILE
 
 pytestmark = pytest.mark.e2e
 

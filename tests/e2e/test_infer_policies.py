@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from grpo.configs.auxiliary import TeacherSettings
+from grpo.infer.checks import PEFT_PREFIX
+from grpo.orchestrator.auxiliary.teacher.served import ServedTeacher
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.store import ADAPTER_FILE
 from msgspec import structs
 from peft import PeftModel
 
-from grpo.configs.auxiliary import TeacherSettings
-from grpo.infer.checks import PEFT_PREFIX
-from grpo.orchestrator.teacher.served import ServedTeacher
 from tests.e2e.plain_server import KEY, MODEL, NUM_BATCHED_TOKENS, SCALES, Live, plain_server
 from tests.e2e.runs import until
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
-from grpo.transport.run import RunFolder
-from grpo.transport.weights.store import ADAPTER_FILE
 
 pytestmark = pytest.mark.e2e
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from grpo.transport.errors import START_AGAIN
+from grpo.transport.ports import free_port
 
 from tests.e2e.runs import END_S, until
 from tests.infer.server_process import children_of, start, wait_until_gone
-from grpo.transport.errors import START_AGAIN
-from grpo.transport.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos]
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from grpo.transport.ports import free_port
 
 from tests.e2e.conftest import pip
 from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run, until
-from grpo.transport.ports import free_port
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 pytestmark = pytest.mark.e2e
 
-OTHERS = ROOT / "tests/orchestrator/envs/others"
+OTHERS = ROOT / "tests/environments/others"
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 32, 8
 STEPS_BEFORE_CRASH = 40
 """Of the OpenEnv server's, over all sessions: in the middle of the run."""

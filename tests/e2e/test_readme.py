@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpo.orchestrator.rollouts.registry import make_environment
 
-from grpo.orchestrator.envs.registry import make_environment
 from tests.e2e.readme import README, blocks, command
 from tests.e2e.runs import PROGRAMS, ROOT, grpo
 

@@ -14,16 +14,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-
 from grpo.configs.train import TrainSettings
-from tests.e2e.importer import CPU, anonymous_bytes, logprobs
-from tests.e2e.runs import END_S, ROOT, until
-from tests.infer.server_process import Server, running, wait_until_gone
-from tools.random_models import HUNDRED, make_random
 from grpo.trainer.distributed import ONE
 from grpo.trainer.model import load_policy
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.run import create_run
+
+from tests.e2e.importer import CPU, anonymous_bytes, logprobs
+from tests.e2e.runs import END_S, ROOT, until
+from tests.infer.server_process import Server, running, wait_until_gone
+from tools.random_models import HUNDRED, make_random
 
 pytestmark = pytest.mark.e2e
 

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from grpo.transport.run import current_run_id
+from grpo.transport.status import read_status, server_of
+from grpo.transport.weights.store import PolicyReader
 
 from tests.chaos.launched import Launched
 from tests.e2e.runs import END_S
 from tests.infer.server_process import children_of, wait_until_gone
-from grpo.transport.run import current_run_id
-from grpo.transport.status import read_status, server_of
-from grpo.transport.weights.store import PolicyReader
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1800)]
 

@@ -7,7 +7,6 @@ Not yet run: needs a GPU.
 import sys
 
 import torch
-
 from grpo.transport.shared_base import CudaMemory, Manifest, device_key, export_base
 
 

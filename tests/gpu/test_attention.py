@@ -6,7 +6,6 @@ Not yet run: needs a GPU.
 import numpy as np
 import pytest
 import torch
-
 from grpo.trainer.attention import KERNELS, PADDED, VARLEN, implementation_for
 from grpo.trainer.packing import Layout
 

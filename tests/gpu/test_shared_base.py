@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from grpo.transport.shared_base import import_base
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpo.transport.run import create_run
 
 from tests.infer.server_process import running
-from grpo.transport.run import create_run
 
 pytestmark = pytest.mark.gpu
 

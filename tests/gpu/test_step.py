@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from grpo.configs.loss import LossSettings
 from grpo.configs.train import LowPrecision
-from tests.trainer.models import CPU, VOCAB, save_tiny_model, tiny_batch, tiny_policy, tiny_settings
 from grpo.trainer.distributed import ONE
 from grpo.trainer.errors import ModelError
 from grpo.trainer.low_precision import check_device
@@ -23,6 +20,9 @@ from grpo.trainer.optim import Optimizer
 from grpo.trainer.packing import packed_tokens
 from grpo.trainer.quantization import QUANTIZE
 from grpo.transport.records import MicroBatch, Quantization
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.trainer.models import CPU, VOCAB, save_tiny_model, tiny_batch, tiny_policy, tiny_settings
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.cli import _command
 from grpo.orchestrator.ledger import Ledger
 from grpo.transport.records import SCHEMA_VERSION
 from grpo.transport.status import StatusFile
+
+from grpo.cli import _command
 
 ENV = {"id": "reverse-text", "name": None, "args": {"num_train": 20}}
 ORCH_SETTINGS = {"max_steps": 2, "max_off_policy_steps": 8, "env": [ENV]}

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpo.transport.errors import UserError
+from grpo.transport.run import create_run
 
 from grpo.cli import COMMANDS, main
 from tests.grpo.run_folder import grpo
-from grpo.transport.errors import UserError
-from grpo.transport.run import create_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from grpo.orchestrator.monitoring.timeline import Timeline
+from grpo.transport.errors import UserError
 
 from grpo.compare import arms_of, planned
 from grpo.figures import measured, report
-from grpo.orchestrator.monitoring.timeline import Timeline
 from tests.grpo.run_folder import grpo
-from grpo.transport.errors import UserError
 
 PRESET = "configs/quickstart"
 

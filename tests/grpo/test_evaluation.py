@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from grpo.configs.errors import SettingsError
+from grpo.transport.errors import UserError
+from grpo.transport.run import create_run, join_run
+
 from grpo.evaluation import _evaluated, find_target, settings_of
 from grpo.serve import Served
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from grpo.transport.errors import UserError
-from grpo.transport.run import create_run, join_run
 
 MODEL = str(Path(__file__).parents[2] / "configs/quickstart/model")
 

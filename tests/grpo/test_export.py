@@ -12,6 +12,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from grpo.transport.records import Canary
+from grpo.transport.run import create_run
+from grpo.transport.weights.identity import base_identity
+from grpo.transport.weights.shards import Weight
+from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE, PolicyPublisher
 from msgspec import structs
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load, load_file, save
@@ -22,11 +27,6 @@ from grpo.export import PEFT_PREFIX, export, push
 from grpo.version import CannotExport, open_version
 from tests.grpo.run_folder import grpo
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
-from grpo.transport.records import Canary
-from grpo.transport.run import create_run
-from grpo.transport.weights.identity import base_identity
-from grpo.transport.weights.shards import Weight
-from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE, PolicyPublisher
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 

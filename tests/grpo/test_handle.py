@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo.configs.errors import SettingsError
+from grpo.transport.traces import SCHEMA, make_table, trace_path, write_table
 
 import grpo
-from grpo.configs.errors import SettingsError
 from grpo.handle import command
 from grpo.run_files import NoRun
 from grpo.training import _texts
 from grpo.view.data import curves
 from tests.grpo.run_folder import finish, found, says, write_metrics
-from grpo.transport.traces import SCHEMA, make_table, trace_path, write_table
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo.environments.reverse_text import ReverseText
+from grpo.transport.errors import UserError
 
 from grpo.ledger import open_ledger
-from grpo.orchestrator.envs.reverse_text import ReverseText
 from tests.grpo.run_folder import found, grpo, write_ledger
-from grpo.transport.errors import UserError
 
 Ask = Callable[..., tuple[int, Any]]
 

@@ -7,20 +7,20 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from grpo.configs.errors import SettingsError
+from grpo.orchestrator.renderer import ChatRenderer
+from grpo.trainer.weights import AdapterWeights
+from grpo.transport.errors import UserError
+from grpo.transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
 from safetensors.torch import load_file
 
-from grpo.configs.errors import SettingsError
 from grpo.cli import _command
 from grpo.export import export
 from grpo.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, settings_of
 from grpo.status import run_status
 from grpo.version import open_version
 from grpo.view.data import curves
-from grpo.orchestrator.renderer import ChatRenderer
 from tests.trainer.models import is_zero, tiny_policy
-from grpo.trainer.weights import AdapterWeights
-from grpo.transport.errors import UserError
-from grpo.transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
 
 MODEL = Path("configs/quickstart/model")
 ARGUMENTS = ["--model", str(MODEL), "--recipe", "fp32", "--optimizer", "adamw", "--num_threads", "1"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo.orchestrator.rollouts.registry import make_environment
+from grpo.transport.errors import UserError
 
 from grpo import Environment, Rubric
 from grpo.sources import env_settings, source_of
-from grpo.orchestrator.envs.registry import make_environment
-from grpo.transport.errors import UserError
 
 CELLS = [
     "import math as m\nimport re",

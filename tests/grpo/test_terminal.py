@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.summary import Summary
 
 from grpo.chat import has_single_answers, talk
 from grpo.serve import ALIAS, Served
-from grpo.orchestrator.ledger import Ledger
-from grpo.orchestrator.monitoring.summary import Summary
 from tests.grpo.run_folder import found, grpo, says, write_metrics
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1;1H\u202egnp\u2066 [/bold] [red]\r"

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
 from grpo.infer.checks import PEFT_PREFIX, tensor_shapes
 from grpo.transport.records import Canary, PolicySpec
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.identity import base_identity
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, PolicyPublisher
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CANARY_IDS = tuple(range(40, 72))

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import psutil
-
 from grpo.transport.ports import free_port
 
 START_S = 500.0
@@ -79,7 +78,9 @@ def start(arguments: Mapping[str, object], *, log: Path, environment: Mapping[st
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), **environment}
     with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, "-m", "grpo.infer.cli", *words], stdout=file, stderr=file, env=environment)
+        return subprocess.Popen(
+            [sys.executable, "-m", "grpo.infer.cli", *words], stdout=file, stderr=file, env=environment
+        )
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import httpx
 import pytest
 from fastapi import FastAPI
-
 from grpo.infer.access import guarded
 
 

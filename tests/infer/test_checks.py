@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from msgspec import structs
-
 from grpo.infer.canary import check_effect
 from grpo.infer.checks import BaseModel, check_tokenizer, check_version, read_version, tensor_shapes, version_folder
+from grpo.transport.errors import PolicyRefused
+from grpo.transport.http import CanaryFigures
+from grpo.transport.records import Canary
+from grpo.transport.run import RunFolder, create_run
+from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from msgspec import structs
+
 from tests.infer.versions_fakes import (
     ADAPTER,
     BASE,
@@ -30,11 +35,6 @@ from tests.infer.versions_fakes import (
     weight_files,
     weights_of,
 )
-from grpo.transport.errors import PolicyRefused
-from grpo.transport.http import CanaryFigures
-from grpo.transport.records import Canary
-from grpo.transport.run import RunFolder, create_run
-from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 IN_PLACE = replace(BASE, max_rank=None)
 WITH_NOISE = replace(BASE, noisy_norms=NORMS)

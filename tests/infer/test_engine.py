@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
-from pydantic import ValidationError
-
 from grpo.configs.infer import VLLM_REFUSED, InferSettings
 from grpo.infer.arguments import ArgumentError, make_args, served_rank
 from grpo.infer.engine import Adapter, Engine, EngineEnded, EngineError
 from grpo.infer.following import continued_seed, follow
-from tests.infer.versions_fakes import FakeEngine, publish, table_of
 from grpo.transport.http import Choice, GenerateRequest
 from grpo.transport.run import create_run
 from grpo.transport.weights.nccl import Announcement, Rendezvous
+from msgspec import structs
+from pydantic import ValidationError
+
+from tests.infer.versions_fakes import FakeEngine, publish, table_of
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 ADAPTER = Adapter(name="policy-v3", key=7, path="/", noisy=True)

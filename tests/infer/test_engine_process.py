@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from grpo.infer.engine_process import FollowServer
 
 SPAWNED = """

@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
 from grpo.infer.lend import by_checkpoint, export_model, rows_of_parameters
 from grpo.transport.errors import SharedBaseError
 from grpo.transport.shared_base import import_base
+from safetensors.torch import save_file
 
 CPU = torch.device("cpu")
 H, Q, KV, V = 4, 6, 2, 5

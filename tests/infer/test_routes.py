@@ -13,16 +13,16 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.responses import PlainTextResponse
-
 from grpo.configs.infer import InferSettings
 from grpo.infer.access import guarded
 from grpo.infer.engine import Adapter, EngineEnded, EngineError
 from grpo.infer.routes import PolicyRoutes
 from grpo.infer.server import listening_socket
-from tests.infer.versions_fakes import BASE, NOISE_EFFECT, NOISY, NORMS, SEVERAL, FakeEngine, publish, table_of
 from grpo.transport.http import Choice, GenerateRequest
 from grpo.transport.run import RunFolder, create_run
+from starlette.responses import PlainTextResponse
+
+from tests.infer.versions_fakes import BASE, NOISE_EFFECT, NOISY, NORMS, SEVERAL, FakeEngine, publish, table_of
 
 GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"

@@ -6,9 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from grpo.infer.engine import EngineError
 from grpo.infer.versions import NotLive, UnknownAdapter, VersionTable
+from grpo.transport.errors import DeadlineError, PolicyRefused
+from grpo.transport.folders import step_folder
+from grpo.transport.http import LoadReport
+from grpo.transport.records import PolicySpec
+from grpo.transport.run import RunFolder, create_run
+
 from tests.infer.versions_fakes import (
     BASE,
     FULL,
@@ -24,11 +29,6 @@ from tests.infer.versions_fakes import (
     publish,
     table_of,
 )
-from grpo.transport.errors import DeadlineError, PolicyRefused
-from grpo.transport.folders import step_folder
-from grpo.transport.http import LoadReport
-from grpo.transport.records import PolicySpec
-from grpo.transport.run import RunFolder, create_run
 
 pytestmark = pytest.mark.timeout(60)
 IN_PLACE = replace(BASE, max_rank=None)

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from msgspec import structs
-
 from grpo.infer.checks import BaseModel
 from grpo.infer.engine import Adapter, EngineError
 from grpo.infer.versions import VersionTable
@@ -23,6 +21,7 @@ from grpo.transport.run import RunFolder
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
 from grpo.transport.weights.shards import Weight, shard_files
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, PolicyPublisher
+from msgspec import structs
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.layers.0.q_proj.weight": (6, 4),

@@ -1,8 +1,8 @@
 """Chat templates of public formats, in our own words, over the quickstart model's tokenizer of bytes."""
 
+from grpo.orchestrator.renderer import ChatRenderer
 from transformers import PreTrainedTokenizerFast
 
-from grpo.orchestrator.renderer import ChatRenderer
 from tests.orchestrator.fakes import MODEL
 
 CHATML = """

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
-
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
 from grpo.transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
 from grpo.orchestrator.rollouts.records import EpisodeResult, Step, Task
 from grpo.transport.http import Choice
 from grpo.transport.records import TrainingSample

@@ -9,8 +9,9 @@ from typing import Any
 
 from grpo.orchestrator.monitoring.summary import Summary
 from grpo.orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from grpo.transport.records import MicroBatch
+
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

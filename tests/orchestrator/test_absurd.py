@@ -9,9 +9,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.inference.client import InferenceClient
 from grpo.orchestrator.inference.pool import ServerPool
@@ -22,6 +19,9 @@ from grpo.orchestrator.rollouts.records import EpisodeResult, Group, SamplingPar
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.samples import finish_group, unfit
 from grpo.orchestrator.workers.pool import WorkerPool
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.orchestrator import absurd
 from tests.orchestrator.fakes import MODEL, FakeServer
 

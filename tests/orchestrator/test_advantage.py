@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from grpo.orchestrator.advantage import (
     CreditAssigner,
     StepKey,
@@ -24,10 +21,13 @@ from grpo.orchestrator.advantage import (
     normalised,
 )
 from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.transport.importing import FunctionFailed
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.orchestrator import made
 from tests.orchestrator.fakes import settings_for
 from tests.orchestrator.made import step
-from grpo.transport.importing import FunctionFailed
 
 
 def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.rollouts.stores import ArtifactStore, ArtifactStores
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo.orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, make_buffer
+from grpo.orchestrator.resuming import Progress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, make_buffer
-from grpo.orchestrator.resuming import Progress
 from tests.orchestrator.fakes import settings_for
 
 KEYS = {env: [f"{env}{i}" for i in range(5)] for env in "ab"}

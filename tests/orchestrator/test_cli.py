@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator import cli
 from grpo.orchestrator.inference.client import ServerError, ServersAway
-from tests.orchestrator.fakes import MODEL, FakeServer, settings_for
 from grpo.transport.errors import START_AGAIN, PeerFailed
+
+from tests.orchestrator.fakes import MODEL, FakeServer, settings_for
 
 COMMAND = [sys.executable, "-m", "grpo.orchestrator.cli"]
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-
 from grpo.configs.auxiliary import ApiSettings
 from grpo.orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
 from grpo.orchestrator.rollouts.messages import ModelResponse
+from grpo.transport.ports import free_port
+
 from tests.orchestrator.chat_server import (
     FakeChatServer,
     Say,
@@ -21,7 +22,6 @@ from tests.orchestrator.chat_server import (
     status,
     text,
 )
-from grpo.transport.ports import free_port
 
 QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
-
 from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 from grpo.orchestrator.workers.protocol import ALIVE, PROTOCOL, Alive, Gone, decode_from_worker, encode, frame_of
 from grpo.orchestrator.workers.server import EnvironmentServer
+
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
 from tests.orchestrator.worker_pools import is_alive, pool_for, reason, rolled_out, says, scored, task, until_ended

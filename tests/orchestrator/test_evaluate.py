@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
-
 from grpo.configs.evaluation import HeldOut
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.evaluate import due, evaluate, figures_of, pass_at_k
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step
+
 from tests.orchestrator import made
 from tests.orchestrator.fakes import FakeServer, settings_for, until
 from tests.orchestrator.running import run

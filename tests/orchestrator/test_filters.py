@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from grpo.configs.rollouts import GibberishFilter
 from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition, make_filters
+
 from tests.orchestrator.fakes import MODEL, settings_for
 
 # -log(100) = -4.605; two nats below is -6.605.

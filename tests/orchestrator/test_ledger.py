@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from grpo.orchestrator.ledger import NUM_STATES, Ledger
 from grpo.transport.errors import StorageError
 

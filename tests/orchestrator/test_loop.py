@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from grpo.configs.errors import SettingsError
 from grpo.configs.train import TrainSettings
-from grpo.status import run_status, text
 from grpo.orchestrator.checks import Mismatch
 from grpo.orchestrator.inference.client import ServerError, ServersAway
 from grpo.orchestrator.run import orchestrate
 from grpo.orchestrator.workers.failures import EnvironmentFailed
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
-from tests.orchestrator.running import run
 from grpo.transport.batches.filesystem import BatchReceiver
 from grpo.transport.errors import DeadlineError
 from grpo.transport.importing import FunctionFailed
 from grpo.transport.run import create_run, join_run, only_one
 from grpo.transport.status import read_status
 from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
+
+from grpo.status import run_status, text
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.running import run
 
 
 def improving(prompt: str, version: int) -> str:

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 from grpo.orchestrator.monitoring.metrics import (
     NAMES,
     MetricsFile,
@@ -16,6 +15,7 @@ from grpo.orchestrator.monitoring.metrics import (
     found_metrics,
 )
 from grpo.orchestrator.samples import FinishedGroup
+
 from tests.orchestrator import made
 
 DOCS = Path(__file__).parents[2] / "docs"

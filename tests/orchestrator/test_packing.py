@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from grpo.orchestrator.packing import FILLER_ID, pack, plan
+from grpo.transport.records import Hint, PreferencePair, TrainingSample
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from grpo.orchestrator.packing import FILLER_ID, pack, plan
 from tests.orchestrator import made
-from grpo.transport.records import Hint, PreferencePair, TrainingSample
 
 
 def sample(number: int, length: int, version: int = 3) -> TrainingSample:

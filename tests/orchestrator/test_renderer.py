@@ -4,15 +4,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
-
 from grpo.orchestrator import renderer
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import checked_messages
 from grpo.orchestrator.seeds import group_seed
-from tests.orchestrator.fakes import MODEL
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
+from transformers import PreTrainedTokenizerFast
+
+from tests.orchestrator.fakes import MODEL
 
 
 def test_every_group_has_its_own_seed_and_without_one_the_server_decides() -> None:

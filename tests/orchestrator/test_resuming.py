@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from grpo.run_files import read_run
+from grpo.orchestrator.auxiliary.preferences.asked import COSTS
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.summary import Summary
-from grpo.orchestrator.preferences.asked import COSTS
 from grpo.orchestrator.resuming import resume
 from grpo.orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, settings_for
-from tests.orchestrator.running import lines_of, run
 from grpo.transport.checkpoints import Checkpoints
 from grpo.transport.errors import DeadlineError, RunFolderError
 from grpo.transport.folders import step_folder
 from grpo.transport.run import RunFolder, code_changes, current_run_id, only_one
+
+from grpo.run_files import read_run
+from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.running import lines_of, run
 
 GROUPS, SIZE = 4, 16
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
-
 from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition
 from grpo.orchestrator.monitoring.metrics import lag
 from grpo.orchestrator.rollouts.conversation import single_row
 from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.orchestrator.samples import finish_group, judge_group, unfit
-from tests.orchestrator import made
 from grpo.transport.http import Choice
+from msgspec.structs import replace
+
+from tests.orchestrator import made
 
 
 def last_of_three(*, enforce: bool) -> Filter:

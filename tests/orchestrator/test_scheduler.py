@@ -1,10 +1,9 @@
 """The scheduler, stepped by hand."""
 
 import pytest
+from grpo.orchestrator.scheduler import Scheduler, Shipment, Ticket
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from grpo.orchestrator.scheduler import Scheduler, Shipment, Ticket
 
 pytestmark = pytest.mark.timeout(90)
 

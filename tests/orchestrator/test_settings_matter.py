@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from grpo.orchestrator.checks import Mismatch
 from grpo.orchestrator.inference.client import ServerError
+
 from tests.orchestrator import running
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import Run

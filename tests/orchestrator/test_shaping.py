@@ -13,22 +13,29 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
+from grpo.configs.rollouts import ReinforcePlusPlus, RunningBaseline
+from grpo.orchestrator.advantage import group_credit
+from grpo.orchestrator.auxiliary.teacher.scoring import Teaching
+from grpo.orchestrator.endpoints import EndpointError
+from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.samples import FinishedGroup, finish_group
+from grpo.orchestrator.shaping import (
+    BASELINES,
+    BatchAdvantages,
+    RewardShaping,
+    kl_estimates,
+    overlong_penalty,
+    values_of,
+)
+from grpo.transport.records import Float32, Int32, TrainingSample
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from grpo.configs.rollouts import ReinforcePlusPlus, RunningBaseline
-from grpo.orchestrator.advantage import group_credit
-from grpo.orchestrator.endpoints import EndpointError
-from grpo.orchestrator.rollouts.records import EpisodeResult
-from grpo.orchestrator.samples import FinishedGroup, finish_group
-from grpo.orchestrator.shaping import BASELINES, BatchAdvantages, RewardShaping, kl_estimates, overlong_penalty, values_of
-from grpo.orchestrator.teacher.scoring import Teaching
+from tests.orchestrator.auxiliary.preferences.rollouts import result
+from tests.orchestrator.auxiliary.teacher.test_scoring import sample
 from tests.orchestrator.fakes import FakeServer, settings_for
-from tests.orchestrator.preferences.rollouts import result
 from tests.orchestrator.running import run
-from tests.orchestrator.teacher.test_scoring import sample
-from grpo.transport.records import Float32, Int32, TrainingSample
 
 # --- rewards ---
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-
 from grpo.orchestrator.loops.sample import temperature_of
+
 from tests.orchestrator.fakes import settings_for
 
 

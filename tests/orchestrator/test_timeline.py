@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from grpo.orchestrator.monitoring.timeline import Span, Timeline, read_timeline
+
 from tests.orchestrator.fakes import FakeServer
 from tests.orchestrator.running import run
 

@@ -7,14 +7,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from msgspec.structs import replace
-
 from grpo.configs.reporting import TraceSettings
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.conversation import single_row
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
 from grpo.orchestrator.samples import FinishedGroup
-from tests.orchestrator import made
 from grpo.transport.http import Choice
 from grpo.transport.traces import (
     SCHEMA,
@@ -27,6 +24,9 @@ from grpo.transport.traces import (
     trained_path,
 )
 from grpo.transport.traces import write_table as write
+from msgspec.structs import replace
+
+from tests.orchestrator import made
 
 IDS = np.array([5, 6, 8, 9], np.int32)
 TASK = replace(made.TASK, env="reverse-text", index=3)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from grpo.configs.reporting import ReportSettings
 from grpo.orchestrator.monitoring.samples import Rollouts
 from grpo.orchestrator.monitoring.trackers import (
@@ -19,9 +18,10 @@ from grpo.orchestrator.monitoring.trackers import (
     known,
 )
 from grpo.orchestrator.run import orchestrate
+from grpo.transport.run import create_run
+
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import run as run_small
-from grpo.transport.run import create_run
 
 
 @pytest.fixture(autouse=True)

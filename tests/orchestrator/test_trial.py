@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from grpo.orchestrator.rollouts.context import CallFailed
 from grpo.orchestrator.rollouts.rubric import Rubric
 from grpo.orchestrator.run import orchestrate
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.orchestrator.workers.trial import AWAY, BROKEN, Watched, reason_of_trial
+
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 from tests.orchestrator.running import run

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
 from grpo.orchestrator.startup import keys_of_run
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
@@ -15,6 +14,8 @@ from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.orchestrator.workers.protocol import Sampled, Store, encode_checked
 from grpo.orchestrator.workers.session import Answerer
 from grpo.orchestrator.workers.worker import identity_of
+from grpo.transport.importing import find
+
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
     is_alive,
@@ -26,7 +27,6 @@ from tests.orchestrator.worker_pools import (
     task,
     until_ended,
 )
-from grpo.transport.importing import find
 
 HOSTILE = """
 import asyncio, gc, os, signal, subprocess, sys, threading, time

@@ -6,11 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
-
 from grpo.configs.train import TrainSettings
-from tests.memory_channels import MemoryBatches, MemoryBatchReceiver, MemoryPolicies
-from tests.trainer.models import CPU, tiny_policy
 from grpo.trainer.loop import Trainer
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import packed_tokens
@@ -19,6 +15,10 @@ from grpo.transport.records import MicroBatch
 from grpo.transport.run import RunFolder
 from grpo.transport.shared_base import ImportedBase
 from grpo.transport.status import PeerWatch, StatusFile
+from msgspec.structs import replace
+
+from tests.memory_channels import MemoryBatches, MemoryBatchReceiver, MemoryPolicies
+from tests.trainer.models import CPU, tiny_policy
 
 UNMASKED = {
     **{"token_mask_low": 0.0, "token_mask_high": 1e30, "geo_mask_low": 0.0, "geo_mask_high": 1e30},

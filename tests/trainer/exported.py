@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file
-
 from grpo.transport.shared_base import HostMemory, ImportedBase, Manifest, aligned, export_base, mapped
 from grpo.transport.weights.identity import base_identity
+from safetensors.torch import load_file
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 

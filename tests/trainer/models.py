@@ -5,11 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from grpo.configs.train import TrainSettings
-from tests.transport.samples import micro_batch
 from grpo.trainer.distributed import ONE, Ranks
 from grpo.trainer.memory import Checkpointing
 from grpo.trainer.metrics import Metric, numbers_of, reduced, states_of
@@ -18,6 +14,10 @@ from grpo.trainer.publishing import CanaryMaker
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.records import Canary, Hint, MicroBatch, PreferencePair
 from grpo.transport.shared_base import ImportedBase
+from msgspec.structs import replace
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.transport.samples import micro_batch
 
 VOCAB = 64
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -8,13 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from msgspec.structs import replace
-from safetensors.torch import save_file
-
 from grpo.configs.loss import LossSettings
 from grpo.configs.train import NoiseSettings, TrainSettings
-from tests.trainer.bench import UNMASKED
-from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_settings
 from grpo.trainer.batch import check_step
 from grpo.trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
 from grpo.trainer.ema import MovingAverage
@@ -25,6 +20,11 @@ from grpo.trainer.objective import Objective
 from grpo.trainer.optim import Optimizer
 from grpo.trainer.publishing import CanaryMaker
 from grpo.transport.records import MicroBatch
+from msgspec.structs import replace
+from safetensors.torch import save_file
+
+from tests.trainer.bench import UNMASKED
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_settings
 
 SEQUENCE_LEN = 128
 CANARY_IDS = (3, 9, 27, 17, 51, 25, 11, 33)

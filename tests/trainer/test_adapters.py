@@ -10,10 +10,20 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from grpo.configs.loss import LossSettings
+from grpo.trainer.batch import counts_of
+from grpo.trainer.checkpoint import restore, state_parts
+from grpo.trainer.distributed import ONE, Ranks
+from grpo.trainer.errors import ModelError
+from grpo.trainer.metrics import numbers_of
+from grpo.trainer.model import Policy
+from grpo.trainer.objective import Objective
+from grpo.trainer.optim import Optimizer
+from grpo.trainer.packing import packed_tokens
+from grpo.transport.records import Canary, MicroBatch
 from msgspec.structs import replace
 from safetensors.torch import load
 
-from grpo.configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
 from tests.trainer.models import (
     CPU,
@@ -27,16 +37,6 @@ from tests.trainer.models import (
     tiny_settings,
 )
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
-from grpo.trainer.batch import counts_of
-from grpo.trainer.checkpoint import restore, state_parts
-from grpo.trainer.distributed import ONE, Ranks
-from grpo.trainer.errors import ModelError
-from grpo.trainer.metrics import numbers_of
-from grpo.trainer.model import Policy
-from grpo.trainer.objective import Objective
-from grpo.trainer.optim import Optimizer
-from grpo.trainer.packing import packed_tokens
-from grpo.transport.records import Canary, MicroBatch
 
 NAMES = ("solver", "proposer")
 LENGTHS = (6, 9, 4, 7)

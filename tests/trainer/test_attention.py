@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
-
-from tests.trainer.models import CPU, tiny_batch, tiny_policy
 from grpo.trainer.attention import _repeated, padded, varlen
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import Layout, packed_tokens
 from grpo.transport.records import MicroBatch
+from msgspec import structs
+
+from tests.trainer.models import CPU, tiny_batch, tiny_policy
 
 LENGTHS = (7, 2, 1, 40, 9, 33, 2)
 

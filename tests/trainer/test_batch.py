@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
-
 from grpo.configs.loss import LossSettings
-from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
 from grpo.trainer.batch import StepCounts, check_step, counts_of, num_signal_tokens, tokens_by_adapter
 from grpo.trainer.errors import BatchError
 from grpo.trainer.objective import policy_inputs
 from grpo.trainer.packing import packed_tokens
 from grpo.transport.records import MicroBatch
+from msgspec.structs import replace
+
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
 
 ALL_ON = {"alpha_sdpo": 1.0, "beta_replay": 1.0}
 

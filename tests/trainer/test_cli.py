@@ -7,18 +7,18 @@ import sys
 import time
 from pathlib import Path
 
+import grpo.trainer.startup
 import pytest
 import torch
-
-import grpo.trainer.startup
-from tests.trainer.forked import forked, forks
-from tests.trainer.models import save_tiny_model
 from grpo.trainer.cli import _is_worker, main
 from grpo.trainer.errors import ExporterGone
 from grpo.trainer.startup import set_threads
 from grpo.transport.cores import NUMERIC_DEFAULTS
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.status import read_status
+
+from tests.trainer.forked import forked, forks
+from tests.trainer.models import save_tiny_model
 
 ARGUMENTS = ["--device", "cpu", "--recipe", "fp32", "--num_threads", "1"]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpo.trainer.errors import ExporterGone, ModelError
+from grpo.trainer.packing import PackedTokens, packed_tokens
 
 from tests.trainer.bench import Bench
 from tests.trainer.exported import imported
 from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
-from grpo.trainer.errors import ExporterGone, ModelError
-from grpo.trainer.packing import PackedTokens, packed_tokens
 
 DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from grpo.configs.loading import load
 from grpo.configs.loss import LossSettings
 from grpo.configs.train import TrainSettings
-from tests.trainer.bench import Bench, on_policy
-from tests.trainer.models import as_floats, tiny_batch
-from tests.trainer.test_loss import counts, tokens_of
 from grpo.trainer.custom_loss import custom_loss, loss_function
 from grpo.trainer.errors import LossError
 from grpo.trainer.loss import policy_loss
+
+from tests.trainer.bench import Bench, on_policy
+from tests.trainer.models import as_floats, tiny_batch
+from tests.trainer.test_loss import counts, tokens_of
 
 PPO = """
 import torch

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.trainer.distributed import ONE
 from safetensors.torch import load_file
 
 from tests.trainer.forked import END_S, forks, rank_variables
 from tests.trainer.models import save_tiny_model
 from tests.trainer.rank_cases import CASES, Case, run_case, worker
-from grpo.trainer.distributed import ONE
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from grpo.configs.loss import SdpoSettings
-from tests.trainer.tiles import LargestTensor
 from grpo.trainer.divergence import generalized_jsd
+
+from tests.trainer.tiles import LargestTensor
 
 BETAS = [0.0, 0.01, 0.5, 0.9, 1.0]
 

@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from grpo.trainer import ema
 from grpo.trainer.ema import MovingAverage
 

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from tests.trainer.models import tiny_batch, tiny_policy
 from grpo.trainer.flops import step_flops
+
+from tests.trainer.models import tiny_batch, tiny_policy
 
 
 def test_a_steps_operations_by_hand(tiny_model: Path) -> None:

@@ -6,16 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-
 from grpo.configs.loss import LossSettings
 from grpo.configs.train import TrainSettings
-from tests.infer.published import logprobs_of
-from tests.trainer.bench import settings_for
-from tests.trainer.models import CPU, canary_of, save_tiny_model, tiny_batch, tiny_policy
-from tests.trainer.test_attention import one_by_one
 from grpo.trainer.checkpoint import restore, state_parts
 from grpo.trainer.distributed import ONE, full_tensor
 from grpo.trainer.errors import ModelError
@@ -29,6 +21,14 @@ from grpo.transport.records import Canary
 from grpo.transport.run import create_run
 from grpo.transport.weights.shards import Weight
 from grpo.transport.weights.store import verify_policy
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.infer.published import logprobs_of
+from tests.trainer.bench import settings_for
+from tests.trainer.models import CPU, canary_of, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.test_attention import one_by_one
 
 IDS = (3, 9, 27, 17, 51, 25, 11, 33)
 

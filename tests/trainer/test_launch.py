@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
-from tests.infer.server_process import runs
-from tests.trainer.forked import Forked, forked
-from tests.trainer.models import tiny_batch
 from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.records import MicroBatch
 from grpo.transport.run import RunFolder, create_run
 from grpo.transport.status import read_status
+from msgspec.structs import replace
+
+from tests.infer.server_process import runs
+from tests.trainer.forked import Forked, forked
+from tests.trainer.models import tiny_batch
 
 ARGUMENTS = ["--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
 ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "240"]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.trainer.lm_head import _fold, logprobs_and_entropy
 
 from tests.trainer.tiles import LargestTensor
-from grpo.trainer.lm_head import _fold, logprobs_and_entropy
 
 SIZES = [1, 50, 1 << 20]
 """Elements of a tile: a single logit, several positions, everything."""

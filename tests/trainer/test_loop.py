@@ -10,6 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grpo.trainer.checkpoint import CheckpointStore
+from grpo.trainer.errors import EndedEarly, NonFiniteError
+from grpo.trainer.packing import packed_tokens
+from grpo.transport.errors import DeadlineError, PeerFailed, StorageError
+from grpo.transport.records import Canary, MicroBatch, PolicyManifest
+from grpo.transport.run import RunFolder
+from grpo.transport.status import StatusFile, read_status
 from msgspec.structs import replace
 from peft import PeftModel
 from safetensors.torch import load
@@ -20,13 +27,6 @@ from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import UNMASKED, Bench, on_policy
 from tests.trainer.models import CPU, files_of, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_model import write_files
-from grpo.trainer.checkpoint import CheckpointStore
-from grpo.trainer.errors import EndedEarly, NonFiniteError
-from grpo.trainer.packing import packed_tokens
-from grpo.transport.errors import DeadlineError, PeerFailed, StorageError
-from grpo.transport.records import Canary, MicroBatch, PolicyManifest
-from grpo.transport.run import RunFolder
-from grpo.transport.status import StatusFile, read_status
 
 
 def test_two_steps_publish_three_versions_whose_canaries_hugging_face_confirms(

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-
 from grpo.configs.loss import PRESETS, LossName, LossSettings
-from tests.trainer.models import as_floats
 from grpo.trainer.batch import StepCounts
 from grpo.trainer.loss import MAX_LOG_RATIO, PolicyTokens, policy_loss
 from grpo.transport.records import UNTAUGHT
+
+from tests.trainer.models import as_floats
 
 LN2 = math.log(2.0)
 OPEN: dict[str, Any] = {

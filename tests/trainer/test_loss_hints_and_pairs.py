@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.trainer.loss import dpo_loss, sdpo_loss
 
 from tests.trainer.models import as_floats
-from grpo.trainer.loss import dpo_loss, sdpo_loss
 
 LN2 = math.log(2.0)
 

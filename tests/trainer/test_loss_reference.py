@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from grpo.configs.loss import LossSettings
-from tests.trainer.models import as_floats
 from grpo.trainer.batch import StepCounts
 from grpo.trainer.loss import PolicyTokens, policy_loss
+
+from tests.trainer.models import as_floats
 
 SAMPLES = 9
 """With loss tokens in the whole step."""

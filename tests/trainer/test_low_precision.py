@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-
 from grpo.configs.train import LowPrecision
-from tests.trainer.models import CPU, tiny_batch, tiny_policy
-from tests.trainer.quantization import reference
 from grpo.trainer.errors import ModelError
 from grpo.trainer.low_precision import _swizzled, backward_product, check_device, forward_product
 from grpo.trainer.packing import packed_tokens
+
+from tests.trainer.models import CPU, tiny_batch, tiny_policy
+from tests.trainer.quantization import reference
 
 needs_fp8_on_cpu = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from grpo.trainer.matmul import linear, product
 
 

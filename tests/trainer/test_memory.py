@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-
-from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
 from grpo.trainer.errors import ModelError
 from grpo.trainer.memory import missing_for_compile, prepare_layers
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import packed_tokens
 from grpo.transport.records import MicroBatch, Quantization
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
 
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
 

@@ -2,9 +2,9 @@ import json
 import math
 
 import torch
+from grpo.trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, reduced, states_of
 
 from tests.trainer.models import as_floats
-from grpo.trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, reduced, states_of
 
 
 def scalar(number: float) -> torch.Tensor:

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import numpy as np
+from grpo.orchestrator.monitoring.metrics import check_name
+from grpo.transport.records import MicroBatch
 from msgspec.structs import replace
 
-from grpo.orchestrator.monitoring.metrics import check_name
 from tests.trainer.bench import Bench
 from tests.trainer.models import hint_for, pair_of, tiny_batch
-from grpo.transport.records import MicroBatch
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 # Everything that adds a metric: sequence ratios have a bound and the token masks, which importance: clip has not.

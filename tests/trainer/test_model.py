@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.trainer.errors import ModelError
+from grpo.trainer.lora import FusedLoraLinear
+from grpo.trainer.model import load_policy
+from grpo.trainer.packing import packed_tokens
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -19,10 +23,6 @@ from tests.trainer.models import (
     tiny_settings,
 )
 from tests.trainer.test_attention import one_by_one
-from grpo.trainer.errors import ModelError
-from grpo.trainer.lora import FusedLoraLinear
-from grpo.trainer.model import load_policy
-from grpo.trainer.packing import packed_tokens
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> Path:

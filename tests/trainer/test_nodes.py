@@ -8,10 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
-
-from tests.trainer.forked import Forked, forked
-from tests.trainer.models import tiny_batch
 from grpo.trainer.errors import RankFailed
 from grpo.trainer.launch import own_address
 from grpo.transport.batches.filesystem import BatchSender
@@ -19,6 +15,10 @@ from grpo.transport.errors import START_AGAIN
 from grpo.transport.folders import steps_in
 from grpo.transport.ports import free_port
 from grpo.transport.run import create_run
+from msgspec.structs import replace
+
+from tests.trainer.forked import Forked, forked
+from tests.trainer.models import tiny_batch
 
 ARGUMENTS = ["--device", "cpu", "--recipe", "fp32", "--optimizer", "adamw", "--num_threads", "1"]
 ARGUMENTS += ["--sequence_len", "128"]

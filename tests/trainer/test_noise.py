@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grpo.configs.train import NoiseSettings
+from grpo.trainer.errors import ModelError
+from grpo.trainer.noise import NormNoise, hidden_norms, noisy_weight, rms_norm, sigma_of
+from grpo.trainer.publishing import canary_ids
+from grpo.transport.records import Canary
 from msgspec.structs import replace
 from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
-from grpo.configs.train import NoiseSettings
 from tests.infer.published import logprobs_of
 from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import canary_of, tiny_batch, tiny_policy
 from tests.trainer.test_model import write_files
-from grpo.trainer.errors import ModelError
-from grpo.trainer.noise import NormNoise, hidden_norms, noisy_weight, rms_norm, sigma_of
-from grpo.trainer.publishing import canary_ids
-from grpo.transport.records import Canary
 
 NOISE = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.05, "num_stages": 3}
 

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
-
 from grpo.configs.loss import LossSettings
-from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
-from tests.trainer.test_attention import eager_model
 from grpo.trainer.distributed import ONE, Ranks
 from grpo.trainer.metrics import numbers_of
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective
 from grpo.trainer.packing import packed_tokens
 from grpo.transport.records import Hint, Int32, MicroBatch, PreferencePair
+from msgspec.structs import replace
+
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
+from tests.trainer.test_attention import eager_model
 
 SEQUENCE_LEN = 64
 LENGTHS = (6, 9, 4, 20, 24)

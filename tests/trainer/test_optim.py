@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.trainer.errors import ModelError, NonFiniteError
+from grpo.trainer.optim import Named, Optimizer
 from safetensors.torch import load, save
 
 from tests.trainer.models import tiny_settings
-from grpo.trainer.errors import ModelError, NonFiniteError
-from grpo.trainer.optim import Named, Optimizer
 
 KINDS = ("adamw", "adamw_8bit", "muon")
 

@@ -1,5 +1,4 @@
 import numpy as np
-
 from grpo.trainer.packing import first_fit, shared_prefixes
 
 

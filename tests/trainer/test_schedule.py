@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-
 from grpo.configs.train import TrainSettings
 from grpo.trainer.optim import learning_rate
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.trainer import startup
+from grpo.trainer.errors import ExporterGone
+from grpo.trainer.model import load_policy
 
 from tests.trainer.bench import settings_for
 from tests.trainer.exported import imported
 from tests.trainer.models import save_tiny_model
-from grpo.trainer import startup
-from grpo.trainer.errors import ExporterGone
-from grpo.trainer.model import load_policy
 
 
 @pytest.mark.parametrize("lives", [True, False])

@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grpo.trainer.errors import ModelError
+from grpo.trainer.model import Policy
+from grpo.trainer.packing import packed_tokens
+from grpo.trainer.supported import PACKED, UNPACKED, is_packed
+from grpo.transport.records import MicroBatch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.trainer.models import CPU, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
 from tools.models_table import table
-from grpo.trainer.errors import ModelError
-from grpo.trainer.model import Policy
-from grpo.trainer.packing import packed_tokens
-from grpo.trainer.supported import PACKED, UNPACKED, is_packed
-from grpo.transport.records import MicroBatch
 
 LENGTHS = (7, 2, 19, 9, 33, 2)
 SIZES = {

@@ -8,16 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from msgspec.structs import replace
-
 from grpo.configs.loss import LossSettings
-from tests.trainer.bench import Bench, on_policy
-from tests.trainer.models import CPU, VOCAB, tiny_batch
 from grpo.trainer import traces
 from grpo.trainer.loss import PolicyTokens
 from grpo.trainer.objective import policy_inputs
 from grpo.trainer.traces import TrainedTokens
 from grpo.transport.traces import FOLDER, MASKS, TRAINED_SCHEMA, VOCABULARY_FILE, trained_path
+from msgspec.structs import replace
+
+from tests.trainer.bench import Bench, on_policy
+from tests.trainer.models import CPU, VOCAB, tiny_batch
 
 
 def train(kept: TrainedTokens, steps: range) -> None:

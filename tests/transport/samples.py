@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-
 from grpo.transport.records import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
 
 SPEC = PolicySpec(base_model="base", rank=4, alpha=8, target_modules=("q_proj",), sequence_len=64, dtype="float32")

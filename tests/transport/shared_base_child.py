@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-
 from grpo.transport.shared_base import HostMemory, Manifest, aligned, export_base, import_base
 
 FUSED = torch.arange(12.0).view(6, 2)

@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-
 from grpo.transport.background import Background
 from grpo.transport.errors import DeadlineError, StorageError
 

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-
-from tests.transport.samples import damage, equal, micro_batch
 from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from grpo.transport.batches.store import StepStore
 from grpo.transport.batches.zmq import Answer, Ask, ZmqBatchReceiver, ZmqBatchSender
@@ -19,6 +17,8 @@ from grpo.transport.folders import step_folder
 from grpo.transport.keys import SharedKey, is_loopback
 from grpo.transport.ports import free_port
 from grpo.transport.records import MicroBatch
+
+from tests.transport.samples import damage, equal, micro_batch
 
 KEY, OTHER_KEY = SharedKey("a secret of enough characters"), SharedKey("another secret, as long as that")
 

@@ -5,14 +5,14 @@ import os
 from pathlib import Path
 
 import pytest
-
-from tests.transport.samples import damage, micro_batch
 from grpo.transport.batches.store import StepStore
 from grpo.transport.checkpoints import TRAINER, Checkpoints
 from grpo.transport.codec import encode
 from grpo.transport.errors import RunFolderError
 from grpo.transport.folders import step_folder, write_folder
 from grpo.transport.run import RunFolder, create_run, only_one
+
+from tests.transport.samples import damage, micro_batch
 
 
 @pytest.fixture

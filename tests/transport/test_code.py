@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from grpo.run_files import read_run
 from grpo.transport.code import digests
 from grpo.transport.errors import RunFolderError
 from grpo.transport.run import changes_of, code_changes, create_run, join_run
+
+from grpo.run_files import read_run
 
 
 def names(settings: dict[str, Any]) -> set[str]:
@@ -52,7 +52,7 @@ def test_data_that_settings_name_counts_and_what_is_no_file_does_not(tmp_path: P
         "module": "json:x",
     }
     settings = {"env": [{"id": "dataset", "args": args}], "hints": {"templates": rows}, "name": rows}
-    settings |= {"arena": "grpo.orchestrator.arena:Arena", "advantage": {"import_path": "not_there:f"}}
+    settings |= {"arena": "grpo.orchestrator.arena.arena:Arena", "advantage": {"import_path": "not_there:f"}}
     assert names(settings) == {f"env.0.args.path {rows}", f"hints.templates {rows}"}
 
 

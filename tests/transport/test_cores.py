@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from grpo.transport.cores import COMPILED_VAR, available_cores, compiled_folder, threads_each
 
 ALL = len(os.sched_getaffinity(0))

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from grpo.transport.errors import DeadlineError
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.dequantized import FOLDER, wait_for_dequantized, write_dequantized

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from tests.transport.power_cut import recorded
 from grpo.transport import folders
 from grpo.transport.errors import StorageError
 from grpo.transport.folders import ANNOUNCED, STABLE, mark_stable, write_atomic, write_folder
 from grpo.transport.status import StatusFile
+
+from tests.transport.power_cut import recorded
 
 FILES = {"weights": b"w" * 1000, "canary": b"c"}
 BELOW = {"adapters/second/weights": b"v"}

@@ -6,14 +6,14 @@ import struct
 from pathlib import Path
 
 import pytest
-
-from tests.transport.samples import SPEC, canary, equal, micro_batch
 from grpo.transport.batches.store import StepStore
 from grpo.transport.batches.zmq import Ask
 from grpo.transport.codec import decode, encode
 from grpo.transport.errors import TransportError
 from grpo.transport.folders import step_folder
 from grpo.transport.records import BatchManifest, Canary, FileEntry, MicroBatch, PolicyManifest, Record
+
+from tests.transport.samples import SPEC, canary, equal, micro_batch
 
 HOSTILE = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
 NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 20_000, 8_000, 400

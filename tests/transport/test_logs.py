@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 
 import pytest
-
 from grpo.transport.logs import printable, start_log
 from grpo.transport.run_warnings import MAX_KINDS, RunWarning, kept_warnings, run_warnings, told
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.transport.samples import SPEC
 from grpo.transport.errors import CorruptError, DeadlineError
 from grpo.transport.folders import STABLE, step_folder
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous, Source, WeightSender
 from grpo.transport.weights.shards import Weight
 from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher, PolicyReader, verify_policy
+
+from tests.transport.samples import SPEC
 
 RENDEZVOUS = Rendezvous(host="localhost", port=29501, world_size=3)
 WEIGHTS = [

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from msgspec.structs import replace
-
-from tests.transport.samples import SPEC, damage
 from grpo.transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
 from grpo.transport.folders import STABLE, removable, step_folder
 from grpo.transport.records import PolicySpec
@@ -26,6 +23,9 @@ from grpo.transport.weights.store import (
     verify_policy,
     write_in_use,
 )
+from msgspec.structs import replace
+
+from tests.transport.samples import SPEC, damage
 
 FULL = replace(SPEC, kind="full", rank=0, alpha=0, target_modules=())
 

@@ -7,14 +7,14 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from grpo.transport.codec import decode, encode
+from grpo.transport.errors import CorruptError, SchemaVersionError, TransportError
+from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Canary, FileEntry, PolicyManifest, TrainingSample
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.transport.samples import HINT, SPEC, canary, equal, micro_batch
-from grpo.transport.codec import decode, encode
-from grpo.transport.errors import CorruptError, SchemaVersionError, TransportError
-from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Canary, FileEntry, PolicyManifest, TrainingSample
 
 ENTRY = FileEntry(size_bytes=3, digest="sha256:0")
 BATCH = BatchManifest(run_id="r", step=3, files={"rank_0.msgpack": ENTRY})

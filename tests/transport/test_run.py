@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.chaos.kill_points import start
 from grpo.transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
 from grpo.transport.run import (
     KEY_FILE,
@@ -27,6 +25,8 @@ from grpo.transport.run import (
 )
 from grpo.transport.status import PeerWatch, StatusFile, read_status
 from grpo.transport.weights.identity import base_identity, resolve_model
+
+from tests.chaos.kill_points import start
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-
-from tests.transport.shared_base_child import FUSED, HALF, exported
 from grpo.transport import shared_base
 from grpo.transport.errors import CorruptError, DeadlineError, SharedBaseError
 from grpo.transport.shared_base import NAME, CudaMemory, Entry, HostMemory, Memory, decode, export_base, import_base
+
+from tests.transport.shared_base_child import FUSED, HALF, exported
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cpu")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from msgspec.structs import replace
-
-from tests.transport.samples import SPEC, damage
 from grpo.transport.errors import DeadlineError, PolicyRefused, TransportError
 from grpo.transport.folders import STABLE, step_folder
 from grpo.transport.keys import SharedKey
 from grpo.transport.ports import free_port
 from grpo.transport.weights.http import FetchedVersions, VersionServer
 from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, verify_policy
+from msgspec.structs import replace
+
+from tests.transport.samples import SPEC, damage
 
 KEY, OTHER_KEY = SharedKey("a secret of enough characters"), SharedKey("another secret, as long as that")
 WEIGHTS = bytes(range(256)) * 4000

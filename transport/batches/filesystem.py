@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
-
 from grpo.transport.batches.store import StepStore, check_belongs
 from grpo.transport.codec import encode
 from grpo.transport.errors import DeadlineError
 from grpo.transport.folders import remove_leftovers
 from grpo.transport.records import MicroBatch, require
+from numpy.typing import NDArray
 
 _POLL_S = 0.005
 

@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import zmq
 import zmq.utils.monitor
-
 from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, nothing
 from grpo.transport.batches.store import MADE_ANEW, decode_checked, parts_of
 from grpo.transport.codec import MAX_MESSAGE_BYTES

@@ -20,11 +20,6 @@ from pathlib import Path
 
 import httpx
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
-
 from grpo.transport.errors import CorruptError, DeadlineError, PolicyRefused, TransportError
 from grpo.transport.folders import (
     MANIFEST,
@@ -38,6 +33,10 @@ from grpo.transport.folders import (
 )
 from grpo.transport.keys import SharedKey
 from grpo.transport.records import FileEntry, PolicyManifest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
 
 log = logging.getLogger(__name__)
 _PAUSE_S = 0.5

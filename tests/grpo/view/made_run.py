@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-
 from grpo.orchestrator.ledger import Ledger
 from grpo.transport.http import CanaryFigures
 from grpo.transport.records import SCHEMA_VERSION

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
+from grpo.transport.run_warnings import kept_warnings
+from grpo.transport.traces import trace_path, write_table
 
 from tests.grpo.run_folder import found, grpo
 from tests.grpo.view.made_run import HOSTILE, make_run, trace
 from tests.grpo.view.served import Served, served
-from grpo.transport.run_warnings import kept_warnings
-from grpo.transport.traces import trace_path, write_table
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route

@@ -10,6 +10,7 @@ from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
 from grpo.orchestrator.rollouts.records import SamplingParams
+
 from tests.orchestrator.fakes import FakeServer
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-
 from grpo.orchestrator.inference.client import InferenceClient, ServerError, ServersAway, TimedOut
 from grpo.orchestrator.rollouts.records import SamplingParams
+from grpo.transport.limits import raise_file_limit
+
 from tests.orchestrator.chat_server import Say, cut, slow, status, text
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, client_of, name_of
-from grpo.transport.limits import raise_file_limit
 
 
 @asynccontextmanager

@@ -6,16 +6,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-
 from grpo.configs.client import ElasticSettings
 from grpo.orchestrator.inference.client import InferenceClient, ServerError
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.transport.status import FINISHED, StatusFile, server_file
+
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, running
 from tests.orchestrator.running import run
-from grpo.transport.status import FINISHED, StatusFile, server_file
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 

@@ -3,12 +3,12 @@
 import asyncio
 
 from aiohttp import web
+from grpo.orchestrator.inference.pool import ServerPool
+from grpo.transport.http import ServerLoad
 from msgspec import structs
 
-from grpo.orchestrator.inference.pool import ServerPool
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, watched
-from grpo.transport.http import ServerLoad
 
 
 class Silent(FakeServer):

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-
 from grpo.orchestrator.checks import Mismatch
 from grpo.orchestrator.inference import sleep
 from grpo.orchestrator.inference.client import ServerError
 from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.monitoring.timeline import read_timeline
+from grpo.transport.status import read_status
+
 from tests.orchestrator import running
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, until
 from tests.orchestrator.inference.serving import client_of, name_of
-from grpo.transport.status import read_status
 
 CAN_SLEEP = {"asleep": False}
 SLEEP = {"sleep_mode": True}

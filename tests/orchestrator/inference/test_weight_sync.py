@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-
 from grpo.orchestrator.inference.client import Refused, ServerError
 from grpo.orchestrator.inference.weight_sync import check_proof
+from grpo.transport.http import LoadReport, ServerInfo
+from grpo.transport.weights.store import InUse, read_in_use
+
 from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
 from tests.orchestrator.running import run
-from grpo.transport.http import LoadReport, ServerInfo
-from grpo.transport.weights.store import InUse, read_in_use
 
 
 async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:

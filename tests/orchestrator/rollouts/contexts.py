@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo.orchestrator.envs.base import Environment
 from grpo.orchestrator.rollouts.context import RolloutContext, Shared
+from grpo.orchestrator.rollouts.environment import Environment
 from grpo.orchestrator.rollouts.episode import Episode
 from grpo.orchestrator.rollouts.play import play
 from grpo.orchestrator.rollouts.roles import Role

@@ -4,10 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec.structs import replace
-
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import (
     ChatMessage,
@@ -15,9 +11,13 @@ from grpo.orchestrator.rollouts.conversation import (
     TrainingRow,
 )
 from grpo.orchestrator.rollouts.templates import ChatTemplate
+from grpo.transport.http import Choice
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
 from tests.orchestrator import made
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
-from grpo.transport.http import Choice
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
 TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()}

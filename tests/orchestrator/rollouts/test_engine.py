@@ -13,8 +13,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
-from msgspec.structs import replace
-
 from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.inference.client import Refused
 from grpo.orchestrator.ledger import Ledger
@@ -27,10 +25,12 @@ from grpo.orchestrator.samples import training_samples
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.orchestrator.workers.protocol import Loaded, Sample, Withdraw, decode_from_worker
 from grpo.orchestrator.workers.session import Answerer
-from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, until
-from tests.orchestrator.running import run
 from grpo.transport.http import Choice
 from grpo.transport.traces import trace_path
+from msgspec.structs import replace
+
+from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, until
+from tests.orchestrator.running import run
 
 SOURCE = '''
 import asyncio, os, time

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from grpo.orchestrator.rollouts.episode import Response
+from grpo.orchestrator.workers.protocol import Call
 
 from grpo import (
     AlternatingRolesEpisode,
@@ -16,8 +18,6 @@ from grpo import (
     Rubric,
     SingleTurnEpisode,
 )
-from grpo.orchestrator.rollouts.episode import Response
-from grpo.orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
 
 

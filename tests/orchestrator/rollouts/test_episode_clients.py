@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from grpo.orchestrator.rollouts.clock import OwnTimeout
+from grpo.orchestrator.rollouts.play import play
 
 from grpo import (
     CallFailed,
@@ -16,8 +18,6 @@ from grpo import (
     SingleTurnEpisode,
     client_of,
 )
-from grpo.orchestrator.rollouts.clock import OwnTimeout
-from grpo.orchestrator.rollouts.play import play
 from tests.orchestrator.chat_server import FakeChatServer, completion, status
 from tests.orchestrator.rollouts.contexts import user
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-
 from grpo.orchestrator.rollouts.context import RolloutContext
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
 from grpo.orchestrator.rollouts.state import EpisodeState
+
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, score_of, user
 
 

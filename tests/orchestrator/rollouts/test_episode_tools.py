@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from grpo.orchestrator.workers.protocol import Call
 
 from grpo import (
     ContextFull,
@@ -15,7 +16,6 @@ from grpo import (
     ToolFailed,
     parse_bracketed,
 )
-from grpo.orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 
 WORDS = {"apple": 3, "plum": 4}

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import openai
 import pytest
-
-from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, play
 from grpo.orchestrator.rollouts.clock import OwnTimeout, waiting
 from grpo.orchestrator.rollouts.context import Shared
 from grpo.orchestrator.rollouts.openai_endpoint import Endpoint, endpoint_of
 from grpo.orchestrator.rollouts.play import ScriptedBackend
 from grpo.orchestrator.workers.protocol import Call
+
+from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, play
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'

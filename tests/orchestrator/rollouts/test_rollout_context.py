@@ -5,11 +5,11 @@ import math
 from typing import Any
 
 import pytest
-
 from grpo.orchestrator.rollouts.context import ContextFull, RolloutContext
 from grpo.orchestrator.rollouts.episode import Episode, SingleTurnEpisode
 from grpo.orchestrator.rollouts.rubric import Rubric
 from grpo.orchestrator.rollouts.state import EpisodeState
+
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
 
 

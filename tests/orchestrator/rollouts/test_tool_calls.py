@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from grpo.orchestrator.rollouts.tool_calls import (
     ERROR_KINDS,
     MALFORMED_CALL,
@@ -26,6 +23,8 @@ from grpo.orchestrator.rollouts.tool_calls import (
     tagged_integer,
     tools_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 @dataclass

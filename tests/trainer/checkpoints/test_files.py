@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-
 from grpo.configs.train import TrainSettings
-from tests.transport.power_cut import recorded
-from tests.transport.samples import damage
 from grpo.trainer.checkpoint import CheckpointStore
 from grpo.transport import folders
 from grpo.transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
 from grpo.transport.run import RunFolder
+
+from tests.transport.power_cut import recorded
+from tests.transport.samples import damage
 
 SETTINGS = TrainSettings(model="base").model_dump(mode="json")
 

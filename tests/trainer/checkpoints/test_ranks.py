@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-from tests.trainer.forked import END_S, forks, rank_variables
-from tests.trainer.models import CPU, tiny_batch, tiny_policy, tiny_settings
 from grpo.trainer.checkpoint import restore, state_parts
 from grpo.trainer.distributed import ONE, Ranks, join_group, leave_group
 from grpo.trainer.model import Policy
 from grpo.trainer.optim import Optimizer
 from grpo.trainer.packing import packed_tokens
+from safetensors.torch import load_file, save_file
+
+from tests.trainer.forked import END_S, forks, rank_variables
+from tests.trainer.models import CPU, tiny_batch, tiny_policy, tiny_settings
 
 
 def optimizer_of(policy: Policy, ranks: Ranks) -> Optimizer:

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
-
-from tests.trainer.bench import UNMASKED, Bench, settings_for
-from tests.trainer.models import hint_for, tiny_batch
 from grpo.trainer.checkpoint import CheckpointStore, checkpoint_to_resume
 from grpo.trainer.errors import ResumeError
 from grpo.trainer.loop import Trainer
@@ -26,6 +22,10 @@ from grpo.transport.records import PolicyManifest
 from grpo.transport.run import RunFolder, create_run, recorded_settings
 from grpo.transport.status import read_status
 from grpo.transport.weights.store import verify_policy
+from msgspec.structs import replace
+
+from tests.trainer.bench import UNMASKED, Bench, settings_for
+from tests.trainer.models import hint_for, tiny_batch
 
 NUM_STEPS = 6
 

@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from grpo.trainer.checkpoint import CheckpointStore, Parts
+from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.folders import step_folder
+from grpo.transport.run import RunFolder, create_run
 from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED
 from tests.trainer.forked import forked_ranks
 from tests.trainer.models import tiny_batch
-from grpo.trainer.checkpoint import CheckpointStore, Parts
-from grpo.transport.batches.filesystem import BatchSender
-from grpo.transport.folders import step_folder
-from grpo.transport.run import RunFolder, create_run
 
 NUM_STEPS = 4
 ARGUMENTS = ["--gpus", "2", "--zero_level", "2", "--device", "cpu"]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import create_dynamic_map, get_4bit_type
+from grpo.trainer.quantization import DEQUANTIZE, QUANTIZE
+from grpo.transport.records import Quantization
 
 from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import CASES, bytes_of, weights
-from grpo.trainer.quantization import DEQUANTIZE, QUANTIZE
-from grpo.transport.records import Quantization
 
 Tensors = dict[str, torch.Tensor]
 LEVELS, NESTED_LEVELS = get_4bit_type("nf4", device="cpu").numpy(), create_dynamic_map().numpy()

@@ -2,11 +2,10 @@ import weakref
 
 import pytest
 import torch
-from peft import LoraConfig
-
 from grpo.trainer.lora import FusedLoraLinear
 from grpo.trainer.quantization import QUANTIZE, Dequantize, QuantizedLinear
 from grpo.transport.records import Quantization
+from peft import LoraConfig
 
 KINDS = list(QUANTIZE)
 

@@ -5,6 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.trainer.errors import ModelError
+from grpo.trainer.loading import publish_dequantized, quantized_model
+from grpo.trainer.quantization import QuantizedLinear, check_setting, stored_in
+from grpo.transport.records import Quantization
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.dequantized import FOLDER
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -13,12 +19,6 @@ from transformers import (
 )
 
 from tests.trainer.models import CPU, TARGETS, save_tiny_model
-from grpo.trainer.errors import ModelError
-from grpo.trainer.loading import publish_dequantized, quantized_model
-from grpo.trainer.quantization import QuantizedLinear, check_setting, stored_in
-from grpo.transport.records import Quantization
-from grpo.transport.run import RunFolder
-from grpo.transport.weights.dequantized import FOLDER
 
 
 def loaded(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32) -> Any:

@@ -4,11 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from grpo.infer.canary import check_effect
-from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
-from tests.trainer.quantization.test_loading import written
-from tools.random_models import QUICKSTART_MODEL
 from grpo.trainer.lora import FusedLoraLinear
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import packed_tokens
@@ -16,6 +12,10 @@ from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.quantization import QUANTIZE, QuantizedLinear
 from grpo.transport.errors import PolicyRefused
 from grpo.transport.records import Quantization
+
+from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
+from tests.trainer.quantization.test_loading import written
+from tools.random_models import QUICKSTART_MODEL
 
 KINDS = list(QUANTIZE)
 RECIPES = [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grpo.trainer.errors import ModelError
+from grpo.trainer.quantization import QuantizedLinear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -15,8 +17,6 @@ from tests.trainer.models import save_tiny_model
 from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import bytes_of
 from tests.trainer.quantization.test_loading import loaded, logits, weight_of, written
-from grpo.trainer.errors import ModelError
-from grpo.trainer.quantization import QuantizedLinear
 
 Tensors = dict[str, torch.Tensor]
 PLAIN_LAYER = "model.layers.1.mlp.up_proj"

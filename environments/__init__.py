@@ -1,0 +1,1 @@
+"""Environments that are built in, written as people write theirs: on `import grpo` alone."""

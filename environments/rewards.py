@@ -1,0 +1,189 @@
+"""Rewards by name, for environments that bring no code: what an answer of the policy is worth for an example."""
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from grpo.environments.critique.problems import problem_from_record
+from grpo.environments.critique.testing import ProgramScorer, extract_program
+from grpo.orchestrator.rollouts.messages import messages_of
+from grpo.transport.importing import find
+
+from grpo import InferenceClient, client_of
+
+Reward = Callable[..., Any]
+"""Takes the completion and the example, as any reward function of a rubric."""
+JUDGE_PROMPT = """\
+You judge an answer to a question.
+
+{question}{known}
+
+The answer to judge is:
+
+{completion}
+
+Is it right? End with one line:
+Verdict: right, or Verdict: wrong"""
+_VERDICT = re.compile(r"\bverdict\W{1,10}(right|wrong)\b", re.IGNORECASE)
+MATH_TIMEOUT_S = 2
+"""For math-verify to read one text, and to compare two."""
+MAX_MATH_CHARS = 10_000
+"""An answer stands at the end; what is before that many characters is not read."""
+
+_NUMBER = re.compile(
+    r"(?<![\w.])[+-]?(?>(?>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?>(?:e[+-]?[0-9]+)?)"
+    r"(?![.,]?[0-9]|[^\W\d_]*[\d_])",
+    re.IGNORECASE,
+)
+"""Letters may follow, as a unit; digits may not, nor may a shorter number be found within a longer one."""
+
+
+def exact(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the completion is the answer and nothing else; white space around it is ignored."""
+    return float(completion.strip() == str(example["answer"]).strip())
+
+
+def number(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the last number in the completion equals the answer: `1,000` is `1000.0`, and `1.5kg` is `1.5`."""
+    found = _NUMBER.findall(completion.replace("\u2212", "-"))
+    return float(bool(found) and _decimal(found[-1]) == _decimal(str(example["answer"])))
+
+
+def math(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where math-verify takes the completion's result, boxed or not, for the answer: `\\frac{1}{2}` is `0.5`. Any
+    expression that equals it counts, even one that was asked for: `2+3` is `5`."""
+    from math_verify import parse, verify  # type: ignore[import-untyped, unused-ignore]
+
+    given = parse(completion.strip()[-MAX_MATH_CHARS:], parsing_timeout=_limit_s())
+    return float(verify(_parsed_answer(str(example["answer"]).strip()), given, timeout_seconds=_limit_s()))
+
+
+def regex(pattern: str) -> Reward:
+    """1 where the last match of `pattern`, or its first group, is the answer; without a group, where there is a match.
+    Raises ValueError for what is no regular expression."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"reward: regex has {pattern!r}, which is no regular expression: {error}") from None
+
+    def regex(completion: str, example: Mapping[str, Any]) -> float:
+        found = [match[1 if compiled.groups else 0] or "" for match in compiled.finditer(completion)]
+        if not compiled.groups:
+            return float(bool(found))
+        return float(bool(found) and found[-1].strip() == str(example["answer"]).strip())
+
+    return regex
+
+
+def judge(model: str | Mapping[str, Any] = "base") -> Reward:
+    """1 where a model finds the completion right, which is shown the question and, where there is one, the answer; 0
+    also where it does not say. `model`: as of `client_of`. It is never trained."""
+    client = client_of(model)
+
+    async def judge(completion: str, example: Mapping[str, Any]) -> float:
+        question = "\n\n".join(message["content"] for message in messages_of(example))
+        return float(await asked_verdict(client, question, completion, example.get("answer")) or 0.0)
+
+    return judge
+
+
+async def asked_verdict(client: InferenceClient, question: str, completion: str, answer: Any = None) -> bool | None:
+    """Whether a model finds a completion right; None where it does not say. `answer`: the right one, where it is
+    known."""
+    known = "" if answer is None else f"\n\nThe right answer is:\n\n{answer}"
+    asked = JUDGE_PROMPT.format(question=question, completion=completion, known=known)
+    said = _VERDICT.findall(await client.complete([{"role": "user", "content": asked}]))
+    return said[-1].lower() == "right" if said else None
+
+
+def unit_tests(settings: Mapping[str, Any] | None = None) -> Reward:
+    """The share of the example's tests that the program in the completion passes, in the sandbox. Its other columns are
+    a problem's, in any of the styles of `grpo.environments.critique.problems`. `settings`: of `ProgramScorer`."""
+    scorer = ProgramScorer(**(settings or {}))
+
+    async def unit_tests(completion: str, example: Mapping[str, Any]) -> float:
+        problem = problem_from_record(example)
+        program = extract_program(completion)
+        return await scorer.score(program, problem.tests, digest=problem.digest, names=problem.names)
+
+    return unit_tests
+
+
+REWARDS: dict[str, Callable[[Any], Reward]] = {
+    "exact": lambda _: exact,
+    "number": lambda _: number,
+    "math": lambda _: math,
+    "regex": regex,
+    "judge": lambda model: judge(model or "base"),
+    "unit_tests": unit_tests,
+}
+"""What makes each, given its option."""
+COMPARING = ("exact", "number", "math")
+"""Those without an option, which compare the completion with the answer."""
+
+
+def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward, bool]:
+    """Its name, the reward, and whether it compares with an answer, of: a name, `{name: option}`, or
+    `module:function` or `path/to/file.py:function` of one's own. Raises ValueError for what is none."""
+    name, option = given, None
+    if isinstance(given, Mapping):
+        if len(given) != 1:
+            raise ValueError(
+                f"reward is {dict(given)}, expected one name with its option, as {{regex: 'Answer: (.*)'}}"
+            )
+        [(name, option)] = given.items()
+    if ":" in str(name):
+        function = find(str(name), setting="reward")
+        if not callable(function):
+            raise ValueError(f"reward = {name!r} is a {type(function).__name__}, expected a function")
+        return str(name), function, False
+    if name not in REWARDS:
+        raise ValueError(
+            f"unknown reward {name!r}; there are {', '.join(REWARDS)}, and your own, as my_rewards.py:score"
+        )
+    if (option is not None and name in COMPARING) or (option is None and name == "regex"):
+        raise ValueError(f"reward {name} {'takes no option' if name in COMPARING else 'needs one: a pattern'}")
+    reward = REWARDS[str(name)](option)
+    return str(name), reward, name in COMPARING or (name == "regex" and re.compile(str(option)).groups > 0)
+
+
+def wrong_answer(name: str, answer: Any) -> str | None:
+    """Why `answer` cannot be what the reward `name` compares with; None where it can."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return f"answer is {answer!r}, expected a text or a number"
+    text = str(answer).strip()
+    if not text and name != "exact":
+        return "answer is empty"
+    if name == "number" and _decimal(text) is None:
+        return f"answer is {answer!r}, which is no number"
+    if name == "math" and not _parsed_answer(text):
+        return f"answer is {answer!r}, which math-verify cannot read"
+    return None
+
+
+def _decimal(text: str) -> Decimal | None:
+    try:
+        value = Decimal(text.strip().replace(",", ""))
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_answer(expected: str) -> Any:
+    """As math-verify reads it: what is boxed, or as LaTeX where it is that, and as plain text otherwise. Empty where it
+    cannot."""
+    from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
+
+    if "\\boxed" in expected:
+        return parse(expected[-MAX_MATH_CHARS:], parsing_timeout=_limit_s())
+    return parse(f"${expected}$", parsing_timeout=_limit_s()) or parse(expected, parsing_timeout=_limit_s())
+
+
+def _limit_s() -> int | None:
+    """math-verify keeps its deadlines by signals, which only a process's main thread gets. Elsewhere, and in steps that
+    no signal interrupts, the deadline of the whole reward holds."""
+    return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

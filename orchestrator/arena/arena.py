@@ -1,0 +1,400 @@
+"""A schedule of one's own: which episodes are rolled out about what, and which of them are trained together.
+
+An arena stands in the orchestrator where otherwise examples of environments are sampled. Everything else is as always:
+the engine, the ledger, packing, versions, traces, going on after a restart. Without a run it rolls out with any model.
+"""
+
+import asyncio
+import inspect
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
+from grpo.orchestrator.arena.local import LocalPool
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.loops.sample import Intake
+from grpo.orchestrator.rollouts.clients import InferenceClient
+from grpo.orchestrator.rollouts.clock import together
+from grpo.orchestrator.rollouts.engine import PromptTooLong
+from grpo.orchestrator.rollouts.episode import Episode
+from grpo.orchestrator.rollouts.messages import ModelResponse, shown
+from grpo.orchestrator.rollouts.play import ScriptedBackend
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
+from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
+from grpo.orchestrator.rollouts.stores import ArtifactStore
+from grpo.orchestrator.samples import FinishedGroup, finish_group
+from grpo.orchestrator.scheduler import Ticket
+from grpo.orchestrator.workers.protocol import Ask, Sample, Sampled
+from grpo.transport.errors import UserError
+from grpo.transport.http import Choice
+from grpo.transport.importing import find
+from grpo.transport.records import TrainingSample
+from msgspec.structs import replace
+
+ARENA = "arena"
+"""What its rollouts have for an environment, in the ledger and in metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRequest:
+    """One rollout that is asked for. Example: ``EpisodeRequest("debate", {"topic": "tea"}, meta={"round": 3})``"""
+
+    episode_type: str
+    """Name of an episode, as `add_episode` was given."""
+    artifact: Any
+    """What it is about: the episode's example; what is no mapping is its `artifact`."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data that goes with the rollout: `state.data["meta"]`, and `extras["meta"]` of its result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBatch:
+    """What one step trains on."""
+
+    group: FinishedGroup
+    meta: Mapping[str, Any]
+    """`step`, `policy_version`, `num_rollouts`, `num_failed`, `reward`, and what `build_training_batch` was given."""
+
+    @property
+    def results(self) -> Sequence[EpisodeResult]:
+        """The rollouts that have a reward."""
+        return self.group.results
+
+    @property
+    def records(self) -> Sequence[TrainingSample]:
+        """What the trainer gets; nothing without a run, where no tokens are known."""
+        return self.group.samples
+
+
+class Arena:
+    """Override `setup` and `get_batch`; for another order of things, `main`.
+
+    Example::
+
+        class Reverse(Arena):
+            def setup(self):
+                self.add_episode("reverse", SingleTurnEpisode(rubric=Rubric([right])))
+
+            def get_batch(self):
+                words = random.sample(WORDS, 16)
+                return [EpisodeRequest("reverse", {"prompt": f"Reverse: {word}", "word": word}) for word in words]
+    """
+
+    concurrency = 64
+    """Rollouts at a time, where nothing else is said."""
+    adapters: Mapping[str, str] = {}
+    """Which of a run's adapters a role has, by role; the others have the first."""
+
+    def __init__(
+        self,
+        client: InferenceClient | None = None,
+        *,
+        credit: Credit | None = None,
+        timeout_s: float = 60.0,
+        seed: int = 0,
+    ) -> None:
+        """`client` answers all roles, for looking at rollouts without a run. `credit`: None for what the run's
+        `advantage` says; without a run, each reward against the mean of all. `timeout_s` and `seed` are those of
+        rollouts without a run."""
+        self._client, self._seed, self._credit = client, seed, credit
+        self.roles: dict[str, Role] = {}
+        self.episodes: dict[str, Episode] = {}
+        self.stores: dict[str, ArtifactStore] = {}
+        """Stores by name, to be filled and drawn from in `get_batch`; episodes have them as `ctx.stores`."""
+        self._seeds: dict[str, list[Any]] = {}
+        self._run: Intake | None = None
+        """The run that it works in."""
+        self._ticket: Ticket | None = None
+        self._num_asked = 0
+        self._open: dict[str, tuple[EpisodeResult, EpisodeResult]] = {}
+        """Rollouts of the step that no batch has taken, with the same with the rewards that credit sees."""
+        self._requests: dict[str, EpisodeRequest] = {}
+        """By the id of the rollout."""
+        self.setup()
+        sizes = {name: store.max_size for name, store in self.stores.items()}
+        self._pool = LocalPool(self.episodes, sizes, timeout_s=timeout_s)
+        self._fill_stores()
+
+    # --- what it is made of ---
+
+    def setup(self) -> None:
+        """Adds roles, episodes and stores."""
+
+    def add_role(self, role: Role) -> None:
+        """A role that episodes may name by its id alone; `role` says how it is sampled. Raises ValueError for a second
+        one of that id."""
+        if role.id in self.roles:
+            raise ValueError(f"there are two roles {role.id}; rename one")
+        self.roles[role.id] = role
+
+    def add_episode(self, episode_type: str, episode: Episode) -> None:
+        """An episode by name, for requests and for `ctx.spawn`. Its roles are those that were added, where their ids
+        are the same. Raises ValueError for one without a rubric, and for a second one of that name."""
+        if episode_type in self.episodes or not isinstance(episode, Episode) or not hasattr(episode, "rubric"):
+            raise ValueError(
+                f"episode {episode_type!r} is {episode!r}, expected a new name and an Episode object with a rubric"
+            )
+        episode.roles = [self.roles.get(role.id, role) for role in episode.roles]
+        self.episodes[episode_type] = episode
+
+    def add_store(self, name: str, artifacts: Iterable[Any] = (), *, max_size: int = 10_000) -> ArtifactStore:
+        """A store of JSON values, which a run keeps. `artifacts` are put into it where it is empty."""
+        self._seeds[name] = list(artifacts)
+        self.stores[name] = ArtifactStore(name, max_size=max_size, seed=self._seed)
+        return self.stores[name]
+
+    def _fill_stores(self) -> None:
+        for name, store in self.stores.items():
+            for artifact in () if store.all() else self._seeds[name]:
+                store.add(artifact)
+
+    def get_batch(self) -> Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]:
+        """The next step's rollouts, plain or async. It may look at `policy_version`, draw from `stores`, and roll out
+        others first by `generate_rollouts`."""
+        raise ValueError(f"{type(self).__name__} has no get_batch; override it, or main")
+
+    def group_of(self, request: EpisodeRequest) -> Any:
+        """Rollouts of one group, by what this returns, are compared with each other; all of a step, where not
+        overridden. For example: ``return request.artifact["prompt"]``"""
+        return None
+
+    # --- what it does ---
+
+    @property
+    def policy_version(self) -> int:
+        """The version that samples this step, before it begins the newest one; 0 without a run."""
+        newest = 0 if self._run is None else self._run.scheduler.live or 0
+        return newest if self._ticket is None else self._ticket.version
+
+    async def generate_rollouts(
+        self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
+    ) -> list[EpisodeResult]:
+        """Rolls out all requests, `concurrency` at a time. Returns their results in order, scored or with a `failure`.
+        In a run it waits first until a step may begin. Raises what servers raise."""
+        slots, roll_out = asyncio.Semaphore(concurrency or self.concurrency), self._look
+        if self._run is not None:
+            roll_out, ticket = self._roll_out, await self._begin_step(self._run)
+        first, self._num_asked = self._num_asked, self._num_asked + len(requests)
+        if self._run is not None:
+            ledger, num = self._run.ledger, len(requests)
+            ledger.issued(ticket.group, num=num, env=ARENA, example=0, version=ticket.version, first=first)
+            await in_thread(ledger.changes())
+
+        async def one(number: int, request: EpisodeRequest) -> EpisodeResult:
+            async with slots:
+                return await roll_out(number, request)
+
+        self._requests |= {self._name(number): request for number, request in enumerate(requests, first)}
+        asked = [one(number, request) for number, request in enumerate(requests, first)]
+        if self._run is None:
+            return await together(asked)
+        with self._run.timeline.group(ticket.group):
+            results = await together(asked)
+        usable, shaped = await self._run.take(results)
+        self._open |= {one.id: (one, seen) for one, seen in zip(usable, shaped, strict=True)}
+        return results
+
+    async def build_training_batch(
+        self, results: Sequence[EpisodeResult], meta: Mapping[str, Any] | None = None
+    ) -> TrainingBatch:
+        """Credit and samples of those of these rollouts that have a reward; a role's rewards in them are compared with
+        each other. In a run, with what filters, hints and teachers make of them."""
+        run = self._run
+        usable = [result for result in results if result.failure is None and (not run or result.id in self._open)]
+        credit = group_credit if run is None else make_credit(run.settings)
+        if self._credit is not None:
+            credit = partial(checked_credit, self._credit, "the arena's credit")
+        credit = partial(self._credit_by_group, credit)
+        if run is None:
+            made = finish_group(usable, credit, group="0")
+        else:
+            shaped = [self._open[one.id][1] for one in usable]
+            made = await run.finish(usable, shaped, credit, group=str((await self._begin_step(run)).group))
+        rewards = [result.reward for result in usable]
+        told = {
+            "policy_version": self.policy_version,
+            "num_rollouts": len(usable),
+            "num_failed": len(results) - len(usable),
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+        }
+        if run is not None:
+            told["step"] = run.scheduler.shipped + 1
+        return TrainingBatch(group=made, meta=told | dict(meta or {}))
+
+    def _credit_by_group(self, credit: Credit, results: Sequence[EpisodeResult]) -> Mapping[StepKey, float]:
+        groups: defaultdict[str, list[EpisodeResult]] = defaultdict(list)
+        for result in results:
+            groups[repr(self.group_of(self._requests[result.id]))].append(result)
+        return {step: value for members in groups.values() for step, value in credit(members).items()}
+
+    async def train(self, batch: TrainingBatch) -> None:
+        """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample
+        is not sent; the next one takes its place. Raises ValueError without a run."""
+        if (run := self._run) is None or self._ticket is None:
+            raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
+        ticket, self._ticket, self._num_asked = self._ticket, None, 0
+        taken = {result.id for result in batch.results}
+        left = [one for name, (one, _) in self._open.items() if name not in taken]
+        self._open, self._requests = {}, {}
+        run.ledger.dropped([one.id for one in left], "not_in_batch")
+        run.traces.dropped(left, "not_in_batch")
+        if not batch.records:
+            run.scheduler.failed(ticket.group)
+            return
+        run.complete(ticket.group, batch.group)
+
+    async def step(self, concurrency: int | None = None) -> TrainingBatch:
+        """One training step: `get_batch`, its rollouts, their batch, which is handed over in a run."""
+        if self._run is not None:
+            await self._begin_step(self._run)
+        requests = self.get_batch()
+        if inspect.isawaitable(requests):
+            requests = await requests
+        if not isinstance(requests, Sequence) or not all(isinstance(one, EpisodeRequest) for one in requests):
+            raise UserError(f"get_batch of {type(self).__name__} returned {shown(requests)}, expected EpisodeRequests")
+        if not requests:
+            raise UserError(f"get_batch of {type(self).__name__} returned no requests, expected at least one")
+        batch = await self.build_training_batch(await self.generate_rollouts(requests, concurrency))
+        if self._run is not None:
+            await self.train(batch)
+        return batch
+
+    async def run(self, num_steps: int | None = None, concurrency: int | None = None) -> AsyncIterator[TrainingBatch]:
+        """The batches of `num_steps` steps (None: all that the run has left), each once it is handed over."""
+        num_done = 0
+        while not self.finished and (num_steps is None or num_done < num_steps):
+            batch = await self.step(concurrency)
+            num_done += bool(batch.records) or self._run is None
+            yield batch
+
+    async def main(self) -> None:
+        """What a run does, until its `max_steps` are trained. Override it for a schedule of your own."""
+        async for _ in self.run():
+            pass
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the run have their batch; never without a run."""
+        run = self._run
+        if run is None:
+            return False
+        limit = run.settings.max_steps
+        return limit is not None and run.scheduler.shipped + len(run.finished) >= limit
+
+    # --- in a run ---
+
+    def pool(self, settings: OrchSettings, record: Callable[[Failure | None], None]) -> LocalPool:
+        """What rolls out its episodes in a run."""
+        self._pool = LocalPool(
+            self.episodes, self._pool.loaded.stores, timeout_s=settings.reward_timeout_s, record=record
+        )
+        return self._pool
+
+    async def work(self, run: Intake) -> None:
+        """Runs `main` in a run. Raises ValueError where it ends before all steps are trained."""
+        self._run = run
+        if (stores := run.engine.stores) is not None:
+            self.stores = {name: stores.of(ARENA, "train", name) for name in self.stores}
+        self._fill_stores()
+        await self.main()
+        if not self.finished:
+            raise ValueError(
+                f"main of {type(self).__name__} ended after {run.scheduler.shipped + len(run.finished)} steps, and "
+                f"max_steps is {run.settings.max_steps}; train as many, or lower max_steps"
+            )
+
+    def _name(self, number: int) -> str:
+        return f"{0 if self._ticket is None else self._ticket.group}/{number}"
+
+    async def _begin_step(self, run: Intake) -> Ticket:
+        while self._ticket is None:
+            self._ticket = run.scheduler.start()
+            if self._ticket is None:
+                await run.scheduler.changed.wait()
+        return self._ticket
+
+    async def _roll_out(self, number: int, request: EpisodeRequest) -> EpisodeResult:
+        assert self._run is not None
+        assert self._ticket is not None
+        ticket = self._ticket
+        index = self._pool.ask(request.episode_type, request.artifact, request.meta)
+        group = Group(
+            task=Task(env=ARENA, split="train", index=index, messages=()),
+            id=str(ticket.group),
+            num=1,
+            first=number,
+            version=ticket.version,
+            params=self._run.params(ticket.version),
+            adapters=RoleAdapters(names=self._run.settings.model.lora_adapters, of_roles=self.adapters),
+        )
+        try:
+            [result] = await self._run.engine.run_group(group)
+        except PromptTooLong as error:
+            failure = Failure(reason="prompt_too_long", message=str(error))
+            result = EpisodeResult(id=self._name(number), task=group.task, failure=failure)
+        return result
+
+    # --- without a run ---
+
+    async def _look(self, number: int, request: EpisodeRequest) -> EpisodeResult:
+        """Rolls out by the client."""
+        if self._client is None:
+            raise ValueError(
+                "the arena has neither a run nor a client; give it one, as Arena(OpenAIClient.for_local())"
+            )
+        index = self._pool.ask(request.episode_type, request.artifact, request.meta)
+        task = Task(env=ARENA, split="train", index=index, messages=())
+        backend = ClientBackend(self._client, self.roles, self.stores)
+        told = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
+        if isinstance(told, Failure):
+            return EpisodeResult(id=self._name(number), task=task, failure=told)
+        return backend.named(told, self._name(number), task)
+
+
+class ClientBackend(ScriptedBackend):
+    """Answers all calls of a rollout by one client."""
+
+    def __init__(self, client: InferenceClient, roles: Mapping[str, Role], stores: Mapping[str, ArtifactStore]) -> None:
+        super().__init__({}, ())
+        self._client, self._roles, self._stores = client, roles, dict(stores)
+        self.responses: dict[int, ModelResponse] = {}
+        """By call."""
+
+    async def answer(self, call: Sample | Ask, messages: list[dict[str, Any]]) -> Sampled:
+        role = self._roles.get(call.role) if isinstance(call, Sample) else None
+        temperature = call.temperature if call.temperature is not None else role.temperature if role else None
+        answer = self.responses[call.call] = await self._client.respond(
+            messages,
+            temperature=1.0 if temperature is None else temperature,
+            max_tokens=call.max_tokens or (role.max_tokens if role else None),
+        )
+        return Sampled(
+            text=answer.text,
+            finish_reason="stop",
+            num_tokens=len(answer.tokens),
+            tokens=list(answer.tokens),
+        )
+
+    def named(self, result: EpisodeResult, name: str, task: Task) -> EpisodeResult:
+        """A result with ids, and what the server told of its answers."""
+        steps = []
+        for step in result.steps:
+            said = self.responses[step.call]
+            completion = Choice(
+                token_ids=[*said.token_ids], logprobs=[logprob for _, logprob in said.tokens], finish_reason="stop"
+            )
+            steps.append(replace(step, completion=completion, version=said.version or 0))
+        children = tuple(self.named(child, f"{name}.{n}", task) for n, child in enumerate(result.children))
+        return replace(result, id=name, task=task, steps=tuple(steps), children=children)
+
+
+def find_arena(location: str) -> Arena:
+    """The arena that `orch.arena` names. Raises UserError."""
+    found = find(location, setting="arena")
+    if not (isinstance(found, type) and issubclass(found, Arena)):
+        raise UserError(f"arena = {location!r} is {found!r}, expected a class derived from grpo.Arena")
+    return found()

@@ -1,0 +1,1 @@
+"""The auxiliary losses: teachers, hints, preference pairs and evidence, beside the reward."""

@@ -1,0 +1,263 @@
+"""From scored rollouts to preference pairs, beside the training.
+
+turns worth asking about -> queue -> teachers -> agreement -> tokens and the reference's log-probabilities -> the
+ledger and, for the next batch, `take`.
+"""
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from grpo.configs.auxiliary import ApiSettings, PreferenceSettings
+from grpo.orchestrator.auxiliary.preferences.agreement import Action, Skipped, Tools, preferred, words
+from grpo.orchestrator.auxiliary.preferences.pairs import PairRecord, Reference, make_pair, pair_record
+from grpo.orchestrator.auxiliary.preferences.turns import Turn, chosen_turns, state_key
+from grpo.orchestrator.endpoints import Costs, Endpoint, EndpointError
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.rollouts.records import EpisodeResult, levels
+from grpo.orchestrator.rollouts.templates import ChatTemplate
+from grpo.transport.records import PreferencePair
+
+MAX_READY = 4096
+"""Pairs that wait for a batch."""
+MAX_ASKING = 16
+"""Turns that are asked about at a time."""
+MAX_KNOWN = 4096
+"""Answers that are kept, those that were used last: rollouts of a group are often in the same state."""
+COSTS = "preference_costs"
+"""The key of the state that is kept with a batch."""
+QUESTION = """\
+Two answers to the same request follow. Would both have the same effect: do they say the same, or call the same tools \
+with the same arguments, whatever their wording?
+
+<answer number="1">
+{one}
+</answer>
+
+<answer number="2">
+{other}
+</answer>
+
+Reply with one word: yes or no."""
+_ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_answered", "questions_cached", "requests")
+"""Counts that are told also where they are 0."""
+
+
+class AskedPairs:
+    """Takes scored groups, gives pairs. `offer`, `take` and `metrics` never wait and raise nothing that teachers or
+    servers do."""
+
+    def __init__(
+        self,
+        settings: PreferenceSettings,
+        ledger: Ledger,
+        reference: Reference,
+        template_of: Callable[[Tools], ChatTemplate],
+        open_api: Callable[[ApiSettings, Costs], Endpoint],
+        *,
+        base_model: str,
+        sequence_len: int,
+        step: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`base_model`: its identity, for the records. `step`: the batch after which the run goes on, and `state` what
+        was kept with the newest one. Raises ValueError where a teacher's key is missing."""
+        kept = (state or {}).get(COSTS) or {}
+        self._settings, self._ledger, self._reference, self._step = settings, ledger, reference, step
+        self._template_of, self._base_model, self._sequence_len = template_of, base_model, sequence_len
+        ceiling = math.inf if settings.max_cost is None else settings.max_cost
+        self._costs = Costs(ceiling=ceiling, spent=kept.get("spent", 0.0))
+        self._teachers = [open_api(one, self._costs) for one in settings.teachers]
+        self._judge = None if settings.judge is None else open_api(settings.judge, self._costs)
+        self._known: dict[tuple[str, str], asyncio.Task[Action]] = {}
+        """Answers, there already or under way, by teacher and state."""
+        self._ready = [(number, pair_record(data)) for number, data in ledger.pairs_waiting(MAX_READY)]
+        """Pairs that wait for a batch, with their numbers in the ledger."""
+        self._queue: deque[Turn] = deque()
+        """Turns that wait, the newest last, which are the next: answers about what an old policy did are worth less."""
+        self._asking: set[asyncio.Task[None]] = set()
+        self._num_rollouts: int = kept.get("num_rollouts", 0)
+        """Rollouts about which anything was to be asked."""
+        self._num: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
+        self._problems: dict[str, str] = {}
+
+    def offer(self, group: Sequence[EpisodeResult]) -> None:
+        """The scored rollouts of one example, of which some turns may be worth asking about."""
+        for level in levels(group):
+            chosen = chosen_turns(level, self._settings.select)
+            self._num["turns_seen"] += sum(len(result.steps) for result in level)
+            self._num_rollouts += len({turn.rollout.id for turn in chosen})
+            self._queue.extend(chosen)
+        self._start()
+        while len(self._queue) > self._settings.max_waiting:
+            self._queue.popleft()
+            self._num["turns_queue_full"] += 1
+
+    def take(self, step: int) -> list[PreferencePair]:
+        """The pairs for batch `step`, of the newest versions; each is given once."""
+        self._step = step
+        fresh = [one for one in self._ready if not self._is_old(one[1].version, step)]
+        self._num["too_old"] += len(self._ready) - len(fresh)
+        fresh.sort(key=lambda one: one[1].version)
+        num_left = max(0, len(fresh) - self._settings.max_pairs)
+        self._ready, taken = fresh[:num_left], fresh[num_left:]
+        self._ledger.pairs_taken([number for number, _ in taken], step)
+        return [record.pair for _, record in taken]
+
+    def _is_old(self, version: int, step: int) -> bool:
+        """Whether the lag of what `version` sampled, step − 1 − version, is too large for batch `step`."""
+        max_lag = self._settings.max_off_policy_steps
+        return max_lag is not None and step - 1 - version > max_lag
+
+    @property
+    def num_turns_waiting(self) -> int:
+        """Turns that wait, or are asked about."""
+        return len(self._queue) + len(self._asking)
+
+    def state(self) -> dict[str, Any]:
+        """JSON, to be kept with a batch."""
+        return {COSTS: {"spent": self._costs.spent, "num_rollouts": self._num_rollouts}}
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the last call as `pairs/NAME`, told in docs/auxiliary_losses.md; what ever occurred stays in the
+        set."""
+        now = Counter(dict.fromkeys(_ALWAYS, 0))
+        now.update(self._num)
+        for one in self._teachers:
+            now["requests"] += one.num_requests
+            for what, num in one.num.items():
+                now[f"questions_{what}"] += num
+                now[f"questions_{what}/{one.name}"] += num
+        if self._judge is not None:
+            now.update({f"judge_{what}": num for what, num in self._judge.num.items()})
+        told, self._told = self._told, now
+        return {f"pairs/{name}": float(num - told[name]) for name, num in now.items()} | {
+            "pairs/ready": float(len(self._ready)),
+            "pairs/turns_waiting": float(self.num_turns_waiting),
+            "pairs/cost": self._costs.spent,
+            "pairs/cost_per_rollout": self._costs.spent / max(1, self._num_rollouts),
+        }
+
+    def problems(self) -> dict[str, str]:
+        """For people: the newest message of each kind since the last call."""
+        problems, self._problems = self._problems, {}
+        return problems
+
+    async def close(self) -> None:
+        """What is not done is given up, whoever is asked."""
+        self._queue.clear()
+        tasks = [*self._asking, *self._known.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in [*self._teachers, *filter(None, [self._judge])]:
+            await one.close()
+
+    # --- one turn ---
+
+    def _start(self) -> None:
+        while self._queue and len(self._asking) < MAX_ASKING:
+            task = asyncio.create_task(self._look(self._queue.pop()))
+            self._asking.add(task)
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:  # nothing that is done beside the training may end it
+            self._problem("broken", f"{type(error).__name__}: {error}")
+        self._start()
+
+    async def _look(self, turn: Turn) -> None:
+        if self._is_old(turn.version, self._step + 1):
+            self._num["turns_too_old"] += 1
+            return
+        self._num["turns_asked"] += 1
+        answers = await self.answers(turn.messages, turn.tools)
+        judge = None if self._judge is None else self._judged
+        made: PairRecord | Skipped
+        verdict = await preferred(answers, turn.action, num_agreeing=self._settings.num_agreeing, judge=judge)
+        if isinstance(verdict, Skipped):
+            made = verdict
+        else:
+            made = await make_pair(
+                verdict,
+                turn,
+                self._template_of(turn.tools),
+                self._reference,
+                sequence_len=self._sequence_len,
+                base_model=self._base_model,
+            )
+        if isinstance(made, Skipped):
+            self._problem(f"skipped_{made.reason}", made.message)
+        else:
+            self._keep(made)
+
+    def _keep(self, record: PairRecord) -> None:
+        self._num["made"] += 1
+        number = self._ledger.pair_made(record.version, msgspec.json.encode(record).decode())
+        self._ready.append((number, record))
+        if len(self._ready) > MAX_READY:
+            self._ready.remove(min(self._ready, key=lambda one: one[1].version))
+            self._num["not_taken"] += 1
+
+    def _problem(self, what: str, message: str) -> None:
+        self._num[what] += 1
+        if message:
+            self._problems[what] = message
+
+    # --- whoever is asked ---
+
+    async def answers(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> dict[str, Action | None]:
+        """What each teacher would do after `messages`; None where it did not answer. All are asked at once. A state
+        that is known, or is being asked about, is not asked about again."""
+        state = state_key(messages, tools)
+        tasks = {one.name: self._asked(one, state, messages, tools) for one in self._teachers}
+        answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for error in answers:
+            if isinstance(error, EndpointError):
+                self._problems[f"questions_{error.reason}"] = f"a teacher did not answer: {error}"
+            elif isinstance(error, BaseException):
+                raise error
+        return {name: one if isinstance(one, Action) else None for name, one in zip(tasks, answers, strict=True)}
+
+    def _asked(
+        self, teacher: Endpoint, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> asyncio.Task[Action]:
+        key = (teacher.name, state)
+        known = self._known.pop(key, None)
+        if known is not None and not (known.done() and known.exception()):
+            teacher.num["cached"] += 1
+        else:
+            known = asyncio.create_task(_action(teacher, messages, tools))
+        self._known[key] = known  # the last, as it was used last
+        while len(self._known) > MAX_KNOWN and next(iter(self._known.values())).done():
+            del self._known[next(iter(self._known))]
+        return known
+
+    async def _judged(self, one: str, other: str) -> bool:
+        """By the only one of the words yes and no that the judge answers. Raises EndpointError."""
+        assert self._judge is not None
+        answer = await self._judge.ask([{"role": "user", "content": QUESTION.format(one=one, other=other)}])
+        said = {"yes", "no"}.intersection(words(answer.text))
+        if len(said) != 1:
+            raise EndpointError("nonsense", f"{self._judge.name} was asked for yes or no: {answer.text[:200]!r}")
+        return said == {"yes"}
+
+
+async def _action(teacher: Endpoint, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Action:
+    """What a teacher would do. Hosted APIs take a tool's messages only after calls of their own format: they are the
+    user's. Raises EndpointError."""
+    told = [{**one, "role": "user"} if one["role"] == "tool" and "tool_call_id" not in one else one for one in messages]
+    answer = await teacher.ask(told, tools)
+    try:
+        calls = [(name, msgspec.json.decode(given, type=dict[str, Any])) for name, given in answer.tool_calls]
+    except (msgspec.MsgspecError, RecursionError) as error:
+        teacher.num.update(answered=-1, nonsense=1)
+        raise EndpointError("nonsense", f"{teacher.name}: arguments of a call are no JSON object: {error}") from None
+    return Action(text=answer.text, tool_calls=tuple(calls))

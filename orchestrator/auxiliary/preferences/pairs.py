@@ -1,0 +1,191 @@
+"""Preferences as tokens: what the trainer gets, and what the run keeps of it.
+
+Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7) trains
+−log σ(β[(log π(chosen) − log π_ref(chosen)) − (log π(rejected) − log π_ref(rejected))]), with log-probabilities of
+whole continuations of one prompt. π_ref is the base model, at temperature 1; its part is computed here, once.
+
+Legend: `Lp`, `Lc`, `Lr` tokens of prompt, chosen and rejected continuation, `L` of a prompt with a continuation.
+"""
+
+import asyncio
+import math
+import random
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from grpo.orchestrator.auxiliary.preferences.agreement import Preference, Skipped
+from grpo.orchestrator.auxiliary.preferences.turns import Turn
+from grpo.orchestrator.packing import pair_len
+from grpo.orchestrator.rollouts.templates import ChatTemplate
+from grpo.orchestrator.seeds import mixed_seed
+from grpo.transport.records import PreferencePair
+
+Reference = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
+"""[L - 1] natural log-probabilities of tokens 1 to L - 1 under the base model at temperature 1."""
+
+
+class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A pair with where it comes from, a line of JSON in the ledger. Texts serve any model; tokens serve the model that
+    they were made for."""
+
+    messages: list[dict[str, Any]]
+    """The state."""
+    chosen: str
+    rejected: str
+    source: str
+    version: int
+    """The oldest that sampled any of what was rejected."""
+    rollout_id: str
+    env: str
+    base_model: str
+    """Identity of the model whose tokenizer made the tokens and whose log-probabilities are in them."""
+    prompt_ids: list[int]
+    """[Lp]"""
+    chosen_ids: list[int]
+    """[Lc]"""
+    rejected_ids: list[int]
+    """[Lr]"""
+    chosen_ref_logprob: float
+    rejected_ref_logprob: float
+    adapter: int = 0
+    score_gap: float = 1.0
+
+    @property
+    def pair(self) -> PreferencePair:
+        """For the trainer."""
+        return PreferencePair(
+            prompt_ids=np.array(self.prompt_ids, np.int32),
+            chosen_ids=np.array(self.chosen_ids, np.int32),
+            rejected_ids=np.array(self.rejected_ids, np.int32),
+            chosen_ref_logprob=self.chosen_ref_logprob,
+            rejected_ref_logprob=self.rejected_ref_logprob,
+            source=self.source,
+            adapter=self.adapter,
+            score_gap=self.score_gap,
+        )
+
+
+def pair_record(data: str | bytes) -> PairRecord:
+    """From JSON. Raises ValueError."""
+    try:
+        return msgspec.json.decode(data, type=PairRecord)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"no preference pair: {error}") from error
+
+
+async def make_pair(
+    preference: Preference,
+    turn: Turn,
+    template: ChatTemplate,
+    reference: Reference,
+    *,
+    sequence_len: int,
+    base_model: str,
+) -> PairRecord | Skipped:
+    """The prompt as the server was given it; what teachers did, as tokens; what the policy sampled, exactly.
+
+    `sequence_len`: the most tokens that the trainer takes for the prompt, once, with both continuations. Skipped are
+    `empty`, `same_tokens`, `too_long`, and `reference_failed`.
+    """
+    prompt, rejected = list(turn.prompt_ids), list(turn.sampled_ids)
+    written = preference.chosen.written()
+    chosen = answer_ids(written, turn, template)
+    if not (prompt and chosen and rejected):
+        return Skipped(reason="empty")
+    if chosen == rejected:
+        return Skipped(reason="same_tokens")
+    if (length := len(prompt) + len(chosen) + len(rejected)) > sequence_len:
+        return Skipped(reason="too_long", message=f"a pair of {length} tokens, and seq_len is {sequence_len}")
+    try:
+        chosen_logprob, rejected_logprob = await asyncio.gather(
+            _logprob(prompt, chosen, reference), _logprob(prompt, rejected, reference)
+        )
+    except Exception as error:  # whatever servers raise: the pair is lost, training goes on
+        return Skipped(reason="reference_failed", message=f"{type(error).__name__}: {error}")
+    return PairRecord(
+        messages=[dict(message) for message in turn.messages],
+        chosen=written,
+        rejected=turn.action.text,
+        source=preference.source,
+        version=turn.version,
+        rollout_id=turn.rollout.id,
+        env=turn.rollout.task.env,
+        base_model=base_model,
+        prompt_ids=prompt,
+        chosen_ids=chosen,
+        rejected_ids=rejected,
+        chosen_ref_logprob=chosen_logprob,
+        rejected_ref_logprob=rejected_logprob,
+        adapter=turn.answer.adapter,
+        score_gap=preference.score_gap,
+    )
+
+
+def answer_ids(text: str, turn: Turn, template: ChatTemplate) -> list[int]:
+    """An answer that somebody else wrote as the policy would have sampled it: its text, in which nothing is read as a
+    control token, and the token that ends an answer. Where the template ends answers with plain text, that is the
+    control token that ended the policy's, if one did."""
+    renderer, opening = template.renderer, template.opening_ids
+    harmless: str = renderer.without_control({"role": "assistant", "content": text})["content"]
+    opened = tuple(turn.prompt_ids[-len(opening) :]) == opening
+    ids = renderer.ids_behind(template.opening, harmless) if opened else renderer.ids_of(harmless)
+    end_id = template.end_id
+    if end_id is None and turn.sampled_ids and renderer.is_special(turn.sampled_ids[-1]):
+        end_id = turn.sampled_ids[-1]
+    return ids if end_id is None or not ids else [*ids, end_id]
+
+
+async def _logprob(prompt_ids: Sequence[int], continuation_ids: Sequence[int], reference: Reference) -> float:
+    """log π_ref(continuation | prompt) = Σ_t log π_ref(token t | tokens before t), over the continuation's tokens."""
+    token_ids = [*prompt_ids, *continuation_ids]
+    logprobs = await reference(token_ids)
+    if len(logprobs) != len(token_ids) - 1:
+        raise ValueError(f"the reference gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+    total = math.fsum(logprobs[len(prompt_ids) - 1 :])
+    if not math.isfinite(total):
+        raise ValueError(f"the reference gave log-probabilities whose sum is {total}")
+    return total
+
+
+# --- the pairs of another run ---
+
+
+def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: int = 1) -> list[PreferencePair]:
+    """All pairs that another run has kept, for a run with the same base model and so many adapters, whose trainer takes
+    `seq_len` tokens for a pair. Raises ValueError where there are none, or one that cannot be trained."""
+    path = folder / "ledger.sqlite"
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            rows = database.execute("SELECT record FROM pairs ORDER BY id").fetchall()
+    except sqlite3.Error as error:
+        raise ValueError(f"{path} cannot be read: {error}; give the folder of a run that has kept pairs") from error
+    if not rows:
+        raise ValueError(f"{path} has no pairs; give the folder of a run that has kept some")
+    records = [pair_record(data) for (data,) in rows]
+    for one in records:
+        for what, value, expected, fits in (
+            ("base_model", one.base_model, base_model, one.base_model == base_model),
+            ("adapter", one.adapter, f"less than {num_adapters}", one.adapter < num_adapters),
+            ("length", pair_len(one.pair), f"at most seq_len = {seq_len}", pair_len(one.pair) <= seq_len),
+        ):
+            if not fits:
+                told = f"{path} has a pair whose {what} is {value}, expected {expected}"
+                raise ValueError(f"{told}; give the pairs of a run with the same model, adapters and seq_len")
+    return [one.pair for one in records]
+
+
+def kept_pairs(pairs: Sequence[PreferencePair], step: int, *, max_pairs: int, seed: int) -> list[PreferencePair]:
+    """The pairs of another run that batch `step`, from 1, trains: all in an order by lot, then all again in another
+    one, and so on. They depend on the seed and the step alone, so that a run that goes on needs no state."""
+    num = min(max_pairs, len(pairs))
+    places = [divmod(place, len(pairs)) for place in range((step - 1) * num, step * num)]
+    orders = {
+        epoch: random.Random(mixed_seed(seed, "kept-pairs", epoch)).sample(range(len(pairs)), len(pairs))
+        for epoch in {epoch for epoch, _ in places}
+    }
+    return [pairs[orders[epoch][index]] for epoch, index in places]

@@ -1,1 +1,0 @@
-"""Environments that are built in, and how others are found."""

@@ -1,0 +1,31 @@
+"""The code of docs/sandbox.md runs as it stands there."""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from grpo.environments.critique.problems import problem_from_record
+from grpo.environments.critique.testing import extract_program, run_tests
+from grpo.environments.sandbox.local import LocalSandbox
+from grpo.environments.sandbox.records import Limits
+
+PAGE = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+async def test_the_code_of_the_page(sandbox: LocalSandbox) -> None:
+    body = textwrap.indent("\n".join(BLOCKS[:1] + BLOCKS[2:] + BLOCKS[1:2]) + "\nreturn reward\n", "    ")
+    names: dict[str, Any] = {
+        "answer": "```python\nprint(sum(map(int, input().split())))\n```",
+        "problem_from_record": problem_from_record,
+        "run_tests": run_tests,
+        "extract_program": extract_program,
+    }
+    exec(f"async def page():\n{body}", names)
+    assert await names["page"]() == 1.0
+
+
+def test_every_limit_that_can_be_set_is_in_the_table() -> None:
+    table = {name for row in PAGE.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)}
+    assert set(Limits.__dataclass_fields__) <= table

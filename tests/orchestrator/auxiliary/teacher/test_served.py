@@ -1,0 +1,184 @@
+"""Asking a teacher over HTTP, and everything that it may do instead of answering."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from grpo.configs.auxiliary import TeacherSettings
+from grpo.orchestrator.auxiliary.teacher.served import ServedTeacher, open_teacher
+from grpo.orchestrator.auxiliary.teacher.tokens import shared_tokens
+from grpo.orchestrator.endpoints import EndpointError
+from grpo.transport.records import UNTAUGHT, Float32, Int32
+
+from tests.orchestrator.auxiliary.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
+from tests.orchestrator.chat_server import cut, endless
+from tests.orchestrator.fakes import MODEL
+
+
+def ids(*tokens: int) -> Int32:
+    return np.array(tokens, np.int32)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeTeacher]:
+    server = await FakeTeacher().start()
+    yield server
+    await server.stop()
+
+
+def teacher(*servers: str, api_key: str | None = None, timeout: float = 60.0) -> ServedTeacher:
+    client = {"base_url": servers, "timeout": timeout}
+    settings = TeacherSettings.model_validate({"model": {"name": "large"}, "client": client})
+    return ServedTeacher(settings, api_key=api_key, seq_len=100)
+
+
+async def scored(by: ServedTeacher, *rows: Int32, temperature: float = 1.0) -> list[Float32]:
+    try:
+        return await asyncio.gather(*(by.score(row, temperature) for row in rows))
+    finally:
+        await by.close()
+
+
+async def failure(by: ServedTeacher, row: Int32 | None = None, temperature: float = 1.0) -> EndpointError:
+    with pytest.raises(EndpointError) as raised:
+        await scored(by, ids(5, 6, 7) if row is None else row, temperature=temperature)
+    return raised.value
+
+
+async def test_rows_are_scored_token_by_token(server: FakeTeacher) -> None:
+    found = await scored(teacher(server.url + "/v1"), ids(5, 6, 7), ids(5, 8))
+    assert [one.tolist() for one in found] == [pytest.approx([0, -0.06, -0.07]), pytest.approx([0, -0.08])]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"prompt_token_ids": [5, 6, 8]},
+        {"prompt_logprobs": [None, {"6": {"logprob": -1}}, {}]},
+    ],
+)
+async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: dict[str, Any]) -> None:
+    known = {"prompt_logprobs": [None, {"6": {"logprob": -1}}, {"7": {"logprob": -2}, "9": {"logprob": 0}}]}
+    server.fault = in_turn(answering(200, text=json.dumps({"choices": [known | choice]})))
+    assert (await failure(teacher(server.url))).reason == "nonsense"
+    server.fault = in_turn(answering(200, text=json.dumps({"choices": [known]})))
+    assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
+
+
+async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeTeacher) -> None:
+    server.fault = answering(401, text="bad key secret")
+    found = await failure(teacher(server.url, api_key="secret"))
+    assert (found.reason, server.keys) == ("refused", ["Bearer secret"])
+    assert "bad key ***" in str(found)
+    assert "secret" not in str(found)
+
+
+@pytest.mark.parametrize("fault", [answering(503), cut, hang_up])
+async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -> None:
+    server.fault, by = in_turn(fault), teacher(server.url)
+    [found] = await scored(by, ids(5, 6))
+    assert (found.tolist(), by.num_requests) == (pytest.approx([0, -0.06]), 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "num_tries"),
+    [
+        (answering(400), "refused", 1),
+        (answering(200, text="<html>"), "nonsense", 1),
+        (endless, "nonsense", 1),
+    ],
+)
+async def test_what_does_not_pass_ends_after_the_tries(
+    server: FakeTeacher, fault: Fault, reason: str, num_tries: int
+) -> None:
+    server.fault = fault
+    found = await failure(teacher(server.url))
+    assert (found.reason, len(server.asked)) == (reason, num_tries)
+    assert server.url in str(found)
+
+
+# --- before the run ---
+
+
+async def opened(
+    *servers: FakeTeacher,
+    name: str = str(MODEL),
+    tokenizer: str | None = None,
+    temperature: float = 1.0,
+    wait_s: float = 60.0,
+) -> ServedTeacher:
+    model = {"name": name, "tokenizer": tokenizer}
+    client = {"base_url": [one.url for one in servers]}
+    settings = TeacherSettings.model_validate({"model": model, "client": client})
+    found = await open_teacher(
+        settings, model_folder=MODEL, api_key=None, temperatures=[temperature], seq_len=100, wait_s=wait_s
+    )
+    await found.close()
+    return found
+
+
+async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
+    ours = await FakeTeacher(ours=True, num_busy=2).start()
+    theirs = await FakeTeacher(ours=False, model="served", num_busy=2).start()
+    try:
+        found = await opened(ours, temperature=1.5)
+        assert (found.ours, found.longest, ours.asked[0]["temperature"]) == (True, 15, 1.5)
+        found = await opened(theirs, name="served", tokenizer=str(MODEL))
+        assert (found.ours, found.longest, theirs.asked[0]["prompt"][:2]) == (False, 15, [0, 1])
+        for refused in (opened(ours, theirs), opened(theirs, name=str(MODEL)), opened(theirs, temperature=2.0)):
+            with pytest.raises(ValueError, match=r"grpo-infer|does not serve|temperature"):
+                await refused
+    finally:
+        await ours.stop()
+        await theirs.stop()
+
+
+async def test_a_teacher_that_never_comes_up_is_named() -> None:
+    with pytest.raises(ValueError, match="did not come up"):
+        await opened(FakeTeacher(), wait_s=0.3)
+
+
+def made_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The policy's tokenizer with a change."""
+    tokenizer = json.loads((MODEL / "tokenizer.json").read_bytes())
+    change(tokenizer)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+async def test_tokens_that_mean_the_same_are_known_by_the_teachers_ids_and_others_are_left_out(
+    server: FakeTeacher, tmp_path: Path
+) -> None:
+    def change(tokenizer: dict[str, Any]) -> None:
+        first, second, third = tokenizer["added_tokens"][:3]
+        first["content"], second["content"] = second["content"], first["content"]  # numbered otherwise
+        third["content"] = "<|stop|>"  # another one
+
+    ids = [one["id"] for one in json.loads((MODEL / "tokenizer.json").read_bytes())["added_tokens"]]
+    tokens = shared_tokens(MODEL, made_tokenizer(tmp_path, change))
+    row = np.array([65, ids[0], ids[2], 66], np.int32)
+    assert tokens.translated(row).tolist() == [65, ids[1], 66]
+    assert tokens.spread(np.array([0, -1, -2], np.float32), row).tolist() == [0, -1, UNTAUGHT, -2]
+    by = teacher(server.url)
+    await by.use(tokens, [1.0])
+    [found] = await scored(by, np.array([5, ids[2], 7], np.int32))
+    assert found.tolist() == [0, UNTAUGHT, pytest.approx(-0.07)]
+    assert server.asked[-1]["prompt"] == [5, 7]
+
+
+def test_a_teacher_that_knows_too_few_tokens_is_refused(tmp_path: Path) -> None:
+    def change(tokenizer: dict[str, Any]) -> None:
+        vocab = tokenizer["model"]["vocab"]
+        tokenizer["model"]["vocab"] = {
+            f"x{token}" if index % 8 == 0 else token: index for token, index in vocab.items()
+        }
+        tokenizer["model"]["merges"] = []
+
+    with pytest.raises(ValueError, match="another vocabulary"):
+        shared_tokens(MODEL, made_tokenizer(tmp_path, change))

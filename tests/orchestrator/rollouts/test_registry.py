@@ -1,0 +1,70 @@
+"""How an environment is found by its id."""
+
+from pathlib import Path
+
+import pytest
+from grpo.orchestrator.rollouts.registry import check_arena, check_id, make_environment
+from grpo.transport.errors import UserError
+
+SHOUT = """
+from grpo import Environment, Rubric
+
+class Shout(Environment):
+    {}
+    def dataset(self, split):
+        return [{{"prompt": "a"}}]
+"""
+
+
+@pytest.mark.parametrize("env_id", ["arithmetc", "owner/nosuch-env", "nosuch:Class"])
+def test_an_unknown_id_is_told_what_there_is_and_how_to_install_one(env_id: str) -> None:
+    with pytest.raises(UserError, match="arithmetic"):
+        check_id(env_id)
+
+
+def test_a_file_that_is_not_there_is_named_where_it_was_looked_for() -> None:
+    with pytest.raises(UserError, match=f"{Path.cwd()}/no/such.py"):
+        check_id("no/such.py:Class")
+
+
+def test_a_class_that_a_file_does_not_have_is_refused_before_the_file_runs(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(SHOUT.format("") + "\nraise SystemExit('it runs')\n")
+    with pytest.raises(UserError, match=r"NoSuch.*Shout"):
+        check_id(f"{file}:NoSuch")
+    for arena in ("nope", "no_such_module:Arena", "no/such.py:Arena", f"{file}:NoSuch", str(file)):
+        with pytest.raises(UserError, match=r"orch\.arena"):
+            check_arena(arena)
+    check_arena(f"{file}:Shout")
+    file.write_text("class Mine(")
+    with pytest.raises(UserError, match=r"mine\.py"):
+        check_id(f"{file}:Mine")
+
+
+@pytest.mark.parametrize("env_id", ["arithmetic", "mine.py:Shout", "mine:Shout"])
+def test_what_there_is_is_found(env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(SHOUT.format("rubric = Rubric([lambda completion: 1.0])"))
+    monkeypatch.chdir(tmp_path)
+    check_id(env_id)
+
+
+CLASSIC = "import verifiers as vf\n\ndef load_environment(**kwargs):\n    raise SystemExit('it runs')\n"
+
+
+@pytest.mark.parametrize(("env_id", "args"), [("me/classic-sums@1.0", {}), ("verifiers", {"env_id": "classic-sums"})])
+def test_a_package_for_an_older_verifiers_is_refused_before_it_is_imported(
+    env_id: str, args: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "classic_sums.py").write_text(CLASSIC)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"0\.4"):
+        check_id(env_id, args)
+    (tmp_path / "classic_sums.py").write_text(f"__all__ = ['Sums']\n{CLASSIC}")  # both
+    check_id(env_id, args)
+
+
+def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SHOUT.format(""))
+    with pytest.raises(UserError, match="rubric"):
+        make_environment(f"{tmp_path}/mine.py:Shout", {})
+    with pytest.raises(UserError, match="Environment"):
+        make_environment("collections:Counter", {})
