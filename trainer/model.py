@@ -206,7 +206,8 @@ def load_policy(
 
     `imported` are the weights that a server shares, `checkpointing` what layers keep for the backward pass (None: by
     settings and free memory), `attention_kernel` a kernel of `grpo.trainer.attention` (None: the best). Raises
-    `ModelError` where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile. Collective.
+    `ModelError` where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile.
+    Collective.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
     AdamW's in float32). In float32 on one rank: 4 P for the weights, 4 P for their gradients. In bfloat16 on one rank:
