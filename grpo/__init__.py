@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.api import *  # noqa: F403
-    from grpo.evaluation import evaluate as evaluate
-    from grpo.handle import Run as Run
-    from grpo.handle import RunFailed as RunFailed
+    from grpo.commands.evaluate import evaluate as evaluate
     from grpo.orchestrator.arena.arena import Arena as Arena
     from grpo.orchestrator.arena.arena import EpisodeRequest as EpisodeRequest
     from grpo.orchestrator.arena.arena import TrainingBatch as TrainingBatch
-    from grpo.training import train as train
+    from grpo.run import Run as Run
+    from grpo.run import RunFailed as RunFailed
+    from grpo.start import train as train
 
-_ELSEWHERE = {"train": "grpo.training", "evaluate": "grpo.evaluation", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
+_ELSEWHERE = {"train": "grpo.start", "evaluate": "grpo.commands.evaluate", "Run": "grpo.run", "RunFailed": "grpo.run"}
 _ELSEWHERE |= dict.fromkeys(("Arena", "EpisodeRequest", "TrainingBatch"), "grpo.orchestrator.arena.arena")
 """Names that are not those of `grpo.api`, and their modules."""
 

@@ -17,19 +17,25 @@ from grpo.transport.logs import printable
 from grpo.transport.parent import end_with_starter
 
 COMMANDS = {
-    "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
-    "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
-    "view": ("grpo.view.command", "runs in a browser: curves, timeline, every rollout token by token, live"),
-    "launch": ("grpo.launch", "a run over the machines of a cluster: starts it, shows how it stands, ends it"),
-    "export": ("grpo.export", "a policy version as a PEFT adapter or a whole model, with its model card"),
-    "serve": ("grpo.serve", "a policy version and its base over the OpenAI API"),
-    "chat": ("grpo.chat", "a conversation with a policy version and its base, side by side"),
-    "evaluate": ("grpo.evaluation", "how good a model, a run or a checkpoint is at environments, without training"),
-    "data": ("grpo.data", "what a data set would ask, how long that is, and which rows cannot be used"),
-    "sft": ("grpo.sft", "how a model learns prompts and answers from a file, before a run: a supervised first stage"),
-    "compare": ("grpo.compare", "the same training with different settings, compared in a table and pictures"),
+    "status": "what each program of a run is doing, and who waits for whom",
+    "ledger": "what became of a prompt, a group, a rollout, and what trained a step",
+    "view": "runs in a browser: curves, timeline, every rollout token by token, live",
+    "launch": "a run over the machines of a cluster: starts it, shows how it stands, ends it",
+    "export": "a policy version as a PEFT adapter or a whole model, with its model card",
+    "serve": "a policy version and its base over the OpenAI API",
+    "chat": "a conversation with a policy version and its base, side by side",
+    "evaluate": (
+        "grpo.commands.evaluate",
+        "how good a model, a run or a checkpoint is at environments, without training",
+    ),
+    "data": "what a data set would ask, how long that is, and which rows cannot be used",
+    "sft": (
+        "grpo.commands.sft",
+        "how a model learns prompts and answers from a file, before a run: a supervised first stage",
+    ),
+    "compare": "the same training with different settings, compared in a table and pictures",
 }
-"""Commands besides `run`: the module that answers, and what it does."""
+"""Commands besides `run`, and what each does; the module of its name in `grpo.commands` answers it."""
 UNREAD = 141
 """The exit code of a command whose output nobody reads any more, as in `grpo … | head`: 128 + SIGPIPE."""
 
@@ -94,10 +100,10 @@ def _check_command(argv: list[str]) -> None:
 
 
 def _answered(command: str, argv: list[str]) -> int:
-    module: Any = importlib.import_module(COMMANDS[command][0])
+    module: Any = importlib.import_module(f"grpo.commands.{command}")
     parser = argparse.ArgumentParser(
         prog=f"grpo {command}",
-        description=f"{COMMANDS[command][1][0].upper()}{COMMANDS[command][1][1:]}.",
+        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}.",
         epilog=module.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -115,15 +121,15 @@ def _run(argv: list[str]) -> int:
 
     with_page = "--view" in argv
     argv = [word for word in argv if word != "--view"]
-    asked, dry_run = run_of(argv, commands={name: about for name, (_, about) in COMMANDS.items()})
+    asked, dry_run = run_of(argv, commands=COMMANDS)
 
+    from grpo.commands.status import shown
     from grpo.deploy.launcher import run
-    from grpo.status import shown
 
     if not with_page:
         return run(asked, shown, dry_run=dry_run)
 
-    from grpo.view.command import page_of
+    from grpo.commands.view import page_of
 
     @contextlib.contextmanager
     def shown_with_page(folder: Path) -> Iterator[Callable[[], None]]:

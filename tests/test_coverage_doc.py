@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/coverage.md").read_text()
-PACKAGES = ("configs", "deploy", "grpo", "infer", "orchestrator", "tests", "trainer", "transport")
+PACKAGES = ("configs", "deploy", "environments", "grpo", "infer", "orchestrator", "tests", "trainer", "transport")
 
 
 def rows() -> Iterator[tuple[str, str, str]]:

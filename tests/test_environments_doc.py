@@ -135,7 +135,7 @@ def test_every_preset_of_the_product_is_in_the_table() -> None:
 def arguments_of(location: str) -> list[str]:
     """Keyword arguments of an environment, without importing what only an extra brings."""
     module, _, name = location.partition(":")
-    path = ROOT / module.replace(".", "/")
+    path = ROOT / module.removeprefix("grpo.").replace(".", "/")
     files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     [found] = [one for one in classes if one.name == name]

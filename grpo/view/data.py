@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.ledger import open_ledger, totals
-from grpo.ledger_check import check
+from grpo.commands.ledger import open_ledger, totals
+from grpo.commands.ledger_check import check
+from grpo.commands.status import as_fields, run_status
 from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
-from grpo.status import as_fields, run_status
 from grpo.transport.errors import UserError
 from grpo.transport.run import RUN_FILE, code_changes
 from grpo.transport.run_warnings import WARNINGS_FOLDER

@@ -123,8 +123,8 @@ def test_the_libraries_of_the_image_are_locked_and_serve_the_project(extra: str)
 
 def test_the_image_gets_every_package() -> None:
     ignore = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {f"!{package.rstrip('*')}" for package in packages} <= set(ignore)
+    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values()
+    assert {f"!{folder}" for folder in ("grpo", *folders)} <= set(ignore)
 
 
 # --- the commands, run ------------------------------------------------------------------------------------------------

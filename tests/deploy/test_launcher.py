@@ -11,7 +11,7 @@ from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.run import RunFolder, open_run
 
-from grpo.status import run_status
+from grpo.commands.status import run_status
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from grpo.deploy.programs import Outcome
 from grpo.transport.errors import RunFolderError, StorageError
 from grpo.transport.run import Role, RunFolder, create_run, join_run, only_one
 
-from grpo.status import shown
+from grpo.commands.status import shown
 
 PRESET = "configs/quickstart"
 

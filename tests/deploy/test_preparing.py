@@ -50,7 +50,7 @@ def test_a_signal_ends_the_dry_step_and_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("begins", "program"),
-    [("grpo.cli", "from deploy import launcher; launcher.run_plan"), ("grpo.trainer.cli", "cli._run")],
+    [("grpo.cli", "from grpo.deploy import launcher; launcher.run_plan"), ("grpo.trainer.cli", "cli._run")],
 )
 def test_no_key_is_seen_in_the_environment_of_a_process(tmp_path: Path, begins: str, program: str) -> None:
     code = f"import sys; from pathlib import Path; import {begins} as cli; {program} = "

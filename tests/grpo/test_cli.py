@@ -69,7 +69,7 @@ def test_a_mistake_is_told_in_a_line_and_a_fault_of_ours_with_its_traceback(
     def fails(options: object) -> int:
         raise error
 
-    monkeypatch.setattr("grpo.status.main", fails)
+    monkeypatch.setattr("grpo.commands.status.main", fails)
     monkeypatch.setattr("sys.argv", ["grpo", "status", "outputs"])
     error: Exception = UserError("no such thing")
     with pytest.raises(SystemExit) as ended:

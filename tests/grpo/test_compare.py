@@ -8,8 +8,8 @@ import pytest
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.transport.errors import UserError
 
-from grpo.compare import arms_of, planned
-from grpo.figures import measured, report
+from grpo.commands.compare import arms_of, planned
+from grpo.commands.figures import measured, report
 from tests.grpo.run_folder import grpo
 
 PRESET = "configs/quickstart"

@@ -10,8 +10,8 @@ from grpo.configs.errors import SettingsError
 from grpo.transport.errors import UserError
 from grpo.transport.run import create_run, join_run
 
-from grpo.evaluation import _evaluated, find_target, settings_of
-from grpo.serve import Served
+from grpo.commands.evaluate import _evaluated, find_target, settings_of
+from grpo.commands.serve import Served
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 MODEL = str(Path(__file__).parents[2] / "configs/quickstart/model")

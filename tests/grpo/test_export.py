@@ -22,9 +22,9 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.chat import side_by_side
-from grpo.export import PEFT_PREFIX, export, push
-from grpo.version import CannotExport, open_version
+from grpo.commands.chat import side_by_side
+from grpo.commands.export import PEFT_PREFIX, export, push
+from grpo.policy_version import CannotExport, open_version
 from tests.grpo.run_folder import grpo
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 

@@ -10,9 +10,9 @@ from grpo.configs.errors import SettingsError
 from grpo.transport.traces import SCHEMA, make_table, trace_path, write_table
 
 import grpo
-from grpo.handle import command
+from grpo.run import command
 from grpo.run_files import NoRun
-from grpo.training import _texts
+from grpo.start import _texts
 from grpo.view.data import curves
 from tests.grpo.run_folder import finish, found, says, write_metrics
 

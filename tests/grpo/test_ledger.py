@@ -10,7 +10,7 @@ import pytest
 from grpo.environments.reverse_text import ReverseText
 from grpo.transport.errors import UserError
 
-from grpo.ledger import open_ledger
+from grpo.commands.ledger import open_ledger
 from tests.grpo.run_folder import found, grpo, write_ledger
 
 Ask = Callable[..., tuple[int, Any]]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from grpo.orchestrator.run import orchestrate
 
-from grpo.ledger import open_ledger
-from grpo.ledger_check import check
+from grpo.commands.ledger import open_ledger
+from grpo.commands.ledger_check import check
 from tests.grpo.run_folder import finish, found, gone_pid, grpo, says, write_ledger, write_metrics
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 

@@ -15,10 +15,10 @@ from grpo.transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, t
 from safetensors.torch import load_file
 
 from grpo.cli import _command
-from grpo.export import export
-from grpo.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, settings_of
-from grpo.status import run_status
-from grpo.version import open_version
+from grpo.commands.export import export
+from grpo.commands.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, settings_of
+from grpo.commands.status import run_status
+from grpo.policy_version import open_version
 from grpo.view.data import curves
 from tests.trainer.models import is_zero, tiny_policy
 

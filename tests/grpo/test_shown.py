@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.status import shown
+from grpo.commands.status import shown
 from tests.grpo.run_folder import found, says
 
 STEP = {
@@ -85,7 +85,7 @@ def test_on_a_terminal_a_run_without_a_step_has_no_figures_and_what_it_warns_of_
 
 def on_terminal(run: Path, during: str = "pass") -> str:
     """What a terminal shows, without colours and the like."""
-    code = f"from pathlib import Path; from grpo.status import shown\nrun = Path({str(run)!r})\n"
+    code = f"from pathlib import Path; from grpo.commands.status import shown\nrun = Path({str(run)!r})\n"
     code += f"with shown(run):\n    {during}"
     reader, terminal = pty.openpty()
     with os.fdopen(terminal, "wb") as screen:

@@ -12,7 +12,7 @@ from grpo.orchestrator.rollouts.registry import make_environment
 from grpo.transport.errors import UserError
 
 from grpo import Environment, Rubric
-from grpo.sources import env_settings, source_of
+from grpo.notebook import env_settings, source_of
 
 CELLS = [
     "import math as m\nimport re",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from grpo.transport.status import process_start
 
+from grpo.commands.status import ProcessStatus, RunStatus, run_status
 from grpo.run_files import NoRun, Said
-from grpo.status import ProcessStatus, RunStatus, run_status
 from tests.grpo.run_folder import found, gone_pid, grpo, says, write_ledger, write_metrics
 
 

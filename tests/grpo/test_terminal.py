@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestServer
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.summary import Summary
 
-from grpo.chat import has_single_answers, talk
-from grpo.serve import ALIAS, Served
+from grpo.commands.chat import has_single_answers, talk
+from grpo.commands.serve import ALIAS, Served
 from tests.grpo.run_folder import found, grpo, says, write_metrics
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1;1H\u202egnp\u2066 [/bold] [red]\r"
@@ -70,7 +70,7 @@ def test_summary_and_its_warnings(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_the_table_of_a_run_that_goes_on(run: Path) -> None:
     says(run, "orch", "failed", message=HOSTILE)
-    code = f"from pathlib import Path; from grpo.status import shown\nwith shown(Path({str(run)!r})): pass"
+    code = f"from pathlib import Path; from grpo.commands.status import shown\nwith shown(Path({str(run)!r})): pass"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "300"})
     assert does_nothing(done.stdout)

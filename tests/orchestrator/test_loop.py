@@ -24,7 +24,7 @@ from grpo.transport.run import create_run, join_run, only_one
 from grpo.transport.status import read_status
 from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
-from grpo.status import run_status, text
+from grpo.commands.status import run_status, text
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.running import run
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.model_card import write_card
+from grpo.commands.model_card import write_card
+from grpo.policy_version import CannotExport, Version, open_version
 from grpo.transport.folders import Content, chunks_of
 from grpo.transport.weights.shards import Weight, checkpoint_files, shard_files
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from grpo.version import CannotExport, Version, open_version
 
 PEFT_PREFIX = "base_model.model."
 EPILOG = """\

@@ -16,9 +16,9 @@ from grpo.configs.run import load_part, presets
 from grpo.environments.data.environment import Dataset
 from grpo.environments.data.files import Refused
 from grpo.environments.sandbox.records import SandboxMissing
+from grpo.notebook import yaml_value
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
-from grpo.sources import yaml_value
 from grpo.transport.errors import UserError
 from grpo.transport.logs import printable
 from grpo.transport.weights.identity import resolve_model

@@ -8,10 +8,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from grpo.commands.serve import ALIAS, Served, served, settings_alone
+from grpo.policy_version import open_version, settings_of
 from grpo.run_files import REWARD, metrics
-from grpo.serve import ALIAS, Served, served, settings_alone
 from grpo.transport.logs import printable
-from grpo.version import open_version, settings_of
 
 EPILOG = """\
 Each line is answered by the base (left) and by the policy (right). Where the run's rollouts were single answers, each

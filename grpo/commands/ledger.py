@@ -142,7 +142,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _answer(options: argparse.Namespace, database: sqlite3.Connection) -> Answer:
     if options.check:
-        from grpo.ledger_check import check
+        from grpo.commands.ledger_check import check
 
         return checked(check(options.run, database))
     if options.group is not None:

@@ -15,11 +15,12 @@ from typing import Any
 
 import yaml
 
+from grpo.commands.serve import ALONE, Served, served
 from grpo.configs.infer import InferSettings
 from grpo.configs.loading import Values, load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_run, presets
-from grpo.handle import Run
+from grpo.notebook import env_settings, yaml_value
 from grpo.orchestrator.evaluate import Evaluation
 from grpo.orchestrator.evaluate import evaluate as evaluate_version
 from grpo.orchestrator.inference.client import InferenceClient, ServerError
@@ -30,16 +31,15 @@ from grpo.orchestrator.rollouts.environment import Environment
 from grpo.orchestrator.rollouts.registry import check_id
 from grpo.orchestrator.startup import held_out_prompts, make_environments
 from grpo.orchestrator.workers.failures import EnvironmentFailed
-from grpo.serve import ALONE, Served, served
-from grpo.sources import env_settings, yaml_value
-from grpo.training import Env
+from grpo.policy_version import Version, open_version
+from grpo.run import Run
+from grpo.start import Env
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
 from grpo.transport.logs import printable
 from grpo.transport.ports import free_port
 from grpo.transport.run import RUN_FILE, recorded_settings
 from grpo.transport.weights.identity import resolve_model
-from grpo.version import Version, open_version
 
 TAKES_OTHERS = True
 EPILOG = """\

@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo.configs.errors import SettingsError
 from grpo.configs.run import load_run
 from grpo.deploy.launcher import checked
-from grpo.handle import GRPO
+from grpo.run import GRPO
 from grpo.run_files import SUMMARY_FILE, read
 from grpo.transport.errors import UserError
 from grpo.transport.folders import write_atomic
@@ -91,7 +91,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 def main(options: argparse.Namespace) -> int:
     """`grpo compare`; the exit code."""
-    from grpo.figures import report
+    from grpo.commands.figures import report
 
     arms = arms_of(options.arms, options.arm)
     others = [word for word in options.others if word != "--dry-run"]

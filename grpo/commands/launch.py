@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
+from grpo.commands.status import run_status, shown, text
 from grpo.configs.run import Run, load_run
 from grpo.deploy import cluster, kubernetes, sky, slurm
-from grpo.status import run_status, shown, text
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FINISHED
 

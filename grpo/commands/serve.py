@@ -16,11 +16,11 @@ import httpx
 import yaml
 
 from grpo.deploy.programs import Signals
+from grpo.policy_version import CannotExport, Version, open_version, settings_of
 from grpo.transport.parent import PARENT_VAR
 from grpo.transport.ports import free_port, port_number
 from grpo.transport.run_warnings import WARNINGS_FOLDER
 from grpo.transport.status import server_file
-from grpo.version import CannotExport, Version, open_version, settings_of
 
 ALIAS = "policy"
 START_S = 900.0

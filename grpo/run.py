@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.commands.status import RunStatus, run_status, shown
 from grpo.run_files import EVALUATED, REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
-from grpo.status import RunStatus, run_status, shown
 from grpo.transport.logs import printable
 from grpo.transport.parent import PARENT_VAR
 from grpo.transport.run import code_changes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from grpo.ledger import open_ledger
+from grpo.commands.ledger import open_ledger
 from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, read, read_run
 from grpo.transport.checkpoints import TRAINER
 from grpo.transport.errors import UserError

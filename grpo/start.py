@@ -16,9 +16,9 @@ from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.keys import find, is_list, sections_of
 from grpo.configs.loading import COMMAND_LINE, read_yaml
 from grpo.configs.run import RunSettings, load_run, run_file
-from grpo.handle import GRPO, LOG_FILE, POLL_S, Run
+from grpo.notebook import env_settings
 from grpo.orchestrator.rollouts.environment import Environment
-from grpo.sources import env_settings
+from grpo.run import GRPO, LOG_FILE, POLL_S, Run
 from grpo.transport.parent import PARENT_VAR
 
 Env: TypeAlias = str | Mapping[str, Any] | Environment | type[Environment]

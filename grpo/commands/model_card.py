@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.handle import Run
+from grpo.policy_version import Version, settings_of
+from grpo.run import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
 from grpo.transport.run import recorded_settings
-from grpo.version import Version, settings_of
 
 CURVE_FILE = "curve.png"
 _TRAIN = (

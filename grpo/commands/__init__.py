@@ -1,0 +1,1 @@
+"""The commands of `grpo`: one module answers each."""
