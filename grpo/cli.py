@@ -24,15 +24,9 @@ COMMANDS = {
     "export": "a policy version as a PEFT adapter or a whole model, with its model card",
     "serve": "a policy version and its base over the OpenAI API",
     "chat": "a conversation with a policy version and its base, side by side",
-    "evaluate": (
-        "grpo.commands.evaluate",
-        "how good a model, a run or a checkpoint is at environments, without training",
-    ),
+    "evaluate": "how good a model, a run or a checkpoint is at environments, without training",
     "data": "what a data set would ask, how long that is, and which rows cannot be used",
-    "sft": (
-        "grpo.commands.sft",
-        "how a model learns prompts and answers from a file, before a run: a supervised first stage",
-    ),
+    "sft": "how a model learns prompts and answers from a file, before a run: a supervised first stage",
     "compare": "the same training with different settings, compared in a table and pictures",
 }
 """Commands besides `run`, and what each does; the module of its name in `grpo.commands` answers it."""
