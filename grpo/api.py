@@ -1,5 +1,6 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
+from grpo.environments.mcp_tools import McpServer
 from grpo.environments.sandbox.local import LocalSandbox
 from grpo.environments.sandbox.records import Limits
 from grpo.environments.sandbox.remote import RemoteSandbox
@@ -20,7 +21,6 @@ from grpo.orchestrator.rollouts.episode import (
     MultiTurnEpisode,
     SingleTurnEpisode,
 )
-from grpo.orchestrator.rollouts.mcp_tools import McpServer
 from grpo.orchestrator.rollouts.messages import Message, ModelResponse
 from grpo.orchestrator.rollouts.openai_endpoint import endpoint_of
 from grpo.orchestrator.rollouts.play import play

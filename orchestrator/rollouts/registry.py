@@ -20,8 +20,8 @@ BUILT_IN = {
     "zorplex": "grpo.environments.zorplex:Zorplex",
     "debate": "grpo.environments.debate:Debate",
     "proposer-solver": "grpo.environments.proposer_solver:ProposerSolver",
-    "critique": "grpo.environments.critique.environment:Critique",
-    "dataset": "grpo.environments.data.environment:Dataset",
+    "critique": "grpo.environments.critique.critique:Critique",
+    "dataset": "grpo.environments.data.dataset:Dataset",
     "verifiers": "grpo.environments.verifiers:Verifiers",
     "openenv": "grpo.environments.openenv:OpenEnv",
 }

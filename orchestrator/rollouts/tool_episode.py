@@ -5,10 +5,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from grpo.environments.mcp_tools import McpServer, McpTools
 from grpo.orchestrator.rollouts.clock import OwnTimeout, in_thread, together
 from grpo.orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
 from grpo.orchestrator.rollouts.episode import MultiTurnEpisode, Response
-from grpo.orchestrator.rollouts.mcp_tools import McpServer, McpTools
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.rubric import Rubric
 from grpo.orchestrator.rollouts.state import EpisodeState
