@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from grpo.orchestrator.arena.arena import Arena as Arena
     from grpo.orchestrator.arena.arena import EpisodeRequest as EpisodeRequest
     from grpo.orchestrator.arena.arena import TrainingBatch as TrainingBatch
+    from grpo.orchestrator.arena.verbose import VerboseLogger as VerboseLogger
     from grpo.run import Run as Run
     from grpo.run import RunFailed as RunFailed
     from grpo.start import train as train
 
 _ELSEWHERE = {"train": "grpo.start", "evaluate": "grpo.commands.evaluate", "Run": "grpo.run", "RunFailed": "grpo.run"}
 _ELSEWHERE |= dict.fromkeys(("Arena", "EpisodeRequest", "TrainingBatch"), "grpo.orchestrator.arena.arena")
+_ELSEWHERE["VerboseLogger"] = "grpo.orchestrator.arena.verbose"
 """Names that are not those of `grpo.api`, and their modules."""
 
 

@@ -14,7 +14,7 @@ from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.orchestrator.workers.protocol import Sampled, Store, encode_checked
 from grpo.orchestrator.workers.session import Answerer
 from grpo.orchestrator.workers.worker import identity_of
-from grpo.transport.importing import find
+from grpo.transport.importing import load_object
 
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
@@ -320,7 +320,7 @@ def test_a_file_is_imported_once_and_two_of_one_name_do_not_collide(tmp_path: Pa
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "env.py").write_text("class E: pass\n")
-    one, again, other = (find(f"{tmp_path / folder}/env.py:E", setting="x") for folder in "aab")
+    one, again, other = (load_object(f"{tmp_path / folder}/env.py:E", setting="x") for folder in "aab")
     assert one is again
     assert one is not other
     assert sys.modules[one.__module__].E is one
