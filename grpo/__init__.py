@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from grpo.orchestrator.arena.arena import Arena as Arena
     from grpo.orchestrator.arena.arena import EpisodeRequest as EpisodeRequest
     from grpo.orchestrator.arena.arena import TrainingBatch as TrainingBatch
+    from grpo.orchestrator.arena.verbose import VerboseLogger as VerboseLogger
     from grpo.orchestrator.evaluate import Evaluation as Evaluation
     from grpo.orchestrator.inference.client import ServerError as ServerError
     from grpo.orchestrator.rollouts.records import EpisodeResult as EpisodeResult
@@ -74,6 +75,7 @@ __all__ = [
     "Run",
     "RunFailed",
     "RunStatus",
+    "Sandbox",
     "SandboxError",
     "SandboxMissing",
     "Scores",
@@ -87,20 +89,26 @@ __all__ = [
     "ToolCallError",
     "ToolEpisode",
     "ToolFailed",
+    "ToolSource",
     "TrainingBatch",
     "TransportError",
     "UserError",
+    "VerboseLogger",
     "client_of",
     "constant_credit",
     "endpoint_of",
     "episodic_credit",
     "evaluate",
     "group_credit",
+    "load_object",
+    "messages_of",
     "parse_bracketed",
     "parse_tagged",
     "play",
+    "shared_endpoint",
     "tagged_answer",
     "tagged_integer",
+    "text_of",
     "tools_of",
     "train",
     "waiting",
@@ -126,6 +134,7 @@ _HOMES = {
     "TrainingBatch": "grpo.orchestrator.arena.arena",
     "TransportError": "grpo.transport.errors",
     "UserError": "grpo.transport.errors",
+    "VerboseLogger": "grpo.orchestrator.arena.verbose",
     "constant_credit": "grpo.orchestrator.advantage",
     "episodic_credit": "grpo.orchestrator.advantage",
     "evaluate": "grpo.commands.evaluate",

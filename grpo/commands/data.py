@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_part, presets
-from grpo.environments.data.environment import Dataset
+from grpo.environments.data.dataset import Dataset
 from grpo.environments.data.files import Refused
 from grpo.environments.sandbox.records import SandboxMissing
 from grpo.notebook import yaml_value
