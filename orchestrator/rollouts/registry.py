@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo.orchestrator.rollouts.environment import Environment, episode_of
 from grpo.transport.errors import UserError
-from grpo.transport.importing import find
+from grpo.transport.importing import load_object
 
 BUILT_IN = {
     "reverse-text": "grpo.environments.reverse_text:ReverseText",
@@ -20,8 +20,8 @@ BUILT_IN = {
     "zorplex": "grpo.environments.zorplex:Zorplex",
     "debate": "grpo.environments.debate:Debate",
     "proposer-solver": "grpo.environments.proposer_solver:ProposerSolver",
-    "critique": "grpo.environments.critique.environment:Critique",
-    "dataset": "grpo.environments.data.environment:Dataset",
+    "critique": "grpo.environments.critique.critique:Critique",
+    "dataset": "grpo.environments.data.dataset:Dataset",
     "verifiers": "grpo.environments.verifiers:Verifiers",
     "openenv": "grpo.environments.openenv:OpenEnv",
 }
@@ -46,7 +46,7 @@ def find_class(env_id: str) -> Any:
     if ":" not in (location := BUILT_IN.get(env_id, env_id)):
         check_id(env_id)
         location = BUILT_IN["verifiers"]
-    return find(location, setting="env.id")
+    return load_object(location, setting="env.id")
 
 
 def check_arena(location: str) -> None:
