@@ -220,7 +220,7 @@ async def test_who_waited_for_a_model_when_the_worker_ended_begins_again_among_t
             return says("on", "bye", wait=crashed.wait)
 
         others = [asyncio.create_task(pool.run(task(), seed=0, begin=begin)) for _ in range(4)]  # type: ignore[arg-type]
-        await until(lambda: pool.num_at_code == 0)
+        await until(lambda: pool.num_in_environment == 0)
         assert reason(await rolled_out(pool, "exit")) == "env_crashed"
         crashed.set()
         assert [reason(one) for one in await asyncio.gather(*others)] == [""] * 4
