@@ -228,23 +228,19 @@ class Checkpointing:
         base_model: str,
         ranks: Ranks,
         status: StatusFile,
+        times_s: dict[str, float],
     ) -> None:
-        """A checkpoint may take `wait_timeout_s` seconds more where it is waited for."""
+        """Waits for a checkpoint at most `wait_timeout_s` seconds. Notes in `times_s` for how long the newest one held
+        up the training, and how long writing one took beside it."""
         self._settings, self._ckpt, self._store = settings, settings.ckpt, CheckpointStore(run)
         self._state, self._base_model = state, base_model
-        self._ranks, self._status = ranks, status
+        self._ranks, self._status, self._times_s = ranks, status, times_s
+        if self._ckpt.interval is not None:
+            times_s |= {"time/checkpoint_s": 0.0, "time/write_checkpoint_s": 0.0}
         waits_for = "a checkpoint to be written; see whether its disk answers, or raise wait_timeout_s"
         self._writer = Background("checkpoint", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
-        self._hold_s = 0.0
         self.newest = 0
         """Step whose state is in a checkpoint, or, with 0, the one that the run began with."""
-
-    @property
-    def times_s(self) -> dict[str, float]:
-        """What the newest checkpoint held up the training, and what its writing beside that took."""
-        if self._ckpt.interval is None:
-            return {}
-        return {"time/checkpoint_s": self._hold_s, "time/write_checkpoint_s": self._writer.last_s}
 
     def after_step(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Begins a checkpoint where one is due. Raises `StorageError` where one could not be written."""
@@ -281,11 +277,13 @@ class Checkpointing:
         if self._ranks.is_main and step not in self._store.steps():
             fields = {"settings": self._settings.model_dump(mode="json"), "metrics": metrics}
             self._writer.submit(partial(self._write, step, parts, fields))
-        self._hold_s = time.perf_counter() - started_s
+        self._times_s["time/checkpoint_s"] = time.perf_counter() - started_s
 
     def _write(self, step: int, parts: Parts, fields: Mapping[str, Any]) -> None:
+        started_s = time.perf_counter()
         self._store.write(step, parts, base_model=self._base_model, **fields)
         self._store.remove_old(keep_last=self._ckpt.keep_last, keep_interval=self._ckpt.keep_interval)
+        self._times_s["time/write_checkpoint_s"] = time.perf_counter() - started_s
 
     def _wait(self) -> None:
         """For the checkpoint that is being written. Raises its error, and `DeadlineError`."""

@@ -2,9 +2,8 @@
 
 import logging
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from grpo.configs.train import TrainSettings
 from grpo.trainer.batch import check_step, counts_of, num_signal_tokens
@@ -14,7 +13,7 @@ from grpo.trainer.distributed import ONE, Ranks
 from grpo.trainer.errors import EndedEarly, NonFiniteError
 from grpo.trainer.flops import peak_flops, step_flops
 from grpo.trainer.memory import release_memory
-from grpo.trainer.metrics import State, numbers_of, reduced
+from grpo.trainer.metrics import State, numbers_of, reduced, timed
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective, mean_over_steps
 from grpo.trainer.optim import Optimizer, learning_rate, signal_factor
@@ -57,14 +56,21 @@ class Trainer:
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
         self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
+        self._times_s: dict[str, float] = {}
+        """How long the newest wait, step, version and checkpoint took, and when they began, as metrics."""
         self._state = policy, self._optimizer, self._objective.average
         self._checkpoints = Checkpointing(
-            settings, run_folder, state=self._state, base_model=spec.base_model, ranks=ranks, status=status
+            settings,
+            run_folder,
+            state=self._state,
+            base_model=spec.base_model,
+            ranks=ranks,
+            status=status,
+            times_s=self._times_s,
         )
         self._must_end = False
         self._metrics: dict[str, float] | None = None
         """Of the last step; None before the first."""
-        self._times_s: dict[str, float] = {}
 
     def train(self, checkpoint: Resumed | None = None) -> None:
         """Publishes version 0, or that of the checkpoint, and makes version n from batch n until `max_steps` or the
@@ -111,7 +117,7 @@ class Trainer:
         a checkpoint of the step before, where any rank is told to end. Collective."""
         batches = None
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
-        with self._timed("time/wait_batch_s"), suppress(EndedEarly):
+        with timed(self._times_s, "wait_batch"), suppress(EndedEarly):
             batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout_s, check=self._check)
         if self._ranks.all_reduce_max(int(self._must_end)):
             self._checkpoints.now(step - 1, self._metrics)
@@ -135,7 +141,7 @@ class Trainer:
         self._status.set("training", step=step)
         signal = self._signal(batches)
         rate = learning_rate(step, self._settings) * signal_factor(signal, self._settings.little_signal)
-        with self._timed("time/train_s"), while_exported(self._imported):
+        with timed(self._times_s, "train"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
         counted = [sum(len(batch.token_ids) for batch in batches), int(step_flops(self._policy, batches))]
@@ -164,8 +170,9 @@ class Trainer:
     def publish(self, step: int) -> None:
         """Makes the policy visible as version `step`; its files are written beside the next step."""
         self._status.set("publishing", step=step)
-        metrics = None if self._metrics is None else self._metrics | self._times_s | self._checkpoints.times_s
-        self._publishing.publish(version=step, metrics=metrics)
+        metrics = None if self._metrics is None else self._metrics | self._times_s
+        with timed(self._times_s, "publish"):
+            self._publishing.publish(version=step, metrics=metrics)
 
     def finish(self, step: int) -> None:
         """Returns when everything is published and saved."""
@@ -231,10 +238,3 @@ class Trainer:
         own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
         num_signal, num_tokens = self._ranks.all_reduce_sum(own)
         return num_signal / num_tokens if num_tokens else 1.0
-
-    @contextmanager
-    def _timed(self, key: str) -> Iterator[None]:
-        self._times_s[f"{key.removesuffix('_s')}_at_s"] = time.time()
-        started_s = time.perf_counter()
-        yield
-        self._times_s[key] = time.perf_counter() - started_s

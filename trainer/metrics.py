@@ -1,9 +1,11 @@
-"""Metrics that reduce correctly over micro-batches and ranks: how a number is reduced is part of its type.
+"""Metrics that reduce correctly over micro-batches and ranks, because each says how it is reduced; and times.
 
 Values are scalar tensors, and nothing waits for the device until `states_of`. docs/metrics.md lists them all.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -56,7 +58,7 @@ def reduced(parts: Iterable[Mapping[str, State]]) -> dict[str, State]:
 
 
 def _combined(op: Op, one: float, other: float) -> float:
-    """Not a number where either is."""
+    """Returns both as one value, which is not a number if either is not."""
     if op in ("sum", "mean") or one != one or other != other:
         return one + other
     return min(one, other) if op == "min" else max(one, other)
@@ -65,3 +67,11 @@ def _combined(op: Op, one: float, other: float) -> float:
 def numbers_of(states: Mapping[str, State]) -> dict[str, float]:
     """Returns each metric as one number."""
     return {key: value / (count or 1.0) if op == "mean" else value for key, (op, value, count) in states.items()}
+
+
+@contextmanager
+def timed(times_s: dict[str, float], name: str) -> Iterator[None]:
+    """Notes in `times_s` when what is within began, as `time/NAME_at_s`, and how long it took, as `time/NAME_s`."""
+    times_s[f"time/{name}_at_s"], started_s = time.time(), time.perf_counter()
+    yield
+    times_s[f"time/{name}_s"] = time.perf_counter() - started_s

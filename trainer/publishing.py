@@ -6,7 +6,6 @@ beside what the trainer does next: nothing waits for its numbers but the thread 
 
 import functools
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -157,18 +156,14 @@ class Publishing:
         noise = settings.noise_scheduler
         norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
         self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps)
-        self._times_s = {"time/publish_s": 0.0, "time/publish_at_s": 0.0}
-        """For how long the newest version held up the training, and when that began."""
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None) -> None:
-        """Makes the policy visible as `version`, with a canary for each adapter; its files are written beside the next
-        step.
+        """Takes a snapshot of the policy as `version` and a canary of each adapter, and hands them to the thread that
+        writes the files beside the next step. Blocks only for the copy from device to host.
 
-        Adds to the metrics `time/publish_s`, which holds up the training, with its beginning, and
-        `time/write_version_s`, which does not: those of the version before. Collective. Raises `StorageError` where an
+        Adds `time/write_version_s` of the version before to the metrics. Collective. Raises `StorageError` if an
         earlier version could not be written.
         """
-        began_s, started_s = time.time(), time.perf_counter()
         snapshot, noise = self._policy.weights.snapshot(), self._noise.weights(version)
         with while_exported(self._imported):
             canaries = {
@@ -178,7 +173,7 @@ class Publishing:
         if (publisher := self._publisher) is not None:
             files: dict[str, Content] = dict(noise_files(noise))
             if metrics is not None:
-                times_s = self._times_s | {"time/write_version_s": self._writer.last_s}
+                times_s = {"time/write_version_s": self._writer.last_s}
                 files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
 
             def write() -> None:
@@ -188,7 +183,6 @@ class Publishing:
                 publisher.publish(version=version, spec=self._spec, files=whole, weights=weights)
 
             self._writer.submit(write)
-        self._times_s = {"time/publish_s": time.perf_counter() - started_s, "time/publish_at_s": began_s}
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""
