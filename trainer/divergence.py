@@ -26,14 +26,15 @@ def generalized_jsd(
     teacher_weight: torch.Tensor | None = None,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[K] float32 (float64 of float64) nats, as in GKD (arXiv:2306.13649, equation 1), and [K] bool where clipped.
+    """Returns [K] float32 (float64 of float64) nats, as in GKD (arXiv:2306.13649, equation 1), and [K] bool where
+    clipped.
 
         student = softmax(student_hidden · weightᵀ / temperature), teacher likewise
         M       = beta · teacher + (1 - beta) · student
         result  = beta · KL(teacher ‖ M) + (1 - beta) · KL(student ‖ M)
 
-    At `beta` 0 it is KL(teacher ‖ student), at 1 KL(student ‖ teacher): the limits of result / beta and of
-    result / (1 - beta). So it does not go over into them: near 0 and 1 it vanishes, by that very factor.
+    At `beta` 0 it is KL(teacher ‖ student), at 1 KL(student ‖ teacher), the limits of result / beta and of result / (1
+    - beta). It is not continuous there: near 0 and 1 it vanishes by that factor.
 
     The result is a sum of one term for each token of the vocabulary, β p log(p / M) + (1 - β) q log(q / M). With
     `token_clip`, each term (`clip_by` entry, as in OPSD, arXiv:2601.18734) or the sum (position) is lowered to it, and
@@ -52,8 +53,8 @@ def generalized_jsd(
 
 
 class _GeneralizedJsd(torch.autograd.Function):
-    """Forward gathers each position's gradient for its hidden state beside its value, so that backward only scales
-    it. The weight's gradient needs the logits again."""
+    """Computes each position's gradient for its hidden state beside its value, so that backward only scales it. The
+    weight's gradient computes the logits again."""
 
     @staticmethod
     def forward(
@@ -100,7 +101,7 @@ def _weight_gradient(
     settings: SdpoSettings,
     chunk: int,
 ) -> torch.Tensor:
-    """[V, H] Σ_k grad · slope ⊗ hidden, summed up wide."""
+    """Returns [V, H] Σ_k grad · logit gradient ⊗ hidden, accumulated in the accumulation type."""
     total = torch.zeros_like(weight, dtype=accum_dtype(weight.dtype))
     for part in blocks(len(student_hidden), chunk):
         hidden = student_hidden[part], teacher_hidden[part]
@@ -119,7 +120,8 @@ def _chunk(
     teacher_weight: torch.Tensor,
     settings: SdpoSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[k] divergences, [k, V] their derivatives by the student's logits before the temperature, [k] where clipped.
+    """Returns [k] divergences, [k, V] their gradients by the student's logits before the temperature, [k] where
+    clipped.
 
     With q the student, p the teacher and g the derivative of a token's term by its q, the derivative by a scaled logit
     is q g - q Σ q g; g is 0 for terms that are clipped.
@@ -153,11 +155,10 @@ def _chunk(
 
 
 def _log_over_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """log(student / M) and log(teacher / M) from log(teacher / student), [k, V].
+    """Returns log(student / M) and log(teacher / M) of log(teacher / student), all [k, V].
 
-    From the larger of the two downwards, so that exp never overflows, and exact where they are nearly equal. The
-    larger one is at most 1 / (its share of the mixture) times M, which rounding of a share near 1 would lift to
-    infinity.
+    Computes the larger of the two first, so that exp never overflows and nearly equal ones are exact. The larger one is
+    at most 1 / (its share of the mixture) times M, which rounding of a share near 1 would lift to infinity.
     """
     share_of_smaller = (gap > 0).to(gap.dtype).mul_(1 - 2 * beta).add_(beta)
     larger = gap.abs().neg_().expm1_().mul_(share_of_smaller).log1p_().neg_()
