@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from grpo.configs.train import TrainSettings
 from grpo.trainer.errors import ExporterGone, ModelError
-from grpo.trainer.loading import CheckpointTensors, filled_model, some
+from grpo.trainer.loading import CheckpointTensors, filled_model, shorten
 from grpo.transport.shared_base import ImportedBase, import_base
 from grpo.transport.weights.identity import base_identity
 
@@ -109,4 +109,4 @@ class ImportedTensors(CheckpointTensors):
 
     def check_all_used(self, model: Any, tied: str | None) -> None:
         if surplus := set(self.shared) - self.used:
-            raise ModelError(f"the server shares what {type(model).__name__} has no place for: {some(surplus)}")
+            raise ModelError(f"the server shares what {type(model).__name__} has no place for: {shorten(surplus)}")

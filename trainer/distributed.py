@@ -104,9 +104,9 @@ def leave_group() -> None:
 def is_communication(error: BaseException) -> bool:
     """Returns whether the error says that another rank is gone or late. gloo's errors can be told apart only by their
     message."""
-    said = ("gloo", "timed out", "wait timeout", "connection closed", "nccl")
+    phrases = ("gloo", "timed out", "wait timeout", "connection closed", "nccl")
     return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and any(word in str(error).lower() for word in said)
+        type(error) is RuntimeError and any(word in str(error).lower() for word in phrases)
     )
 
 

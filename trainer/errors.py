@@ -1,12 +1,15 @@
 """Errors that stop the trainer.
 
-TrainerError ├── ModelError (ValueError) a base model that cannot be trained as asked ├── BatchError (ValueError) a
-batch that this trainer cannot train ├── LossError (ValueError) a user's own loss that cannot be used ├── NonFiniteError
-(ArithmeticError) a step whose loss or gradient is not finite ├── ResumeError (ValueError) a run that cannot be resumed
-as asked ├── EndedEarly (RuntimeError) the trainer was told to end, with a checkpoint ├── OutOfMemory (RuntimeError) a
-step does not fit into the device's memory; the next start keeps less ├── RankFailed (RuntimeError) another rank of this
-trainer has failed, or did not answer in time └── ExporterGone (RuntimeError) the server whose base weights the trainer
-computes on has ended
+TrainerError
+├── ModelError      (ValueError)       a base model that cannot be trained as asked
+├── BatchError      (ValueError)       a batch that this trainer cannot train
+├── LossError       (ValueError)       a user's own loss that cannot be used
+├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
+├── ResumeError     (ValueError)       a run that cannot be resumed as asked
+├── EndedEarly      (RuntimeError)     the trainer was told to end, with a checkpoint
+├── OutOfMemory     (RuntimeError)     a step does not fit into the device's memory; the next start keeps less
+├── RankFailed      (RuntimeError)     another rank of this trainer has failed, or did not answer in time
+└── ExporterGone    (RuntimeError)     the server whose base weights the trainer computes on has ended
 """
 
 

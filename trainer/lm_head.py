@@ -173,10 +173,10 @@ class _TiledSoftmax:
 
     def _add(self, logits: torch.Tensor, tokens: slice) -> None:
         """Adds a tile. Sums that are relative to a smaller maximum are scaled to the new one."""
-        place = (self._targets - tokens.start)[:, None]
+        column = (self._targets - tokens.start)[:, None]
         fold = _compiled_fold() if logits.is_cuda else _fold
         so_far = self._target, self._max, self._others, self._gaps
-        sums = fold(logits, self._temperatures, place, *so_far, self._gaps_mean is not None)
+        sums = fold(logits, self._temperatures, column, *so_far, self._gaps_mean is not None)
         probs, weighted, shift, self._target, self._max, self._others, self._gaps = sums
         scale = shift.exp()
         if self._gaps_mean is not None and self._mean is not None:
@@ -223,7 +223,7 @@ class _TiledSoftmax:
 def _fold(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
-    place: torch.Tensor,
+    column: torch.Tensor,
     target: torch.Tensor,
     largest: torch.Tensor,
     others: torch.Tensor,
@@ -233,7 +233,7 @@ def _fold(
     """Folds a tile [k, v] of logits, which it may overwrite, into the sums [k, 1]. This is everything that is done with
     a tile but matrix products. Compiled, it passes over the tile twice, and only in the model's type.
 
-    `place` [k, 1] is where the target is in the tile, if it is: its logit is remembered and its probability made 0.
+    `column` [k, 1] is where the target is in the tile, if it is: its logit is remembered and its probability made 0.
     Returns exp(z - m) and, for the entropy's gradient, (z - m) exp(z - m), both in the model's type, the change of m,
     and the new sums.
     """
@@ -241,11 +241,11 @@ def _fold(
     logits = logits.to(accum_dtype(kind)).div_(temperatures)
     lowest = torch.finfo(logits.dtype).min / 2
     new_largest = torch.maximum(largest, logits.amax(dim=1, keepdim=True))
-    inside = (place >= 0) & (place < logits.shape[1])
-    place = place.clamp(0, logits.shape[1] - 1)
-    found = logits.gather(1, place)
+    inside = (column >= 0) & (column < logits.shape[1])
+    column = column.clamp(0, logits.shape[1] - 1)
+    found = logits.gather(1, column)
     target = torch.where(inside, found, target)
-    logits.scatter_(1, place, torch.where(inside, lowest, found))
+    logits.scatter_(1, column, torch.where(inside, lowest, found))
     shift = largest - new_largest
     scale = shift.exp()
     gaps = logits.sub_(new_largest)
@@ -292,10 +292,10 @@ def _weight_gradient(
             if grad_entropy is not None:
                 factor = torch.addcmul(factor, logp + entropies[part, None], grad_entropy[part, None])
             coefficients = logp.exp_().mul_(factor)
-            place = targets[part] - tokens.start
-            inside = (place >= 0) & (place < coefficients.shape[1])
-            place = place.clamp(0, coefficients.shape[1] - 1)[:, None]
-            coefficients.scatter_add_(1, place, torch.where(inside, -grad[part], 0.0)[:, None])
+            column = targets[part] - tokens.start
+            inside = (column >= 0) & (column < coefficients.shape[1])
+            column = column.clamp(0, coefficients.shape[1] - 1)[:, None]
+            coefficients.scatter_add_(1, column, torch.where(inside, -grad[part], 0.0)[:, None])
             add_product(total, coefficients.T, scaled_hidden[part])
         grad_weight[tokens] = total
     return grad_weight

@@ -77,7 +77,7 @@ class CheckpointTensors:
         ignored = ["rotary_emb.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
         left = {name for name in self.names - self.used - {tied} if not _OF_SERVERS.search(name)}
         if left := {name for name in left if not any(re.search(key, name) for key in ignored)}:
-            raise ModelError(f"{self.folder} has tensors that {type(model).__name__} has no place for: {some(left)}")
+            raise ModelError(f"{self.folder} has tensors that {type(model).__name__} has no place for: {shorten(left)}")
 
 
 def quantized_model(
@@ -188,7 +188,7 @@ def decoder_linears(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if id(module) in inside]
 
 
-def some(names: set[str]) -> str:
+def shorten(names: set[str]) -> str:
     """Returns at most five of the names, and how many more there are, as text."""
     shown = ", ".join(sorted(names)[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -164,8 +164,8 @@ class Trainer:
             *("loss/total", "policy/kl", "policy/teacher_kl", "policy/masked", "policy/tokens", "optim/grad_norm"),
             "perf/train_tokens_per_s",
         )
-        said = (f"{key} {self._metrics[key]:.4g}" for key in shown if key in self._metrics)
-        log.info("step %d: %s", step, " ".join(said))
+        figures = (f"{key} {self._metrics[key]:.4g}" for key in shown if key in self._metrics)
+        log.info("step %d: %s", step, " ".join(figures))
 
     def publish(self, step: int) -> None:
         """Publishes the policy as version `step`; its files are written beside the next step."""
@@ -218,21 +218,21 @@ class Trainer:
         if not math.isfinite(total := states["loss/total"][1]):
             raise NonFiniteError(f"the loss is {total}")
         norm = self._optimizer.step(learning_rate=rate)
-        self._objective.stepped()
+        self._objective.after_step()
         return states | mean_over_steps({"optim/grad_norm": norm})
 
     def _refused(self, step: int, error: NonFiniteError, *, untouched: bool) -> NonFiniteError:
         """Returns the error of a step that is not finite. Writes a checkpoint of the state before it, if that is
         `untouched`."""
-        said = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
+        message = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
         if (own := self._settings.loss.import_path) is not None:
-            said += f"; the loss is that of {own}"
+            message += f"; the loss is that of {own}"
         try:
             if untouched:
                 self._checkpoints.now(step - 1, self._metrics)
         except OSError as failure:
-            said += f"; the state before it could not be kept: {failure}"
-        return NonFiniteError(f"{said}; its batch is {step_folder(self._run_folder.batches, step)}")
+            message += f"; the state before it could not be kept: {failure}"
+        return NonFiniteError(f"{message}; its batch is {step_folder(self._run_folder.batches, step)}")
 
     def _signal(self, batches: Sequence[MicroBatch]) -> float:
         """Returns the share of the batch's loss tokens that have anything to teach."""

@@ -14,7 +14,7 @@ import torch
 
 Op = Literal["sum", "mean", "min", "max"]
 State = tuple[Op, float, float]
-"""A metric as plain values: how it is reduced, its value, and of a mean the count. Example: ``("mean", 3.0, 12.0)``"""
+"""A metric as plain values: how it is reduced, its value, and the count of a mean. Example: ``("mean", 3.0, 12.0)``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Metric:
 
     op: Op
     value: torch.Tensor
-    """[]; of a mean the sum that is to be divided."""
+    """[] the value; for a mean the sum that is to be divided."""
     count: torch.Tensor | None = None
-    """[] of a mean: how many values, or the sum of their weights, at least 0."""
+    """[] for a mean how many values there are, or the sum of their weights, at least 0."""
 
 
 Sum, Mean, Min, Max = (partial(Metric, op) for op in ("sum", "mean", "min", "max"))
-"""Metrics that add up, are a total over a count (0 where nothing was counted), the smallest, the largest."""
+"""Metrics that reduce to a sum, a sum over a count (0 if the count is 0), the smallest, the largest."""
 
 
 def states_of(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, State]]:

@@ -1,4 +1,4 @@
-"""Versions of the policy with their canaries, published beside the next step.
+"""Publishes versions of the policy with their canaries, beside the next step.
 
 A canary is a fixed sequence whose log-probabilities prove which policy a server serves. On a GPU its forward pass runs
 beside what the trainer does next: nothing waits for its numbers but the thread that writes the version.
@@ -64,10 +64,10 @@ def publisher_of(broadcast: Broadcast, run: RunFolder) -> PolicyPublisher:
 
 
 def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:
-    """Returns seeded token ids for a model with this configuration.
+    """Returns 32 seeded token ids for a model with this configuration.
 
-    From the lower half of the vocabulary: added special tokens, and rows that pad the embedding and that no
-    tokenizer knows, lie at the end.
+    They come from the lower half of the vocabulary: added special tokens, and rows that pad the embedding, lie at the
+    end.
     """
     special: set[int] = set()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -79,8 +79,8 @@ def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:
 
 
 class CanaryMaker:
-    """Makes the canaries of a policy's versions. To be made before the policy is trained, or taken up from a
-    checkpoint: it takes the base's log-probabilities from it."""
+    """Makes the canaries of a policy's versions. Must be created before the policy is trained or restored from a
+    checkpoint, because it computes the base's log-probabilities."""
 
     def __init__(self, policy: Policy, token_ids: tuple[int, ...]) -> None:
         self._policy, self._token_ids = policy, token_ids
@@ -91,9 +91,9 @@ class CanaryMaker:
     def begin(
         self, *, version: int, noise: Mapping[str, torch.Tensor], adapter: int = 0
     ) -> Callable[[Snapshot], Canary]:
-        """Starts to compute the canary of the policy with this adapter as it is now, at temperature 1. What is returned
-        waits for its numbers, and makes it with the version's weights. `noise` are its noisy norm weights, if any.
-        Collective."""
+        """Launches the forward pass of the policy with this adapter as it is now, at temperature 1. The returned
+        function waits for the numbers and builds the canary with the version's weights. `noise` are its noisy norm
+        weights, if any. Collective."""
         logprobs, noisy = self._logprobs(adapter), None
         if noise:
             with with_noise(hidden_norms(self._policy.causal_lm), noise):
@@ -129,13 +129,13 @@ class CanaryMaker:
         return later
 
     def _pack(self, adapter: int) -> PackedTokens:
-        """One sample, with every log-probability wanted."""
+        """Returns one sample whose tokens but the first are all targets."""
         ids = np.array(self._token_ids, np.int32)
         return pack_rows([(ids, np.arange(1, len(ids)))], [adapter], self._policy.device)
 
 
 class Publishing:
-    """Makes versions of the policy as it is and publishes them in order."""
+    """Takes snapshots of the policy and publishes them as versions, in order."""
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class Publishing:
         ranks: Ranks,
         imported: ImportedBase | None,
     ) -> None:
-        """To be made before the policy is trained, see `CanaryMaker`. `imported` is the base that the policy computes
-        on, where it is a server's."""
+        """Must be created before the policy is trained, see `CanaryMaker`. `imported` is the base if the policy
+        computes on a server's."""
         self._policy, self._publisher, self._spec, self._imported = policy, publisher, spec, imported
         waits_for = "versions to be published; see whether the disk, or the servers that receive them, answer"
         self._writer = Background("publish", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
@@ -189,9 +189,9 @@ class Publishing:
         self._writer.check()
 
     def flush(self) -> None:
-        """Returns when all versions are published. Raises the error where one was not."""
+        """Returns when all versions are published. Raises the error of one that could not be."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends when all versions are published, or have failed, or after some seconds."""
+        """Returns when all versions are published, or one has failed, or after some seconds."""
         self._writer.close()
