@@ -26,7 +26,7 @@ from grpo.orchestrator.rollouts.play import ScriptedBackend
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
-from grpo.orchestrator.samples import FinishedGroup, finish_group
+from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
 from grpo.orchestrator.scheduler import Ticket
 from grpo.orchestrator.workers.protocol import Ask, Sample, Sampled
 from grpo.transport.errors import UserError
@@ -110,8 +110,8 @@ class Arena:
         """The run that it works in."""
         self._ticket: Ticket | None = None
         self._num_asked = 0
-        self._open: dict[str, tuple[EpisodeResult, EpisodeResult]] = {}
-        """Rollouts of the step that no batch has taken, with the same with the rewards that credit sees."""
+        self._open: dict[str, EpisodeResult] = {}
+        """Rollouts of the step that no batch has taken."""
         self._requests: dict[str, EpisodeRequest] = {}
         """By the id of the rollout."""
         self.setup()
@@ -194,8 +194,7 @@ class Arena:
             return await together(asked)
         with self._run.timeline.group(ticket.group):
             results = await together(asked)
-        usable, shaped = await self._run.take(results)
-        self._open |= {one.id: (one, seen) for one, seen in zip(usable, shaped, strict=True)}
+        self._open |= {one.id: one for one in self._run.take(results)}
         return results
 
     async def build_training_batch(
@@ -210,10 +209,9 @@ class Arena:
             credit = partial(checked_credit, self._credit, "the arena's credit")
         credit = partial(self._credit_by_group, credit)
         if run is None:
-            made = finish_group(usable, credit, group="0")
+            made = finish_group(ScoredGroup(usable), credit, group="0")
         else:
-            shaped = [self._open[one.id][1] for one in usable]
-            made = await run.finish(usable, shaped, credit, group=str((await self._begin_step(run)).group))
+            made = await run.finish(usable, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
         told = {
             "policy_version": self.policy_version,
@@ -237,8 +235,8 @@ class Arena:
         if (run := self._run) is None or self._ticket is None:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
         ticket, self._ticket, self._num_asked = self._ticket, None, 0
-        taken = {result.id for result in batch.results}
-        left = [one for name, (one, _) in self._open.items() if name not in taken]
+        taken = {*(result.id for result in batch.results), *batch.group.dropped}
+        left = [one for name, one in self._open.items() if name not in taken]
         self._open, self._requests = {}, {}
         run.ledger.dropped([one.id for one in left], "not_in_batch")
         run.traces.dropped(left, "not_in_batch")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import InferenceClient, TimedOut
+from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.attempt import (
     CONTEXT_FULL,
@@ -83,7 +84,7 @@ class RolloutEngine:
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self.num_withdrawn = 0
         """Answers that nobody received."""
-        self._num_restarted, self._max_prompt_length = 0, max_prompt_length
+        self._max_prompt_length = max_prompt_length
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
         self.max_characters = context_len * renderer.longest_token
         """No longer text fits into the context. It is not tokenized: that would take seconds for megabytes."""
@@ -124,19 +125,10 @@ class RolloutEngine:
         """Whether each rollout of the environment with this key is one answer to its prompt."""
         return self._pools[env].loaded.single_turn
 
-    def has_solutions(self, env: str) -> bool:
-        """Whether training examples of the environment with this key have a `solution`."""
-        return bool(self._pools[env].solutions)
-
-    def newly_restarted(self) -> int:
-        """Rollouts that were begun again because their worker ended, since this was last asked."""
-        before, self._num_restarted = self._num_restarted, sum(pool.num_restarted for pool in self._pools.values())
-        return self._num_restarted - before
-
-    def newly_withdrawn(self) -> int:
-        """Answers that nobody received, since this was last asked."""
-        num, self.num_withdrawn = self.num_withdrawn, 0
-        return num
+    def figures(self) -> Figures:
+        """Returns rollouts that were begun again because their worker ended, and answers that nobody received."""
+        num_restarted = sum(pool.num_restarted for pool in self._pools.values())
+        return Figures(counts={"rollout/restarted": num_restarted, "rollout/answers_withdrawn": self.num_withdrawn})
 
     async def _run_rollout(self, group: Group, number: int, given: Given | None, waits: "_Waits") -> EpisodeResult:
         task, pool = group.task, self._pools[group.task.env]

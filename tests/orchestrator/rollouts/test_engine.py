@@ -286,7 +286,7 @@ async def test_who_asks_again_after_giving_up_gets_the_answer_and_it_is_trained_
     [result] = await world.group(cast(Any, Slow(lambda prompt: "a")), 1)
     assert (failures([result]), result.reward, len(result.steps), len(result.rows)) == ([""], 1.0, 1, 1)
     assert len(world.policy.asked) == 1
-    assert world.engine.newly_withdrawn() == 1
+    assert world.engine.num_withdrawn == 1
 
 
 async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(world: World) -> None:
@@ -316,7 +316,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     ]
     assert {result.extras["advice"] for result in whole} == {"be bold"}
     # Proposers: 1 and 0.5, mean 0.75. Solvers of the one: 1, 1; of the other: 0, 1, mean 0.5.
-    samples = training_samples(whole, group_credit, group="5")
+    samples = training_samples(whole, group_credit(whole), group="5")
     credits = sorted(round(float(np.max(np.abs(sample.advantages))), 4) for sample in samples)
     assert credits == [0, 0, 0.25, 0.25, 0.5, 0.5]
     assert {sample.rollout_id for sample in samples} == {"5/0", "5/1"}
@@ -452,7 +452,7 @@ async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
         (1, 3, ((0, len(row.token_ids)),)) for row in result.rows
     ]
     assert len(result.rows) == 2
-    assert engine.newly_withdrawn() == 1
+    assert engine.num_withdrawn == 1
 
 
 def telling(*calls: int, children: Sequence[EpisodeResult] = ()) -> EpisodeResult:
