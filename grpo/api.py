@@ -24,7 +24,7 @@ from grpo.orchestrator.rollouts.messages import Message, ModelResponse, messages
 from grpo.orchestrator.rollouts.openai_endpoint import endpoint_of, shared_endpoint
 from grpo.orchestrator.rollouts.play import play
 from grpo.orchestrator.rollouts.roles import Role
-from grpo.orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
+from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
 from grpo.orchestrator.rollouts.state import EpisodeState, Reply, StepError
 from grpo.orchestrator.rollouts.tool_calls import (
     Tool,
@@ -69,6 +69,7 @@ __all__ = [
     "RemoteSandbox",
     "Reply",
     "RewardNotFinite",
+    "RewardTooLarge",
     "Role",
     "RolloutContext",
     "Rubric",

@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
     """Within it the orchestrator's modules log errors alone: the rows that are left out are printed anyway."""
-    logger = logging.getLogger("orchestrator")
+    logger = logging.getLogger("grpo.orchestrator")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -124,12 +124,12 @@ class Tool:
         return {"type": "function", "function": about}
 
     def arguments(self, given: str) -> dict[str, Any]:
-        """What is `given` as JSON as the function takes it. Raises ValidationError."""
+        """What is `given` as JSON as the function takes it. Raises pydantic.ValidationError."""
         return self._arguments.validate_json(given, strict=True)
 
     def arguments_from_text(self, given: Mapping[str, str]) -> dict[str, Any]:
         """The same where the policy wrote words: "3" is a number for a function that takes one. Raises
-        ValidationError."""
+        pydantic.ValidationError."""
         return self._arguments.validate_python(dict(given), strict=False)
 
 
