@@ -3,9 +3,9 @@
     python -m benchmarks.transport [--check]
 
 Steps of 256 samples of 2,048 tokens with all streams, in micro-batches of 16,384 tokens and of 2,048, between two
-processes: over ZeroMQ against a raw ROUTER and DEALER with CURVE and one frame a step, and over the filesystem against plain
-write, fsync, rename and read. Ours and raw are measured in turn, because the machine's speed drifts. On all sides older
-steps are removed as new ones come.
+processes: over ZeroMQ against a raw ROUTER and DEALER with CURVE and one frame a step, and over the filesystem against
+plain write, fsync, rename and read. Ours and raw are measured in turn, because the machine's speed drifts. On all sides
+older steps are removed as new ones come.
 """
 
 import multiprocessing
