@@ -43,7 +43,6 @@ def test_a_comparison_has_figures_and_pictures(compared: Path) -> None:
     sync, asynchronous = (arms[name]["mean"]["lag, largest"] for name in ("sync", "async"))
     assert sync == 0 < asynchronous
     assert (compared / "curves.png").exists()
-    assert (compared / "gantt.png").exists()
 
 
 def test_the_wheels_programs_are_there_and_their_modules_are_its_own(installed: Path, tmp_path: Path) -> None:
