@@ -260,7 +260,7 @@ def make_program(
         command=(sys.executable, "-P", "-m", MODULES[role], str(file)),
         log=run.logs / f"{role}.log",
         status=run.status / f"{role}.json",
-        environment=inherited | {"PYTHONUNBUFFERED": "1"} | variables,
+        environment={**inherited, "PYTHONUNBUFFERED": "1", **variables},
     )
 
 

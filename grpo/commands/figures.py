@@ -78,9 +78,7 @@ def measured(run: Run) -> dict[str, float]:
     steps, summary = run.metrics, run.summary or {}
     last = steps.tail(max(1, len(steps) // 4))
     found = _held_out(run.evaluations) | _titled(last.mean(), _MEANS)
-    if len(last) > 1:
-        found["reward, its standard error"] = float(last[REWARD].sem())
-    found |= _titled(steps.sum(), _SUMS)
+    found |= _titled(last.sem(), {"reward, its standard error": REWARD}) | _titled(steps.sum(), _SUMS)
     if costs := [key for key in _COSTS if key in steps]:
         found["cost of teachers"] = float(steps[costs].max().sum())
     return found | _times(run.folder, steps) | {f"tokens, {phase}": n for phase, n in summary.get("tokens", {}).items()}

@@ -11,7 +11,8 @@ import pytest
 
 from tests.configs.test_reference import QUICK_START
 from tests.e2e.readme import command
-from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run, done, grpo
+from tests.e2e.runs import PROGRAMS, ROOT, Run, done, grpo
+from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
 
