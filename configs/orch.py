@@ -126,12 +126,10 @@ class OrchSettings(ProcessSettings, Shared):
     """How the servers are reached."""
     eval: EvalSettings = EvalSettings()
     """Evaluation on held-out prompts."""
-    verbose: bool = False
-    """Whether `story.log` in the run's folder tells each call, episode and batch, to be read by a person."""
     traces: TraceSettings = TraceSettings()
     """Every rollout token by token, in Parquet files, and how much of that is kept."""
     report_to: ReportSettings | None = None
-    """Reports to Weights & Biases, TensorBoard or Trackio (null: nothing leaves the machine)."""
+    """Reports to Weights & Biases or TensorBoard (null: nothing leaves the machine)."""
     max_concurrent_groups: PositiveInt | None = None
     """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
     reward_timeout_s: Seconds = 30.0

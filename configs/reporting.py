@@ -17,7 +17,7 @@ class TraceSettings(Section):
     """Bytes that the traces of steps may take together; the oldest are removed."""
 
 
-TrackerName = Literal["wandb", "tensorboard", "trackio"]
+TrackerName = Literal["wandb", "tensorboard"]
 
 
 class ReportSettings(Section):
@@ -25,16 +25,16 @@ class ReportSettings(Section):
     demand answers and distributions. Without it nothing leaves the machine."""
 
     to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
-    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX), trackio."""
+    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX)."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the run (null: that of the run's folder)."""
     offline: Annotated[bool, OnlyWith("to", "wandb")] = False
     """W&B writes to the run's folder only, for `wandb sync` to upload later; needs no network and no key."""
-    samples: Annotated[PositiveInt | None, OnlyWith("to", "wandb", "tensorboard")] = None
+    samples: PositiveInt | None = None
     """Number of rollouts of a step that are reported with prompt, answer and reward (null: none)."""
-    distributions: Annotated[bool | None, OnlyWith("to", "wandb", "tensorboard")] = None
+    distributions: bool | None = None
     """Histograms of a step's rewards, advantages and lengths are reported (null: none)."""
     interval: PositiveInt = 10
     """Steps between two reports of samples and distributions. Metrics are reported at every step."""

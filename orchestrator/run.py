@@ -13,7 +13,6 @@ from pathlib import Path
 from grpo.configs.common import HttpBroadcast
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.arena.arena import ARENA, Arena, find_arena
-from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.auxiliary.losses import (
     find_teacher,
     longest_sample,
@@ -38,13 +37,12 @@ from grpo.orchestrator.loops.report import Reporting
 from grpo.orchestrator.loops.sample import Intake, Sampling
 from grpo.orchestrator.loops.versions import Versions
 from grpo.orchestrator.monitoring.recorder import Recorder
-from grpo.orchestrator.monitoring.story import Story
 from grpo.orchestrator.monitoring.summary import Summary
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.monitoring.trackers import Reporter, check_reports
 from grpo.orchestrator.resuming import Progress, resume
-from grpo.orchestrator.rollouts.engine import RolloutEngine
+from grpo.orchestrator.rollouts.engine import EpisodePool, RolloutEngine
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.scheduler import make_scheduler
 from grpo.orchestrator.shaping import BatchAdvantages
@@ -154,7 +152,7 @@ async def _train(
 
         # What makes rollouts, and what is learned from.
         arena = None if settings.arena is None else find_arena(settings.arena)
-        pools: dict[str, WorkerPool | LocalPool] = dict(environments)
+        pools: dict[str, EpisodePool] = dict(environments)
         if arena is not None:
             pools[ARENA] = arena.pool(settings, partial(failure_rate(settings).record, ARENA))
         scheduler = make_scheduler(settings, progress)
@@ -173,7 +171,6 @@ async def _train(
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             auxiliary=auxiliary,
             shaping=make_shaping(settings, client),
-            story=files.enter_context(closing(Story(run.path))) if settings.verbose else None,
         )
 
         # What is done.
@@ -201,7 +198,7 @@ def _make_engine(
     settings: OrchSettings,
     ready: Ready,
     client: InferenceClient,
-    pools: Mapping[str, WorkerPool | LocalPool],
+    pools: Mapping[str, EpisodePool],
     ledger: Ledger,
     progress: Progress,
     teacher: ServedTeacher | None,

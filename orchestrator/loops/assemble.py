@@ -81,8 +81,6 @@ class Assembling:
         self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         intake.traces.shipped(step, groups)
         intake.recorder.batch(step, groups)
-        if intake.story is not None:
-            intake.story.batch(step, groups)
         artifacts = {} if intake.engine.stores is None else intake.engine.stores.save(step)
         intake.ledger.examples_moved(self.buffer.moved(), step)
         commit = intake.ledger.shipping(

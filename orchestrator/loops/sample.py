@@ -20,7 +20,6 @@ from grpo.orchestrator.buffer import Buffer
 from grpo.orchestrator.filters import Filter
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.recorder import Recorder
-from grpo.orchestrator.monitoring.story import Story
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
@@ -57,7 +56,6 @@ class Intake:
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
     shaping: RewardShaping
-    story: Story | None = None
     finished: dict[int, FinishedGroup] = field(default_factory=dict)
     """Groups that wait for their batch, by number."""
 
@@ -75,8 +73,6 @@ class Intake:
         """Those that have a reward, and the same with the rewards that credit sees. The others are dropped."""
         usable = []
         for result in results:
-            if self.story is not None:
-                self.story.episode(result)
             if result.failure is not None:
                 self.ledger.dropped([result.id], result.failure.reason)
                 self.traces.dropped([result], result.failure.reason)

@@ -1,7 +1,6 @@
 """Reports to experiment trackers: a thread hands them on, so that the run waits for none and no failure is its own."""
 
 import contextlib
-import importlib
 import importlib.util
 import logging
 import netrc
@@ -28,7 +27,7 @@ QUEUE_SIZE = 1000
 """Reports that may wait for the thread; what comes then is lost, and counted."""
 END_TIMEOUT_S, ABORT_TIMEOUT_S = 60.0, 5.0
 """Seconds that a run waits at its end, and where it failed, for the last reports to arrive."""
-LIBRARIES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
+LIBRARIES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboardX"}
 
 KNOWN_TEXTS = frozenset(
     """
@@ -133,30 +132,8 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-class Trackio:
-    """Trackio, whose data stay on this machine."""
-
-    def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
-        self._trackio = importlib.import_module("trackio")
-        self._trackio.init(
-            project=settings.project, name=settings.name or run.path.resolve().name, config=config_of(run),
-            resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes one line of metrics."""
-        self._trackio.log(dict(metrics), step=step)
-
-    def log_rollouts(self, rollouts: Rollouts) -> None:
-        """Takes metrics alone."""
-
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Waits until all is stored."""
-        self._trackio.finish()
-
-
 Makers = Mapping[TrackerName, Callable[[RunFolder, ReportSettings], Tracker]]
-TRACKERS: Makers = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}
+TRACKERS: Makers = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 class Reporter:

@@ -4,10 +4,10 @@ User code runs in environment workers; its calls are answered here, and the toke
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, Protocol
 
-from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import InferenceClient, TimedOut
 from grpo.orchestrator.renderer import ChatRenderer
@@ -22,11 +22,11 @@ from grpo.orchestrator.rollouts.attempt import (
 )
 from grpo.orchestrator.rollouts.conversation import single_row
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, Task
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
-from grpo.orchestrator.workers.pool import WorkerPool
+from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Sampled
 from grpo.transport.http import Choice
 from msgspec.structs import replace
 
@@ -38,12 +38,36 @@ class PromptTooLong(ValueError):
     """A prompt that leaves no room for an answer."""
 
 
+class EpisodePool(Protocol):
+    """What runs the episodes of one environment: its worker pool."""
+
+    @property
+    def loaded(self) -> Loaded: ...
+    @property
+    def solutions(self) -> Sequence[str]: ...
+    @property
+    def num_restarted(self) -> int: ...
+    @property
+    def record(self) -> Callable[[Failure | None], None]: ...
+
+    async def run(
+        self,
+        task: Task,
+        *,
+        seed: int | None,
+        begin: Callable[[], Callable[[AnyCall], Awaitable[Any]]],
+        score: bool = True,
+        answer: Sampled | None = None,
+    ) -> EpisodeResult | Failure:
+        """Runs one episode. `begin` makes what answers its calls."""
+
+
 class RolloutEngine:
     """Rolls out groups, of all environments."""
 
     def __init__(
         self,
-        pools: Mapping[str, "WorkerPool | LocalPool"],
+        pools: Mapping[str, EpisodePool],
         client: InferenceClient,
         renderer: ChatRenderer,
         *,

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import logging
-import mmap
 import os
 import resource
 import signal
@@ -19,15 +18,7 @@ from typing import Any
 import uvloop
 import zmq
 import zmq.asyncio
-from grpo.orchestrator.rollouts.clock import (
-    BOARD_BYTES,
-    OwnTimeout,
-    current_job,
-    no_exit,
-    num_left_calls,
-    show_on,
-    waiting,
-)
+from grpo.orchestrator.rollouts.clock import OwnTimeout, no_exit, num_left_calls, waiting
 from grpo.orchestrator.rollouts.context import ContextFull
 from grpo.orchestrator.rollouts.environment import Environment, episode_of, is_single_turn, roles_of
 from grpo.orchestrator.rollouts.episode import reason_of, result_of, run_episode
@@ -37,7 +28,6 @@ from grpo.orchestrator.rollouts.rubric import RewardNotFinite
 from grpo.orchestrator.rollouts.state import EpisodeState
 from grpo.orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
-    BOARD,
     PROTOCOL,
     Alive,
     AnyCall,
@@ -215,7 +205,6 @@ class Worker:
         """Whatever user code raises becomes an answer. What it does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
         example: Mapping[str, Any] = {}
-        current_job.set(run.job)
         try:
             async with OwnTimeout(self._timeout_s) as timeout:
                 example = Watched(self._example(run)) if run.trial else self._example(run)
@@ -315,11 +304,7 @@ def serve(address: str, only: str) -> None:
     start_log(level=logging.WARNING)
     threading.stack_size(STACK_BYTES)
 
-    with Path(address.removeprefix("ipc://")).with_name(BOARD).open("r+b") as file:
-        board = memoryview(mmap.mmap(file.fileno(), BOARD_BYTES)).cast("i")
-
     async def main() -> None:
-        show_on(board)
         socket = open_socket(zmq.DEALER, zmq.asyncio.Context())
         socket.connect(address)
         await Worker(socket, only).serve()

@@ -160,7 +160,7 @@ TRAINED = {"env": [{"id": "a", "adapters": {"Proposer": "proposer"}}]}
         ({"client": {"elastic": {"hostname": "h"}, "base_url": ["http://a"]}}, "client.base_url"),
         ({"traces": {"every": None, "keep_last": 2}}, "traces.keep_last"),
         ({"report_to": {"interval": 5}}, "report_to.interval"),
-        ({"report_to": {"to": ["trackio"], "samples": 3}}, "report_to.samples"),
+        ({"report_to": {"to": ["tensorboard"], "offline": True}}, "report_to.offline"),
         ({"eval": {"rollouts_per_example": 4}}, "eval.rollouts_per_example"),
         ({"eval": {"sampling": {"max_tokens": 512}}}, "eval.sampling.max_tokens"),
         ({"eval": {"num_examples": 0, "interval": 5}}, "eval.interval"),

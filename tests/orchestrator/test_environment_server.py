@@ -12,7 +12,7 @@ import pytest
 import zmq.asyncio
 from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
-from grpo.orchestrator.workers.protocol import ALIVE, PROTOCOL, Alive, Gone, decode_from_worker, encode, frame_of
+from grpo.orchestrator.workers.protocol import ALIVE, PROTOCOL, Alive, Left, decode_from_worker, encode, frame_of
 from grpo.orchestrator.workers.server import EnvironmentServer
 
 from tests.orchestrator.fakes import until
@@ -91,7 +91,7 @@ async def test_an_orchestrator_that_was_silent_for_too_long_is_told_that_its_wor
             orchestrator.connect(server.address)
             await orchestrator.send(ALIVE)
             async with asyncio.timeout(60):
-                while not any(isinstance(said, Gone) for said in decode_from_worker(await orchestrator.recv())):
+                while not any(isinstance(said, Left) for said in decode_from_worker(await orchestrator.recv())):
                     pass
 
 
@@ -170,7 +170,7 @@ async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_l
     async with pool_for(env_id, address=address, timeout_s=500) as pool:
         answers = says("on", "bye", wait=went_on.wait)
         running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
-        await until(lambda: pool.num_at_code == 0)
+        await until(lambda: pool.num_in_environment == 0)
         program.kill()
         program.wait()
         program.stderr.close()
@@ -240,7 +240,7 @@ async def test_an_end_of_another_release_is_told_so(env_file: Path) -> None:
         await socket.send(theirs)
         [told] = decode_from_worker(await socket.recv())
         socket.close(linger=0)
-        assert isinstance(told, Gone)
+        assert isinstance(told, Left)
         assert "release" in told.how
     socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")

@@ -14,7 +14,7 @@ from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.orchestrator.workers.protocol import Sampled, Store, encode_checked
 from grpo.orchestrator.workers.session import Answerer
 from grpo.orchestrator.workers.worker import identity_of
-from grpo.transport.importing import find
+from grpo.transport.importing import load_object
 
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
@@ -219,7 +219,7 @@ async def test_who_waited_for_a_model_when_the_worker_ended_begins_again_among_t
             return says("on", "bye", wait=crashed.wait)
 
         others = [asyncio.create_task(pool.run(task(), seed=0, begin=begin)) for _ in range(4)]  # type: ignore[arg-type]
-        await until(lambda: pool.num_at_code == 0)
+        await until(lambda: pool.num_in_environment == 0)
         assert reason(await rolled_out(pool, "exit")) == "env_crashed"
         crashed.set()
         assert [reason(one) for one in await asyncio.gather(*others)] == [""] * 4
@@ -318,7 +318,7 @@ def test_a_file_is_imported_once_and_two_of_one_name_do_not_collide(tmp_path: Pa
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "env.py").write_text("class E: pass\n")
-    one, again, other = (find(f"{tmp_path / folder}/env.py:E", setting="x") for folder in "aab")
+    one, again, other = (load_object(f"{tmp_path / folder}/env.py:E", setting="x") for folder in "aab")
     assert one is again
     assert one is not other
     assert sys.modules[one.__module__].E is one
