@@ -19,6 +19,7 @@ from grpo.transport.keys import SharedKey
 from grpo.transport.ports import free_port
 from grpo.transport.records import MicroBatch
 
+from tests.support import until
 from tests.transport.samples import damage, equal, micro_batch
 
 KEY, OTHER_KEY = SharedKey("a secret of enough characters"), SharedKey("another secret, as long as that")
@@ -79,14 +80,6 @@ def receive(receiver: BatchReceiver, step: int, timeout_s: float = 60) -> MicroB
     assert received is not None
     (batch,) = received
     return batch
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Returns when it holds; fails after a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- both backends ---
