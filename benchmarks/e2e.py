@@ -41,7 +41,8 @@ from grpo.orchestrator.rollouts.rubric import Rubric
 
 from benchmarks.grpo_step import TARGETS, keeping_freed_memory
 from benchmarks.report import parser, report
-from tests.e2e.runs import options, trained
+from tests.e2e.runs import trained
+from tests.support import options
 from tools.random_models import MID, QUICKSTART_MODEL, make_random
 
 NUM_CORES, NUM_SKIPPED, RANK, ALPHA = 2, 2, 16, 32

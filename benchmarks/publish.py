@@ -15,7 +15,8 @@ from pathlib import Path
 from grpo.orchestrator.monitoring.timeline import SERVERS, TRAINER, read_timeline
 
 from benchmarks.report import parser, report
-from tests.e2e.runs import options, trained
+from tests.e2e.runs import trained
+from tests.support import options
 from tools.random_models import MID, make_random
 
 NUM_STEPS, NUM_WARM_UP = 20, 4
