@@ -1,4 +1,4 @@
-"""Rewards that are shaped before advantages are made of them, and advantages that are known only with their batch."""
+"""Reward shaping before advantages are computed, and advantages that need the whole batch."""
 
 import math
 from collections import defaultdict

@@ -56,7 +56,6 @@ async def open(opening: Opening) -> Distillation:
         model_folder=ready.model_folder,
         api_key=os.environ.get(chosen.client.api_key_var),
         temperatures=[*_temperatures(settings), *(one.temperature for one in roles if one.temperature is not None)],
-        seq_len=settings.seq_len,
         wait_s=settings.client.timeout,
     )
     return Distillation(Scoring(teacher), longest=teacher.longest)
