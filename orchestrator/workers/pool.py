@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine
+from functools import partial
 from typing import Any
 
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
+from grpo.orchestrator.rollouts.records import Failure, Messages, Task
 from grpo.orchestrator.workers.failures import LATE, EnvironmentFailed
 from grpo.orchestrator.workers.process import ForkServer
-from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Prompts, Reply, Run, Sampled
+from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Outcome, Prompts, Reply, Run, Score
 from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerGone
 from grpo.orchestrator.workers.trial import AWAY, BROKEN
 from msgspec.structs import replace
@@ -109,27 +110,54 @@ class WorkerPool:
         seed: int | None,
         begin: Callable[[], Answerer],
         score: bool = True,
-        answer: Sampled | None = None,
-    ) -> EpisodeResult | Failure:
+    ) -> Outcome | Failure:
         """Rolls out one episode, and scores it, unless `score` is false, and rewards are 0. `begin` makes what answers
-        its calls, anew each time that it is begun; `answer` is that to its first call, where there is one already.
-        Raises EnvironmentFailed, and what the answers raise."""
+        its calls, each time that it begins. Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
-        run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
+        run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score)
+        return await self._run(run, begin)
+
+    async def score(
+        self, score: Score, *, begin: Callable[[int], Answerer], over: Callable[[int], None] = lambda place: None
+    ) -> list[Outcome | Failure]:
+        """Scores single answers to one prompt, in one worker. `begin` makes what answers the calls of the rewards for
+        the answer at a place, each time that it begins. `over` is called with each place whose outcome is there.
+        Raises EnvironmentFailed, and what the answers raise."""
+        answers = [begin(place) for place in range(len(score.texts))]
+        outcomes = await self._least_loaded().score(score, answers, over)
+
+        async def outcome(place: int, known: Outcome | Failure | WorkerGone) -> Outcome | Failure:
+            if not isinstance(known, WorkerGone):
+                return known
+            found = await self._run(alone_in(score, place), partial(begin, place), gone=known)
+            over(place)
+            return found
+
+        if not any(isinstance(one, WorkerGone) for one in outcomes):
+            return outcomes
+        return await asyncio.gather(*(outcome(place, one) for place, one in enumerate(outcomes)))
+
+    async def _run(
+        self, request: Run | Score, begin: Callable[[], Answerer], gone: WorkerGone | None = None
+    ) -> Outcome | Failure:
+        """Runs one job. `gone`: how it ended where it has begun already."""
         num_odd = 0
         for _ in range(MAX_BYSTANDER):
             try:
-                return await self._least_loaded().run(run, begin())
-            except WorkerGone as gone:
+                if gone is not None:
+                    raise gone
+                return await self._least_loaded().run(request, begin())
+            except WorkerGone as lost:
+                gone = None
                 self.num_restarted += 1
-                num_odd += gone.unexplained or gone.failure.reason == LATE
-                if gone.suspect or num_odd == MAX_ODD:
+                num_odd += lost.unexplained or lost.failure.reason == LATE
+                if lost.suspect or num_odd == MAX_ODD:
                     break
         async with self._alone:
             session = self._take_spare()
             self._running_alone.append(session)
             try:
-                return await session.run(run, begin())
+                return await session.run(request, begin())
             except WorkerGone as gone:
                 return gone.failure
             finally:
@@ -146,10 +174,18 @@ class WorkerPool:
             raise GivenUp(Failure(reason=AWAY, message="no model is there yet"))
 
         prompt = [dict(message) for message in task.messages]
-        empty = Sampled(text="", finish_reason="stop", num_tokens=0)
-        run = Run(split=task.split, index=task.index, prompt=prompt, seed=0, answer=empty, trial=True)
+        empty = Score(
+            split=task.split,
+            index=task.index,
+            prompt=prompt,
+            texts=[""],
+            finish_reasons=["stop"],
+            num_tokens=[0],
+            seeds=[0],
+            trial=True,
+        )
         try:
-            failure = await self._sessions[0].run(run, unanswered)
+            failure = await self._sessions[0].run(empty, unanswered)
         except WorkerGone:  # the first rollout that does so tells
             return
         if not isinstance(failure, Failure):
@@ -209,3 +245,14 @@ class WorkerPool:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who uses it is told
+
+
+def alone_in(score: Score, place: int) -> Score:
+    """Returns what asks for one of the answers alone."""
+    return replace(
+        score,
+        texts=[score.texts[place]],
+        finish_reasons=[score.finish_reasons[place]],
+        num_tokens=[score.num_tokens[place]],
+        seeds=[score.seeds[place]],
+    )
