@@ -32,7 +32,7 @@ from grpo.configs.loss import LossSettings
 from grpo.configs.train import QUANTIZED, TrainSettings
 from grpo.trainer.distributed import ONE
 from grpo.trainer.flops import peak_flops, step_flops
-from grpo.trainer.memory import Checkpointing, release_memory
+from grpo.trainer.memory import ActivationCheckpointing, release_memory
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.objective import Objective
 from grpo.trainer.optim import Optimizer
@@ -129,7 +129,7 @@ def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> dict
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """All figures by name; each tells itself as soon as it is there."""
     device, figures = torch.device(options.device), dict[str, float]()
-    cases: list[tuple[Checkpointing, Quantization | None]] = [(keep, None) for keep in options.keep]
+    cases: list[tuple[ActivationCheckpointing, Quantization | None]] = [(keep, None) for keep in options.keep]
     if options.quantized:
         cases = [("full", format) for format in QUANTIZE]
     for shape in options.shapes:
@@ -151,7 +151,7 @@ def measure_case(
     name: str,
     shape: str,
     folder: Path,
-    keep: Checkpointing,
+    keep: ActivationCheckpointing,
     quantization: Quantization | None,
     options: argparse.Namespace,
 ) -> dict[str, float]:

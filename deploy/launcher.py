@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from grpo.configs.loading import Given
-from grpo.configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
+from grpo.configs.resuming import changes, record_of
 from grpo.configs.run import Run
 from grpo.deploy.gpus import VARIABLE as VISIBLE_GPUS
 from grpo.deploy.gpus import visible_gpus
@@ -31,7 +32,7 @@ from grpo.transport.errors import RunFolderError
 from grpo.transport.folders import steps_in
 from grpo.transport.hidden import hide_environment, key_variables, named_keys
 from grpo.transport.logs import printable
-from grpo.transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
+from grpo.transport.run import Role, RunFolder, current_run_id, join_run, only_one, open_run, recorded_program
 from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
 from grpo.transport.weights.identity import base_identity, resolve_model
 
@@ -122,8 +123,8 @@ def _divided(plan: Plan, model: Path) -> Plan:
 
 
 def _check_folder(plan: Plan, model: Path) -> set[str]:
-    """The settings that differ from those of the run in the folder. Raises `RunFolderError` where it cannot be gone on
-    with by them."""
+    """The settings that differ from those of the run in the folder. Raises `SettingsError` where it cannot be gone on
+    with by them, and `RunFolderError`."""
     path, step, base = plan.output_dir, plan.resume_step, base_identity(model)
     if step is not None and current_run_id(path) is None:
         raise RunFolderError(f"resume_step is {step}, and {path} holds no run; give another --output_dir")
@@ -132,13 +133,13 @@ def _check_folder(plan: Plan, model: Path) -> set[str]:
             pass
     if plan.train.resume == "never" or plan.train.overwrite_output_dir:
         return set()
-    train, orch, infer = (one.model_dump(mode="json") for one in (plan.train, plan.orch, plan.infer))
-    changed = {
-        "train": changes_of(path, role="train", settings=train, base_model=base, may_change=TRAINER_MAY_CHANGE),
-        "orch": changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE),
-        "infer": changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE),
-    }
-    return {f"{role}.{key}" for role, keys in changed.items() for key in keys}
+    roles: tuple[Role, ...] = ("train", "orch", "infer")
+    changed = set()
+    for role in roles:
+        now = record_of(plan.settings()[role].model_dump(mode="json"), base if role == "train" else None)
+        earlier = recorded_program(path, role)
+        changed |= {f"{role}.{key}" for key, *_ in changes(role, earlier, now, run=path)}
+    return changed
 
 
 def _check_finished(plan: Plan, ineffective: Sequence[str]) -> None:
@@ -168,8 +169,9 @@ def _open(plan: Plan) -> RunFolder:
     if plan.resume_step is not None and plan.resume_step >= 0:
         Checkpoints(run).go_back_to(plan.resume_step, role=None)
     # A server knows of no run, and several may serve one: its settings are recorded for it.
-    server = plan.infer.model_dump(mode="json")
-    join_run(run.path, role="infer", settings=server, may_change=SERVER_MAY_CHANGE, timeout_s=1.0)
+    record = record_of(plan.infer.model_dump(mode="json"))
+    compare = partial(changes, "infer", now=record, run=run.path)
+    join_run(run.path, role="infer", record=record, compare=compare, timeout_s=1.0)
     clear_for_start(run)
     return run
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import openai
 import verifiers.v1 as vf
-from grpo.orchestrator.rollouts.openai_endpoint import CONTEXT_FULL
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
 
 __all__ = ["ChatHarness"]
 
+CONTEXT_FULL = "context_length_exceeded"
+"""The code of OpenAI's API, which `verifiers` hands on within a text."""
 FAILED_CALLS = "failed_tool_calls"
 """Where a trace's `info` lists them, as (id of the call, kind of error, what was said)."""
 

@@ -11,15 +11,21 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from grpo.orchestrator.rollouts.episode import Response
-from grpo.orchestrator.rollouts.messages import messages_of
-from grpo.transport.importing import find
 from pydantic import BaseModel
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from grpo import Environment, EpisodeState, Message, MultiTurnEpisode, RolloutContext, Rubric
+from grpo import (
+    Environment,
+    EpisodeState,
+    Message,
+    MultiTurnEpisode,
+    RolloutContext,
+    Rubric,
+    load_object,
+    messages_of,
+)
 
 WAIT_S, STEP_LIMIT_S, CONNECT_LIMIT_S = 20.0, 20.0, 5.0
 """For a first observation, of a server that may be away or full; for one answer; for one attempt to connect. All count
@@ -197,7 +203,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
     def observe(self, state: EpisodeState) -> Sequence[Message] | None:
         return self.initial_messages(state) if self._observes_state else None
 
-    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> str | None:
         """Takes the answer for an action."""
         try:
             action = dict(self._codec.to_action(state.last_text))
@@ -261,7 +267,7 @@ def _codec(location: str | None, action_field: str | None, observation_field: st
         return Codec(action_field, observation_field)
     if location is None or action_field is not None or observation_field is not None:
         raise ValueError("action_field or codec says what an answer is to the environment: give one of them")
-    codec: Codec = find(location, setting="env.args.codec")()
+    codec: Codec = load_object(location, setting="env.args.codec")()
     if not all(callable(getattr(codec, name, None)) for name in ("to_text", "to_action")):
         raise ValueError(f"codec = {location!r}: expected a class with to_text and to_action")
     return codec

@@ -201,10 +201,8 @@ class ProposerSolver(Episode, Environment):
             self._seeded = True
             for question in self._seeds:
                 await store.add(question)
-        if await store.size() == 0:
-            return str(example["prompt"])
-        [(_, question)] = await store.sample(weighted=True)
-        return self._asked(question)
+        drawn = await store.sample_one(weighted=True)
+        return str(example["prompt"]) if drawn is None else self._asked(drawn[1])
 
     def _asked(self, question: str) -> str:
         return self._proposer_prompt.replace("{question}", question)

@@ -9,10 +9,8 @@ from typing import Any
 
 from grpo.environments.critique.problems import problem_from_record
 from grpo.environments.critique.testing import ProgramScorer, extract_program
-from grpo.orchestrator.rollouts.messages import messages_of
-from grpo.transport.importing import find
 
-from grpo import InferenceClient, client_of
+from grpo import InferenceClient, client_of, load_object, messages_of
 
 Reward = Callable[..., Any]
 """Takes the completion and the example, as any reward function of a rubric."""
@@ -136,7 +134,7 @@ def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward, bool]:
             )
         [(name, option)] = given.items()
     if ":" in str(name):
-        function = find(str(name), setting="reward")
+        function = load_object(str(name), setting="reward")
         if not callable(function):
             raise ValueError(f"reward = {name!r} is a {type(function).__name__}, expected a function")
         return str(name), function, False

@@ -21,10 +21,19 @@ except ImportError as error:
     raise ImportError(f"verifiers 0.4 or later is needed ({error}); pip install 'grpo-pipeline[verifiers]'") from None
 
 from grpo.environments import _verifiers_chat
-from grpo.orchestrator.rollouts.messages import text_of
-from grpo.orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, endpoint_of, shared
 
-from grpo import ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
+from grpo import (
+    ContextFull,
+    Environment,
+    Episode,
+    EpisodeState,
+    Role,
+    RolloutContext,
+    Rubric,
+    endpoint_of,
+    shared_endpoint,
+    text_of,
+)
 
 CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""
@@ -93,7 +102,7 @@ class Verifiers(Episode, Environment):
             episode = await self._env.run_episode(task, context, on_trace=speak)
         state.truncated = endpoint.full
         if not self._env.complete(episode) or (endpoint.full and not state.trajectory):
-            raise _failure(episode, endpoint, state)
+            raise _failure(episode, endpoint.full, endpoint.failure, state)
         for trace in episode.traces:
             for call_id, kind, message in trace.info.get(_verifiers_chat.FAILED_CALLS, []):
                 if (index := int(call_id.split("_")[1])) >= 0:
@@ -129,10 +138,10 @@ class Verifiers(Episode, Environment):
 
     async def _start(self) -> vf.ModelContext:
         async with AsyncExitStack() as stack:
-            base_url, key = await stack.enter_async_context(shared())
+            base_url, headers = await stack.enter_async_context(shared_endpoint())
             await stack.enter_async_context(self._env.serving())
             self._stack = stack.pop_all()
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var="GRPO_NO_KEY", headers={KEY_HEADER: key})
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var="GRPO_NO_KEY", headers=headers)
         return vf.ModelContext(model=POLICY, client=client)
 
 
@@ -189,12 +198,12 @@ def _prompt(task: vf.Task) -> list[dict[str, str]]:
     return [*shown, *({"role": role, "content": text_of(content)} for role, content in contents)]
 
 
-def _failure(episode: vf.Episode, endpoint: Endpoint, state: EpisodeState) -> BaseException:
-    """Why a rollout of theirs is no result."""
-    if endpoint.full and not state.trajectory:
+def _failure(episode: vf.Episode, full: bool, failure: BaseException | None, state: EpisodeState) -> BaseException:
+    """Returns why a rollout of theirs has no result. `full` and `failure`: of its endpoint."""
+    if full and not state.trajectory:
         return ContextFull(f"the first prompt of {state.example['task']} leaves no room for an answer")
-    if endpoint.failure is not None:
-        return endpoint.failure
+    if failure is not None:
+        return failure
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     told = [f"{error.type}: {error.message}\n{error.traceback or ''}".strip() for error in errors]
     return RolloutFailed("\n\n".join(told) or f"{state.example['task']} did not complete, and gave no error")

@@ -1,7 +1,8 @@
 """Reinforcement learning for language models from Python, and what people's own files import.
 
-`from grpo import Environment, Rubric, Episode` for environments, `grpo.train`, `grpo.evaluate` and `grpo.Run` for
-scripts and notebooks. Each name is imported when it is asked for; `import grpo` costs nothing.
+`grpo.train`, `grpo.evaluate` and `grpo.Run` serve scripts and notebooks; `from grpo import Environment, Rubric,
+Episode` is for environments of one's own. Each name is imported when it is first asked for, so that `import grpo`
+costs nothing.
 """
 
 import importlib
@@ -10,21 +11,146 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo.api import *  # noqa: F403
     from grpo.commands.evaluate import evaluate as evaluate
+    from grpo.commands.status import RunStatus as RunStatus
+    from grpo.configs.errors import Problem as Problem
+    from grpo.configs.errors import SettingsError as SettingsError
+    from grpo.environments.sandbox.records import SandboxError as SandboxError
+    from grpo.environments.sandbox.records import SandboxMissing as SandboxMissing
+    from grpo.orchestrator.advantage import CreditAssigner as CreditAssigner
+    from grpo.orchestrator.advantage import constant_credit as constant_credit
+    from grpo.orchestrator.advantage import episodic_credit as episodic_credit
+    from grpo.orchestrator.advantage import group_credit as group_credit
     from grpo.orchestrator.arena.arena import Arena as Arena
     from grpo.orchestrator.arena.arena import EpisodeRequest as EpisodeRequest
     from grpo.orchestrator.arena.arena import TrainingBatch as TrainingBatch
     from grpo.orchestrator.arena.verbose import VerboseLogger as VerboseLogger
+    from grpo.orchestrator.evaluate import Evaluation as Evaluation
+    from grpo.orchestrator.inference.client import ServerError as ServerError
+    from grpo.orchestrator.rollouts.records import EpisodeResult as EpisodeResult
+    from grpo.orchestrator.rollouts.stores import ArtifactStore as ArtifactStore
+    from grpo.policy_version import CannotExport as CannotExport
     from grpo.run import Run as Run
     from grpo.run import RunFailed as RunFailed
+    from grpo.run_files import NoRun as NoRun
     from grpo.start import train as train
+    from grpo.transport.errors import TransportError as TransportError
+    from grpo.transport.errors import UserError as UserError
 
-_ELSEWHERE = {"train": "grpo.start", "evaluate": "grpo.commands.evaluate", "Run": "grpo.run", "RunFailed": "grpo.run"}
-_ELSEWHERE |= dict.fromkeys(("Arena", "EpisodeRequest", "TrainingBatch"), "grpo.orchestrator.arena.arena")
-_ELSEWHERE["VerboseLogger"] = "grpo.orchestrator.arena.verbose"
-"""Names that are not those of `grpo.api`, and their modules."""
+    __version__: str
+
+__all__ = [
+    "AlternatingRolesEpisode",
+    "Arena",
+    "ArtifactStore",
+    "CallFailed",
+    "CannotExport",
+    "ChatEpisode",
+    "ContextFull",
+    "CreditAssigner",
+    "Environment",
+    "Episode",
+    "EpisodeRequest",
+    "EpisodeResult",
+    "EpisodeState",
+    "Evaluation",
+    "InferenceClient",
+    "Limits",
+    "LocalSandbox",
+    "McpServer",
+    "Message",
+    "MockClient",
+    "ModelResponse",
+    "MultiTurnEpisode",
+    "NoRun",
+    "OpenAIClient",
+    "OwnClient",
+    "Problem",
+    "RemoteSandbox",
+    "Reply",
+    "RewardNotFinite",
+    "RewardTooLarge",
+    "Role",
+    "RolloutContext",
+    "Rubric",
+    "Run",
+    "RunFailed",
+    "RunStatus",
+    "Sandbox",
+    "SandboxError",
+    "SandboxMissing",
+    "Scores",
+    "ServerError",
+    "SettingsError",
+    "SingleTurnEpisode",
+    "StepError",
+    "Store",
+    "Tool",
+    "ToolCall",
+    "ToolCallError",
+    "ToolEpisode",
+    "ToolFailed",
+    "ToolSource",
+    "TrainingBatch",
+    "TransportError",
+    "UserError",
+    "VerboseLogger",
+    "client_of",
+    "constant_credit",
+    "endpoint_of",
+    "episodic_credit",
+    "evaluate",
+    "group_credit",
+    "load_object",
+    "messages_of",
+    "parse_bracketed",
+    "parse_tagged",
+    "play",
+    "shared_endpoint",
+    "tagged_answer",
+    "tagged_integer",
+    "text_of",
+    "tools_of",
+    "train",
+    "waiting",
+]
+
+_HOMES = {
+    "Arena": "grpo.orchestrator.arena.arena",
+    "ArtifactStore": "grpo.orchestrator.rollouts.stores",
+    "CannotExport": "grpo.policy_version",
+    "CreditAssigner": "grpo.orchestrator.advantage",
+    "EpisodeRequest": "grpo.orchestrator.arena.arena",
+    "EpisodeResult": "grpo.orchestrator.rollouts.records",
+    "Evaluation": "grpo.orchestrator.evaluate",
+    "NoRun": "grpo.run_files",
+    "Problem": "grpo.configs.errors",
+    "Run": "grpo.run",
+    "RunFailed": "grpo.run",
+    "RunStatus": "grpo.commands.status",
+    "SandboxError": "grpo.environments.sandbox.records",
+    "SandboxMissing": "grpo.environments.sandbox.records",
+    "ServerError": "grpo.orchestrator.inference.client",
+    "SettingsError": "grpo.configs.errors",
+    "TrainingBatch": "grpo.orchestrator.arena.arena",
+    "TransportError": "grpo.transport.errors",
+    "UserError": "grpo.transport.errors",
+    "VerboseLogger": "grpo.orchestrator.arena.verbose",
+    "constant_credit": "grpo.orchestrator.advantage",
+    "episodic_credit": "grpo.orchestrator.advantage",
+    "evaluate": "grpo.commands.evaluate",
+    "group_credit": "grpo.orchestrator.advantage",
+    "train": "grpo.start",
+}
+"""The modules of the names that `grpo.api` does not have, which would make its import slow."""
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name == "api":  # the import below asks for it
-        raise AttributeError(name)
-    return getattr(importlib.import_module(_ELSEWHERE.get(name, "grpo.api")), name)
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("grpo-pipeline")
+    if name not in __all__:
+        raise AttributeError(f"module 'grpo' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "grpo.api")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])

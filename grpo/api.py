@@ -1,8 +1,8 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
-from grpo.environments.sandbox.local import LocalSandbox
-from grpo.environments.sandbox.records import Limits
-from grpo.environments.sandbox.remote import RemoteSandbox
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from grpo.orchestrator.rollouts.clients import (
     InferenceClient,
     MockClient,
@@ -20,18 +20,18 @@ from grpo.orchestrator.rollouts.episode import (
     MultiTurnEpisode,
     SingleTurnEpisode,
 )
-from grpo.orchestrator.rollouts.mcp_tools import McpServer
-from grpo.orchestrator.rollouts.messages import Message, ModelResponse
-from grpo.orchestrator.rollouts.openai_endpoint import endpoint_of
+from grpo.orchestrator.rollouts.messages import Message, ModelResponse, messages_of, text_of
+from grpo.orchestrator.rollouts.openai_endpoint import endpoint_of, shared_endpoint
 from grpo.orchestrator.rollouts.play import play
 from grpo.orchestrator.rollouts.roles import Role
-from grpo.orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
+from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
 from grpo.orchestrator.rollouts.state import EpisodeState, Reply, StepError
 from grpo.orchestrator.rollouts.tool_calls import (
     Tool,
     ToolCall,
     ToolCallError,
     ToolFailed,
+    ToolSource,
     parse_bracketed,
     parse_tagged,
     tagged_answer,
@@ -39,6 +39,14 @@ from grpo.orchestrator.rollouts.tool_calls import (
     tools_of,
 )
 from grpo.orchestrator.rollouts.tool_episode import ToolEpisode
+from grpo.transport.errors import UserError
+from grpo.transport.importing import load_object
+
+if TYPE_CHECKING:
+    from grpo.environments.mcp_tools import McpServer
+    from grpo.environments.sandbox.local import LocalSandbox
+    from grpo.environments.sandbox.records import Limits, Sandbox, SandboxError, SandboxMissing
+    from grpo.environments.sandbox.remote import RemoteSandbox
 
 __all__ = [
     "AlternatingRolesEpisode",
@@ -61,9 +69,13 @@ __all__ = [
     "RemoteSandbox",
     "Reply",
     "RewardNotFinite",
+    "RewardTooLarge",
     "Role",
     "RolloutContext",
     "Rubric",
+    "Sandbox",
+    "SandboxError",
+    "SandboxMissing",
     "Scores",
     "SingleTurnEpisode",
     "StepError",
@@ -73,13 +85,33 @@ __all__ = [
     "ToolCallError",
     "ToolEpisode",
     "ToolFailed",
+    "ToolSource",
+    "UserError",
     "client_of",
     "endpoint_of",
+    "load_object",
+    "messages_of",
     "parse_bracketed",
     "parse_tagged",
     "play",
+    "shared_endpoint",
     "tagged_answer",
     "tagged_integer",
+    "text_of",
     "tools_of",
     "waiting",
 ]
+
+_OF_ENVIRONMENTS = {
+    "McpServer": "grpo.environments.mcp_tools",
+    "LocalSandbox": "grpo.environments.sandbox.local",
+    "RemoteSandbox": "grpo.environments.sandbox.remote",
+    **dict.fromkeys(("Limits", "Sandbox", "SandboxError", "SandboxMissing"), "grpo.environments.sandbox.records"),
+}
+"""Names whose modules import the others of this one, and are imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if (module := _OF_ENVIRONMENTS.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

@@ -4,13 +4,13 @@ import argparse
 import contextlib
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpo
 from grpo.configs.errors import SettingsError, exit_with_problems
 from grpo.transport.errors import TransportError, UserError
 from grpo.transport.logs import printable
@@ -56,7 +56,7 @@ def _command(argv: list[str]) -> int:
                 _run(["--help"])
             return 2
         if argv[0] == "--version":
-            print(f"grpo {_version()}")
+            print(f"grpo {grpo.__version__}")
             return 0
         if argv[0] in COMMANDS:
             return _answered(argv[0], argv[1:])
@@ -72,11 +72,6 @@ def _command(argv: list[str]) -> int:
     except (UserError, TransportError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, FileNotFoundError) else getattr(error, "exit_code", 1)
-
-
-def _version() -> str:
-    names = importlib.metadata.packages_distributions().get("grpo", ["grpo"])
-    return importlib.metadata.version(names[0])
 
 
 def _check_command(argv: list[str]) -> None:

@@ -14,7 +14,7 @@ from grpo.configs.rollouts import EpisodicAdvantage, ReinforcePlusPlus, RunningB
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.orchestrator.rollouts.records import MAX_REWARD, EpisodeResult, levels, walk_all
 from grpo.transport.errors import UserError
-from grpo.transport.importing import FunctionFailed, called, find
+from grpo.transport.importing import FunctionFailed, called, load_object
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""
@@ -83,7 +83,7 @@ def leave_one_out(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> 
 
 def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFunction:
     """The user's function that `advantage.import_path` names. Raises ValueError where it is no function."""
-    function = find(import_path, setting="advantage.import_path")
+    function = load_object(import_path, setting="advantage.import_path")
     if not callable(function):
         raise UserError(f"advantage.import_path = {import_path!r} is {function!r}, expected a function")
     return partial(_checked, partial(function, **kwargs), import_path)
@@ -155,7 +155,7 @@ def episodic_credit(results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
 def custom_credit(import_path: str, kwargs: Mapping[str, Any], *, setting: str) -> Credit:
     """The credit that `import_path` names: a CreditAssigner that is made of `kwargs`, or a function that is given
     `kwargs` as well. `setting` is the key that names it. Raises UserError where it is neither."""
-    found, name = find(import_path, setting=setting), f"{setting} = {import_path!r}"
+    found, name = load_object(import_path, setting=setting), f"{setting} = {import_path!r}"
     if isinstance(found, type) and issubclass(found, CreditAssigner):
         return partial(checked_credit, found(**kwargs).compute, name)
     if not callable(found):

@@ -1,13 +1,12 @@
 """Small helpers for asyncio: waking waiters, blocking calls, and what really went wrong."""
 
 import asyncio
-import contextlib
 import threading
-import weakref
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from functools import partial
 from queue import SimpleQueue
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,94 +21,45 @@ class Bell(asyncio.Event):
         self.clear()
 
 
-class NoThread(RuntimeError):
-    """The machine gives this process no thread more."""
-
-
-class _Threads:
-    """Threads that do one call after the other. To start one for each call would hold up the event loop until it runs.
-    None keeps an ending program alive, as those of asyncio.to_thread would."""
+class _DaemonExecutor(Executor):
+    """Starts a thread where all others are busy. None keeps an ending program alive, as those of asyncio.to_thread
+    would."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock, self._num_idle = threading.Lock(), 0
+        self._idle = threading.Semaphore(0)
 
-    def submit(self, call: Callable[[], None]) -> None:
-        """Has a thread do it at once: one that is idle, or a new one."""
-        with self._lock:
-            is_idle = self._num_idle > 0
-            self._num_idle -= is_idle
-        if not is_idle:
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """Raises RuntimeError where the machine gives this process no thread more."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # it goes on where nobody waits for it any more
+
+        def call() -> None:
             try:
-                threading.Thread(target=self._work, daemon=True).start()
-            except RuntimeError as error:
-                raise NoThread(str(error)) from None
+                future.set_result(function(*args, **kwargs))
+            except StopIteration as error:  # which no asyncio.Future takes
+                future.set_exception(RuntimeError(repr(error)))
+            except BaseException as error:  # delivered to whoever awaits
+                future.set_exception(error)
+
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, daemon=True).start()
         self._calls.put(call)
+        return future
 
     def _work(self) -> None:
         while True:
             self._calls.get()()
-            with self._lock:
-                self._num_idle += 1
+            self._idle.release()
 
 
-_threads = _Threads()
+_executor = _DaemonExecutor()
 
 
-class _Results:
-    """What threads have done for one event loop, which is woken once for all that is done at a time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._lock = weakref.ref(loop), threading.Lock()
-        self._settlers: list[Callable[[], None]] = []
-
-    def add(self, settle: Callable[[], None]) -> None:
-        """Has the event loop call `settle`. From any thread."""
-        with self._lock:
-            self._settlers.append(settle)
-            is_first = len(self._settlers) == 1
-        if is_first and (loop := self._loop()) is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._settle)
-
-    def _settle(self) -> None:
-        with self._lock:
-            settlers, self._settlers = self._settlers, []
-        for settle in settlers:
-            settle()
-
-
-_results: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Results] = weakref.WeakKeyDictionary()
-
-
-def start_in_thread(function: Callable[[], T], *, ended: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
-    """The result of a blocking call, which goes on where nobody waits for it any more. `ended` is called on the event
-    loop when it has ended. Raises NoThread."""
-    loop = asyncio.get_running_loop()
-    if (results := _results.get(loop)) is None:
-        results = _results[loop] = _Results(loop)
-    result: asyncio.Future[T] = loop.create_future()
-
-    def call() -> None:
-        value, raised = None, None
-        try:
-            value = function()
-        except BaseException as error:  # delivered to whoever awaits
-            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-
-        def settle() -> None:
-            ended()
-            if result.cancelled():
-                return
-            if raised is None:
-                result.set_result(value)  # type: ignore[arg-type]
-            else:
-                result.set_exception(raised)
-
-        results.add(settle)
-
-    _threads.submit(call)
-    return result
+def start_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Starts a blocking call, which goes on where nobody waits for it any more. Raises RuntimeError where the machine
+    gives this process no thread more."""
+    return asyncio.get_running_loop().run_in_executor(_executor, function)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

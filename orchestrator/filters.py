@@ -14,7 +14,7 @@ import numpy as np
 from grpo.configs.rollouts import FilterSettings
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.transport.errors import UserError
-from grpo.transport.importing import FunctionFailed, called, find
+from grpo.transport.importing import FunctionFailed, called, load_object
 
 Finds = Callable[[Sequence[int], Sequence[float]], bool]
 """`(token ids [L], natural log-probabilities [L], as sampled) -> whether it shows in this answer`"""
@@ -83,7 +83,7 @@ def _finds(settings: FilterSettings, model_folder: Path) -> Finds:
 
 def _custom(import_path: str, kwargs: dict[str, object]) -> Finds:
     """What a user's function says. Raises FunctionFailed where it raises, or says neither True nor False."""
-    function = find(import_path, setting="filters.import_path")
+    function = load_object(import_path, setting="filters.import_path")
     if not callable(function):
         raise UserError(f"filters.import_path = {import_path!r} is {function!r}, expected a function")
 

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from grpo.environments.data.environment import KNOWN, Dataset
+from grpo.environments.data.dataset import KNOWN, Dataset
 from grpo.environments.data.files import READERS
 from grpo.environments.rewards import REWARDS
 from grpo.orchestrator.run import orchestrate

@@ -11,13 +11,13 @@ from grpo.trainer.errors import LossError
 from grpo.trainer.loss import Loss, PolicyTokens, mismatch_metrics, number_of, token_weights
 from grpo.trainer.metrics import Mean, Sum
 from grpo.transport.errors import UserError
-from grpo.transport.importing import find
+from grpo.transport.importing import load_object
 
 
 def loss_function(import_path: str) -> Callable[[PolicyTokens], Any]:
     """Returns what `loss.import_path` names. Raises `LossError` where that is no function."""
     try:
-        found = find(import_path, setting="loss.import_path")
+        found = load_object(import_path, setting="loss.import_path")
     except UserError as error:
         raise LossError(str(error)) from error
     except Exception as error:

@@ -29,8 +29,14 @@ def called(name: str, function: Callable[..., T], *given: Any) -> T:
         raise FunctionFailed(f"{name} raised {type(error).__name__}\n{told}") from error
 
 
-def find(location: str, *, setting: str) -> Any:
-    """What `location` names. `setting` is the key that gave it. Raises UserError, and what the module itself raises."""
+def load_object(location: str, *, setting: str) -> Any:
+    """Returns what `location` names: `module:name` or `path/to/file.py:name`. A file is imported once in a process.
+
+    `setting` is the key that gave it, for messages. Raises UserError where there is no such thing, and what the module
+    itself raises.
+
+    Example: ``load_object("my_codec.py:Chess", setting="env.args.codec")()``
+    """
     module_name, colon, name = location.partition(":")
     if not colon:
         raise UserError(f"{setting} = {location!r}: expected module:name or path/to/file.py:name")

@@ -9,6 +9,7 @@ They speak OpenAI's chat completions at http://127.0.0.1:PORT/v1 and tell what t
 
 import argparse
 import json
+import operator
 import re
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -16,13 +17,13 @@ from itertools import pairwise
 from typing import Any
 
 from aiohttp import web
-from grpo.environments import zorplex
 
 PORT = 8321
 _REVERSE = re.compile(r"Reverse: (\w+)")
 _WORDS = re.compile(r"zorplex\((\w+)\)")
 _OPERATION = re.compile(r"\) ([+*-]) zorplex")
 _LOOKUP = re.compile(r"LOOKUP\[(\w+)\]")
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 Messages = Sequence[dict[str, Any]]
 
@@ -47,7 +48,7 @@ def _looked_up(messages: Messages, words: Sequence[str], operation: str) -> str:
     for word in words:
         if word not in values:
             return f"LOOKUP[{word}]"
-    return f"[ANSWER] {reduce(zorplex.OPERATIONS[operation], [values[word] for word in words])}"
+    return f"[ANSWER] {reduce(_OPERATORS[operation], [values[word] for word in words])}"
 
 
 def contrary(messages: Messages) -> str:

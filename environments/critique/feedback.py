@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from grpo.environments.critique.environment import Critique
+from grpo.environments.critique.critique import Critique
 from grpo.environments.critique.operators import OPERATORS
 from grpo.environments.critique.problems import Problem
 

@@ -17,7 +17,8 @@ from grpo.environments.sandbox.local import LocalSandbox
 from grpo.environments.sandbox.normalise import key_of
 from grpo.environments.sandbox.records import LimitName, Limits, Sandbox
 from grpo.environments.sandbox.remote import RemoteSandbox
-from grpo.orchestrator.rollouts.clock import waiting
+
+from grpo import waiting
 
 _HARNESS = Path(__file__).with_name("harness.py").read_text()
 MOST_KEPT = 10_000

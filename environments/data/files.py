@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo.orchestrator.rollouts.messages import is_text
-from grpo.transport.errors import UserError
+from grpo import UserError
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -101,7 +100,7 @@ def shown(value: Any) -> str:
 def plain_value(value: Any) -> Any:
     """A value as plain data: what is no text, number or container becomes a text, and what is no finite number None."""
     if isinstance(value, str):
-        return value if is_text(value) else value.encode("utf-8", "replace").decode()
+        return value.encode("utf-8", "replace").decode()  # halves of surrogate pairs become question marks
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from grpo.environments.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, system_call_filter
 from grpo.environments.sandbox.records import LimitName, Limits, Result, SandboxError, SandboxMissing
-from grpo.orchestrator.rollouts.clock import waiting
+
+from grpo import waiting
 
 START_DEADLINE_S, END_DEADLINE_S = 60.0, 30.0
 TICK_S = 0.02

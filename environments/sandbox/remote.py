@@ -5,8 +5,9 @@ import contextlib
 from typing import Any
 
 from grpo.environments.sandbox.records import MIB, LimitName, Limits, Result, SandboxError
-from grpo.orchestrator.rollouts.clock import waiting
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from grpo import waiting
 
 ATTEMPTS, FIRST_PAUSE_S = 5, 0.5
 """Pauses double."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_part, presets
-from grpo.environments.data.environment import Dataset
+from grpo.environments.data.dataset import Dataset
 from grpo.environments.data.files import Refused
 from grpo.environments.sandbox.records import SandboxMissing
 from grpo.notebook import yaml_value
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
     """Within it the orchestrator's modules log errors alone: the rows that are left out are printed anyway."""
-    logger = logging.getLogger("orchestrator")
+    logger = logging.getLogger("grpo.orchestrator")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

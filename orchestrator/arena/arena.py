@@ -32,7 +32,7 @@ from grpo.orchestrator.scheduler import Ticket
 from grpo.orchestrator.workers.protocol import Ask, Sample, Sampled
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
-from grpo.transport.importing import find
+from grpo.transport.importing import load_object
 from grpo.transport.records import TrainingSample
 
 ARENA = "arena"
@@ -392,7 +392,7 @@ class ClientBackend(ScriptedBackend):
 
 def find_arena(location: str) -> Arena:
     """The arena that `orch.arena` names. Raises UserError."""
-    found = find(location, setting="arena")
+    found = load_object(location, setting="arena")
     if not (isinstance(found, type) and issubclass(found, Arena)):
         raise UserError(f"arena = {location!r} is {found!r}, expected a class derived from grpo.Arena")
     return found()

@@ -56,7 +56,7 @@ class Reporting:
             return "waiting", f"inference servers: {', '.join(pool.out)}"
         if self.sleep is not None and self.sleep.waits_for is not None:
             return "waiting", self.sleep.waits_for
-        environments = sorted(key for key, one in self.environments.items() if one.num_at_code)
+        environments = sorted(key for key, one in self.environments.items() if one.num_in_environment)
         if environments and self.client.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
         teaching = self.auxiliary.teaching

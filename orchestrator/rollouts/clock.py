@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -100,106 +101,49 @@ async def no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
         raise RuntimeError(f"user code raised {error!r}") from error
 
 
-BOARD_BYTES = 4 * (NUM_THREADS + 1)
-current_job: contextvars.ContextVar[int] = contextvars.ContextVar("current_job", default=0)
-"""Number of the rollout whose code runs, where it has one."""
-
-
 class _Slots:
     """Blocking calls of one event loop."""
 
     def __init__(self) -> None:
-        self.free, self.places = asyncio.Semaphore(NUM_THREADS), list(range(NUM_THREADS))
-        self.board = memoryview(bytearray(BOARD_BYTES)).cast("i")
-        self.left: set[int] = set()
-        """Places of those that run and that nobody waits for any more."""
+        self.free = asyncio.Semaphore(NUM_THREADS)
+        self.left: set[asyncio.Future[Any]] = set()
+        """Calls that run and that nobody waits for any more."""
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
 
 
-def _slots_here() -> _Slots:
+def _slots_of_loop() -> _Slots:
     loop = asyncio.get_running_loop()
     if (slots := _slots.get(loop)) is None:
         slots = _slots[loop] = _Slots()
     return slots
 
 
-def show_on(board: memoryview) -> None:
-    """Writes from now on to `board` [NUM_THREADS + 1], of int32, whose code runs: the numbers of the rollouts whose
-    blocking calls run, and last the one whose code the event loop runs; 0 for none. Who shares the memory can tell who
-    was at work when this process ended."""
-    _slots_here().board = board
-    asyncio.get_running_loop().set_task_factory(
-        lambda loop, coroutine, **options: asyncio.Task(_Shown(coroutine, board), loop=loop, **options)
-    )
-
-
-class _Shown(Coroutine[Any, Any, T]):
-    """The coroutine of a task; while it goes on, up to where it waits again, the board shows whose it is."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T], board: memoryview) -> None:
-        self._coroutine, self._board = coroutine, board
-
-    def send(self, value: Any) -> Any:
-        return self._go_on(self._coroutine.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._go_on(self._coroutine.throw, *error)
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        return self._coroutine.__await__()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coroutine, name)  # libraries ask tasks' coroutines how far they are
-
-    def _go_on(self, step: Callable[..., Any], *given: Any) -> Any:
-        self._board[NUM_THREADS] = current_job.get()
-        try:
-            return step(*given)
-        finally:
-            self._board[NUM_THREADS] = 0
-
-
 def num_left_calls() -> int:
     """Blocking calls of this event loop that were cancelled and have not ended."""
-    return len(_slots_here().left)
+    return len(_slots_of_loop().left)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of blocking code, of which `NUM_THREADS` calls run at a time; the wait for a turn is not the rollout's
     own time. A call that is cancelled goes on in its thread, and nobody waits for it."""
-    slots = _slots_here()
+    slots = _slots_of_loop()
     if slots.free.locked():
         with waiting():
             await slots.free.acquire()
     else:
         await slots.free.acquire()
-    place, context, job = slots.places.pop(), contextvars.copy_context(), current_job.get()
-
-    def work() -> T:
-        slots.board[place] = job
-        try:
-            return context.run(function, *args, **kwargs)
-        finally:
-            slots.board[place] = 0
-
-    def end() -> None:
-        slots.places.append(place)
-        slots.left.discard(place)
+    try:
+        call = background.start_in_thread(partial(contextvars.copy_context().run, function, *args, **kwargs))
+    except RuntimeError as error:
         slots.free.release()
-
-    try:
-        call = background.start_in_thread(work, ended=end)
-    except background.NoThread as error:
-        end()
         raise MemoryError(f"{error}; raise env[].memory_gb") from None
+    call.add_done_callback(lambda _: slots.free.release())
     try:
-        return await call
+        return await asyncio.shield(call)
     except asyncio.CancelledError:
-        if place not in slots.places:
-            slots.left.add(place)
+        if not call.done():
+            slots.left.add(call)
+            call.add_done_callback(slots.left.discard)
         raise

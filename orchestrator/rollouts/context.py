@@ -57,6 +57,10 @@ class Store:
         drawn = await self._do("sample", num=num, weighted=weighted, replace=replace)
         return [(artifact_id, data) for artifact_id, data in drawn]
 
+    async def sample_one(self, *, weighted: bool = False) -> tuple[str, Any] | None:
+        """Returns one draw as (id, data); None where the store is empty."""
+        return (await self.sample(weighted=weighted))[0] if await self.count() else None
+
     async def get(self, id: str) -> Any:
         """The value with this id, as `add` and `sample` gave it; None where it is not there any more."""
         found = await self._do("get", id=id)
@@ -67,9 +71,9 @@ class Store:
         leaves a full one."""
         return await self._do("set_weight", id=id, weight=float(weight)) is not False
 
-    async def size(self) -> int:
-        """How many artifacts there are."""
-        return int(await self._do("size"))
+    async def count(self) -> int:
+        """Returns how many artifacts there are."""
+        return int(await self._do("count"))
 
     async def _do(self, operation: str, **arguments: Any) -> Any:
         return (await self._call(protocol.Store(store=self.name, operation=operation, arguments=arguments))).value

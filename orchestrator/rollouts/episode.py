@@ -91,7 +91,7 @@ async def score_answer(
 ) -> EpisodeState:
     """Scores an answer that is there already, of an episode of one answer; `backend` answers the calls of reward
     functions. Raises what user code and the backend raise."""
-    messages = [*messages_of(example), answer.message]
+    messages: list[Message] = [*messages_of(example), answer.message]
     state = EpisodeState(example=example, messages=messages, trajectory=[answer], role=answer.role)
     shared = Shared(backend=backend, split=split, calls=itertools.count(answer.call + 1))
     ctx = RolloutContext(shared, state=state, roles=episode.roles, seed=seed)

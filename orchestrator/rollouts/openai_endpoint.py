@@ -404,8 +404,9 @@ async def endpoint_of(ctx: RolloutContext, role: str | None = None) -> AsyncIter
 
 
 @asynccontextmanager
-async def shared() -> AsyncIterator[tuple[str, str]]:
-    """One address and key for all rollouts of this process, where they cannot have one each: requests name one of an
-    endpoint's `speakers` in the header `X-Session-ID`."""
+async def shared_endpoint() -> AsyncIterator[tuple[str, dict[str, str]]]:
+    """One `base_url` for all rollouts of this process, and the headers that a request needs: for libraries whose agents
+    cannot have an address for each rollout. A request names one of a running rollout's `endpoint_of(...).speakers` in
+    its header `X-Session-ID`; whose it is says which rollout it belongs to."""
     async with _server() as server:
-        yield f"{await server.address()}/{SHARED}/v1", server.key
+        yield f"{await server.address()}/{SHARED}/v1", {KEY_HEADER: server.key}

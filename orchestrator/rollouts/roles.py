@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.orchestrator.rollouts.messages import shown
+from grpo.orchestrator.rollouts.messages import Message, shown
 from grpo.transport.http import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 POLICY = "policy"
@@ -45,6 +45,14 @@ class Role:
             check_temperature(self.temperature, f"the temperature of role {self.id}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"role {self.id} has max_tokens {self.max_tokens}, expected at least 1, or None")
+
+    def build_messages(self, content: str, history: Sequence[Message] = ()) -> list[Message]:
+        """Returns chat messages for one call of this role: its system prompt where it has one and `history` does not
+        begin with one, then `history`, then `content` as the user's message."""
+        messages = [*history, {"role": "user", "content": content}]
+        if self.system_prompt and messages[0]["role"] != "system":
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

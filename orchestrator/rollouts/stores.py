@@ -62,9 +62,9 @@ class ArtifactStore:
         self._evict()
 
     def operate(self, operation: str, given: Mapping[str, Any]) -> Any:
-        """What comes of `add` (the id), `sample` (a list of [id, data]), `get` (the data, in a list, or an empty one),
-        `set_weight` (whether the artifact is still there: another rollout's may have taken its place) or `size`. Raises
-        KeyError, ValueError and TypeError."""
+        """Returns the result of `add` (the id), `sample` (a list of [id, data]), `get` (the data, in a list, or an
+        empty one), `set_weight` (whether the artifact is still there: another rollout's may have taken its place) or
+        `count`. Raises KeyError, ValueError and TypeError."""
         match operation:
             case "add":
                 return self.add(given["data"], weight=given.get("weight", 1.0))
@@ -75,7 +75,7 @@ class ArtifactStore:
                 return [] if found is None else [found.data]
             case "set_weight":
                 return self.set_weight(given["id"], given["weight"])
-            case "size":
+            case "count":
                 return len(self._artifacts)
         raise ValueError(f"there is no operation {operation!r}")
 
@@ -145,6 +145,14 @@ class ArtifactStore:
         if (size := sum(len(one.content) for one in drawn)) > MAX_DRAWN_CHARACTERS:
             raise ValueError(f"{num} draws of {size} characters, at most {MAX_DRAWN_CHARACTERS} at a time; draw fewer")
         return drawn
+
+    def sample_one(self, *, weighted: bool = False) -> Artifact | None:
+        """Returns one draw; None where the store is empty."""
+        return self.sample(weighted=weighted)[0] if self._artifacts else None
+
+    def count(self) -> int:
+        """Returns how many artifacts there are."""
+        return len(self._artifacts)
 
     def changes(self) -> list[tuple[str, Artifact | None]]:
         """What has changed since the last call, by id, with what it is now; None for one that has gone."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NotRequired, get_type_hints
+from typing import Annotated, Any, NotRequired, Protocol, get_type_hints
 
 import docstring_parser
 import msgspec
@@ -103,6 +103,20 @@ class Tool:
             _arguments=adapter,
         )
 
+    @classmethod
+    def of_schema(
+        cls, name: str, function: Callable[..., Any], *, parameters: Mapping[str, Any], description: str = ""
+    ) -> "Tool":
+        """Describes a function by the JSON schema of its arguments, an object, as servers of tools give it. The
+        function is called with the arguments by name; it checks them itself."""
+        return cls(
+            name=name,
+            description=description,
+            parameters={"type": "object", "properties": {}, **parameters},
+            function=function,
+            _arguments=TypeAdapter(dict[str, Any]),
+        )
+
     @property
     def schema(self) -> dict[str, Any]:
         """As the OpenAI tools format has it, and chat templates show it."""
@@ -110,13 +124,22 @@ class Tool:
         return {"type": "function", "function": about}
 
     def arguments(self, given: str) -> dict[str, Any]:
-        """What is `given` as JSON as the function takes it. Raises ValidationError."""
+        """What is `given` as JSON as the function takes it. Raises pydantic.ValidationError."""
         return self._arguments.validate_json(given, strict=True)
 
     def arguments_from_text(self, given: Mapping[str, str]) -> dict[str, Any]:
         """The same where the policy wrote words: "3" is a number for a function that takes one. Raises
-        ValidationError."""
+        pydantic.ValidationError."""
         return self._arguments.validate_python(dict(given), strict=False)
+
+
+class ToolSource(Protocol):
+    """Tools that are known only while something is open, such as a server: `ToolEpisode(sources=[...])` has them beside
+    its own. One source serves all rollouts of a worker at the same time. See `McpServer`."""
+
+    async def open(self) -> Mapping[str, Tool]:
+        """Returns the tools by name, and opens what they need unless it is open already. It is called at the beginning
+        of each rollout. Raises ValueError where it cannot, which costs the rollout."""
 
 
 def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:

@@ -8,7 +8,6 @@ from typing import Any
 from grpo.orchestrator.rollouts.clock import OwnTimeout, in_thread, together
 from grpo.orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
 from grpo.orchestrator.rollouts.episode import MultiTurnEpisode, Response
-from grpo.orchestrator.rollouts.mcp_tools import McpServer, McpTools
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.rubric import Rubric
 from grpo.orchestrator.rollouts.state import EpisodeState
@@ -18,6 +17,7 @@ from grpo.orchestrator.rollouts.tool_calls import (
     ToolCall,
     ToolCallError,
     ToolFailed,
+    ToolSource,
     parse_tagged,
     tools_of,
 )
@@ -62,7 +62,7 @@ class ToolEpisode(MultiTurnEpisode):
         self,
         tools: Iterable[Callable[..., Any]] | Mapping[str, Tool] = (),
         *,
-        mcp: Sequence[McpServer] = (),
+        sources: Sequence[ToolSource] = (),
         parser: Parser = parse_tagged,
         max_turns: int | None = None,
         result_role: str = "tool",
@@ -71,11 +71,11 @@ class ToolEpisode(MultiTurnEpisode):
         rubric: Rubric | None = None,
         roles: Sequence[Role] | None = None,
     ) -> None:
-        """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread. `mcp`:
-        servers whose tools the policy may call as well. Calls of one answer run at the same time. `result_role`: whose
-        message a result is; where it is `user`, they are one message. `timeout_s`: for one call, to stay below the
-        run's `reward_timeout_s`. A plain function that takes longer goes on, and nobody waits for it. `show_tools`: to
-        the model's chat template; otherwise the prompt tells of them.
+        """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread. `sources`:
+        servers and the like (`McpServer`), whose tools the policy may call as well. Calls of one answer run at the same
+        time. `result_role`: whose message a result is; where it is `user`, they are one message. `timeout_s`: for one
+        call, to stay below the run's `reward_timeout_s`. A plain function that takes longer goes on, and nobody waits
+        for it. `show_tools`: to the model's chat template; otherwise the prompt tells of them.
 
         Raises ValueError for a function that cannot be a tool.
         """
@@ -84,9 +84,9 @@ class ToolEpisode(MultiTurnEpisode):
             raise ValueError(f"timeout_s is {timeout_s}, expected the seconds that a tool may take")
         self._own: Mapping[str, Tool] = tools if isinstance(tools, Mapping) else tools_of(tools)
         self.tools = self._own
-        """By name; those of MCP servers once a rollout has begun."""
+        """By name; those of `sources` once a rollout has begun."""
         self.result_role, self.timeout_s, self.show_tools = result_role, timeout_s, show_tools
-        self._parse, self._mcp = parser, McpTools(mcp)
+        self._parse, self._sources = parser, sources
         if rubric is not None:
             self.rubric = rubric
         if roles is not None:
@@ -102,10 +102,13 @@ class ToolEpisode(MultiTurnEpisode):
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         state.data |= {"num_tool_calls": 0, "tool_errors": 0}
-        theirs = await self._mcp.tools()
-        if twice := theirs.keys() & self._own.keys():
-            raise ValueError(f"{min(twice)} is a tool of the episode and of an MCP server; rename one")
-        self.tools = {**self._own, **theirs}
+        tools = dict(self._own)
+        for source in self._sources:
+            theirs = await source.open()
+            if twice := theirs.keys() & tools.keys():
+                raise ValueError(f"there are two tools called {min(twice)}, one of them of {source}; leave one out")
+            tools |= theirs
+        self.tools = tools
         await super().rollout(ctx, state)
 
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:

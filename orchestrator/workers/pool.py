@@ -2,29 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from grpo.orchestrator.rollouts.clock import together
 from grpo.orchestrator.rollouts.records import Failure, Messages, Task
-from grpo.orchestrator.workers.failures import LATE, EnvironmentFailed
+from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.orchestrator.workers.process import ForkServer
 from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Outcome, Prompts, Reply, Run, Score
-from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerGone
+from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerLost
 from grpo.orchestrator.workers.trial import AWAY, BROKEN
 from msgspec.structs import replace
 
 log = logging.getLogger(__name__)
 
-MAX_BYSTANDER = 10
-"""A rollout that is not suspected when its worker ends begins so often among others."""
-MAX_ODD = 2
-"""Of these so often in workers that stood still, which costs a deadline each, or that ended while nobody's code was at
-work, as where a rollout has broken what its worker speaks through."""
-MAX_SPARES = 2
-"""Workers without rollouts that are kept once one has ended."""
-MAX_WORKERS = 8
-"""Or as many as were asked for."""
+MAX_SHARED = 4
+"""How often a rollout may begin in a worker that it shares with others."""
 MAX_ALONE = 16
 """Rollouts that run alone at a time."""
 
@@ -32,10 +26,9 @@ MAX_ALONE = 16
 class WorkerPool:
     """The workers of one environment.
 
-    A rollout whose worker ends begins once more: alone in a spare worker where its own code may have ended it, else
-    among the others, in the spare worker that takes the place of the one that ended. One that ends its worker alone as
-    well has failed. An environment whose code ends its worker gets one more, so that the next takes fewer rollouts with
-    it; not where the worker was killed, as it is where memory is short.
+    A rollout whose worker ends begins once more, alone in a worker of its own. If that worker ends too, the rollout has
+    failed. A rollout that waited for a model when its worker ended cannot have ended it: it begins again in a shared
+    worker, up to `MAX_SHARED` times in all.
     """
 
     def __init__(
@@ -63,10 +56,8 @@ class WorkerPool:
         self._address, self._start_s, self._forks = address, start_timeout_s, ForkServer(env_id, hidden=hidden)
         self._loaded: Loaded | None = None
         self._sessions = [self._session() for _ in range(num_workers)]
-        self._spares: list[Session] = []
-        """They have no rollouts."""
-        self._alone, self._running_alone = asyncio.Semaphore(MAX_ALONE), list[Session]()
-        self._background: set[asyncio.Task[Any]] = set()
+        self._alone = asyncio.Semaphore(MAX_ALONE)
+        self._alone_sessions: set[Session] = set()
         self.identities: list[str] = []
         """Of each training example, by `hash_keys`, once its prompts are there."""
         self.solutions: list[str] = []
@@ -81,9 +72,9 @@ class WorkerPool:
         return self._loaded
 
     @property
-    def num_at_code(self) -> int:
+    def num_in_environment(self) -> int:
         """Rollouts that wait for no answer of ours, but for the environment."""
-        return sum(session.num_at_code for session in self._all())
+        return sum(session.num_in_environment for session in self._all())
 
     async def load(self) -> Loaded:
         """Constructs the environment, and nothing of its data. Raises EnvironmentFailed."""
@@ -124,45 +115,44 @@ class WorkerPool:
         the answer at a place, each time that it begins. `over` is called with each place whose outcome is there.
         Raises EnvironmentFailed, and what the answers raise."""
         answers = [begin(place) for place in range(len(score.texts))]
-        outcomes = await self._least_loaded().score(score, answers, over)
+        known = await self._least_loaded().score(score, answers, over)
 
-        async def outcome(place: int, known: Outcome | Failure | WorkerGone) -> Outcome | Failure:
-            if not isinstance(known, WorkerGone):
-                return known
-            found = await self._run(alone_in(score, place), partial(begin, place), gone=known)
+        async def once_more(place: int, lost: WorkerLost) -> tuple[int, Outcome | Failure]:
+            outcome = await self._run(one_of(score, place), partial(begin, place), lost)
             over(place)
-            return found
+            return place, outcome
 
-        if not any(isinstance(one, WorkerGone) for one in outcomes):
-            return outcomes
-        return await asyncio.gather(*(outcome(place, one) for place, one in enumerate(outcomes)))
+        outcomes = {place: one for place, one in enumerate(known) if not isinstance(one, WorkerLost)}
+        if len(outcomes) < len(known):
+            lost = [once_more(place, one) for place, one in enumerate(known) if isinstance(one, WorkerLost)]
+            outcomes |= dict(await together(lost))
+        return [outcomes[place] for place in range(len(known))]
 
     async def _run(
-        self, request: Run | Score, begin: Callable[[], Answerer], gone: WorkerGone | None = None
+        self, request: Run | Score, begin: Callable[[], Answerer], lost: WorkerLost | None = None
     ) -> Outcome | Failure:
-        """Runs one job. `gone`: how it ended where it has begun already."""
-        num_odd = 0
-        for _ in range(MAX_BYSTANDER):
+        """Runs one job. `lost`: what became of it, where it has begun before."""
+        for _ in range(MAX_SHARED):
             try:
-                if gone is not None:
-                    raise gone
-                return await self._least_loaded().run(request, begin())
-            except WorkerGone as lost:
-                gone = None
-                self.num_restarted += 1
-                num_odd += lost.unexplained or lost.failure.reason == LATE
-                if lost.suspect or num_odd == MAX_ODD:
-                    break
+                if lost is None:
+                    return await self._least_loaded().run(request, begin())
+            except WorkerLost as error:
+                lost = error
+            assert lost is not None
+            self.num_restarted += 1
+            if not lost.waited:
+                break
+            lost = None
         async with self._alone:
-            session = self._take_spare()
-            self._running_alone.append(session)
+            session = self._session()  # never one that had a rollout before: that one's threads may still run in it
+            self._alone_sessions.add(session)
             try:
                 return await session.run(request, begin())
-            except WorkerGone as gone:
-                return gone.failure
+            except WorkerLost as error:
+                return error.failure
             finally:
-                self._running_alone.remove(session)
-                self._keep_spare(session)
+                await session.close()
+                self._alone_sessions.remove(session)
 
     async def check_scoring(self, task: Task) -> None:
         """Scores an empty answer to an example, where a rollout is one answer. Raises EnvironmentFailed where no answer
@@ -186,7 +176,7 @@ class WorkerPool:
         )
         try:
             failure = await self._sessions[0].run(empty, unanswered)
-        except WorkerGone:  # the first rollout that does so tells
+        except WorkerLost:  # the first rollout that does so tells
             return
         if not isinstance(failure, Failure):
             return
@@ -199,7 +189,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Ends all workers."""
-        await asyncio.gather(*(session.close() for session in self._all()), *self._background, return_exceptions=True)
+        await asyncio.gather(*(session.close() for session in self._all()), return_exceptions=True)
         self._forks.close()
 
     # --- workers ---
@@ -216,39 +206,16 @@ class WorkerPool:
         )
 
     def _all(self) -> list[Session]:
-        return [*self._sessions, *self._spares, *self._running_alone]
+        return [*self._sessions, *self._alone_sessions]
 
     def _least_loaded(self) -> Session:
         """Replaces workers that have ended."""
-        for place, session in enumerate(self._sessions):
-            if session.over:
-                self._sessions[place] = self._take_spare()
-                if not session.killed and len(self._sessions) < MAX_WORKERS:
-                    self._sessions.append(self._session())
-                self._keep_spare(self._session())
+        self._sessions = [self._session() if session.over else session for session in self._sessions]
         return min(self._sessions, key=lambda session: session.num_running)
 
-    def _take_spare(self) -> Session:
-        """A worker without rollouts."""
-        return self._spares.pop(0) if self._spares else self._session()
 
-    def _keep_spare(self, session: Session) -> None:
-        """Keeps a worker ready, where it can be used and there are not enough."""
-        if session.over or len(self._spares) >= MAX_SPARES:
-            self._in_background(session.close())
-        else:
-            self._spares.append(session)
-            self._in_background(session.open())
-
-    def _in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who uses it is told
-
-
-def alone_in(score: Score, place: int) -> Score:
-    """Returns what asks for one of the answers alone."""
+def one_of(score: Score, place: int) -> Score:
+    """Returns a request for one of the answers alone."""
     return replace(
         score,
         texts=[score.texts[place]],

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import mmap
 import os
 import shutil
 import signal
@@ -14,11 +13,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 import zmq
-from grpo.orchestrator.rollouts.clock import BOARD_BYTES
-from grpo.orchestrator.workers.protocol import BOARD, open_socket
+from grpo.orchestrator.workers.protocol import open_socket
 from grpo.transport.hidden import ENV_KEY_VAR
 
 log = logging.getLogger(__name__)
@@ -135,9 +132,6 @@ class WorkerProcess:
         self._code: int | None = None
         self._folder = tempfile.mkdtemp(prefix="grpo-worker-")
         self._report, report = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        (board := Path(self._folder) / BOARD).write_bytes(bytes(BOARD_BYTES))
-        with board.open("r+b") as file:
-            self._board = memoryview(mmap.mmap(file.fileno(), BOARD_BYTES)).cast("i")
         self.socket = open_socket(zmq.DEALER)
         try:
             self.socket.bind(f"ipc://{self._folder}/socket")
@@ -165,11 +159,6 @@ class WorkerProcess:
                 _, code = (*self._said.split(), None, None)[:2]
                 self._code = int(code) if code else self._server.exit_code() or KILLED
         return self._code
-
-    @property
-    def at_work(self) -> set[int]:
-        """Jobs whose code runs, as far as the worker has told; of one that has ended, at its end."""
-        return set(self._board) - {0}
 
     @property
     def was_killed(self) -> bool:
@@ -209,5 +198,4 @@ class WorkerProcess:
         self.socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._report)
-        self._board.release()
         self._code = KILLED if self._code is None else self._code

@@ -25,9 +25,6 @@ ALIVE_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 10.0
 """An orchestrator, or an environment server, that says nothing for so long is gone."""
 
-BOARD = "board"
-"""The file beside a worker's socket that tells whose code runs; see `grpo.orchestrator.rollouts.clock.show_on`."""
-
 ChatMessage = dict[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the model's chat template reads."""
 
@@ -246,26 +243,23 @@ class Alive(msgspec.Struct, tag=True):
     """PROTOCOL of who says it; 0 of those who did not know of it yet."""
 
 
-class Here(msgspec.Struct, tag=True):
-    """An environment server's answer to a heartbeat, whatever its worker does."""
-
-    at_work: list[int]
-    """Jobs whose code runs, or ran at the worker's end."""
+class ServerAlive(msgspec.Struct, tag=True):
+    """An environment server's answer to an orchestrator's heartbeat. It says nothing about the worker."""
 
 
-class Gone(msgspec.Struct, tag=True):
-    """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""
+class Left(msgspec.Struct, tag=True):
+    """An environment server says that a worker has ended, or an orchestrator that it leaves."""
 
     how: str = ""
     killed: bool = False
-    """The worker was ended from outside, not by its own code."""
+    """The worker was ended by a signal, or with its server."""
 
 
 AnyCall = Sample | Ask | Store | Delay | Withdraw
 Reply = Sampled | Stored | Refused
 Answer = Loaded | Prompts | Outcome | Failed
-ToWorker = Load | Dataset | Run | Score | Cancel | Sampled | Stored | Refused | Alive | Gone
-FromWorker = Loaded | Prompts | Outcome | Failed | Sample | Ask | Store | Delay | Withdraw | Alive | Here | Gone
+ToWorker = Load | Dataset | Run | Score | Cancel | Sampled | Stored | Refused | Alive | Left
+FromWorker = Loaded | Prompts | Outcome | Failed | Sample | Ask | Store | Delay | Withdraw | Alive | ServerAlive | Left
 
 _encoder = msgspec.msgpack.Encoder()
 _greetings = msgspec.msgpack.Decoder(list[Alive])
@@ -288,7 +282,7 @@ def frame_of(*messages: bytes) -> bytes:
     return _encoder.encode([msgspec.Raw(message) for message in messages])
 
 
-ALIVE, GONE = frame_of(encode(Alive(protocol=PROTOCOL))), frame_of(encode(Gone()))
+ALIVE, SERVER_ALIVE, LEFT = (frame_of(encode(one)) for one in (Alive(protocol=PROTOCOL), ServerAlive(), Left()))
 
 
 def protocol_of(frame: bytes) -> int | None:

@@ -21,10 +21,10 @@ from grpo.orchestrator.workers.process import ForkServer, WorkerProcess
 from grpo.orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
-    GONE,
+    LEFT,
+    SERVER_ALIVE,
     SILENCE_LIMIT_S,
-    Gone,
-    Here,
+    Left,
     encode,
     frame_of,
     open_socket,
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
 MAX_SESSIONS = 64
-"""Workers at a time. An orchestrator has up to 26 of an environment where its code ends worker after worker."""
+"""Workers at a time. An orchestrator has up to 16 beside its `num_workers` after one of them has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,14 +88,14 @@ class EnvironmentServer:
                     if frame == ALIVE:
                         await self._begin(who)
                     elif (spoken := protocol_of(frame)) is not None:
-                        await self._say(who, frame_of(encode(Gone(how=other_protocol(spoken)))))
+                        await self._say(who, frame_of(encode(Left(how=other_protocol(spoken)))))
                 if (session := self._sessions.get(who)) is None:
                     continue
                 session.heard_s = time.monotonic()
-                if frame == GONE:
+                if frame == LEFT:
                     self._end(who, None)
                 elif frame == ALIVE:
-                    await self._say(who, frame_of(self._here(session)))
+                    await self._say(who, SERVER_ALIVE)
                 else:
                     session.process.socket.send(frame)  # of a worker that is still coming up, once it is there
         finally:
@@ -104,7 +104,7 @@ class EnvironmentServer:
     async def close(self) -> None:
         """Listens no more, and ends all workers and what they started."""
         for who in list(self._sessions):
-            self._end(who, Gone(how="has ended with its server", killed=True))
+            self._end(who, Left(how="has ended with its server", killed=True))
         await asyncio.gather(*self._ending)
         self._forks.close()
         self._socket.close()
@@ -113,13 +113,13 @@ class EnvironmentServer:
         if len(self._sessions) >= MAX_SESSIONS:
             log.error("a session was refused: there are %d already", len(self._sessions))
             how = f"was not started: the server at {self.address} has {MAX_SESSIONS} workers already, its most"
-            await self._say(who, frame_of(encode(Gone(how=f"{how}; start one more grpo-env, or lower num_workers"))))
+            await self._say(who, frame_of(encode(Left(how=f"{how}; start one more grpo-env, or lower num_workers"))))
             return
         try:
             session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
         except (OSError, zmq.ZMQError) as error:
             log.error("a session could not be served: %s", error)
-            await self._say(who, frame_of(encode(Gone(how=f"could not be started: {error}"))))
+            await self._say(who, frame_of(encode(Left(how=f"could not be started: {error}"))))
             return
         session.relaying = asyncio.create_task(self._bring_back(who, session))
         await self._say(who, ALIVE)
@@ -140,30 +140,26 @@ class EnvironmentServer:
                 if session.process.exit_code is not None:
                     await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # for what it said before
                     how = f"of the server at {self.address} {session.process.how}"
-                    self._end(who, Gone(how=how, killed=session.process.was_killed))
+                    self._end(who, Left(how=how, killed=session.process.was_killed))
                 elif time.monotonic() - session.heard_s > SILENCE_LIMIT_S:
                     how = f"was ended by {self.address}, to which nothing was said for {SILENCE_LIMIT_S:g} s"
-                    self._end(who, Gone(how=how, killed=True))
+                    self._end(who, Left(how=how, killed=True))
 
-    def _end(self, who: bytes, gone: Gone | None) -> None:
-        """`gone`: what the orchestrator is told; None where it is gone itself."""
+    def _end(self, who: bytes, left: Left | None) -> None:
+        """`left` is what the orchestrator is sent; None where it has left itself."""
         if (session := self._sessions.pop(who, None)) is None:
             return
         if session.relaying is not None:
             session.relaying.cancel()
-        ending = asyncio.create_task(self._end_worker(who, session, gone))
+        ending = asyncio.create_task(self._end_worker(who, session, left))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _end_worker(self, who: bytes, session: _Session, gone: Gone | None) -> None:
-        if gone is not None:
-            await self._say(who, frame_of(self._here(session), encode(gone)))
+    async def _end_worker(self, who: bytes, session: _Session, left: Left | None) -> None:
+        if left is not None:
+            await self._say(who, frame_of(encode(left)))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
-
-    @staticmethod
-    def _here(session: _Session) -> bytes:
-        return encode(Here(at_work=[*session.process.at_work]))
 
     async def _say(self, who: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):

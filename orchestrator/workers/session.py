@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from grpo.orchestrator.workers.process import ForkServer, WorkerProcess
 from grpo.orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
-    GONE,
+    LEFT,
     PROTOCOL,
     SILENCE_LIMIT_S,
     Alive,
@@ -29,8 +28,7 @@ from grpo.orchestrator.workers.protocol import (
     Dataset,
     Failed,
     FromWorker,
-    Gone,
-    Here,
+    Left,
     Load,
     Loaded,
     Outcome,
@@ -39,6 +37,7 @@ from grpo.orchestrator.workers.protocol import (
     Reply,
     Run,
     Score,
+    ServerAlive,
     ToWorker,
     Withdraw,
     decode_from_worker,
@@ -59,9 +58,6 @@ STILL_GRACE_S = 5.0
 WATCH_INTERVAL_S = 0.02
 CRASHED, BROKEN = "env_crashed", "env_error"
 
-FROM_OUTSIDE = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-"""Exit codes of workers that somebody else has ended, such as who has no memory left."""
-
 Answerer = Callable[[AnyCall], Awaitable[Reply]]
 """Answers a rollout's calls. What it raises ends the run, but GivenUp."""
 
@@ -74,12 +70,12 @@ class GivenUp(Exception):
         super().__init__(failure.message)
 
 
-class WorkerGone(Exception):
-    """The worker ended, or was ended. `suspect`: this rollout's own code may have done it. `killed`: by a signal.
-    `unexplained`: nobody's code was at work, and nobody from outside has done it."""
+class WorkerLost(Exception):
+    """The worker ended, or was ended. `killed`: by a signal. `waited`: this rollout waited for an answer of ours, so
+    that none of its code ran."""
 
-    def __init__(self, failure: Failure, *, suspect: bool, killed: bool = False, unexplained: bool = False) -> None:
-        self.failure, self.suspect, self.killed, self.unexplained = failure, suspect, killed, unexplained
+    def __init__(self, failure: Failure, *, killed: bool = False, waited: bool = False) -> None:
+        self.failure, self.killed, self.waited = failure, killed, waited
         super().__init__(failure.message)
 
 
@@ -90,8 +86,6 @@ class RemoteWorker:
 
     def __init__(self, address: str) -> None:
         """The socket is not connected again once the connection is lost."""
-        self.at_work = set[int]()
-        """Jobs whose code runs, as far as the server has told."""
         self.socket = open_socket(zmq.DEALER)
         self.socket.reconnect_ivl = -1
         if key := os.environ.get(ENV_KEY_VAR):
@@ -105,7 +99,7 @@ class RemoteWorker:
     async def end(self) -> None:
         """Takes our leave."""
         with contextlib.suppress(zmq.ZMQError):
-            await self.socket.send(GONE, zmq.NOBLOCK)
+            await self.socket.send(LEFT, zmq.NOBLOCK)
         self.socket.close()
 
 
@@ -149,11 +143,11 @@ class Session:
         """When the worker last said something; when it, or the environment server that has it, did."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
-        self.over = self.killed = False
-        """It has ended and is never used again; a signal ended it."""
+        self.over = False
+        """It has ended and is never used again."""
 
     @property
-    def num_at_code(self) -> int:
+    def num_in_environment(self) -> int:
         """Rollouts that wait for no answer of ours, but for the environment."""
         return self.num_running - sum(bool(job.answering) for job in self._jobs.values())
 
@@ -171,9 +165,9 @@ class Session:
         except TimeoutError:
             why = f"it took longer than {self._limit}"
             raise EnvironmentFailed(f"environment {self._label}: {what}: {why}") from None
-        except WorkerGone as gone:
-            kind = EnvironmentKilled if gone.killed else EnvironmentFailed
-            raise kind(f"environment {self._label}: {what}: {gone}") from None
+        except WorkerLost as lost:
+            kind = EnvironmentKilled if lost.killed else EnvironmentFailed
+            raise kind(f"environment {self._label}: {what}: {lost}") from None
         if isinstance(answer, Failure):
             said = answer.message.strip()
             between = "\n" if "\n" in said else ": "  # a traceback begins on a line of its own
@@ -181,12 +175,12 @@ class Session:
         return answer
 
     async def run(self, run: Run | Score, answer: Answerer) -> Outcome | Failure:
-        """Rolls out an episode, or scores an answer. Raises WorkerGone, EnvironmentFailed, and what `answer` raises."""
+        """Rolls out an episode, or scores an answer. Raises WorkerLost, EnvironmentFailed, and what `answer` raises."""
         self.num_running += 1
         try:
             await self.open()
             if self.over:
-                raise WorkerGone(Failure(reason=CRASHED, message="the worker has ended"), suspect=False)
+                raise WorkerLost(Failure(reason=CRASHED, message="the worker has ended"), waited=True)
             result: Outcome | Failure = await self._do(run, answer)
             return result
         finally:
@@ -194,31 +188,29 @@ class Session:
 
     async def score(
         self, score: Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda place: None
-    ) -> "list[Outcome | Failure | WorkerGone]":
+    ) -> "list[Outcome | Failure | WorkerLost]":
         """Scores answers to one prompt; `answers` answer the calls of their rewards. Returns an outcome for each, which
-        is WorkerGone where the worker ended first. `over` is called with the place of each one that has an outcome, as
+        is WorkerLost where the worker ended first. `over` is called with the place of each one that has an outcome, as
         soon as it has. Raises EnvironmentFailed, and what `answers` raise."""
         self.num_running += len(answers)
         numbers: list[int] = []
         try:
             await self.open()
             if self.over:
-                return [WorkerGone(Failure(reason=CRASHED, message="the worker has ended"), suspect=False)] * len(
-                    answers
-                )
+                lost = WorkerLost(Failure(reason=CRASHED, message="the worker has ended"), waited=True)
+                return [lost] * len(answers)
             numbers = self._begin(score, answers)
-            outcomes = [self._jobs[number].over for number in numbers]
+            outcomes: list[asyncio.Future[Any]] = [self._jobs[number].over for number in numbers]
             for place, outcome in enumerate(outcomes):
                 outcome.add_done_callback(partial(_call_when_over, over, place))
             await asyncio.wait(outcomes, return_when=asyncio.FIRST_EXCEPTION)
-            errors = [one.exception() if one.done() else None for one in outcomes]
-            for error in errors:
-                if error is not None and not isinstance(error, WorkerGone):
+            known: list[Any] = []
+            for outcome in outcomes:
+                error = outcome.exception() if outcome.done() else None
+                if error is not None and not isinstance(error, WorkerLost):
                     raise error
-            return [
-                error if isinstance(error, WorkerGone) else one.result()
-                for one, error in zip(outcomes, errors, strict=True)
-            ]
+                known.append(error)
+            return [outcome.result() if one is None else one for one, outcome in zip(known, outcomes, strict=True)]
         finally:
             for number in numbers:
                 self._forget(number)
@@ -229,7 +221,7 @@ class Session:
         if self._opening is not None and not self._opening.done():
             self._opening.cancel()
             await asyncio.wait([self._opening])
-        await self._gone("was closed", CRASHED)
+        await self._end("was closed", CRASHED)
 
     # --- how it comes up ---
 
@@ -245,7 +237,7 @@ class Session:
         try:
             loaded: Loaded = await self.request(self._load, f"constructing {self._load.env_id}")
         except BaseException:
-            await self._gone("could not be constructed", CRASHED)
+            await self._end("could not be constructed", CRASHED)
             raise
         self._limit_s = self._load.timeout_s
         return loaded
@@ -287,7 +279,7 @@ class Session:
     # --- messages ---
 
     async def _do(self, message: Load | Dataset | Run | Score, answer: Answerer | None = None) -> Any:
-        """What comes of a job. Raises WorkerGone, and what `answer` raises."""
+        """What comes of a job. Raises WorkerLost, and what `answer` raises."""
         [number] = self._begin(message, [answer])
         try:
             return await self._jobs[number].over
@@ -331,23 +323,21 @@ class Session:
                 self._reached_s = time.monotonic()
                 for message in messages:
                     if isinstance(message, Alive) and message.protocol != PROTOCOL:
-                        await self._gone(other_protocol(message.protocol), CRASHED)
+                        await self._end(other_protocol(message.protocol), CRASHED)
                         return
-                    if isinstance(message, Gone):
-                        await self._gone(message.how, CRASHED, killed=message.killed)
+                    if isinstance(message, Left):
+                        await self._end(message.how, CRASHED, killed=message.killed)
                         return
-                    if isinstance(message, Here) and isinstance(worker, RemoteWorker):
-                        worker.at_work = set(message.at_work)
-                    else:
+                    if not isinstance(message, ServerAlive):
                         self._heard_s = self._reached_s
                         self._take(message)
         except zmq.ZMQError:
             return
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            await self._gone(f"said what cannot be understood: {error}", BROKEN)
+            await self._end(f"said what cannot be understood: {error}", BROKEN)
 
     def _take(self, message: FromWorker) -> None:
-        if isinstance(message, Alive | Here | Gone):
+        if isinstance(message, Alive | ServerAlive | Left):
             return
         if (job := self._jobs.get(message.job)) is None or job.over.done():
             return  # nobody waits for it any more
@@ -393,37 +383,31 @@ class Session:
             now_s = time.monotonic()
             if worker.how is not None:
                 await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
-                await self._gone(worker.how, CRASHED)
+                await self._end(worker.how, CRASHED)
             elif now_s - self._heard_s > self._limit_s + STILL_GRACE_S:
-                await self._gone(f"took longer than {self._limit}, and held up its worker", LATE)
+                await self._end(f"took longer than {self._limit}, and held up its worker", LATE)
             elif isinstance(worker, RemoteWorker) and now_s - self._reached_s > SILENCE_LIMIT_S:
                 # as far as can be told it has ended with its server: started again, it may work
-                await self._gone(f"is no longer reached at {self._address}", CRASHED, killed=True)
+                await self._end(f"is no longer reached at {self._address}", CRASHED, killed=True)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
                 self._send(Alive(protocol=PROTOCOL))
 
-    async def _gone(self, how: str, reason: str, *, killed: bool = False) -> None:
+    async def _end(self, how: str, reason: str, *, killed: bool = False) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
-        worker, self.over = self._worker, True
-        was_killed, at_work = (worker.was_killed, worker.at_work) if worker is not None else (False, set[int]())
-        self.killed = killed or was_killed
+        self.over = True
+        killed = killed or (self._worker is not None and self._worker.was_killed)
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
-        # Whose code has broken what the worker speaks through is at work no more when that is noticed.
-        from_outside = killed or (was_killed and worker is not None and worker.exit_code in FROM_OUTSIDE)
-        unexplained = not (from_outside or at_work & self._jobs.keys())
-        for number, job in self._jobs.items():
+        for job in self._jobs.values():
             if not job.over.done():
-                suspect = reason == BROKEN or number in at_work
-                gone = WorkerGone(failure, suspect=suspect, killed=self.killed, unexplained=unexplained)
-                job.over.set_exception(gone)
+                job.over.set_exception(WorkerLost(failure, killed=killed, waited=bool(job.answering)))
         await self._release()
         for task in self._tasks:
             task.cancel()
 
 
 def _call_when_over(over: Callable[[int], None], place: int, outcome: "asyncio.Future[Any]") -> None:
-    if not outcome.cancelled() and not isinstance(outcome.exception(), WorkerGone):
+    if not outcome.cancelled() and not isinstance(outcome.exception(), WorkerLost):
         over(place)

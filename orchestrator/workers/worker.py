@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import logging
-import mmap
 import os
 import resource
 import signal
@@ -20,15 +19,7 @@ from typing import Any
 import uvloop
 import zmq
 import zmq.asyncio
-from grpo.orchestrator.rollouts.clock import (
-    BOARD_BYTES,
-    OwnTimeout,
-    current_job,
-    no_exit,
-    num_left_calls,
-    show_on,
-    waiting,
-)
+from grpo.orchestrator.rollouts.clock import OwnTimeout, no_exit, num_left_calls, waiting
 from grpo.orchestrator.rollouts.context import ContextFull
 from grpo.orchestrator.rollouts.environment import Environment, episode_of, is_single_turn, roles_of
 from grpo.orchestrator.rollouts.episode import outcome_of, reason_of, run_episode, score_answer
@@ -38,7 +29,6 @@ from grpo.orchestrator.rollouts.rubric import RewardNotFinite
 from grpo.orchestrator.rollouts.state import EpisodeState, Reply
 from grpo.orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
-    BOARD,
     PROTOCOL,
     Alive,
     AnyCall,
@@ -223,7 +213,6 @@ class Worker:
         episode: asyncio.Task[EpisodeState] | None = None
         example: Mapping[str, Any] = {}
         is_trial, job = isinstance(request, Score) and request.trial, request.job + place
-        current_job.set(job)
         try:
             async with OwnTimeout(self._timeout_s) as timeout:
                 example = Watched(self._example(request)) if is_trial else self._example(request)
@@ -340,11 +329,7 @@ def serve(address: str, only: str) -> None:
     start_log(level=logging.WARNING)
     threading.stack_size(STACK_BYTES)
 
-    with Path(address.removeprefix("ipc://")).with_name(BOARD).open("r+b") as file:
-        board = memoryview(mmap.mmap(file.fileno(), BOARD_BYTES)).cast("i")
-
     async def main() -> None:
-        show_on(board)
         socket = open_socket(zmq.DEALER, zmq.asyncio.Context())
         socket.connect(address)
         await Worker(socket, only).serve()

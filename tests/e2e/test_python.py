@@ -24,8 +24,10 @@ SMALL = TRAIN.replace("steps=20", f"steps={NUM_STEPS}")
 ASKED = "print(run, len(run.metrics), len(run.evaluations), len(run.rollouts(2)), run.summary['steps'])"
 LEARNED = "print(run.metrics['reward/mean'][-3:].mean())"
 EXPORT = "print(sorted(path.name for path in run.export('exported', step=8).iterdir())[:2])"
+OWN = "import configs, orchestrator, trainer, transport; print(configs.MINE, trainer.MINE)"
 OTHER = SMALL.replace("letters=4", "letters=3")
 CELLS = (
+    OWN,
     *DEFINITIONS.strip().split("\n\n\n"),
     SMALL,
     WAIT,
@@ -46,6 +48,9 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
     spec = KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     monkeypatch.setattr("jupyter_client.manager.KernelManager.kernel_spec", spec)
     cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]  # type: ignore[no-untyped-call]
+    # Modules of a person's own, which have the names of our folders.
+    for name in ("configs", "orchestrator", "trainer", "transport"):
+        (tmp_path / f"{name}.py").write_text(f"MINE = 'my {name}'")
     notebook = nbformat.v4.new_notebook(cells=cells)  # type: ignore[no-untyped-call]
     client = NotebookClient(
         notebook,
@@ -59,6 +64,7 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
     outputs: dict[str, list[Any]] = {cell.source: cell.outputs for cell in notebook.cells}
     failed = [cell for cell, shown in outputs.items() if any(one.output_type == "error" for one in shown)]
     assert failed == [OTHER], outputs
+    assert outputs[OWN][0].text == "my configs my trainer\n"
     assert "image/png" in outputs[WAIT][0].data
     assert "Code: " in outputs[OPENED.replace("(20)", f"({NUM_STEPS})")][0].text
     assert f"ended, step {NUM_STEPS}" in outputs[ASKED][0].text

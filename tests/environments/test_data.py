@@ -12,7 +12,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from grpo.environments.data import files
-from grpo.environments.data.environment import MAX_CHARS, Dataset
+from grpo.environments.data.dataset import MAX_CHARS, Dataset
 from grpo.transport.errors import UserError
 
 from tests.grpo.run_folder import grpo

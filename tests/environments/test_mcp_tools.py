@@ -54,7 +54,7 @@ class Shop(ToolEpisode, Environment):
     rubric = Rubric([lambda completion: float(completion == "done")])
 
     def __init__(self, *servers: McpServer, **options: Any) -> None:
-        super().__init__(mcp=servers, **options)
+        super().__init__(sources=servers, **options)
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return []

@@ -145,7 +145,7 @@ CALLS: dict[str, Call] = {
     "spawn examples": lambda ctx, state, value: ctx.spawn("solve", value),
     "spawn example": lambda ctx, state, value: ctx.spawn("solve", [value, value]),
     "spawn prompt": lambda ctx, state, value: ctx.spawn("solve", [{"prompt": value}]),
-    "store": lambda ctx, state, value: ctx.stores[value].size(),
+    "store": lambda ctx, state, value: ctx.stores[value].count(),
     "store add": lambda ctx, state, value: ctx.stores["turns"].add(value),
     "store add weight": lambda ctx, state, value: ctx.stores["turns"].add("a", weight=value),
     "store sample": lambda ctx, state, value: ctx.stores["turns"].sample(value),

@@ -33,7 +33,7 @@ class OpenBackend:
             return protocol.Sampled(text="asked", finish_reason="stop", num_tokens=1)
         if isinstance(call, protocol.Store):
             self.asked.append(call)
-            value = {"size": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(call.operation)
+            value = {"count": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(call.operation)
             return protocol.Stored(value=value)
         number = len(self.calls)
         self.calls.append(call)

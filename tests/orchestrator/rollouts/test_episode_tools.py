@@ -12,6 +12,7 @@ from grpo import (
     ContextFull,
     EpisodeState,
     Rubric,
+    Tool,
     ToolEpisode,
     ToolFailed,
     parse_bracketed,
@@ -151,3 +152,30 @@ def meeting(num: int) -> Callable[[], str]:
 async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
     outcome, _ = await played("MEET[] MEET[] MEET[]", "so", tools=[meeting(3)])
     assert results(outcome) == ["done"] * 3
+
+
+class Source:
+    """Tools that each rollout asks for anew."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_opened = name, 0
+
+    async def open(self) -> Mapping[str, Tool]:
+        self.num_opened += 1
+        schema = {"properties": {"text": {"type": "string"}}}
+        return {self.name: Tool.of_schema(self.name, self.shout, parameters=schema, description="Shouts.")}
+
+    async def shout(self, text: str) -> str:
+        return f"{text.upper()} {self.num_opened}"
+
+
+async def test_tools_of_a_source_stand_beside_those_of_the_episode() -> None:
+    source = Source("shout")
+    for number in (1, 2):
+        outcome, backend = await played("LOOK_UP[apple] SHOUT[no]", "so", sources=[source])
+        assert results(outcome) == ["3", f"NO {number}"]
+        assert [tool["function"]["name"] for tool in backend.calls[0].tools][-1] == "shout"
+    with pytest.raises(ValueError, match="look_up"):
+        await played("so", sources=[Source("look_up")])
+    with pytest.raises(ValueError, match="shout"):
+        await played("so", sources=[source, Source("shout")])

@@ -16,7 +16,18 @@ from grpo.orchestrator.rollouts.openai_endpoint import Endpoint, endpoint_of
 from grpo.orchestrator.rollouts.play import ScriptedBackend
 from grpo.orchestrator.workers.protocol import Call
 
-from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, play
+from grpo import (
+    CallFailed,
+    ContextFull,
+    Environment,
+    Episode,
+    EpisodeState,
+    Role,
+    RolloutContext,
+    Rubric,
+    play,
+    shared_endpoint,
+)
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
@@ -215,3 +226,19 @@ async def test_an_agent_of_the_openai_agents_sdk_is_an_environment() -> None:
     assert (outcome.reward, outcome.data["final"], outcome.turn) == (1.0, "5", 2)
     assert [message["role"] for message in outcome.trajectory[1].messages] == ["system", "user", "assistant", "tool"]
     assert outcome.trajectory[1].messages[-1]["content"] == "5"
+
+
+async def test_one_address_serves_every_rollout_whose_speaker_is_named() -> None:
+    async with desk_of(["of one"]) as one, desk_of(["of the other"]) as other, shared_endpoint() as (url, headers):
+        one.endpoint.speakers["ann"] = other.endpoint.speakers["bob"] = "p"
+
+        async def ask(speaker: str, **given: str) -> Any:
+            about = {**given, "X-Session-ID": speaker}
+            async with openai.AsyncOpenAI(base_url=url, api_key="none", default_headers=about, max_retries=0) as client:
+                return await client.chat.completions.create(model="policy", messages=HELLO)
+
+        assert (await ask("bob", **headers)).choices[0].message.content == "of the other"
+        assert (await ask("ann", **headers)).choices[0].message.content == "of one"
+        for speaker, given in (("nobody", headers), ("ann", {})):
+            with pytest.raises(openai.AuthenticationError):
+                await ask(speaker, **given)

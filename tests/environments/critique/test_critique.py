@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from grpo.environments.critique import feedback, operators
-from grpo.environments.critique.environment import Critique
+from grpo.environments.critique.critique import Critique
 from grpo.environments.critique.operators import judgement_of
 from grpo.environments.critique.testing import extract_program
 from grpo.environments.sandbox.records import LimitName, Limits, Result, SandboxError

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpo.orchestrator.rollouts.tool_calls import Tool, ToolFailed
-from pydantic import TypeAdapter
+from grpo import Tool, ToolFailed
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -34,6 +33,9 @@ class McpServer:
     """Names of those that the policy may call; None for all."""
     start_timeout_s: float = 20.0
     """For the server to come up and name its tools."""
+    _connections: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]" = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url) or isinstance(self.command, str):
@@ -42,34 +44,17 @@ class McpServer:
                 "address, one of the two"
             )
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.url or " ".join(self.command)
+    def __str__(self) -> str:
+        return f"the MCP server {self.url or ' '.join(self.command)}"
 
-
-class McpTools:
-    """Connections to servers, one each for an event loop. One that has broken off is made again."""
-
-    def __init__(self, servers: Sequence[McpServer]) -> None:
-        self._servers = servers
-        self._connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, _Connection]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    async def tools(self) -> dict[str, Tool]:
-        """All tools by name. Raises ValueError for a server that does not come up, or has not the tools that are named,
-        and where two tools have one name."""
-        known = self._connections.setdefault(asyncio.get_running_loop(), {})
-        tools: dict[str, Tool] = {}
-        for place, server in enumerate(self._servers):
-            if place not in known or known[place].task.done() or known[place].task.cancelling():
-                known[place] = _Connection(server)
-            for name, tool in (await known[place].tools()).items():
-                if name in tools:
-                    raise ValueError(f"two MCP servers have a tool {name}; leave one out by McpServer.tools")
-                tools[name] = tool
-        return tools
+    async def open(self) -> Mapping[str, Tool]:
+        """Returns the tools by name. Each event loop has one connection; one that has broken off is made again. Raises
+        ValueError for a server that does not come up, or has not the tools that are named."""
+        loop = asyncio.get_running_loop()
+        connection = self._connections.get(loop)
+        if connection is None or connection.task.done() or connection.task.cancelling():
+            connection = self._connections[loop] = _Connection(self)
+        return await connection.tools()
 
 
 class _Connection:
@@ -87,8 +72,8 @@ class _Connection:
                 return await asyncio.shield(self._tools)
         except TimeoutError:
             self.task.cancel()
-            why = f"it did not name its tools within start_timeout_s = {self._server.start_timeout_s:g} s"
-            raise ValueError(f"MCP server {self._server.name}: {why}") from None
+            limit = f"start_timeout_s = {self._server.start_timeout_s:g} s"
+            raise ValueError(f"{self._server} did not name its tools within {limit}") from None
 
     async def _stay(self) -> None:
         from mcp import Client, StdioServerParameters, stdio_client
@@ -108,7 +93,7 @@ class _Connection:
                 error = error.exceptions[0]
             if not self._tools.done():
                 self._tools.set_exception(
-                    ValueError(f"MCP server {server.name}: {type(error).__name__}: {error}; is it installed, and up?")
+                    ValueError(f"{server}: {type(error).__name__}: {error}; is it installed, and up?")
                 )
 
     async def _listed(self, client: "Client") -> dict[str, Tool]:
@@ -124,23 +109,17 @@ class _Connection:
             raise ValueError(f"there is no tool {missing[0]}; there are {', '.join(tools)}")
         return {name: tools[name] for name in self._server.tools}
 
-    def _tool(self, client: "Client", told: Any) -> Tool:
+    def _tool(self, client: "Client", listed: Any) -> Tool:
         async def call(**arguments: Any) -> str:
             try:
-                result = await client.call_tool(told.name, arguments)
+                result = await client.call_tool(listed.name, arguments)
             except Exception as error:
                 if getattr(error, "code", CLOSED) == CLOSED:  # the next rollout has another connection
                     self.task.cancel()
-                raise ToolFailed(f"{told.name}: {error or type(error).__name__}") from None
+                raise ToolFailed(f"{listed.name}: {error or type(error).__name__}") from None
             text = "\n".join(getattr(one, "text", None) or f"[{one.type}]" for one in result.content)
             if result.is_error:
                 raise ToolFailed(text)
             return text
 
-        return Tool(
-            name=told.name,
-            description=told.description or "",
-            parameters={"type": "object", "properties": {}, **told.input_schema},
-            function=call,
-            _arguments=TypeAdapter(dict[str, Any]),
-        )
+        return Tool.of_schema(listed.name, call, parameters=listed.input_schema, description=listed.description or "")

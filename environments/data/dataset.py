@@ -11,9 +11,8 @@ from typing import Any
 from grpo.environments.critique.problems import problem_from_record
 from grpo.environments.data.files import Refused, Row, check_refused, find_files, parse_rows, plain_value, shown
 from grpo.environments.rewards import make_reward, wrong_answer
-from grpo.orchestrator.rollouts.messages import messages_of
 
-from grpo import Environment, Rubric
+from grpo import Environment, Rubric, messages_of
 
 log = logging.getLogger(__name__)
 MAX_CHARS = 1_000_000

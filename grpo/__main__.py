@@ -1,0 +1,5 @@
+"""`python -m grpo`: the `grpo` command."""
+
+from grpo.cli import main
+
+main()
