@@ -18,7 +18,6 @@ from grpo.transport.importing import load_object
 
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
-    is_alive,
     pool_of,
     reason,
     rolled_out,
@@ -26,8 +25,8 @@ from tests.orchestrator.worker_pools import (
     scored,
     scoring,
     task,
-    until_ended,
 )
+from tests.support import runs, until_gone
 
 HOSTILE = """
 import asyncio, gc, os, signal, subprocess, sys, threading, time
@@ -245,8 +244,8 @@ async def test_closing_ends_the_worker_and_what_it_started_in_sessions_of_its_ow
         pids = [
             outcome.accuracy for one in ("pid", "escape") if isinstance(outcome := await scored(pool, one), Outcome)
         ]
-        assert all(is_alive(int(pid)) for pid in pids)
-    assert not any(is_alive(int(pid)) for pid in pids)
+        assert all(runs(int(pid)) for pid in pids)
+    assert not any(runs(int(pid)) for pid in pids)
 
 
 OWNER = """
@@ -271,8 +270,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    for pid in pids:
-        until_ended(pid)
+    until_gone(pids)
 
 
 # --- what cannot work at all ---
