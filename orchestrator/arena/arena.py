@@ -17,13 +17,14 @@ from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_c
 from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.loops.sample import Intake
+from grpo.orchestrator.rollouts.attempt import result_tree
 from grpo.orchestrator.rollouts.clients import InferenceClient
 from grpo.orchestrator.rollouts.clock import together
 from grpo.orchestrator.rollouts.engine import PromptTooLong
 from grpo.orchestrator.rollouts.episode import Episode
-from grpo.orchestrator.rollouts.messages import ModelResponse, shown
+from grpo.orchestrator.rollouts.messages import shown
 from grpo.orchestrator.rollouts.play import ScriptedBackend
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
 from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
@@ -33,7 +34,6 @@ from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
 from grpo.transport.importing import load_object
 from grpo.transport.records import TrainingSample
-from msgspec.structs import replace
 
 ARENA = "arena"
 """What its rollouts have for an environment, in the ledger and in metrics."""
@@ -347,10 +347,11 @@ class Arena:
         index = self._pool.ask(request.episode_type, request.artifact, request.meta)
         task = Task(env=ARENA, split="train", index=index, messages=())
         backend = ClientBackend(self._client, self.roles, self.stores)
-        told = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
-        if isinstance(told, Failure):
-            return EpisodeResult(id=self._name(number), task=task, failure=told)
-        return backend.named(told, self._name(number), task)
+        outcome = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
+        name = self._name(number)
+        if isinstance(outcome, Failure):
+            return EpisodeResult(id=name, task=task, failure=outcome)
+        return result_tree(outcome, backend.steps, name=name, task=task)
 
 
 class ClientBackend(ScriptedBackend):
@@ -359,35 +360,32 @@ class ClientBackend(ScriptedBackend):
     def __init__(self, client: InferenceClient, roles: Mapping[str, Role], stores: Mapping[str, ArtifactStore]) -> None:
         super().__init__({}, ())
         self._client, self._roles, self._stores = client, roles, dict(stores)
-        self.responses: dict[int, ModelResponse] = {}
-        """By call."""
+        self.steps: dict[int, dict[int, Step]] = {}
+        """By rollout of the tree and by call."""
 
     async def answer(self, call: Sample | Ask, messages: list[dict[str, Any]]) -> Sampled:
         role = self._roles.get(call.role) if isinstance(call, Sample) else None
         temperature = call.temperature if call.temperature is not None else role.temperature if role else None
-        answer = self.responses[call.call] = await self._client.respond(
+        answer = await self._client.respond(
             messages,
             temperature=1.0 if temperature is None else temperature,
             max_tokens=call.max_tokens or (role.max_tokens if role else None),
         )
+        if isinstance(call, Sample):
+            logprobs = [logprob for _, logprob in answer.tokens]
+            self.steps.setdefault(call.rollout, {})[call.call] = Step(
+                role=call.role,
+                text=answer.text,
+                messages=tuple(messages),
+                completion=Choice(token_ids=[*answer.token_ids], logprobs=logprobs, finish_reason="stop"),
+                version=answer.version or 0,
+            )
         return Sampled(
             text=answer.text,
             finish_reason="stop",
             num_tokens=len(answer.tokens),
             tokens=list(answer.tokens),
         )
-
-    def named(self, result: EpisodeResult, name: str, task: Task) -> EpisodeResult:
-        """A result with ids, and what the server told of its answers."""
-        steps = []
-        for step in result.steps:
-            said = self.responses[step.call]
-            completion = Choice(
-                token_ids=[*said.token_ids], logprobs=[logprob for _, logprob in said.tokens], finish_reason="stop"
-            )
-            steps.append(replace(step, completion=completion, version=said.version or 0))
-        children = tuple(self.named(child, f"{name}.{n}", task) for n, child in enumerate(result.children))
-        return replace(result, id=name, task=task, steps=tuple(steps), children=children)
 
 
 def find_arena(location: str) -> Arena:

@@ -18,12 +18,12 @@ from grpo.orchestrator.inference.client import Refused
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Task
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.samples import training_samples
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import Loaded, Sample, Withdraw, decode_from_worker
+from grpo.orchestrator.workers.protocol import Loaded, Mark, Outcome, Sample, Withdraw, decode_from_worker
 from grpo.orchestrator.workers.session import Answerer
 from grpo.transport.http import Choice
 from grpo.transport.traces import trace_path
@@ -404,7 +404,7 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop(monkeypatch: pytes
     renderer = ChatRenderer.of_model(MODEL)
     monkeypatch.setattr(ChatRenderer, "ids_of", slow)
     ticking = asyncio.create_task(tick())
-    pools = {"e": cast(Any, Forging(telling(0, 1)))}
+    pools = {"e": cast(Any, Forging(telling(2)))}
     engine = RolloutEngine(pools, cast(Any, Parrot(lambda prompt: "x")), renderer, context_len=100_000, seed=0)
     [result] = await engine.run_group(asking("word " * 6000))
     ticking.cancel()
@@ -416,10 +416,10 @@ class Forging:
 
     loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
 
-    def __init__(self, outcome: EpisodeResult) -> None:
+    def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
-    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> Outcome:
         answer = begin()
         for call in range(2):
             message = dict(task.messages[0])
@@ -432,7 +432,7 @@ class Forging:
 class Withdrawing(Forging):
     """Two answers of one conversation, the second of which nobody received, and one of another."""
 
-    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> Outcome:
         answer, message = begin(), dict(task.messages[0])
         for call, conversation in ((0, 0), (1, 0), (2, 1)):
             await answer(Sample(call=call, role="policy", conversation=conversation, messages=[message]))
@@ -442,7 +442,7 @@ class Withdrawing(Forging):
 
 
 async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
-    pools = {"e": cast(Any, Withdrawing(telling(0, 2)))}
+    pools = {"e": cast(Any, Withdrawing(telling(2)))}
     engine = RolloutEngine(
         pools, cast(Any, Parrot(lambda prompt: "xy")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
     )
@@ -455,9 +455,8 @@ async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
     assert engine.num_withdrawn == 1
 
 
-def telling(*calls: int, children: Sequence[EpisodeResult] = ()) -> EpisodeResult:
-    steps = tuple(Step(role="policy", call=call) for call in calls)
-    return EpisodeResult(steps=steps, rewards={"policy": 1.0}, children=tuple(children))
+def telling(num_answers: int, **more: Any) -> Outcome:
+    return Outcome(rewards={"policy": 1.0}, num_answers=num_answers, **more)
 
 
 def asking(content: str) -> Group:
@@ -465,8 +464,17 @@ def asking(content: str) -> Group:
     return Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
-@pytest.mark.parametrize("outcome", [telling(0, 0), telling(1, children=[telling(0)])], ids=["twice", "another's"])
-async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(outcome: EpisodeResult) -> None:
+FORGED = {
+    "one too few": telling(1),
+    "nobody's mark": telling(2, marks={7: Mark()}),
+    "another's number": telling(0, rollout=3),
+    "a child twice": telling(2, children=[telling(0, rollout=1), telling(0, rollout=1)]),
+    "itself as its child": telling(2, children=[telling(2)]),
+}
+
+
+@pytest.mark.parametrize("outcome", FORGED.values(), ids=FORGED)
+async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(outcome: Outcome) -> None:
     policy, pools = cast(Any, Parrot(lambda prompt: "x")), {"e": cast(Any, Forging(outcome))}
     engine = RolloutEngine(pools, policy, ChatRenderer.of_model(MODEL), context_len=512, seed=0)
     assert failures(await engine.run_group(asking("hi"))) == ["env_error"]
@@ -484,7 +492,7 @@ async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
     "told", [{"rewards": {"policy": float("nan")}}, {"rewards": {"policy": -2e6}}, {"metrics": {"m": float("-inf")}}]
 )
 def test_numbers_that_a_worker_forges_are_no_message_of_a_worker(told: dict[str, Any]) -> None:
-    forged = msgspec.msgpack.encode([{"type": "Ended", "job": 0, "result": told}])
+    forged = msgspec.msgpack.encode([{"type": "Outcome", "job": 0, "rewards": {}} | told])
     with pytest.raises(msgspec.ValidationError):
         decode_from_worker(forged)
 
