@@ -12,7 +12,15 @@ from grpo.orchestrator.inference.client import Refused as RefusedByServer
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task, TrainingRow
+from grpo.orchestrator.rollouts.records import (
+    EpisodeResult,
+    Failure,
+    Group,
+    SamplingParams,
+    Step,
+    TrainingRow,
+    result_of,
+)
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
@@ -21,7 +29,6 @@ from grpo.orchestrator.workers.protocol import (
     AnyCall,
     Ask,
     Delay,
-    Mark,
     Outcome,
     Refused,
     Reply,
@@ -284,16 +291,9 @@ class Rollout:
     # --- how it ended ---
 
     def result(self, outcome: Outcome | Failure) -> EpisodeResult:
-        """Returns the tree of results, or one result with the reason why the rollout has none."""
-        group, name = self._group, f"{self._group.id}/{self._group.first + self.number}"
-        failure = outcome if isinstance(outcome, Failure) else None
-        try:
-            if isinstance(outcome, Outcome):
-                return result_tree(outcome, self._steps, name=name, task=group.task, rows=self._rows)
-        except ValueError as error:
-            failure = Failure(reason="env_error", message=str(error))
-        steps = tuple(step for of_one in self._steps.values() for step in of_one.values())
-        return EpisodeResult(id=name, task=group.task, steps=steps, failure=failure)
+        """Returns what it came to, as a tree with all that it spawned."""
+        name = f"{self._group.id}/{self._group.first + self.number}"
+        return result_of(outcome, self._steps, name=name, task=self._group.task, rows=self._rows)
 
     def _rows(self, rollout: int) -> tuple[TrainingRow, ...]:
         """The rows of one rollout of the tree."""
@@ -303,57 +303,6 @@ class Rollout:
             if of == rollout:
                 rows += conversation.rows(places)
         return tuple(rows)
-
-
-def result_tree(
-    outcome: Outcome,
-    steps: Mapping[int, Mapping[int, Step]],
-    *,
-    name: str,
-    task: Task,
-    rows: Callable[[int], tuple[TrainingRow, ...]] = lambda rollout: (),
-) -> EpisodeResult:
-    """Returns the results of a rollout and of all that it spawned. `steps`: what was sampled, by rollout of the tree
-    and by call; `rows` gives those of a rollout of the tree.
-
-    Raises ValueError where credit could not be given for each answer, or there is none.
-    """
-    seen: set[int] = set()
-
-    def result(of: Outcome, name: str) -> EpisodeResult:
-        own = steps.get(of.rollout, {})
-        if of.rollout in seen or not of.marks.keys() <= own.keys():
-            raise ValueError("state.children or the replies in state.trajectory are not as the context put them there")
-        seen.add(of.rollout)
-        if len(own) != of.num_answers:
-            raise ValueError(
-                f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
-                "leave it as ctx.sample made it, let no call be cancelled, and await each"
-            )
-        return EpisodeResult(
-            id=name,
-            task=task,
-            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
-            rows=rows(of.rollout) if own else (),
-            rewards=of.rewards,
-            accuracy=of.accuracy,
-            metrics=of.metrics,
-            extras=of.extras,
-            context_full=of.truncated,
-            children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
-        )
-
-    made = result(outcome, name)
-    if any(own and rollout not in seen for rollout, own in steps.items()):
-        raise ValueError("the policy gave answers to sub-episodes that came to no end; let no spawn be cancelled")
-    if not any(steps.values()):
-        raise ValueError("the episode ended without an answer of the policy")
-    return made
-
-
-def marked(step: Step, mark: Mark | None) -> Step:
-    """Returns a step with what the environment said about it."""
-    return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
 
 
 class _CallRefused(Exception):

@@ -19,13 +19,22 @@ from grpo.orchestrator.rollouts.attempt import (
     SERVER_TIMEOUT,
     Rollout,
 )
-from grpo.orchestrator.rollouts.conversation import single_row
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, Step, Task, TrainingRow
+from grpo.orchestrator.rollouts.records import (
+    EpisodeResult,
+    Failure,
+    Group,
+    Messages,
+    Step,
+    Task,
+    TrainingRow,
+    result_of,
+    single_row,
+)
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
-from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Outcome, Score
+from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Outcome, Reply, Score
 from msgspec.structs import replace
 
 NUM_TOGETHER = 4
@@ -150,18 +159,36 @@ class RolloutEngine:
             failed = Failure(reason=SERVER_TIMEOUT, message=str(error))
             return [self._rollout(group, number, waits).result(failed) for number in range(group.num)]
         sampled()
-        rollouts = [self._rollout(group, number, waits, one) for number, one in enumerate(answers)]
+        rollouts: dict[int, Rollout] = {}  # those whose rewards call us
+
+        async def answer(place: int, call: AnyCall) -> Reply:
+            if place not in rollouts:
+                rollouts[place] = self._rollout(group, place, waits, answers[place])
+            return await rollouts[place](call)
+
+        def begin(place: int) -> Callable[[AnyCall], Awaitable[Reply]]:
+            if place in rollouts:
+                rollouts[place].begin()
+            return partial(answer, place)
+
         try:
-            outcomes = await self._scored(group, rollouts, [step for step, _ in answers], waits)
+            outcomes = await self._scored(group, [step for step, _ in answers], begin, waits)
         finally:
-            for rollout in rollouts:
+            for rollout in rollouts.values():
                 rollout.close()
-        return [self._recorded(one.result(outcome)) for one, outcome in zip(rollouts, outcomes, strict=True)]
+        return [
+            self._recorded(rollouts[place].result(one) if place in rollouts else _result(group, place, one, answer))
+            for place, (one, answer) in enumerate(zip(outcomes, answers, strict=True))
+        ]
 
     async def _scored(
-        self, group: Group, rollouts: Sequence[Rollout], steps: Sequence[Step], waits: "_Waits"
+        self,
+        group: Group,
+        steps: Sequence[Step],
+        begin: Callable[[int], Callable[[AnyCall], Awaitable[Reply]]],
+        waits: "_Waits",
     ) -> Sequence[Outcome | Failure]:
-        """What the environment's rubric says about each rollout's answer."""
+        """What the environment's rubric says about each answer."""
         if not group.score:
             return [Outcome(rewards={step.role: 0.0}, num_answers=1) for step in steps]
         task = group.task
@@ -172,11 +199,9 @@ class RolloutEngine:
             texts=[step.text for step in steps],
             finish_reasons=[step.completion.finish_reason for step in steps],
             num_tokens=[len(step.completion.token_ids) for step in steps],
-            seeds=[self._seed_of(task, one.number) for one in rollouts],
+            seeds=[self._seed_of(task, number) for number in range(group.num)],
         )
-        return await self._pools[task.env].score(
-            message, begin=lambda place: rollouts[place].begin(), over=partial(waits.settled, over=True)
-        )
+        return await self._pools[task.env].score(message, begin=begin, over=partial(waits.settled, over=True))
 
     def _recorded(self, result: EpisodeResult) -> EpisodeResult:
         failure = result.failure
@@ -228,6 +253,13 @@ class RolloutEngine:
             )
             for one, text in zip(completions, self.renderer.texts(completions), strict=True)
         ]
+
+
+def _result(group: Group, place: int, outcome: Outcome | Failure, answer: tuple[Step, TrainingRow]) -> EpisodeResult:
+    """The result of a rollout of one answer."""
+    step, row = answer
+    name = f"{group.id}/{group.first + place}"
+    return result_of(outcome, {0: {0: step}}, name=name, task=group.task, rows=lambda _: (row,))
 
 
 class _Waits:

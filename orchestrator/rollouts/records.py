@@ -6,9 +6,9 @@ Legend: `L` tokens of one completion or row.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from grpo.orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from grpo.orchestrator.rollouts.state import StepError
 from grpo.transport.http import Choice
 from grpo.transport.records import Bool, Float32, Int32
+
+if TYPE_CHECKING:
+    from grpo.orchestrator.workers.protocol import Mark, Outcome
 
 MAX_REWARD = 1e6
 """Rewards and advantages are at most so large, either way: the trainer computes with float32, and their squares, sums
@@ -173,6 +176,56 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
         return values
 
 
+def single_row(
+    prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
+) -> TrainingRow:
+    """Returns the row of a prompt with one answer, of a rollout with one step. `opening`: how the template opens the
+    policy's turn; `version`: the one that was asked for. Raises ValueError where the completion contradicts itself."""
+    begins, ends, versions = len(prompt), len(prompt) + len(completion.token_ids), list[tuple[int, int]]()
+    add_versions(versions, completion, asked=version, num_before=begins)
+    logprobs, sampled = np.zeros(ends, np.float32), np.zeros(ends, np.bool_)
+    with np.errstate(over="ignore"):  # before it is sent, what float32 does not hold is found
+        logprobs[begins:] = completion.logprobs
+    sampled[begins:] = True
+    reason = completion.finish_reason
+    turn = Turn(index=0, opens=opening_at(prompt, opening), begins=begins, ends=ends, finish_reason=reason)
+    return TrainingRow(
+        token_ids=np.array([*prompt, *completion.token_ids], np.int32),
+        sampled=sampled,
+        logprobs=logprobs,
+        temperatures=np.full(ends, temperature, np.float32),
+        versions=tuple(versions),
+        turns=(turn,),
+        steps=(0,),
+    )
+
+
+def opening_at(token_ids: Sequence[int], opening: Sequence[int]) -> int:
+    """Returns where `opening` begins at the end of a row; the row's length where it does not stand there."""
+    length = len(token_ids)
+    at = length - len(opening)
+    return at if at >= 0 and tuple(token_ids[at:]) == tuple(opening) else length
+
+
+def add_versions(known: list[tuple[int, int]], completion: Choice, *, asked: int, num_before: int) -> None:
+    """Adds the versions that sampled an answer to the runs (version, number of tokens) of its row. `num_before`: tokens
+    before it, which count as sampled by the first. Raises ValueError where the completion contradicts itself."""
+    num = len(completion.token_ids)
+    if len(completion.logprobs) != num:
+        raise ValueError(
+            f"a completion of {num} tokens has {len(completion.logprobs)} log-probabilities; a server must give one "
+            "for each"
+        )
+    (first, count), *others = versions = completion.versions or ((asked, num),)
+    if (covered := sum(count for _, count in versions)) != num:
+        raise ValueError(f"a completion of {num} tokens has versions {versions}, which cover {covered}; expected all")
+    for version, num_tokens in ((first, num_before + count), *others):
+        if known and known[-1][0] == version:
+            num_tokens += known.pop()[1]
+        if num_tokens:
+            known.append((version, num_tokens))
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a rollout came to nothing."""
 
@@ -261,6 +314,72 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
         yield self
         for child in self.children:
             yield from child.walk()
+
+
+def result_of(
+    outcome: "Outcome | Failure",
+    steps: Mapping[int, Mapping[int, Step]],
+    *,
+    name: str,
+    task: Task,
+    rows: Callable[[int], tuple[TrainingRow, ...]] = lambda rollout: (),
+) -> EpisodeResult:
+    """Returns the results of a rollout and of all that it spawned, or one that says why it failed. `outcome`: what its
+    worker says; `steps`: what was sampled, by rollout of the tree and by call; `rows` gives those of one of the tree's
+    rollouts. It has failed where credit could not be given for each answer, too, or where there is none."""
+    failure = outcome if isinstance(outcome, Failure) else None
+    if not isinstance(outcome, Failure):
+        try:
+            return _result_tree(outcome, steps, name, task, rows)
+        except ValueError as error:
+            failure = Failure(reason="env_error", message=str(error))
+    known = tuple(step for of_one in steps.values() for step in of_one.values())
+    return EpisodeResult(id=name, task=task, steps=known, failure=failure)
+
+
+def _result_tree(
+    outcome: "Outcome",
+    steps: Mapping[int, Mapping[int, Step]],
+    name: str,
+    task: Task,
+    rows: Callable[[int], tuple[TrainingRow, ...]],
+) -> EpisodeResult:
+    seen: set[int] = set()
+
+    def result(of: "Outcome", name: str) -> EpisodeResult:
+        own = steps.get(of.rollout, {})
+        if of.rollout in seen or not of.marks.keys() <= own.keys():
+            raise ValueError("state.children or the replies in state.trajectory are not as the context put them there")
+        seen.add(of.rollout)
+        if len(own) != of.num_answers:
+            raise ValueError(
+                f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
+                "leave it as ctx.sample made it, let no call be cancelled, and await each"
+            )
+        return EpisodeResult(
+            id=name,
+            task=task,
+            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
+            rows=rows(of.rollout) if own else (),
+            rewards=of.rewards,
+            accuracy=of.accuracy,
+            metrics=of.metrics,
+            extras=of.extras,
+            context_full=of.truncated,
+            children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
+        )
+
+    made = result(outcome, name)
+    if any(own and rollout not in seen for rollout, own in steps.items()):
+        raise ValueError("the policy gave answers to sub-episodes that came to no end; let no spawn be cancelled")
+    if not any(steps.values()):
+        raise ValueError("the episode ended without an answer of the policy")
+    return made
+
+
+def marked(step: Step, mark: "Mark | None") -> Step:
+    """Returns a step with what the environment said about it."""
+    return step if mark is None else msgspec.structs.replace(step, error=mark.error, observed=mark.observed)
 
 
 def check_numbers(who: str, rewards: Mapping[str, float], metrics: Mapping[str, float], accuracy: float) -> None:
