@@ -32,8 +32,8 @@ def keep_plain_weights() -> None:
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Returns `x @ weight.T + bias` [..., out] for x [..., in], weight [out, in], bias [out]. In float32 it calls
-    oneDNN, as vLLM's packed product does: torch takes that by itself for 16-bit types only, and MKL makes about half as many
-    products a second from 8 rows on."""
+    oneDNN, as vLLM's packed product does: torch takes that by itself for 16-bit types only, and MKL makes about half as
+    many products a second from 8 rows on."""
     if x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return output
