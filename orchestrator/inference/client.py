@@ -249,7 +249,7 @@ class InferenceClient:
     # --- one server ---
 
     async def info(self, server: str, *, within_s: float = math.inf) -> ServerInfo:
-        """Returns what the server says about itself, at the first try. Raises Unreachable, RequestRefused and ServerError."""
+        """Returns what the server says about itself, at the first try. Raises ServerErrors."""
         return await self.once(server, "GET", "/policy/info", ServerInfo, within_s=within_s)
 
     async def once(
