@@ -219,7 +219,7 @@ class World:
         params = SamplingParams(temperature=0.7, max_tokens=16)
         group = Group(task=task, id="5", num=num, version=4, params=params, seed=11, score=score)
         with closing(Ledger(self.folder / "ledger.sqlite")) as ledger:
-            stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
+            stores = ArtifactStores(ledger, seed=1)
             given: dict[str, Any] = {"context_len": self.policy.context_len, "seed": 3, "stores": stores}
             self.engine = RolloutEngine({"e": self.pool}, cast(Any, self.policy), self.renderer, **given)
             return await self.engine.run_group(group)
