@@ -7,14 +7,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from grpo.configs.loading import Given
-from grpo.configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
+from grpo.configs.resuming import changes, record_of
 from grpo.configs.run import Run
 from grpo.deploy.gpus import VARIABLE as VISIBLE_GPUS
 from grpo.deploy.gpus import visible_gpus
@@ -31,7 +32,7 @@ from grpo.transport.errors import RunFolderError
 from grpo.transport.folders import steps_in
 from grpo.transport.hidden import hide_environment, key_variables, named_keys
 from grpo.transport.logs import printable
-from grpo.transport.run import RunFolder, changes_of, current_run_id, join_run, only_one, open_run
+from grpo.transport.run import Role, RunFolder, current_run_id, join_run, only_one, open_run, recorded_program
 from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
 from grpo.transport.weights.identity import base_identity, resolve_model
 
@@ -122,8 +123,8 @@ def _divided(plan: Plan, model: Path) -> Plan:
 
 
 def _check_folder(plan: Plan, model: Path) -> set[str]:
-    """The settings that differ from those of the run in the folder. Raises `RunFolderError` where it cannot be gone on
-    with by them."""
+    """The settings that differ from those of the run in the folder. Raises `SettingsError` where it cannot be gone on
+    with by them, and `RunFolderError`."""
     path, step, base = plan.output_dir, plan.resume_step, base_identity(model)
     if step is not None and current_run_id(path) is None:
         raise RunFolderError(f"resume_step is {step}, and {path} holds no run; give another --output_dir")
@@ -132,13 +133,13 @@ def _check_folder(plan: Plan, model: Path) -> set[str]:
             pass
     if plan.train.resume == "never" or plan.train.overwrite_output_dir:
         return set()
-    train, orch, infer = (one.model_dump(mode="json") for one in (plan.train, plan.orch, plan.infer))
-    changed = {
-        "train": changes_of(path, role="train", settings=train, base_model=base, may_change=TRAINER_MAY_CHANGE),
-        "orch": changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE),
-        "infer": changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE),
-    }
-    return {f"{role}.{key}" for role, keys in changed.items() for key in keys}
+    roles: tuple[Role, ...] = ("train", "orch", "infer")
+    changed = set()
+    for role in roles:
+        now = record_of(plan.settings()[role].model_dump(mode="json"), base if role == "train" else None)
+        earlier = recorded_program(path, role)
+        changed |= {f"{role}.{key}" for key, *_ in changes(role, earlier, now, run=path)}
+    return changed
 
 
 def _check_finished(plan: Plan, ineffective: Sequence[str]) -> None:
@@ -168,8 +169,9 @@ def _open(plan: Plan) -> RunFolder:
     if plan.resume_step is not None and plan.resume_step >= 0:
         Checkpoints(run).go_back_to(plan.resume_step, role=None)
     # A server knows of no run, and several may serve one: its settings are recorded for it.
-    server = plan.infer.model_dump(mode="json")
-    join_run(run.path, role="infer", settings=server, may_change=SERVER_MAY_CHANGE, timeout_s=1.0)
+    record = record_of(plan.infer.model_dump(mode="json"))
+    compare = partial(changes, "infer", now=record, run=run.path)
+    join_run(run.path, role="infer", record=record, compare=compare, timeout_s=1.0)
     clear_for_start(run)
     return run
 
@@ -209,10 +211,8 @@ def scratch_folder(run_id: str) -> Iterator[Path]:
 def make_programs(
     plan: Plan, files: Mapping[str, Path], run: RunFolder, *, scratch: Path | None = None
 ) -> list[Program]:
-    """The programs as they are started. Environment variables with settings are left out, because the files hold the
-    outcome, and they would overrule it; so are the run's keys that a program's own settings do not name. Models are got
-    with HF_TOKEN by all of them. `scratch` is the servers' folder for temporary files."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
+    """Returns the programs as they are started. None gets a key of the run that its own settings do not name, but for
+    HF_TOKEN, with which all of them load models. `scratch` is the servers' folder for temporary files."""
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
         num_threads["teacher"] = plan.teacher.num_threads
@@ -220,30 +220,50 @@ def make_programs(
     needed = {role: named_keys(settings.model_dump()) for role, settings in plan.settings().items()} | {"orch": keys}
     programs = []
     for role in num_threads:
-        threads, without = num_threads[role], keys - needed[role]
-        own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
+        threads = num_threads[role]
+        own = thread_variables(threads) if threads is not None else {}
         if scratch is not None and role in ("infer", "teacher"):
             # What torch has compiled stays where it would be without us: it is for later runs too.
             own |= {"TMPDIR": str(scratch), COMPILED_VAR: compiled_folder()}
-        environment = {k: v for k, v in inherited.items() if k not in without} | own
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
-            name = f"{role}.{number}" if len(ports) > 1 else role
-            at_port = () if port is None else ("--port", str(port))
             gpus = plan.gpus.get(role, ())
             num_gpus = len(gpus) // len(ports)
             gpus = gpus[number * num_gpus : (number + 1) * num_gpus]
-            programs.append(
-                Program(
-                    role=name,
-                    # -P: a folder here that happens to be called `infer` must not shadow the package.
-                    command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *at_port),
-                    log=run.logs / f"{name}.log",
-                    status=run.status / (f"{role}.json" if port is None else server_file(plan.infer.host, port)),
-                    environment=environment | ({VISIBLE_GPUS: ",".join(gpus)} if gpus else {}),
-                )
+            program = make_program(
+                role,
+                files[role],
+                run,
+                variables=own | ({VISIBLE_GPUS: ",".join(gpus)} if gpus else {}),
+                without=keys - needed[role],
             )
+            if port is not None:
+                name = f"{role}.{number}" if len(ports) > 1 else role
+                program = replace(
+                    program,
+                    role=name,
+                    command=(*program.command, "--port", str(port)),
+                    log=run.logs / f"{name}.log",
+                    status=run.status / server_file(plan.infer.host, port),
+                )
+            programs.append(program)
     return programs
+
+
+def make_program(
+    role: str, file: Path, run: RunFolder, *, variables: Mapping[str, str] = {}, without: Collection[str] = ()
+) -> Program:
+    """Returns a program as it is started with a settings file. It inherits the environment but for variables with
+    settings, which would overrule the file, and those in `without`; `variables` are added."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES) and k not in without}
+    return Program(
+        role=role,
+        # -P: a folder here that happens to be called `infer` must not shadow the package.
+        command=(sys.executable, "-P", "-m", MODULES[role], str(file)),
+        log=run.logs / f"{role}.log",
+        status=run.status / f"{role}.json",
+        environment={**inherited, "PYTHONUNBUFFERED": "1", **variables},
+    )
 
 
 def print_summary(folder: Path) -> int:

@@ -10,6 +10,7 @@ from types import FrameType
 
 import uvloop
 from grpo.configs.entry import load_settings
+from grpo.configs.errors import SettingsError
 from grpo.configs.orch import OrchSettings
 from grpo.transport.errors import START_AGAIN, PeerFailed, TransportError
 from grpo.transport.limits import raise_file_limit
@@ -67,6 +68,8 @@ def _run(settings: OrchSettings) -> int:
         return 128 + ended_by[0]
     except (TransportError, ServerError, EnvironmentFailed, ValueError, OSError) as error:  # whose message says all
         print(f"error: {printable(str(error))}", file=sys.stderr)
+        if isinstance(error, SettingsError):  # of the run that was to be gone on with
+            return 2
         return START_AGAIN if isinstance(error, PeerFailed | ServersAway | EnvironmentKilled) else 1
     except Exception as error:
         log.exception("unexpected failure")

@@ -12,7 +12,7 @@ from typing import Any
 from grpo.configs.cross import joined_check, recorded
 from grpo.configs.loading import Loaded
 from grpo.configs.orch import OrchSettings
-from grpo.configs.resuming import ORCHESTRATOR_MAY_CHANGE
+from grpo.configs.resuming import changes, record_of
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.checks import check_roles
@@ -101,12 +101,13 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
             "auto to go on with it, or give all three programs another output_dir"
         )
     alone.enter_context(only_one(settings.output_dir, "orch"))
+    record = record_of(ours)
     run = join_run(
         settings.output_dir,
         role="orch",
-        settings=ours,
+        record=record,
+        compare=partial(changes, "orch", now=record, run=Path(settings.output_dir)),
         run_id=settings.run_id,
-        may_change=ORCHESTRATOR_MAY_CHANGE,
         timeout_s=settings.wait_timeout_s,
     )
     StepStore(run.batches, run_id=run.run_id).remove_finished()

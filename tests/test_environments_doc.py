@@ -13,9 +13,10 @@ import yaml
 from grpo.configs.loading import load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_run
+from grpo.environments import BUILT_IN
 from grpo.orchestrator.advantage import custom_credit
 from grpo.orchestrator.rollouts.records import EpisodeResult, Step, Task
-from grpo.orchestrator.rollouts.registry import BUILT_IN, make_environment
+from grpo.orchestrator.rollouts.registry import make_environment
 from grpo.orchestrator.workers.worker import identity_of
 from grpo.transport.http import Choice
 

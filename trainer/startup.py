@@ -6,20 +6,21 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from grpo.configs.resuming import TRAINER_MAY_CHANGE
+from grpo.configs.resuming import changes, record_of
 from grpo.configs.train import TrainSettings
 from grpo.trainer.checkpoint import CheckpointStore, Resumed, checkpoint_to_resume
 from grpo.trainer.colocate import imported_for
 from grpo.trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
-from grpo.trainer.errors import ExporterGone, ModelError, RankFailed
+from grpo.trainer.errors import ExporterGone, ModelError, OutOfMemory, RankFailed
 from grpo.trainer.loading import publish_dequantized
 from grpo.trainer.loop import Trainer
 from grpo.trainer.low_precision import check_device
-from grpo.trainer.memory import keep_freed_memory
+from grpo.trainer.memory import falling_back, keep_freed_memory, recorded_checkpointing
 from grpo.trainer.model import load_policy
 from grpo.trainer.publishing import policy_spec, publisher_of
 from grpo.trainer.weights import AdapterWeights
@@ -27,7 +28,7 @@ from grpo.transport.batches.channel import open_receiver
 from grpo.transport.batches.store import StepStore
 from grpo.transport.checkpoints import Checkpoints
 from grpo.transport.cores import available_cores
-from grpo.transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
+from grpo.transport.run import RunFolder, is_at_work, join_run, only_one, open_run, recorded_program
 from grpo.transport.run_warnings import kept_warnings
 from grpo.transport.status import FINISHED, PeerWatch, StatusFile
 from grpo.transport.weights.dequantized import FOLDER as DEQUANTIZED
@@ -64,7 +65,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
                     warn_of_cpu(settings.device, device)
                     _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
             except BaseException as error:
-                if not isinstance(error, ExporterGone):  # which is no reason for others to end
+                if not isinstance(error, ExporterGone | OutOfMemory):  # which are no reasons for others to end
                     _say_failed(status, error, ranks)
                 raise
     except RuntimeError as error:
@@ -104,7 +105,8 @@ def _train(
         status.set("waiting for the server to share its base weights")
     imported = imported_for(settings, device)
     status.set("loading the model")
-    policy = load_policy(settings, model_folder, device, ranks, imported=imported)
+    checkpointing = recorded_checkpointing(settings, device, run_folder.path)
+    policy = load_policy(settings, model_folder, device, ranks, imported=imported, checkpointing=checkpointing)
     if settings.init_adapter is not None and checkpoint is None:
         assert isinstance(policy.weights, AdapterWeights)
         policy.weights.load(Path(settings.init_adapter))
@@ -131,7 +133,8 @@ def _train(
     )
     signal.signal(signal.SIGUSR1, lambda *_: trainer.end_early())
     try:
-        trainer.train(checkpoint)
+        with falling_back(settings, device, run_folder.path, used=checkpointing):
+            trainer.train(checkpoint)
     finally:
         trainer.close()
 
@@ -198,7 +201,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
     Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
     `RunFolderError` and others.
     """
-    path, recorded = Path(settings.output_dir), settings.model_dump(mode="json")
+    path = Path(settings.output_dir)
     if not ranks.is_main:
         run_id, step = ranks.broadcast(None)
         run = RunFolder(path=path, run_id=run_id)
@@ -206,10 +209,12 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
         return
     with only_one(path, "train"):
         run = open_run(path, resume=settings.resume, overwrite=settings.overwrite_output_dir)
-        who: dict[str, Any] = {"role": "train", "settings": recorded, "base_model": base_model}
-        who["may_change"] = TRAINER_MAY_CHANGE
-        checkpoint = checkpoint_to_resume(settings, run, changes_of(path, **who))
-        join_run(path, **who, run_id=settings.run_id, timeout_s=settings.wait_timeout_s)
+        record = record_of(settings.model_dump(mode="json"), base_model)
+        compare = partial(changes, "train", now=record, run=path)
+        changed = {key for key, *_ in compare(recorded_program(path, "train"))}
+        checkpoint = checkpoint_to_resume(settings, run, changed)
+        limits: dict[str, Any] = {"run_id": settings.run_id, "timeout_s": settings.wait_timeout_s}
+        join_run(path, role="train", record=record, compare=compare, **limits)
         if not is_at_work(path, "orch"):
             Checkpoints(run).settle(role="train")
             if settings.run_id is None:  # otherwise the launcher knows whether an orchestrator is to come

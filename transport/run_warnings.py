@@ -14,8 +14,6 @@ from grpo.transport.run import RUN_FILE
 
 WARNINGS_FOLDER = "warnings"
 """In the run's folder: a file for each program that has warned."""
-OWN = ("orchestrator", "trainer", "infer", "transport", "deploy", "grpo", "configs")
-"""The packages whose loggers speak of the run."""
 MAX_KINDS = 50
 """Warnings of different kinds that are kept of one program."""
 MAX_CHARS = 1000
@@ -81,7 +79,7 @@ class _Keeper(logging.Handler):
             self._kept = {one.kind: one for one in earlier}
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] not in OWN:
+        if record.name.partition(".")[0] != "grpo":  # other libraries speak of themselves
             return
         try:
             self._keep(printable(record.getMessage()[:MAX_CHARS]))

@@ -2,36 +2,38 @@
 
 import contextlib
 import difflib
+import importlib
 import importlib.util
 import symtable
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from grpo.orchestrator.rollouts.environment import Environment, episode_of
 from grpo.transport.errors import UserError
 from grpo.transport.importing import load_object
 
-BUILT_IN = {
-    "reverse-text": "grpo.environments.reverse_text:ReverseText",
-    "arithmetic": "grpo.environments.arithmetic:Arithmetic",
-    "zorplex": "grpo.environments.zorplex:Zorplex",
-    "debate": "grpo.environments.debate:Debate",
-    "proposer-solver": "grpo.environments.proposer_solver:ProposerSolver",
-    "critique": "grpo.environments.critique.critique:Critique",
-    "dataset": "grpo.environments.data.dataset:Dataset",
-    "verifiers": "grpo.environments.verifiers:Verifiers",
-    "openenv": "grpo.environments.openenv:OpenEnv",
-}
+GROUP = "grpo.environments"
+"""The group of entry points by which installed packages give names to their environments."""
+
+
+def built_in() -> Mapping[str, str]:
+    """Returns the classes of the environments that come with the product, by name."""
+    try:
+        names: Mapping[str, str] = importlib.import_module("grpo.environments").BUILT_IN
+    except ModuleNotFoundError:
+        return {}
+    return names
 
 
 def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
-    """The environment of a built-in name, `module:Class`, `path/to/file.py:Class`, or the name of an installed package
-    of the `verifiers` registry, whose settings `args` are then. Raises UserError."""
-    found = find_class(env_id)
-    environment = found(**args) if ":" in BUILT_IN.get(env_id, env_id) else found(env_id=env_id, env_args=args)
+    """Makes the environment of a built-in name, a name that an installed package registers, `module:Class`,
+    `path/to/file.py:Class`, or the name of an installed package of the `verifiers` registry, whose settings `args` are
+    then. Raises UserError, and what the environment's module and class raise."""
+    environment = find_class(env_id)(**args)
     if not isinstance(environment, Environment):
         raise UserError(f"env.id = {env_id!r} is a {type(environment).__name__}; derive it from grpo.Environment")
     try:
@@ -41,12 +43,44 @@ def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
     return environment
 
 
-def find_class(env_id: str) -> Any:
-    """What an id names; for one of the `verifiers` registry, what adapts it. Raises as `make_environment`."""
-    if ":" not in (location := BUILT_IN.get(env_id, env_id)):
-        check_id(env_id)
-        location = BUILT_IN["verifiers"]
-    return load_object(location, setting="env.id")
+def find_class(env_id: str) -> Callable[..., Any]:
+    """Returns what makes the environment of an id from its `args`. Raises UserError, and what the environment's module
+    raises."""
+    if (location := built_in().get(env_id, env_id)) and ":" in location:
+        return cast(Callable[..., Any], load_object(location, setting="env.id"))
+    if (registered := _registered(env_id)) is not None:
+        return _load(registered)
+    check_id(env_id)
+    adapter = load_object(built_in()["verifiers"], setting="env.id")
+    return lambda **args: adapter(env_id=env_id, env_args=args)
+
+
+def _registered(env_id: str) -> EntryPoint | None:
+    """Returns the entry point of a name. Raises UserError where two packages register it, or one registers a built-in
+    name."""
+    found = sorted(entry_points(group=GROUP, name=env_id), key=str)
+    owners = [_owner(one) for one in found] + ["grpo itself"] * (env_id in built_in())
+    if len(owners) > 1:
+        raise UserError(
+            f"env.id = {env_id!r} is registered by {' and by '.join(owners)}; uninstall one of them, or give the class "
+            f"itself, such as env.id: {found[0].value}"
+        )
+    return found[0] if found else None
+
+
+def _owner(registered: EntryPoint) -> str:
+    return "a package without a name" if registered.dist is None else f"the package {registered.dist.name}"
+
+
+def _load(registered: EntryPoint) -> Callable[..., Any]:
+    about = f"env.id = {registered.name!r} of {_owner(registered)}"
+    try:
+        return cast(Callable[..., Any], load_object(registered.value, setting=about))
+    except UserError:
+        raise
+    except BaseException as error:
+        error.add_note(f"{about} cannot be imported from {registered.value}")
+        raise
 
 
 def check_arena(location: str) -> None:
@@ -78,19 +112,26 @@ def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
     environment's. Imports nothing of the environment's."""
     if env_id == "verifiers" and isinstance(package := (args or {}).get("env_id"), str):
         _check_package(package)
-    if env_id in BUILT_IN:
+    registered, known = _registered(env_id), built_in()
+    if env_id in known:
+        return
+    if registered is not None:
+        if not _leads_somewhere(registered.value, "env.id"):
+            where = f"{_owner(registered)} registers {registered.value} for it"
+            raise UserError(f"env.id = {env_id!r}: {where}, and there is no such module; install the package again")
         return
     if ":" in env_id or env_id.endswith(".py"):
         found = _leads_somewhere(env_id, "env.id")
     else:  # `owner/name@version` is installed as the module `name`
-        found = _check_package(env_id)
+        found = "verifiers" in known and _check_package(env_id)
     if not found:
-        close = difflib.get_close_matches(env_id, BUILT_IN, n=1)
+        others = {one.name for one in entry_points(group=GROUP)}
+        close = difflib.get_close_matches(env_id, {*known, *others}, n=1)
         raise UserError(
             f"unknown env.id = {env_id!r}{f'; did you mean {close[0]}?' if close else '.'} Built in: "
-            f"{', '.join(sorted(BUILT_IN))}. Your own: module:Class or path/to/file.py:Class. One of the verifiers "
-            "registry: install it (pip install 'grpo-pipeline[verifiers]', then prime env install OWNER/NAME), and "
-            "give its name"
+            f"{', '.join(sorted(known))}. Of installed packages: {', '.join(sorted(others)) or 'none'}. Your own: "
+            "module:Class or path/to/file.py:Class. One of the verifiers registry: install it (pip install "
+            "'grpo-pipeline[verifiers]', then prime env install OWNER/NAME), and give its name"
         )
 
 

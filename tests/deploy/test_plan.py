@@ -12,6 +12,7 @@ from grpo.configs.errors import SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.loading import load
 from grpo.configs.orch import OrchSettings
+from grpo.configs.resuming import record_of
 from grpo.configs.run import load_run
 from grpo.configs.train import TrainSettings
 from grpo.deploy.launcher import make_programs, run
@@ -198,8 +199,8 @@ def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_
 ) -> None:
     create_run(tmp_path)
     earlier = plan().settings()[role].model_dump(mode="json")
-    join_run(tmp_path, role=role, settings=earlier, timeout_s=1)
-    with pytest.raises(RunFolderError, match=f"{change.partition('=')[0]} is "):
+    join_run(tmp_path, role=role, record={"settings": earlier}, timeout_s=1)
+    with pytest.raises(SettingsError, match=f"{change.partition('=')[0]} = "):
         run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{role}.{change}"]), shown)
 
 
@@ -230,10 +231,10 @@ def test_a_run_that_has_done_its_steps_does_not_swallow_a_setting(tmp_path: Path
     create_run(tmp_path)
     earlier = plan().settings()
     for role in ("train", "orch"):
-        join_run(tmp_path, role=role, settings=earlier[role].model_dump(mode="json"), timeout_s=1)
+        join_run(tmp_path, role=role, record={"settings": earlier[role].model_dump(mode="json")}, timeout_s=1)
     (tmp_path / "summary.json").write_text('{"steps": 60}')
     for change in ("train.learning_rate=1e-4", "orch.eval.interval=7", "train.max_grad_norm=0.5"):
-        with pytest.raises(RunFolderError, match=change.partition("=")[0].partition(".")[2]):
+        with pytest.raises((RunFolderError, SettingsError), match=change.partition("=")[0].partition(".")[2]):
             run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{change}"]), shown)
     run(load_run(PRESET, ["--output_dir", str(tmp_path), "--resume_with_changed_code"]), shown)
 
@@ -243,9 +244,9 @@ def test_code_that_has_changed_is_refused_before_anything_starts(tmp_path: Path)
     code.write_text("class Own: pass")
     words = ["--output_dir", str(folder), "--env", f"{code}:Own"]
     create_run(folder)
-    join_run(folder, role="orch", settings=plan(*words[2:]).orch.model_dump(mode="json"), timeout_s=1)
+    join_run(folder, role="orch", record=record_of(plan(*words[2:]).orch.model_dump(mode="json")), timeout_s=1)
     code.write_text("class Own: reward = 1")
-    with pytest.raises(RunFolderError, match=r"own\.py.*resume_with_changed_code"):
+    with pytest.raises(SettingsError, match=r"own\.py.*resume_with_changed_code"):
         run(load_run(PRESET, words), shown)
     (folder / "summary.json").write_text('{"steps": 60}')
     with pytest.raises(RunFolderError, match="has done its steps"):

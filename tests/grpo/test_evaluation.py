@@ -85,7 +85,7 @@ def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
         with pytest.raises((ValueError, FileNotFoundError), match=told):
             find_target(target, step)
     create_run(tmp_path)
-    join_run(tmp_path, role="train", settings={"model": MODEL}, timeout_s=1)
+    join_run(tmp_path, role="train", record={"settings": {"model": MODEL}}, timeout_s=1)
     with pytest.raises(ValueError, match="no version"):
         find_target(str(tmp_path), None)
     found = find_target(MODEL, None)

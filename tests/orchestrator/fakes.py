@@ -237,7 +237,7 @@ class FakeTrainer(threading.Thread):
         )
         if goes_on_after is not None:
             StepStore(self.run_folder.batches, run_id=self.run_folder.run_id).remove_finished()
-        join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
+        join_run(output_dir, role="train", record={"settings": trainer.model_dump(mode="json")}, timeout_s=1)
         self._num_ranks = trainer.num_ranks
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None

@@ -190,7 +190,7 @@ async def test_a_trainer_with_other_settings_is_an_error_before_it_has_loaded_it
 
     async def join_later() -> None:
         await asyncio.sleep(0.3)
-        join_run(tmp_path, role="train", settings=settings, run_id=folder.run_id, timeout_s=1)
+        join_run(tmp_path, role="train", record={"settings": settings}, run_id=folder.run_id, timeout_s=1)
 
     with only_one(tmp_path, "train"), pytest.raises(SettingsError, match="lora_rank = 16"):
         await asyncio.gather(orchestrate(settings_for(tmp_path, server)), join_later())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo.configs.errors import SettingsError
 from grpo.orchestrator.auxiliary.preferences.asked import COSTS
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.summary import Summary
@@ -75,7 +76,7 @@ async def test_another_reward_is_refused_and_with_a_word_holds_from_there_on(
     changes: dict[str, Any] = {"env": [{"id": "rewarded.py:Rewarded"}]}
     await go(tmp_path / "run", server, max_steps=2, **changes)
     (tmp_path / "worth.py").write_text("WORTH = 3.0")
-    with pytest.raises((RunFolderError, ExceptionGroup)) as caught:
+    with pytest.raises((SettingsError, ExceptionGroup)) as caught:
         await go(tmp_path / "run", server, after=2, max_steps=3, **changes)
     assert "worth.py" in "".join(traceback.format_exception(caught.value))
     await go(tmp_path / "run", server, after=2, max_steps=3, **changes, resume_with_changed_code=True)
@@ -189,7 +190,7 @@ async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server:
     await go(tmp_path, server, max_steps=1)
     with pytest.raises(RunFolderError):
         await go(tmp_path, server, after=1, max_steps=2, resume="never")
-    with pytest.raises(RunFolderError, match="batch_size"):
+    with pytest.raises(SettingsError, match="batch_size"):
         await go(tmp_path, server, after=1, max_steps=2, batch_size=32)
 
 

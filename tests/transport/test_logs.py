@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-log = logging.getLogger("orchestrator.some.module")
+log = logging.getLogger("grpo.orchestrator.some.module")
 
 
 def test_a_log_line_is_printable(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

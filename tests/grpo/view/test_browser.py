@@ -199,7 +199,7 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
                 os.fsync(file.fileno())
             browser.page.wait_for_selector("text=reward 0.987")
             with kept_warnings(run, "orch", step=lambda: 4):
-                logging.getLogger("orchestrator").warning("all rewards are equal")
+                logging.getLogger("grpo.orchestrator").warning("all rewards are equal")
             browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
 
 

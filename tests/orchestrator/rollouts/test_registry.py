@@ -6,6 +6,8 @@ import pytest
 from grpo.orchestrator.rollouts.registry import check_arena, check_id, make_environment
 from grpo.transport.errors import UserError
 
+from tests.orchestrator.worker_pools import pool_for, reason, scored
+
 SHOUT = """
 from grpo import Environment, Rubric
 
@@ -68,3 +70,59 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
         make_environment(f"{tmp_path}/mine.py:Shout", {})
     with pytest.raises(UserError, match="Environment"):
         make_environment("collections:Counter", {})
+
+
+# --- names that installed packages register ---
+
+
+def install(folder: Path, package: str, names: str, code: str | None = None) -> None:
+    """A package that registers names, as pip leaves it in site-packages."""
+    about = folder / f"{package}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[grpo.environments]\n{names}\n")
+    if code is not None:
+        (folder / f"{package}.py").write_text(code)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for workers
+    return tmp_path
+
+
+async def test_a_worker_finds_an_environment_by_the_name_that_a_package_registers(site: Path) -> None:
+    code = SHOUT.format("rubric = Rubric([lambda completion: float(completion == 'A')])")
+    install(site, "shouting", "shout-env = shouting:Shout", code)
+    check_id("shout-env")
+    async with pool_for("shout-env") as pool:
+        outcomes = [await scored(pool, text, prompt="a") for text in ("A", "a")]
+    assert [reason(outcome) for outcome in outcomes] == ["", ""]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.0]
+    with pytest.raises(UserError, match="shout-env"):
+        check_id("shout-en")
+
+
+@pytest.mark.parametrize(("name", "owners"), [("twice", r"one\b.*\btwo\b"), ("arithmetic", r"one\b.*\bgrpo\b")])
+def test_a_name_that_is_registered_twice_is_refused_with_both_packages(name: str, owners: str, site: Path) -> None:
+    for package in ("one", "two") if name == "twice" else ("one",):
+        install(site, package, f"{name} = {package}:Shout", SHOUT.format("rubric = Rubric([lambda completion: 1.0])"))
+    with pytest.raises(UserError, match=owners):
+        check_id(name)
+    check_id("one:Shout")
+
+
+def test_a_registered_module_that_cannot_be_imported_is_named_with_its_package(site: Path) -> None:
+    install(
+        site, "hollow", "gone = no_such_module:Env\nbroken = hollow:Env\nempty = hollow:Nothing", "import no_such\n"
+    )
+    for ask in (check_id, lambda name: make_environment(name, {})):
+        with pytest.raises(UserError, match=r"hollow.*no_such_module"):
+            ask("gone")
+    with pytest.raises(ModuleNotFoundError, match="no_such") as raised:
+        make_environment("broken", {})
+    assert any("hollow" in note for note in raised.value.__notes__)
+    (site / "hollow.py").write_text("")
+    with pytest.raises(UserError, match=r"hollow.*Nothing"):
+        make_environment("empty", {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.configs.errors import SettingsError
 from grpo.trainer.checkpoint import CheckpointStore, checkpoint_to_resume
 from grpo.trainer.errors import ResumeError
 from grpo.trainer.loop import Trainer
@@ -188,7 +189,7 @@ def test_an_earlier_step_can_be_resumed_and_what_came_after_it_is_set_aside(tmp_
 
 def test_settings_that_decide_the_result_must_be_the_same_and_are_named(started: Run) -> None:
     started.train(steps=2)
-    with pytest.raises(RunFolderError, match=r"loss\.kl_tau .*0\.25(.|\n)*max_grad_norm .*0\.5"):
+    with pytest.raises(SettingsError, match=r"loss\.kl_tau .*0\.25(.|\n)*max_grad_norm .*0\.5"):
         started.train(max_grad_norm=0.5, loss={"kl_tau": 0.25})
     recorded = recorded_settings(started.folder.path, "train")
     assert recorded is not None
@@ -202,7 +203,7 @@ def test_another_loss_holds_from_the_checkpoint_on_where_it_may_change(started: 
     with killed_after(4):
         started.train(**own)
     code.write_text(code.read_text().replace("-tokens", "-2 * tokens"))
-    with pytest.raises(RunFolderError, match=r"own\.py"):
+    with pytest.raises(SettingsError, match=r"own\.py"):
         started.train(**own)
     with pytest.raises(DeadlineError):  # of the batches that are to be made anew
         started.train(**own, resume_with_changed_code=True, wait_timeout_s=0.2)

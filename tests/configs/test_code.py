@@ -1,15 +1,10 @@
 """The files that settings name are part of what a run is."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo.transport.code import digests
-from grpo.transport.errors import RunFolderError
-from grpo.transport.run import changes_of, code_changes, create_run, join_run
-
-from grpo.run_files import read_run
+from grpo.configs.code import digests
 
 
 def names(settings: dict[str, Any]) -> set[str]:
@@ -54,27 +49,3 @@ def test_data_that_settings_name_counts_and_what_is_no_file_does_not(tmp_path: P
     settings = {"env": [{"id": "dataset", "args": args}], "hints": {"templates": rows}, "name": rows}
     settings |= {"arena": "grpo.orchestrator.arena.arena:Arena", "advantage": {"import_path": "not_there:f"}}
     assert names(settings) == {f"env.0.args.path {rows}", f"hints.templates {rows}"}
-
-
-def test_a_run_whose_code_has_changed_is_refused_or_with_a_word_taken_and_noted_with_the_step(tmp_path: Path) -> None:
-    code, run = tmp_path / "mine.py", create_run(tmp_path / "run")
-    settings: dict[str, Any] = {"env": [{"id": f"{code}:Env"}]}
-    who: Any = {"role": "orch", "may_change": frozenset({"resume_with_changed_code"})}
-    code.write_text("reward = 1")
-    join_run(run.path, **who, settings=settings, timeout_s=1)
-    join_run(run.path, **who, settings=settings, timeout_s=1)
-    code.write_text("reward = 2")
-    (run.broadcasts / "step_000007").mkdir()
-    for refuses in (lambda: join_run(run.path, **who, settings=settings, timeout_s=1),
-                    lambda: changes_of(run.path, **who, settings=settings)):  # fmt: skip
-        with pytest.raises(RunFolderError, match=r"mine\.py.*resume_with_changed_code"):
-            refuses()
-    asked = settings | {"resume_with_changed_code": True}
-    assert f"code env.0.id {code}" in changes_of(run.path, **who, settings=asked)
-    join_run(run.path, **who, settings=asked, timeout_s=1)
-    join_run(run.path, **who, settings=settings, timeout_s=1)
-    program = json.loads((run.path / "run.json").read_text())["programs"]["orch"]
-    [change] = [one for one in program["changes"] if one["key"].startswith("code ")]
-    assert (change["step"], change["now"]) == (7, program["code"][f"env.0.id {code}"])
-    assert change["before"] != change["now"]
-    assert code_changes(read_run(run.path)) == {7: [str(code)]}

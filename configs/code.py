@@ -12,7 +12,6 @@ _NAMES = {"id", "arena", "import_path"}
 """Settings that name code, as `file.py:name` or `module:name`."""
 _DATA = {"templates", "pairs"}
 """Settings that name data; those in `args` and `kwargs` may name either."""
-_OURS = {"configs", "deploy", "grpo", "infer", "orchestrator", "trainer", "transport"}
 MAX_BYTES = 256 * 2**20
 """A larger file is known by its size alone."""
 _MAX_FILES = 500
@@ -48,7 +47,7 @@ def _code(location: str) -> list[tuple[str, Path]] | None:
     if location.endswith(".py"):
         return _with_imported([Path(location)], Path(location).parent) if _is_file(Path(location)) else None
     parts = location.split(".")
-    if parts[0] in _OURS or not all(map(str.isidentifier, parts)):
+    if parts[0] == "grpo" or not all(map(str.isidentifier, parts)):
         return None
     spec = PathFinder.find_spec(parts[0], ["", *sys.path])
     if spec is None or spec.origin is None:

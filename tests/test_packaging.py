@@ -1,0 +1,57 @@
+"""The wheel: one name in site-packages, with all that the programs need."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+FOLDERS = {"grpo": "grpo", **SETTINGS["package-dir"]}
+"""Our folders in the repository by the names of their packages."""
+
+
+def packages_in_the_tree() -> set[str]:
+    """Names of all packages: folders with modules."""
+    found = set[str]()
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            found.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
+    return found
+
+
+def test_every_package_is_listed() -> None:
+    assert set(SETTINGS["packages"]) == packages_in_the_tree()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of the files in a wheel that is built of the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    # A copy, since setuptools leaves a folder `build` in the tree, and takes what lies there for its own.
+    source = folder / "tree"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", *FOLDERS.values()):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(source / name)], check=True)
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [made] = folder.glob("*.whl")
+    return zipfile.ZipFile(made).namelist()
+
+
+def test_a_wheel_has_one_name_at_the_top(wheel: list[str]) -> None:
+    tops = {name.partition("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"grpo"}
+
+
+def test_a_wheel_has_every_module_and_what_programs_read(wheel: list[str]) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS.values()],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    installed = {name if name.startswith("grpo/") else f"grpo/{name}" for name in listed if (ROOT / name).exists()}
+    assert installed - set(wheel) == set()
