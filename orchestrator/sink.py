@@ -1,21 +1,19 @@
 """Where scored rollouts go: to samples with advantages, in groups that wait for their batch."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.advantage import Credit, StepKey
-from grpo.orchestrator.auxiliary.evidence import with_evidence
-from grpo.orchestrator.auxiliary.losses import AuxiliaryLosses
+from grpo.configs.rollouts import fewest_rollouts
+from grpo.orchestrator.advantage import Credit
 from grpo.orchestrator.filters import Filter
+from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.monitoring.fates import Fates
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult
-from grpo.orchestrator.samples import FinishedGroup, finish_group, judge_group, unfit
+from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group, judge_group, unfit
 from grpo.orchestrator.scheduler import Scheduler
-from grpo.orchestrator.shaping import RewardShaping
-from grpo.transport.records import Float32
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +31,12 @@ class RolloutSink:
     scheduler: Scheduler
     fates: Fates
     filters: Sequence[Filter]
-    auxiliary: AuxiliaryLosses
-    shaping: RewardShaping
+    hooks: Sequence[Hook]
     finished: dict[int, FinishedGroup] = field(default_factory=dict)
     """Groups that wait for their batch, by number."""
 
-    async def take(self, results: Sequence[EpisodeResult]) -> tuple[list[EpisodeResult], Sequence[EpisodeResult]]:
-        """Returns the results that have a reward, and the same with the rewards that credit sees. Drops the others."""
+    def take(self, results: Sequence[EpisodeResult]) -> list[EpisodeResult]:
+        """Returns the rollouts that have a reward, and drops the others."""
         usable = []
         for result in results:
             if result.failure is not None:
@@ -47,44 +44,24 @@ class RolloutSink:
             else:
                 self.fates.scored(result)
                 usable.append(result)
-        shaped, unshaped = await self.shaping.shaped(usable)
-        for result in usable:
-            if result.id in unshaped:
-                self.fates.dropped([result], unshaped[result.id])
-        return [result for result in usable if result.id not in unshaped], shaped
+        return usable
 
-    async def finish(
-        self, usable: Sequence[EpisodeResult], shaped: Sequence[EpisodeResult], credit: Credit, *, group: str
-    ) -> FinishedGroup:
-        """Returns the group's samples, with hints and the teacher's part, without those that filters and teachers
-        withhold, and without any where the trainer would refuse one. `credit` sees the `shaped` results. Raises
-        FunctionFailed."""
-        found, withheld = judge_group(usable, self.filters)
-        hinted = await self.auxiliary.hinted(usable, withheld=withheld)
-        added: Mapping[StepKey, Float32] = {}
-        if (evidence := self.auxiliary.evidence) is not None:
-            known = await evidence.of_group(usable, hinted.hints, withheld=withheld)
-            shaped, added = [with_evidence(one, known) for one in shaped], evidence.added(usable, known)
-        if not self.auxiliary.trains_hints():
-            hinted = replace(hinted, hints={})
-        made = finish_group(
-            usable,
-            lambda _: credit(shaped),
-            group=group,
-            found=found,
-            withheld=withheld,
-            hinted=hinted,
-            added=added,
-        )
-        made = await self.auxiliary.taught(made)
+    async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> FinishedGroup:
+        """Returns the group's samples, without those that filters and hooks withhold, and without any where the trainer
+        would refuse one. Drops what hooks take out. Raises FunctionFailed."""
+        scored = ScoredGroup(list(usable), *judge_group(usable, self.filters))
+        for hook in self.hooks:
+            await hook.before_credit(scored)
+        if scored.dropped and len(scored.results) < fewest_rollouts(self.settings.advantage):
+            scored.drop({result.id: "group_too_small" for result in scored.results})
+        made = finish_group(scored, credit, group=group)
         if (why := unfit(made.samples)) is not None:
             log.error("group %s is not trained: %s", group, why)
-            refused = {result.id: "not_finite" for result in usable if result.id not in made.withheld}
+            refused = {result.id: "not_finite" for result in made.results if result.id not in made.withheld}
             made = replace(made, samples=(), withheld={**made.withheld, **refused})
-        if made.samples:
-            self.auxiliary.offer(usable)
-        else:
-            self.auxiliary.count_hints([made])
+        for result in usable:
+            if result.id in made.dropped:
+                self.fates.dropped([result], made.dropped[result.id])
         return made
 
     def complete(self, number: int, group: FinishedGroup) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from grpo.configs.rollouts import fewest_rollouts
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.buffer import Buffer
+from grpo.orchestrator.hooks import STATE, kept_state
 from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.monitoring.metrics import batch_metrics, found_metrics
@@ -69,7 +70,7 @@ class Assembling:
             num_ranks=self.ready.trainer.num_ranks,
             run_id=self.ready.run.run_id,
             step=step,
-            pairs=sink.auxiliary.pairs_of_step(step),
+            pairs=[pair for hook in sink.hooks for pair in hook.before_batch(step)],
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         self._warn_of_little_spread(step, of_batch["reward/groups_without_spread"])
@@ -77,7 +78,8 @@ class Assembling:
             step,
             groups,
             metrics=of_batch | slept | self._metrics(groups),
-            state=self.buffer.state() | sink.auxiliary.state() | self.advantages.state(),
+            parts=[self.watch.figures(), sink.engine.figures(), *(hook.figures() for hook in sink.hooks)],
+            state=self.buffer.state() | self.advantages.state() | {STATE: kept_state(sink.hooks)},
             pools=self.buffer.moved(),
         )
         timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
@@ -99,15 +101,5 @@ class Assembling:
             )
 
     def _metrics(self, groups: Sequence[FinishedGroup]) -> dict[str, float]:
-        sink = self.sink
-        sink.auxiliary.count_hints(groups)
-        return (
-            self.buffer.metrics()
-            | found_metrics(groups, [one.name for one in sink.filters])
-            | self.watch.metrics()
-            | sink.auxiliary.metrics()
-            | sink.shaping.metrics()
-            | {"rollout/restarted": float(sink.engine.newly_restarted())}
-            | {"rollout/answers_withdrawn": float(sink.engine.newly_withdrawn())}
-            | {"perf/max_concurrent_groups": float(sink.scheduler.max_in_flight)}
-        )
+        metrics = self.buffer.metrics() | found_metrics(groups, [one.name for one in self.sink.filters])
+        return metrics | {"perf/max_concurrent_groups": float(self.sink.scheduler.max_in_flight)}

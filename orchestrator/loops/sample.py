@@ -152,7 +152,7 @@ class Sampling:
         await self._take_in(group, results)
 
     async def _take_in(self, group: Group, results: Sequence[EpisodeResult]) -> None:
-        usable, shaped = await self.sink.take(results)
+        usable = self.sink.take(results)
         if len(usable) < fewest_rollouts(self._settings.advantage):
             self._drop(group, usable, "group_too_small")
             return
@@ -164,7 +164,7 @@ class Sampling:
             self._drop(group, usable, reason)
             return
         try:
-            made = await self.sink.finish(usable, shaped, self._credit, group=group.id)
+            made = await self.sink.finish(usable, self._credit, group=group.id)
         except FunctionFailed as error:
             self._failed(group, usable, error)
             return

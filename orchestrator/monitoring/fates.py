@@ -8,6 +8,7 @@ from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.evaluate import Evaluation
 from grpo.orchestrator.inference.weight_sync import CanaryReport
 from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.monitoring.recorder import Recorder
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
@@ -69,15 +70,17 @@ class Fates:
         groups: Sequence[FinishedGroup],
         *,
         metrics: Mapping[str, float],
+        parts: Iterable[Figures],
         state: Mapping[str, Any],
         pools: Mapping[str, str],
     ) -> Callable[[], None]:
-        """A batch is about to leave. `state` and `pools`: what a later process needs to go on after it, and which
-        examples have become easy or hard. The batch may leave once what is returned, a blocking call, has made this
-        durable."""
+        """A batch is about to leave. `metrics`: its own. `parts`: what parts of the program have counted until now.
+        `state` and `pools`: what a later process needs to go on after it, and which examples have become easy or hard.
+        The batch may leave once what is returned, a blocking call, has made this durable."""
         ledger, rollout_ids = self.ledger, [rollout_id for group in groups for rollout_id in group.trained]
         generate_s = self.timeline.generated(step, ledger.span_s(rollout_ids), ledger.sampled_s())
-        metrics = self.recorder.shipped(step, metrics, dropped=ledger.num_dropped, generate_s=generate_s)
+        dropped = ledger.num_dropped
+        metrics = self.recorder.shipped(step, metrics, parts=parts, dropped=dropped, generate_s=generate_s)
         self.recorder.batch(step, groups)
         self.traces.shipped(step, groups)
         ledger.examples_moved(pools, step)
