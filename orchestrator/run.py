@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -13,18 +13,11 @@ from pathlib import Path
 from grpo.configs.common import HttpBroadcast
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.arena.arena import ARENA, Arena, find_arena
-from grpo.orchestrator.auxiliary.losses import (
-    find_teacher,
-    longest_sample,
-    make_auxiliary,
-    make_shaping,
-    shortest_server,
-)
-from grpo.orchestrator.auxiliary.teacher.served import ServedTeacher
 from grpo.orchestrator.background import in_thread, root_cause
 from grpo.orchestrator.buffer import make_buffer
 from grpo.orchestrator.checks import check_server
 from grpo.orchestrator.filters import make_filters
+from grpo.orchestrator.hooks import Hook, close_hooks, open_hooks
 from grpo.orchestrator.inference.client import InferenceClient
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.sleep import SleepScheduler
@@ -45,7 +38,7 @@ from grpo.orchestrator.resuming import Progress, resume
 from grpo.orchestrator.rollouts.engine import EpisodePool, RolloutEngine
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.scheduler import make_scheduler
-from grpo.orchestrator.shaping import BatchAdvantages
+from grpo.orchestrator.shaping import BatchAdvantages, shaping_hooks
 from grpo.orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.batches.channel import open_sender
@@ -105,8 +98,8 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         )
         watching = background.create_task(watch.run())
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
-        sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
-        sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
+        sync.run_id = ready.run.run_id
+        _admit(sync, settings, ready)
         if isinstance(broadcast := settings.weight_broadcast, HttpBroadcast):
             from grpo.transport.weights.http import VersionServer  # imports a web server
 
@@ -115,11 +108,17 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
             opened.enter_context(closing(store))
         reporter = Reporter(ready.run, settings.report_to)
         alone.callback(reporter.end, None)
-        if (teacher := await find_teacher(settings, ready, environments)) is not None:
-            opened.push_async_callback(teacher.close)
-        summary = await _train(settings, ready, watch, sync, environments, reporter, teacher, began_s=began_s)
+        summary = await _train(settings, ready, watch, sync, environments, reporter, began_s=began_s)
         watching.cancel()
     return summary
+
+
+def _admit(sync: WeightSync, settings: OrchSettings, ready: Ready, *, room: int = 0) -> None:
+    """Has servers that join late refused that do not take the run's longest sample and `room` further tokens, as far as
+    those do that it began with."""
+    limit = min(ready.context_len + room, ready.server_len)
+    identity, folder = ready.model_identity, ready.model_folder
+    sync.check = partial(check_server, settings, identity=identity, folder=folder, context_len=limit)
 
 
 async def _train(
@@ -129,14 +128,13 @@ async def _train(
     sync: WeightSync,
     environments: Mapping[str, WorkerPool],
     reporter: Reporter,
-    teacher: ServedTeacher | None,
     *,
     began_s: float,
 ) -> Summary:
-    """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over. `teacher`:
-    where one serves the run. `began_s`: when the program started, on the monotonic clock."""
+    """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over. `began_s`:
+    when the program started, on the monotonic clock."""
     run, client = ready.run, sync.client
-    with ExitStack() as files:
+    async with AsyncExitStack() as files:
         # What is remembered.
         ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
         files.callback(ledger.drop_unfinished, "run_ended")
@@ -156,10 +154,11 @@ async def _train(
         if arena is not None:
             pools[ARENA] = arena.pool(settings, partial(failure_rate(settings).record, ARENA))
         scheduler = make_scheduler(settings, progress)
-        engine = _make_engine(settings, ready, client, pools, ledger, progress, teacher)
-        auxiliary = make_auxiliary(
-            settings, ready, client, engine, scheduler, ledger, teacher=teacher, progress=progress
-        )
+        opened = await open_hooks(settings, ready, client, environments, scheduler, ledger, progress)
+        files.push_async_callback(close_hooks, opened)
+        hooks = [*shaping_hooks(settings), *opened]
+        _admit(sync, settings, ready, room=max((hook.server_room for hook in hooks), default=0))
+        engine = _make_engine(settings, ready, client, pools, ledger, progress, hooks)
         intake = Intake(
             settings=settings,
             engine=engine,
@@ -169,8 +168,7 @@ async def _train(
             recorder=recorder,
             traces=traces,
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
-            auxiliary=auxiliary,
-            shaping=make_shaping(settings, client),
+            hooks=hooks,
         )
 
         # What is done.
@@ -190,7 +188,6 @@ async def _train(
             await in_thread(ledger.changes())
             return await in_thread(recorder.finish, ledger)
         finally:
-            await auxiliary.close()
             await in_thread(sender.close)
 
 
@@ -201,15 +198,18 @@ def _make_engine(
     pools: Mapping[str, EpisodePool],
     ledger: Ledger,
     progress: Progress,
-    teacher: ServedTeacher | None,
+    hooks: Sequence[Hook],
 ) -> RolloutEngine:
-    """With the artifact stores of all environments."""
+    """Returns the engine, with the artifact stores of all environments. No sample gets longer than servers, trainer and
+    hooks take."""
+    limits = [hook.longest for hook in hooks if hook.longest is not None]
+    limits += [ready.context_len, *(ready.server_len - hook.server_room for hook in hooks)]
     sizes = {key: pool.loaded.stores for key, pool in pools.items()}
     return RolloutEngine(
         pools,
         client,
         ready.renderer,
-        context_len=longest_sample(settings, ready, teacher),
+        context_len=min(limits),
         seed=settings.seed,
         max_prompt_length=settings.buffer.max_prompt_length,
         stores=ArtifactStores(sizes, ledger, seed=settings.seed, state=progress.artifacts),
@@ -284,7 +284,7 @@ async def _run_loops(
         sync=sync,
         sleep=sleep,
         environments=environments,
-        auxiliary=intake.auxiliary,
+        hooks=intake.hooks,
         ledger=intake.ledger,
         checkpoints=Checkpoints(ready.run),
     )

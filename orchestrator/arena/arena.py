@@ -17,23 +17,23 @@ from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_c
 from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.loops.sample import Intake
+from grpo.orchestrator.rollouts.attempt import result_tree
 from grpo.orchestrator.rollouts.clients import InferenceClient
 from grpo.orchestrator.rollouts.clock import together
 from grpo.orchestrator.rollouts.engine import PromptTooLong
 from grpo.orchestrator.rollouts.episode import Episode
-from grpo.orchestrator.rollouts.messages import ModelResponse, shown
+from grpo.orchestrator.rollouts.messages import shown
 from grpo.orchestrator.rollouts.play import ScriptedBackend
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
-from grpo.orchestrator.samples import FinishedGroup, finish_group
+from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
 from grpo.orchestrator.scheduler import Ticket
 from grpo.orchestrator.workers.protocol import Ask, Sample, Sampled
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
 from grpo.transport.importing import load_object
 from grpo.transport.records import TrainingSample
-from msgspec.structs import replace
 
 ARENA = "arena"
 """What its rollouts have for an environment, in the ledger and in metrics."""
@@ -110,8 +110,8 @@ class Arena:
         """The run that it works in."""
         self._ticket: Ticket | None = None
         self._num_asked = 0
-        self._open: dict[str, tuple[EpisodeResult, EpisodeResult]] = {}
-        """Rollouts of the step that no batch has taken, with the same with the rewards that credit sees."""
+        self._open: dict[str, EpisodeResult] = {}
+        """Rollouts of the step that no batch has taken."""
         self._requests: dict[str, EpisodeRequest] = {}
         """By the id of the rollout."""
         self.setup()
@@ -194,8 +194,7 @@ class Arena:
             return await together(asked)
         with self._run.timeline.group(ticket.group):
             results = await together(asked)
-        usable, shaped = await self._run.take(results)
-        self._open |= {one.id: (one, seen) for one, seen in zip(usable, shaped, strict=True)}
+        self._open |= {one.id: one for one in self._run.take(results)}
         return results
 
     async def build_training_batch(
@@ -210,10 +209,9 @@ class Arena:
             credit = partial(checked_credit, self._credit, "the arena's credit")
         credit = partial(self._credit_by_group, credit)
         if run is None:
-            made = finish_group(usable, credit, group="0")
+            made = finish_group(ScoredGroup(usable), credit, group="0")
         else:
-            shaped = [self._open[one.id][1] for one in usable]
-            made = await run.finish(usable, shaped, credit, group=str((await self._begin_step(run)).group))
+            made = await run.finish(usable, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
         told = {
             "policy_version": self.policy_version,
@@ -237,8 +235,8 @@ class Arena:
         if (run := self._run) is None or self._ticket is None:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
         ticket, self._ticket, self._num_asked = self._ticket, None, 0
-        taken = {result.id for result in batch.results}
-        left = [one for name, (one, _) in self._open.items() if name not in taken]
+        taken = {*(result.id for result in batch.results), *batch.group.dropped}
+        left = [one for name, one in self._open.items() if name not in taken]
         self._open, self._requests = {}, {}
         run.ledger.dropped([one.id for one in left], "not_in_batch")
         run.traces.dropped(left, "not_in_batch")
@@ -349,10 +347,11 @@ class Arena:
         index = self._pool.ask(request.episode_type, request.artifact, request.meta)
         task = Task(env=ARENA, split="train", index=index, messages=())
         backend = ClientBackend(self._client, self.roles, self.stores)
-        told = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
-        if isinstance(told, Failure):
-            return EpisodeResult(id=self._name(number), task=task, failure=told)
-        return backend.named(told, self._name(number), task)
+        outcome = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
+        name = self._name(number)
+        if isinstance(outcome, Failure):
+            return EpisodeResult(id=name, task=task, failure=outcome)
+        return result_tree(outcome, backend.steps, name=name, task=task)
 
 
 class ClientBackend(ScriptedBackend):
@@ -361,35 +360,32 @@ class ClientBackend(ScriptedBackend):
     def __init__(self, client: InferenceClient, roles: Mapping[str, Role], stores: Mapping[str, ArtifactStore]) -> None:
         super().__init__({}, ())
         self._client, self._roles, self._stores = client, roles, dict(stores)
-        self.responses: dict[int, ModelResponse] = {}
-        """By call."""
+        self.steps: dict[int, dict[int, Step]] = {}
+        """By rollout of the tree and by call."""
 
     async def answer(self, call: Sample | Ask, messages: list[dict[str, Any]]) -> Sampled:
         role = self._roles.get(call.role) if isinstance(call, Sample) else None
         temperature = call.temperature if call.temperature is not None else role.temperature if role else None
-        answer = self.responses[call.call] = await self._client.respond(
+        answer = await self._client.respond(
             messages,
             temperature=1.0 if temperature is None else temperature,
             max_tokens=call.max_tokens or (role.max_tokens if role else None),
         )
+        if isinstance(call, Sample):
+            logprobs = [logprob for _, logprob in answer.tokens]
+            self.steps.setdefault(call.rollout, {})[call.call] = Step(
+                role=call.role,
+                text=answer.text,
+                messages=tuple(messages),
+                completion=Choice(token_ids=[*answer.token_ids], logprobs=logprobs, finish_reason="stop"),
+                version=answer.version or 0,
+            )
         return Sampled(
             text=answer.text,
             finish_reason="stop",
             num_tokens=len(answer.tokens),
             tokens=list(answer.tokens),
         )
-
-    def named(self, result: EpisodeResult, name: str, task: Task) -> EpisodeResult:
-        """A result with ids, and what the server told of its answers."""
-        steps = []
-        for step in result.steps:
-            said = self.responses[step.call]
-            completion = Choice(
-                token_ids=[*said.token_ids], logprobs=[logprob for _, logprob in said.tokens], finish_reason="stop"
-            )
-            steps.append(replace(step, completion=completion, version=said.version or 0))
-        children = tuple(self.named(child, f"{name}.{n}", task) for n, child in enumerate(result.children))
-        return replace(result, id=name, task=task, steps=tuple(steps), children=children)
 
 
 def find_arena(location: str) -> Arena:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from grpo.configs.rollouts import fewest_rollouts
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.buffer import Buffer
+from grpo.orchestrator.hooks import STATE, kept_state
 from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.loops.sample import Intake
@@ -73,7 +74,7 @@ class Assembling:
             num_ranks=self.num_ranks,
             run_id=self.run_folder.run_id,
             step=step,
-            pairs=intake.auxiliary.pairs_of_step(step),
+            pairs=[pair for hook in intake.hooks for pair in hook.before_batch(step)],
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         generate_s = intake.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
@@ -81,12 +82,13 @@ class Assembling:
         self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         intake.traces.shipped(step, groups)
         intake.recorder.batch(step, groups)
-        artifacts = {} if intake.engine.stores is None else intake.engine.stores.save(step)
+        state = {"artifacts": {} if intake.engine.stores is None else intake.engine.stores.save(step)}
+        state |= self.buffer.state() | self.advantages.state() | {STATE: kept_state(intake.hooks)}
         intake.ledger.examples_moved(self.buffer.moved(), step)
         commit = intake.ledger.shipping(
             [rollout_id for group in groups for rollout_id in group.trained],
             step,
-            state=self.buffer.state() | {"artifacts": artifacts} | intake.auxiliary.state() | self.advantages.state(),
+            state=state,
             metrics=metrics,
         )
         intake.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
@@ -111,16 +113,12 @@ class Assembling:
         self, step: int, groups: Sequence[FinishedGroup], known: dict[str, float], generate_s: float
     ) -> Mapping[str, float]:
         intake = self.intake
-        intake.auxiliary.count_hints(groups)
-        metrics = (
-            known
-            | self.buffer.metrics()
-            | found_metrics(groups, [one.name for one in intake.filters])
-            | self.watch.metrics()
-            | intake.auxiliary.metrics()
-            | intake.shaping.metrics()
-            | {"rollout/restarted": float(intake.engine.newly_restarted())}
-            | {"rollout/answers_withdrawn": float(intake.engine.newly_withdrawn())}
-            | {"perf/max_concurrent_groups": float(intake.scheduler.max_in_flight)}
+        metrics = known | self.buffer.metrics() | found_metrics(groups, [one.name for one in intake.filters])
+        metrics["perf/max_concurrent_groups"] = float(intake.scheduler.max_in_flight)
+        return intake.recorder.shipped(
+            step,
+            metrics,
+            parts=[self.watch.figures(), intake.engine.figures(), *(hook.figures() for hook in intake.hooks)],
+            dropped=intake.ledger.num_dropped,
+            generate_s=generate_s,
         )
-        return intake.recorder.shipped(step, metrics, dropped=intake.ledger.num_dropped, generate_s=generate_s)

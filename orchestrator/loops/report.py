@@ -1,12 +1,12 @@
 """Says what goes on, for whoever looks from outside, and keeps the ledger's database."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.auxiliary.losses import AuxiliaryLosses
 from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.inference.client import InferenceClient
 from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.inference.weight_sync import WeightSync
@@ -32,7 +32,7 @@ class Reporting:
     sync: WeightSync
     sleep: SleepScheduler | None
     environments: Mapping[str, WorkerPool]
-    auxiliary: AuxiliaryLosses
+    hooks: Sequence[Hook]
     ledger: Ledger
     checkpoints: Checkpoints
 
@@ -59,9 +59,9 @@ class Reporting:
         environments = sorted(key for key, one in self.environments.items() if one.num_in_environment)
         if environments and self.client.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
-        teaching = self.auxiliary.teaching
-        if teaching is not None and teaching.num_groups and self.client.num_in_flight == 0:
-            return "scoring", teaching.teacher.name
+        asked = [hook.waits_for for hook in self.hooks if hook.waits_for is not None]
+        if asked and self.client.num_in_flight == 0:
+            return "scoring", ", ".join(asked)
         if scheduler.num_in_flight > 0:
             return "sampling", None
         if scheduler.paused:

@@ -12,12 +12,11 @@ from functools import partial
 
 from grpo.configs.orch import OrchSettings
 from grpo.configs.rollouts import fewest_rollouts
-from grpo.orchestrator.advantage import Credit, StepKey, make_credit
-from grpo.orchestrator.auxiliary.evidence import with_evidence
-from grpo.orchestrator.auxiliary.losses import AuxiliaryLosses
+from grpo.orchestrator.advantage import Credit, make_credit
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.buffer import Buffer
 from grpo.orchestrator.filters import Filter
+from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.recorder import Recorder
 from grpo.orchestrator.monitoring.timeline import Timeline
@@ -25,12 +24,10 @@ from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
 from grpo.orchestrator.rollouts.roles import RoleAdapters
-from grpo.orchestrator.samples import FinishedGroup, finish_group, judge_group, unfit
+from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group, judge_group, unfit
 from grpo.orchestrator.scheduler import Scheduler, Ticket
 from grpo.orchestrator.seeds import group_seed
-from grpo.orchestrator.shaping import RewardShaping
 from grpo.transport.importing import FunctionFailed
-from grpo.transport.records import Float32
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +51,7 @@ class Intake:
     recorder: Recorder
     traces: Traces
     filters: Sequence[Filter]
-    auxiliary: AuxiliaryLosses
-    shaping: RewardShaping
+    hooks: Sequence[Hook]
     finished: dict[int, FinishedGroup] = field(default_factory=dict)
     """Groups that wait for their batch, by number."""
 
@@ -69,60 +65,42 @@ class Intake:
             follow=settings.inflight_weight_updates,
         )
 
-    async def take(self, results: Sequence[EpisodeResult]) -> tuple[list[EpisodeResult], Sequence[EpisodeResult]]:
-        """Those that have a reward, and the same with the rewards that credit sees. The others are dropped."""
+    def take(self, results: Sequence[EpisodeResult]) -> list[EpisodeResult]:
+        """Returns the rollouts that have a reward; the others are dropped."""
         usable = []
         for result in results:
             if result.failure is not None:
-                self.ledger.dropped([result.id], result.failure.reason)
-                self.traces.dropped([result], result.failure.reason)
+                self._drop(result, result.failure.reason)
                 continue
             num_tokens = result.num_tokens
             self.recorder.sampled(num_tokens)
             self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
             usable.append(result)
-        shaped, unshaped = await self.shaping.shaped(usable)
-        for result in [one for one in usable if one.id in unshaped]:
-            self.ledger.dropped([result.id], unshaped[result.id])
-            self.traces.dropped([result], unshaped[result.id])
-        return [result for result in usable if result.id not in unshaped], shaped
+        return usable
 
-    async def finish(
-        self, usable: Sequence[EpisodeResult], shaped: Sequence[EpisodeResult], credit: Credit, *, group: str
-    ) -> FinishedGroup:
-        """The group's samples, with hints and the teacher's part; those that filters and teachers withhold are
-        dropped, and all where the trainer would refuse one. `credit` sees the `shaped` ones. Raises FunctionFailed."""
-        found, withheld = judge_group(usable, self.filters)
-        hinted = await self.auxiliary.hinted(usable, withheld=withheld)
-        added: Mapping[StepKey, Float32] = {}
-        if (evidence := self.auxiliary.evidence) is not None:
-            known = await evidence.of_group(usable, hinted.hints, withheld=withheld)
-            shaped, added = [with_evidence(one, known) for one in shaped], evidence.added(usable, known)
-        if not self.auxiliary.trains_hints():
-            hinted = replace(hinted, hints={})
-        made = finish_group(
-            usable,
-            lambda _: credit(shaped),
-            group=group,
-            found=found,
-            withheld=withheld,
-            hinted=hinted,
-            added=added,
-        )
-        made = await self.auxiliary.taught(made)
+    async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> FinishedGroup:
+        """Returns the group's samples. Rollouts that filters and hooks withhold are dropped, and all where the trainer
+        would refuse one. Raises FunctionFailed."""
+        scored = ScoredGroup(list(usable), *judge_group(usable, self.filters))
+        for hook in self.hooks:
+            await hook.before_credit(scored)
+        if scored.dropped and len(scored.results) < fewest_rollouts(self.settings.advantage):
+            scored.drop({result.id: "group_too_small" for result in scored.results})
+        made = finish_group(scored, credit, group=group)
         if (why := unfit(made.samples)) is not None:
             log.error("group %s is not trained: %s", group, why)
-            refused = {result.id: "not_finite" for result in usable if result.id not in made.withheld}
+            refused = {result.id: "not_finite" for result in made.results if result.id not in made.withheld}
             made = replace(made, samples=(), withheld={**made.withheld, **refused})
-        for rollout_id, why in made.withheld.items():
-            self.ledger.dropped([rollout_id], why)
-        if made.samples:
-            self.auxiliary.offer(usable)
-        else:
-            self.auxiliary.count_hints([made])
-            for result in made.results:
-                self.traces.dropped([result], made.withheld[result.id])
+        for result in usable:
+            if result.id in made.dropped or not made.samples:
+                self._drop(result, {**made.dropped, **made.withheld}[result.id])
+            elif result.id in made.withheld:  # traced with its batch
+                self.ledger.dropped([result.id], made.withheld[result.id])
         return made
+
+    def _drop(self, result: EpisodeResult, reason: str) -> None:
+        self.ledger.dropped([result.id], reason)
+        self.traces.dropped([result], reason)
 
     def complete(self, number: int, group: FinishedGroup) -> None:
         """The group with this number waits for its batch."""
@@ -259,8 +237,7 @@ class Sampling:
         was_parked = rolling in self._parked
         self._parked.discard(rolling)
         if was_parked and not self._scheduler.unpark(ticket.group):
-            usable, _ = await self.intake.take(results)
-            self._drop(ticket, usable, "too_late")
+            self._drop(ticket, self.intake.take(results), "too_late")
             return
         await self._take_in(ticket, results)
 
@@ -272,7 +249,7 @@ class Sampling:
                 await in_thread(self._ledger.changes())
 
     async def _take_in(self, ticket: Ticket, results: Sequence[EpisodeResult]) -> None:
-        usable, shaped = await self.intake.take(results)
+        usable = self.intake.take(results)
         if len(usable) < fewest_rollouts(self.settings.advantage):
             self._drop(ticket, usable, "group_too_small")
             return
@@ -284,7 +261,7 @@ class Sampling:
             self._drop(ticket, usable, reason)
             return
         try:
-            group = await self.intake.finish(usable, shaped, self._credit, group=str(ticket.group))
+            group = await self.intake.finish(usable, self._credit, group=str(ticket.group))
         except FunctionFailed as error:
             self._failed(ticket, usable, error)
             return

@@ -5,7 +5,8 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -65,11 +66,47 @@ def check_name(key: str) -> None:
         raise ValueError(f"metric {key!r} is none of NAMES in {__name__}; add it there and to docs/metrics.md")
 
 
+# --- what parts of the program have counted ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a part of the program has counted since the process began, by metric. `since` makes a step's metrics of it,
+    so that whoever counts need not know when steps end."""
+
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that only rise; a step has what was added."""
+    means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """(sum, number) of values, both of which only rise; a step has the mean of those that were added."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Numbers as they are now."""
+
+    def since(self, before: "Figures") -> dict[str, float]:
+        """Returns the metrics of the time since `before`. A count stays in the set once it was ever there; a mean of
+        nothing new is left out."""
+        means = dict[str, float]()
+        for name, (total, num) in self.means.items():
+            old_total, old_num = before.means.get(name, (0.0, 0.0))
+            if num > old_num:
+                means[name] = (total - old_total) / (num - old_num)
+        counts = {name: float(num - before.counts.get(name, 0)) for name, num in self.counts.items()}
+        return {**counts, **means, **self.values}
+
+
+def all_figures(parts: Iterable[Figures]) -> Figures:
+    """Returns the figures of all parts as one; each has its own names."""
+    counts, means, values = dict[str, float](), dict[str, tuple[float, float]](), dict[str, float]()
+    for one in parts:
+        counts, means, values = {**counts, **one.counts}, {**means, **one.means}, {**values, **one.values}
+    return Figures(counts=counts, means=means, values=values)
+
+
 # --- of a batch ---
 
 
 def lag(result: EpisodeResult, step: int) -> int:
-    """By the oldest version that sampled any of a rollout that ships with batch `step`."""
+    """Returns the lag of a rollout that ships with batch `step`, counted from the oldest version that sampled any of
+    it."""
     return step - 1 - result.versions[0]
 
 
@@ -108,8 +145,8 @@ def batch_metrics(groups: Sequence[FinishedGroup], step: int) -> dict[str, float
 
 
 def _of_episodes(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    """What only rollouts with several steps have: calls of the policy, conversations that a template broke, rewards of
-    each role; empty where all rollouts are single answers. Means are over rollouts."""
+    """Returns metrics that only rollouts with several steps have: calls of the policy, conversations that a template
+    broke, rewards of each role. Empty where all rollouts are single answers. Means are over rollouts."""
     rollouts = [one for result in results for one in result.walk()]
     if len(rollouts) == len(results) and all(len(one.steps) == 1 for one in rollouts):
         return {}
@@ -134,10 +171,10 @@ def found_metrics(groups: Sequence[FinishedGroup], names: Sequence[str]) -> dict
     return {f"rollout/found_{name}": found[name] / num for name in names}
 
 
-def dropped_metrics(dropped: Counter[str], before: Counter[str]) -> dict[str, float]:
-    """Rollouts dropped since `before`, by reason; all reasons that ever occurred stay in the set."""
-    counts = {f"rollout/dropped_{reason}": float(dropped[reason] - before[reason]) for reason in dropped}
-    return counts | {"rollout/dropped": float(dropped.total() - before.total())}
+def dropped_figures(dropped: Counter[str]) -> Figures:
+    """Returns how many rollouts were dropped, by reason."""
+    counts = {f"rollout/dropped_{reason}": num for reason, num in dropped.items()}
+    return Figures(counts=counts | {"rollout/dropped": dropped.total()})
 
 
 # --- the file ---
@@ -153,7 +190,7 @@ class MetricsFile:
             self._file = path.open("a", encoding="utf-8")
 
     def lines(self) -> list[dict[str, float]]:
-        """What is there, without what is no line of metrics, like a last one that was cut short."""
+        """Returns the lines of metrics that are there; others, such as a last line that was cut short, are skipped."""
         lines = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):

@@ -22,8 +22,8 @@ from msgspec import structs
 from peft import PeftModel
 
 from tests.e2e.plain_server import KEY, MODEL, NUM_BATCHED_TOKENS, SCALES, Live, plain_server
-from tests.e2e.runs import until
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
+from tests.support import until
 
 pytestmark = pytest.mark.e2e
 

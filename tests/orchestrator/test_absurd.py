@@ -17,7 +17,7 @@ from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group, SamplingParams, Task
 from grpo.orchestrator.rollouts.stores import ArtifactStores
-from grpo.orchestrator.samples import finish_group, unfit
+from grpo.orchestrator.samples import ScoredGroup, finish_group, unfit
 from grpo.orchestrator.workers.pool import WorkerPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,7 +102,7 @@ def test_whatever_user_code_asks_or_returns_is_a_fate_of_its_rollout(place: tupl
             expected = REASONS | ({"env_timeout"} if plan[0] == "delayed" else set())
             assert result.failure is None or result.failure.reason in expected, (plan, result.failure)
             if result.failure is None:
-                assert unfit(finish_group([result], group_credit, group="0").samples) is None, plan
+                assert unfit(finish_group(ScoredGroup([result]), group_credit, group="0").samples) is None, plan
 
     check()
     assert seen[""] > 20

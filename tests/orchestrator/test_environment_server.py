@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
-from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import ALIVE, PROTOCOL, Alive, Left, decode_from_worker, encode, frame_of
+from grpo.orchestrator.workers.protocol import (
+    ALIVE,
+    PROTOCOL,
+    Alive,
+    Left,
+    Outcome,
+    decode_from_worker,
+    encode,
+    frame_of,
+)
 from grpo.orchestrator.workers.server import EnvironmentServer
 
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
 from tests.orchestrator.worker_pools import (
     Clock,
-    is_alive,
     pool_for,
     reason,
     rolled_out,
@@ -28,8 +35,8 @@ from tests.orchestrator.worker_pools import (
     scored,
     serving,
     task,
-    until_ended,
 )
+from tests.support import runs, until_gone
 
 KEY = "0123456789abcdef"
 
@@ -49,7 +56,7 @@ async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_
         pool_for(env_id, address=server.address) as two,
     ):
         outcomes = await asyncio.gather(*(rolled_out(pool, "on", "bye") for pool in (one, two)))
-        assert [one.rewards for one in outcomes if isinstance(one, EpisodeResult)] == [{"policy": 2.0}] * 2
+        assert [one.rewards for one in outcomes if isinstance(one, Outcome)] == [{"policy": 2.0}] * 2
         crashed, beside = await asyncio.gather(rolled_out(one, "exit"), rolled_out(two, "on", "bye"))
         assert (reason(crashed), reason(beside)) == ("env_crashed", "")
 
@@ -67,7 +74,7 @@ async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_se
             server._end(who, None)
         async with pool_for(env_id, address=server.address) as pool:
             outcome = await rolled_out(pool, "on", "bye")
-            assert isinstance(outcome, EpisodeResult)
+            assert isinstance(outcome, Outcome)
 
 
 async def test_an_environment_that_is_long_to_import_holds_up_no_session(
@@ -135,7 +142,7 @@ async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ev
     async with serving(env_id) as server:
         async with pool_for(env_id, address=server.address) as pool:
             outcome = await scored(pool, "seen")
-            assert isinstance(outcome, EpisodeResult)
+            assert isinstance(outcome, Outcome)
             assert outcome.accuracy in (0.0, 1.0)  # the key is hidden by the program, not by this test's process
         for key in ("another-key-of-16-characters", ""):
             monkeypatch.setenv("GRPO_ENV_KEY", key)
@@ -201,14 +208,13 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
         async with pool_for(env_id, address=program.stderr.readline().split()[-1]) as pool:
             assert not [key for key in (KEY, "of-the-run") if key.encode() in environment_of(program.pid)]
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
-            seen, *pids = [int(one.accuracy) for one in found if isinstance(one, EpisodeResult)]
+            seen, *pids = [int(one.accuracy) for one in found if isinstance(one, Outcome)]
             assert seen == 0
-            assert all(map(is_alive, pids))
+            assert all(map(runs, pids))
             program.send_signal(signal.SIGTERM)
             await until(lambda: program.poll() is not None)
         assert program.returncode == 143
-        for pid in pids:
-            until_ended(pid)
+        until_gone(pids)
     finally:
         program.kill()
         program.wait()

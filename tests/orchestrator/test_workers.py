@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
+from grpo.orchestrator.rollouts.records import Failure
 from grpo.orchestrator.startup import keys_of_run
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import Sampled, Store, encode_checked
+from grpo.orchestrator.workers.protocol import Outcome, Store, encode_checked
 from grpo.orchestrator.workers.session import Answerer
 from grpo.orchestrator.workers.worker import identity_of
 from grpo.transport.importing import load_object
@@ -20,17 +20,17 @@ from grpo.transport.importing import load_object
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
     Clock,
-    is_alive,
     pool_for,
     pool_of,
     reason,
     rolled_out,
     says,
     scored,
+    scoring,
     serving,
     task,
-    until_ended,
 )
+from tests.support import runs, until_gone
 
 HOSTILE = """
 import asyncio, gc, os, signal, subprocess, sys, threading, time
@@ -198,9 +198,8 @@ async def test_who_breaks_what_its_worker_speaks_through_is_tried_twice(
         begun.append(1)
         return says()
 
-    answer = Sampled(call=0, text="garbage", finish_reason="stop", num_tokens=1)
     async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=1.0) as pool:
-        outcome = await pool.run(task(), seed=0, begin=begin, answer=answer)
+        [outcome] = await pool.score(scoring("garbage"), begin=lambda place: begin())
     assert reason(outcome) in ("env_timeout", "env_error", "env_crashed")
     assert len(begun) == 2
 
@@ -226,7 +225,7 @@ async def test_async_rewards_of_many_groups_run_at_the_same_time_and_plain_ones_
 async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> None:
     async with pool_of(tmp_path, HOSTILE, "Hostile", num_workers=2) as pool:
         outcomes = await asyncio.gather(*(scored(pool, "pid") for _ in range(8)))
-        assert len({one.accuracy for one in outcomes if isinstance(one, EpisodeResult)}) == 2
+        assert len({one.accuracy for one in outcomes if isinstance(one, Outcome)}) == 2
 
 
 async def test_waiting_for_a_model_is_not_the_environments_time(tmp_path: Path) -> None:
@@ -240,7 +239,7 @@ async def test_user_code_sees_no_key_of_the_run(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv(name, "a-secret")
     async with pool_of(tmp_path, HOSTILE, "Hostile", hidden={"RUN_KEY"}) as pool:
         outcome = await scored(pool, "seen")
-        assert isinstance(outcome, EpisodeResult)
+        assert isinstance(outcome, Outcome)
         assert outcome.accuracy == 0
 
 
@@ -252,12 +251,10 @@ def test_the_keys_of_a_run_are_those_that_its_programs_read_and_its_settings_nam
 async def test_closing_ends_the_worker_and_what_it_started_in_sessions_of_its_own(tmp_path: Path) -> None:
     async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
         pids = [
-            outcome.accuracy
-            for one in ("pid", "escape")
-            if isinstance(outcome := await scored(pool, one), EpisodeResult)
+            outcome.accuracy for one in ("pid", "escape") if isinstance(outcome := await scored(pool, one), Outcome)
         ]
-        assert all(is_alive(int(pid)) for pid in pids)
-    assert not any(is_alive(int(pid)) for pid in pids)
+        assert all(runs(int(pid)) for pid in pids)
+    assert not any(runs(int(pid)) for pid in pids)
 
 
 OWNER = """
@@ -282,8 +279,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    for pid in pids:
-        until_ended(pid)
+    until_gone(pids)
 
 
 # --- what cannot work at all ---

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from grpo.orchestrator.rollouts.records import Failure, Task
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import AnyCall, Reply, Sample, Sampled
+from grpo.orchestrator.workers.protocol import AnyCall, Outcome, Reply, Sample, Sampled, Score
 from grpo.orchestrator.workers.server import EnvironmentServer
 from grpo.orchestrator.workers.session import Answerer
 
@@ -58,14 +58,28 @@ async def serving(env_id: str, port: int = 0) -> AsyncIterator[EnvironmentServer
         await server.close()
 
 
-async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> EpisodeResult | Failure:
+async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> Outcome | Failure:
     """A single answer's outcome."""
-    answer = Sampled(call=0, text=completion, finish_reason="stop", num_tokens=1)
     async with asyncio.timeout(LIMIT_S):
-        return await pool.run(task(prompt), seed=0, begin=says, answer=answer)
+        [outcome] = await pool.score(scoring(completion, prompt=prompt), begin=lambda place: says())
+        return outcome
 
 
-async def rolled_out(pool: WorkerPool, *texts: str, prompt: str = "hi") -> EpisodeResult | Failure:
+def scoring(*completions: str, prompt: str = "hi") -> Score:
+    """Asks for the scores of single answers."""
+    num = len(completions)
+    return Score(
+        split="train",
+        index=0,
+        prompt=[{"role": "user", "content": prompt}],
+        texts=list(completions),
+        finish_reasons=["stop"] * num,
+        num_tokens=[1] * num,
+        seeds=[0] * num,
+    )
+
+
+async def rolled_out(pool: WorkerPool, *texts: str, prompt: str = "hi") -> Outcome | Failure:
     """What comes of an episode whose policy says `texts`, and then `fine`."""
     async with asyncio.timeout(LIMIT_S):
         return await pool.run(task(prompt), seed=0, begin=lambda: says(*texts))
@@ -91,22 +105,6 @@ def says(*texts: str, seen: list[AnyCall] | None = None, wait: Callable[[], Any]
     return answer
 
 
-def reason(outcome: EpisodeResult | Failure) -> str:
+def reason(outcome: Outcome | Failure) -> str:
     """Why it failed; empty where it did not."""
     return outcome.reason if isinstance(outcome, Failure) else ""
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until_ended(pid: int) -> None:
-    """Fails where the process still runs after a while."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while is_alive(pid):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
