@@ -30,7 +30,7 @@ def medians(run: Path) -> dict[str, float]:
 
 
 def environment() -> dict[str, str]:
-    """What programs inherit that a person starts."""
+    """Returns the environment variables of a program that a person starts."""
     return {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
 
 

@@ -41,7 +41,8 @@ from grpo.orchestrator.rollouts.rubric import Rubric
 
 from benchmarks.grpo_step import TARGETS, keeping_freed_memory
 from benchmarks.report import parser, report
-from tests.e2e.runs import options, trained
+from tests.e2e.runs import trained
+from tests.support import options
 from tools.random_models import MID, QUICKSTART_MODEL, make_random
 
 NUM_CORES, NUM_SKIPPED, RANK, ALPHA = 2, 2, 16, 32
@@ -67,11 +68,11 @@ class Noise(Environment):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is compared, and how many times as fast ours must be; the defaults are those of the random model."""
+    """One comparison, and how many times as fast ours must be. The defaults are those of the random model."""
 
     wanted: float
     ends: tuple[float, float] | None
-    """As in `make_model`; None for the embedded model."""
+    """Passed to `make_model`; None for the embedded model."""
     dtype: str = "bfloat16"
     batch_size: int = 64
     group_size: int = 8
@@ -79,7 +80,7 @@ class Case:
     learning_rate: float = 1e-5
     adam_beta2: float = 0.999
     seq_len: int = 2048
-    """Of our packed micro-batches, in tokens."""
+    """Length of our packed micro-batches in tokens."""
 
 
 CASES = {
@@ -216,7 +217,7 @@ def measure_trl(case: Case, model: Path, folder: Path, num_steps: int) -> Measur
 
 
 def in_process(work: Callable[..., Any], *args: Any) -> Any:
-    """What it returns in a process of its own, so that this one imports no torch."""
+    """Runs `work` in a process of its own, so that this one imports no torch, and returns its result."""
     with keeping_freed_memory(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *args).result()
 

@@ -51,7 +51,7 @@ class Sample:
 
 
 def samples() -> list[Sample]:
-    """The same each time: lengths of prompts and completions are log-normal, σ = 1."""
+    """Returns the same samples each time: lengths of prompts and completions are log-normal, σ = 1."""
     random = np.random.default_rng(0)
 
     def lengths(count: int) -> list[int]:
@@ -220,7 +220,7 @@ class Trl:
 
 
 def padded(part: Sequence[Sample], total: Any) -> dict[str, Any]:
-    """What TRL makes of generated completions: prompts padded on the left, completions on the right."""
+    """Pads generated completions as TRL does: prompts padded on the left, completions on the right."""
     import torch
     from trl.trainer.utils import pad
 
@@ -258,7 +258,7 @@ def grpo_trainer_class() -> Any:
 
 
 def set_adapter(named_parameters: dict[str, Any]) -> None:
-    """The same random A in both, and B zero, as at the start of a run."""
+    """Sets the adapter as at the start of a run: a random A, the same in both trainers, and B zero."""
     import torch
 
     random = torch.Generator().manual_seed(0)

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from benchmarks.report import parser, report
 from tests.chaos.launched import Launched, shared
-from tests.e2e.runs import Run, done, options, until
+from tests.e2e.runs import Run, done
+from tests.support import options, until
 
 TARGETS = ("infer", "engine", "train", "orch", "worker", "launcher")
 RECOVERING = {"train.ckpt.interval": 3, "restarts": 100}

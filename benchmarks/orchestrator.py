@@ -1,4 +1,4 @@
-"""What the orchestrator itself takes: against a server that answers at once, and a trainer that only receives.
+"""Measures the orchestrator alone: against a server that answers at once, and a trainer that only receives.
 
     python -m benchmarks.orchestrator [speed] [untraced] [flight] [ledger] [prompts] [--check] [--rollouts N]
 
@@ -54,7 +54,7 @@ PROBE_S, MEMORY_INTERVAL_S = 0.005, 1.0
 MEMORY_POINTS = (100_000, 250_000, 500_000, 750_000)
 """After so many rollouts the memory is looked at."""
 LEDGER_STEPS = 977
-"""Of 1,024 rollouts: a million."""
+"""Number of steps of 1,024 rollouts: a million rollouts in all."""
 TARGETS = {
     "speed rollouts_per_s": (">=", 3000.0),
     "speed lag_p99_ms": ("<=", 50.0),
@@ -145,7 +145,7 @@ def stand_in(output_dir: str, delay_s: float, cores: set[int], connection: Conne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was measured in the orchestrator's process."""
+    """Measurements in the orchestrator's process."""
 
     lags_s: Sequence[float]
     memory: Sequence[tuple[float, int]]
@@ -214,7 +214,7 @@ def use_of_workers() -> tuple[float, int]:
 def measured(
     folder: Path, *, batch_size: int, num_steps: int, delay_s: float = 0.0, traced: bool = True
 ) -> tuple[Seen, list[float], int]:
-    """What was seen, the seconds of each step that counts, and the most rollouts that were in flight at once."""
+    """Returns the measurements, the seconds of each step that counts, and the most rollouts in flight at once."""
     from tests.orchestrator.fakes import FakeServer, settings_for
 
     cores, context = sorted(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
@@ -269,7 +269,7 @@ def lag_figures(seen: Seen) -> dict[str, float]:
 
 
 def measure_speed(folder: Path, num_rollouts: int, *, traced: bool) -> dict[str, float]:
-    """Of the orchestrator when nothing keeps it waiting."""
+    """Measures the orchestrator when nothing keeps it waiting."""
     num_steps = max(NUM_SKIPPED + 2, num_rollouts // SPEED_BATCH)
     seen, step_s, _ = measured(folder / "run", batch_size=SPEED_BATCH, num_steps=num_steps, traced=traced)
     per_s, num = SPEED_BATCH * len(step_s) / sum(step_s), SPEED_BATCH * num_steps
@@ -304,7 +304,7 @@ def measure_flight(folder: Path) -> dict[str, float]:
 
 
 def measure_ledger(folder: Path) -> dict[str, float]:
-    """Of a ledger with a million rollouts, as an orchestrator writes it."""
+    """Measures commands on a ledger with a million rollouts, as an orchestrator writes it."""
     from grpo.orchestrator.ledger import Ledger
 
     ledger, draw, began_s = Ledger(folder / "ledger.sqlite"), random.Random(0), time.perf_counter()

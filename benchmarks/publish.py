@@ -1,4 +1,4 @@
-"""How soon a new policy is in use, and what that takes of a step.
+"""Measures how soon a new policy is in use, and what that takes of a step.
 
     python -m benchmarks.publish [--check]
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from grpo.orchestrator.monitoring.timeline import SERVERS, TRAINER, read_timeline
 
 from benchmarks.report import parser, report
-from tests.e2e.runs import options, trained
+from tests.e2e.runs import trained
+from tests.support import options
 from tools.random_models import MID, make_random
 
 NUM_STEPS, NUM_WARM_UP = 20, 4
@@ -52,7 +53,7 @@ def until_first_token(folder: Path) -> dict[str, float]:
 
 
 def shares(folder: Path) -> dict[str, float]:
-    """Of the time of the quickstart's steps; the first is left out, in which everything starts up."""
+    """Returns shares of the time of the quickstart's steps, without the first, in which everything starts up."""
     steps = trained("configs/quickstart", folder, "--max_steps", NUM_STEPS).steps[1:]
     total_s = sum(line["time/step_s"] for line in steps)
     names = ("publish", "write_version", "load")

@@ -1,4 +1,4 @@
-"""How every benchmark begins and ends: `--check`, a table of figures beside their targets, one JSON object."""
+"""The parts that all benchmarks share: `--check`, a table of figures beside their targets, one JSON object."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Targets = Mapping[str, tuple[str, float]]
-"""By the name of a figure: `<=` or `>=`, and the number."""
+"""Targets by the name of their figure: `<=` or `>=`, and the number."""
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:

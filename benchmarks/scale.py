@@ -163,7 +163,7 @@ class Network:
         return 200, content
 
     async def _fetch(self) -> None:
-        """As long as the store needs for all that fetch now."""
+        """Waits as long as the store needs for all servers that fetch now."""
         self.num_loading += 1
         await asyncio.sleep(0)
         await asyncio.sleep(ADAPTER_BYTES / min(CARD_BYTES_PER_S, STORE_BYTES_PER_S / self.num_loading) + PROOF_S)
@@ -179,7 +179,7 @@ class Network:
             loop.call_later(AWAY_S, setattr, server, "is_there", True)
 
     async def close(self) -> None:
-        """As a session has."""
+        """Does nothing; sessions of aiohttp have it."""
 
 
 def _returns(content: bytes) -> Any:

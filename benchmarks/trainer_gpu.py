@@ -32,7 +32,7 @@ from grpo.configs.loss import LossSettings
 from grpo.configs.train import QUANTIZED, TrainSettings
 from grpo.trainer.distributed import ONE
 from grpo.trainer.flops import peak_flops, step_flops
-from grpo.trainer.memory import Checkpointing, release_memory
+from grpo.trainer.memory import ActivationCheckpointing, release_memory
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.objective import Objective
 from grpo.trainer.optim import Optimizer
@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "4B": {"vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
 }
-"""Those of Qwen3-0.6B and Qwen3-4B; both tie their embeddings."""
+"""Shapes of Qwen3-0.6B and Qwen3-4B; both tie their embeddings."""
 TARGETS = {
     "0.6B best 16384x1024": 50_000.0,
     "4B best 16384x1024": 13_000.0,
@@ -99,7 +99,7 @@ def batch_of(*, num_tokens: int, sample_len: int, vocab_size: int) -> MicroBatch
 
 
 def settings_of(folder: Path, quantization: Quantization | None, options: argparse.Namespace) -> TrainSettings:
-    """Those of a trainer with such a base."""
+    """Returns the settings of a trainer with such a base."""
     own: dict[str, Any] = {key: True for key, format in QUANTIZED.items() if format == quantization}
     own |= {"model": str(folder), "seed": 0, "lora_rank": RANK, "lora_alpha": 2 * RANK, "compile": not options.eager}
     return TrainSettings.model_validate(own | {"sequence_len": max(tokens for tokens, _ in options.packs)})
@@ -129,7 +129,7 @@ def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> dict
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """All figures by name; each tells itself as soon as it is there."""
     device, figures = torch.device(options.device), dict[str, float]()
-    cases: list[tuple[Checkpointing, Quantization | None]] = [(keep, None) for keep in options.keep]
+    cases: list[tuple[ActivationCheckpointing, Quantization | None]] = [(keep, None) for keep in options.keep]
     if options.quantized:
         cases = [("full", format) for format in QUANTIZE]
     for shape in options.shapes:
@@ -151,7 +151,7 @@ def measure_case(
     name: str,
     shape: str,
     folder: Path,
-    keep: Checkpointing,
+    keep: ActivationCheckpointing,
     quantization: Quantization | None,
     options: argparse.Namespace,
 ) -> dict[str, float]:

@@ -3,9 +3,9 @@
     python -m benchmarks.transport [--check]
 
 Steps of 256 samples of 2,048 tokens with all streams, in micro-batches of 16,384 tokens and of 2,048, between two
-processes: over ZeroMQ against a raw ROUTER and DEALER with one frame a step, and over the filesystem against plain
-write, fsync, rename and read. Ours and raw are measured in turn, because the machine's speed drifts. On all sides older
-steps are removed as new ones come.
+processes: over ZeroMQ against a raw ROUTER and DEALER with CURVE and one frame a step, and over the filesystem against
+plain write, fsync, rename and read. Ours and raw are measured in turn, because the machine's speed drifts. On all sides
+older steps are removed as new ones come.
 """
 
 import multiprocessing
@@ -59,6 +59,7 @@ def sending(kind: str, folder: Path, port: int, newest: Callable[[], int]) -> It
     """Yields what sends a step's micro-batches, or a raw frame; what is received counts as checkpointed."""
     if kind == "raw":
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            KEY.encrypt(router, serves=True)
             router.bind(f"tcp://127.0.0.1:{port}")
             identity, _ = router.recv_multipart()
             yield lambda step, frame: router.send_multipart([identity, frame])
@@ -75,6 +76,7 @@ def receiving(kind: str, folder: Path, port: int) -> Iterator[Callable[[int], ob
     """Yields what waits for a step."""
     if kind == "raw":
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            KEY.encrypt(dealer, serves=False)
             dealer.connect(f"tcp://127.0.0.1:{port}")
             dealer.send(b"ready")
             yield lambda step: dealer.recv()

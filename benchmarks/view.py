@@ -1,4 +1,4 @@
-"""How soon `grpo view` shows a large run, and what memory it takes.
+"""Measures how soon `grpo view` shows a large run, and how much memory that takes.
 
     python -m benchmarks.view [--check]
 

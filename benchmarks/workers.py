@@ -1,4 +1,4 @@
-"""What bad code of an environment costs the rollouts beside it.
+"""Measures what bad code of an environment costs the rollouts beside it.
 
     python -m benchmarks.workers [--check]
 

@@ -124,9 +124,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
     `nvfp4` are bf16 but for the frozen weights of layers with an adapter, whose products in training are in 8 or 4
     bits, on GPUs that can (docs/quantization.md)."""
-    gradient_checkpointing: bool | None = None
-    """Activations are computed again in the backward pass: less memory, a third more work (null: on a GPU none, all but
-    attention's, or all, as its free memory asks for; on a CPU none)."""
+    gradient_checkpointing: bool | Literal["selective"] | None = None
+    """Activations are computed again in the backward pass: less memory, a third more work (selective: all but
+    attention's; null: on a GPU none, all but attention's, or all, the first that fits; on a CPU none)."""
     compile: bool | None = None
     """Layers are compiled with `torch.compile`; the first steps take longer (null: on a GPU where Triton can compile).
     On a CPU it needs a C++ compiler."""

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -211,10 +211,8 @@ def scratch_folder(run_id: str) -> Iterator[Path]:
 def make_programs(
     plan: Plan, files: Mapping[str, Path], run: RunFolder, *, scratch: Path | None = None
 ) -> list[Program]:
-    """The programs as they are started. Environment variables with settings are left out, because the files hold the
-    outcome, and they would overrule it; so are the run's keys that a program's own settings do not name. Models are got
-    with HF_TOKEN by all of them. `scratch` is the servers' folder for temporary files."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
+    """Returns the programs as they are started. None gets a key of the run that its own settings do not name, but for
+    HF_TOKEN, with which all of them load models. `scratch` is the servers' folder for temporary files."""
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
         num_threads["teacher"] = plan.teacher.num_threads
@@ -222,30 +220,50 @@ def make_programs(
     needed = {role: named_keys(settings.model_dump()) for role, settings in plan.settings().items()} | {"orch": keys}
     programs = []
     for role in num_threads:
-        threads, without = num_threads[role], keys - needed[role]
-        own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
+        threads = num_threads[role]
+        own = thread_variables(threads) if threads is not None else {}
         if scratch is not None and role in ("infer", "teacher"):
             # What torch has compiled stays where it would be without us: it is for later runs too.
             own |= {"TMPDIR": str(scratch), COMPILED_VAR: compiled_folder()}
-        environment = {k: v for k, v in inherited.items() if k not in without} | own
         ports = plan.ports if role == "infer" else (None,)
         for number, port in enumerate(ports):
-            name = f"{role}.{number}" if len(ports) > 1 else role
-            at_port = () if port is None else ("--port", str(port))
             gpus = plan.gpus.get(role, ())
             num_gpus = len(gpus) // len(ports)
             gpus = gpus[number * num_gpus : (number + 1) * num_gpus]
-            programs.append(
-                Program(
-                    role=name,
-                    # -P: a folder here that happens to be called `infer` must not shadow the package.
-                    command=(sys.executable, "-P", "-m", MODULES[role], str(files[role]), *at_port),
-                    log=run.logs / f"{name}.log",
-                    status=run.status / (f"{role}.json" if port is None else server_file(plan.infer.host, port)),
-                    environment=environment | ({VISIBLE_GPUS: ",".join(gpus)} if gpus else {}),
-                )
+            program = make_program(
+                role,
+                files[role],
+                run,
+                variables=own | ({VISIBLE_GPUS: ",".join(gpus)} if gpus else {}),
+                without=keys - needed[role],
             )
+            if port is not None:
+                name = f"{role}.{number}" if len(ports) > 1 else role
+                program = replace(
+                    program,
+                    role=name,
+                    command=(*program.command, "--port", str(port)),
+                    log=run.logs / f"{name}.log",
+                    status=run.status / server_file(plan.infer.host, port),
+                )
+            programs.append(program)
     return programs
+
+
+def make_program(
+    role: str, file: Path, run: RunFolder, *, variables: Mapping[str, str] = {}, without: Collection[str] = ()
+) -> Program:
+    """Returns a program as it is started with a settings file. It inherits the environment but for variables with
+    settings, which would overrule the file, and those in `without`; `variables` are added."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES) and k not in without}
+    return Program(
+        role=role,
+        # -P: a folder here that happens to be called `infer` must not shadow the package.
+        command=(sys.executable, "-P", "-m", MODULES[role], str(file)),
+        log=run.logs / f"{role}.log",
+        status=run.status / f"{role}.json",
+        environment={**inherited, "PYTHONUNBUFFERED": "1", **variables},
+    )
 
 
 def print_summary(folder: Path) -> int:

@@ -1,6 +1,6 @@
-"""How a co-located run's GPU is divided: a dry step measures the trainer's need, and the server gets what is left.
+"""Divides a co-located run's GPU: a dry step measures what the trainer needs, and the server gets what is left.
 
-The step is made by a process of its own (`trainer/dry_step.py`), before a server has taken the device. docs/memory.md
+The step is made by a process of its own (`trainer/dry_step.py`) before a server has taken the device. docs/memory.md
 explains the division. Not yet run on a GPU.
 """
 
@@ -23,6 +23,8 @@ SERVER_SHARE = 0.9
 SERVER_BYTES = 2 * GIB
 """What a server takes besides weights and cache: CUDA context, activations, graphs. Assumed, not measured."""
 DRY_STEP_S = 600.0
+SETTING = {"none": False, "full": True}
+"""Values of `gradient_checkpointing` for what the dry step names otherwise."""
 REMEDIES = (
     "set gradient_checkpointing: true or qlora_bnb: true (trainer), a smaller sequence_len (trainer; seq_len of the "
     "orchestrator), a smaller max_model_len (server), sleep_mode with max_async_level: 0, or gpu_memory_utilization "
@@ -31,26 +33,30 @@ REMEDIES = (
 
 
 class NoRoom(UserError):
-    """Trainer and server do not fit on the device together; the message names remedies."""
+    """Trainer and server do not fit on the device together. The message names remedies."""
 
 
 def with_split(plan: Plan, folder: Path, *, dry_step: Callable[..., Measurement] | None = None) -> tuple[Plan, str]:
-    """The plan with the server's share of the GPU, and a line that tells it. `folder` holds the base model.
+    """Returns the plan with the server's share of the GPU and with the activation checkpointing that was measured, and
+    a line that tells both. `folder` holds the base model.
 
     Raises `NoRoom`, and `UserError` where the dry step cannot be made.
     """
     found = (dry_step or measure)(plan.train, folder)
     share = utilization(found, max_model_len=plan.infer.max_model_len, sleep_mode=plan.train.sleep_mode)
     line = (
-        f"memory: the trainer takes {_gib(found.needed)} in a step beside the base of {_gib(found.base)}; "
+        f"memory: the trainer takes {_gib(found.needed)} in a step beside the base of {_gib(found.base)} "
+        f"(activation checkpointing: {found.checkpointing}); "
         f"the server gets gpu_memory_utilization {share:g} of {_gib(found.total)}"
     )
-    return replace(plan, infer=plan.infer.model_copy(update={"gpu_memory_utilization": share})), line
+    chosen = SETTING.get(found.checkpointing, found.checkpointing)
+    train = plan.train.model_copy(update={"gradient_checkpointing": chosen})
+    return replace(plan, train=train, infer=plan.infer.model_copy(update={"gpu_memory_utilization": share})), line
 
 
 def utilization(found: Measurement, *, max_model_len: int | None, sleep_mode: bool) -> float:
-    """vLLM's `gpu_memory_utilization`: nine tenths of what the trainer leaves in a step, or with `sleep_mode` between
-    steps, the shared base included; rounded down to three decimals.
+    """Returns vLLM's `gpu_memory_utilization`: nine tenths of what the trainer leaves in a step, or with `sleep_mode`
+    between steps, the shared base included; rounded down to three decimals.
 
     Raises `NoRoom` where that is less than a server starts with, or where a sleeping one leaves a step too little.
     """
@@ -68,9 +74,9 @@ def utilization(found: Measurement, *, max_model_len: int | None, sleep_mode: bo
 
 
 def measure(settings: TrainSettings, folder: Path) -> Measurement:
-    """A dry step of the model in `folder` by one rank, in a process of its own. Raises `NoRoom` where the device's
-    memory does not suffice for the trainer alone, and `UserError` with what its process printed last."""
-    alone = json.dumps(settings.model_dump(mode="json") | {"gpus": 1, "zero_level": 1, "colocate": False})
+    """Returns what a dry step of the model in `folder` needs, by one rank in a process of its own. Raises `NoRoom` if
+    the trainer alone does not fit into the device's memory, and `UserError` with what its process printed last."""
+    alone = json.dumps(settings.model_dump(mode="json") | {"gpus": 1, "zero_level": 1})
     command = [sys.executable, "-P", "-m", "grpo.trainer.dry_step", str(folder)]
     try:
         done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=DRY_STEP_S)

@@ -191,14 +191,16 @@ def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:
     """Writes `train.yaml`, `infer.yaml`, `orch.yaml` and maybe `teacher.yaml`, from which each program can be started.
     They hold what was set and leave out defaults, because a default that is spelt out counts as set, and may be refused
     as without effect. This user alone can read them: arguments of environments may be keys."""
-    folder.mkdir(exist_ok=True)
     (folder / "teacher.yaml").unlink(missing_ok=True)
-    files = {}
-    for role, settings in plan.settings().items():
-        files[role] = folder / f"{role}.yaml"
-        text = _yaml(settings.model_dump(mode="json", exclude_unset=True))
-        write_atomic(files[role], text.encode(), durable=False, private=True)
-    return files
+    return {role: write_program_settings(settings, folder, role) for role, settings in plan.settings().items()}
+
+
+def write_program_settings(settings: ProcessSettings, folder: Path, role: str) -> Path:
+    """Writes the file from which the program of a role is started, and returns its path."""
+    folder.mkdir(exist_ok=True)
+    text = _yaml(settings.model_dump(mode="json", exclude_unset=True))
+    write_atomic(folder / f"{role}.yaml", text.encode(), durable=False, private=True)
+    return folder / f"{role}.yaml"
 
 
 def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:

@@ -92,8 +92,8 @@ def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFu
 def _checked(
     function: AdvantageFunction, name: str, rewards_G: Sequence[float], lengths_G: Sequence[int]
 ) -> list[float]:
-    """What a user's function says. Raises FunctionFailed where it raises, and where it does not return as many numbers
-    as there are rewards, each at most MAX_REWARD either way."""
+    """Returns the advantages of a user's function. Raises FunctionFailed where it raises, and where it does not return
+    as many numbers as there are rewards, each at most MAX_REWARD either way."""
     name = f"advantage.import_path = {name!r}"
     received = called(name, function, list(rewards_G), list(lengths_G))
     advantages_G = called(name, lambda: [float(advantage) for advantage in received])
@@ -115,19 +115,19 @@ tokens only how many there are."""
 
 
 class CreditAssigner(ABC):
-    """What people may write as a class instead of a function."""
+    """Base class for credit of your own, as an alternative to a function."""
 
     @abstractmethod
     def compute(self, results: Sequence[EpisodeResult]) -> Mapping[StepKey, float]:
-        """The advantage of every step of every rollout of trees that are rollouts of one task."""
+        """Returns the advantage of every step of every rollout in `results`, trees that are rollouts of one task."""
 
 
 def group_credit(
     results: Sequence[EpisodeResult], *, advantage: AdvantageFunction = group_relative, positive_only: bool = False
 ) -> dict[StepKey, float]:
-    """Each role's reward against those of the same role in its group. The trees' roots form one group; each parent's
-    children form one of their own, however deep. All steps of a role in one rollout have the same advantage.
-    `positive_only`: negative advantages count as 0, only what was better than the baseline is learned from."""
+    """Compares each role's reward with those of the same role in its group. The trees' roots form one group; each
+    parent's children form a group of their own, however deep. All steps of a role in one rollout have the same
+    advantage. `positive_only`: negative advantages count as 0, so that only what beat the baseline is learned."""
     found: dict[StepKey, float] = {}
     for group in levels(results):
         by_role: dict[str, list[EpisodeResult]] = {}
@@ -143,12 +143,12 @@ def group_credit(
 
 
 def constant_credit(results: Sequence[EpisodeResult], *, value: float = 1.0) -> dict[StepKey, float]:
-    """The same advantage for every step: with 1, training on all that was sampled, whatever its reward."""
+    """Gives every step the advantage `value`: with 1, all that was sampled is learned, whatever its reward."""
     return {key: value for result in walk_all(results) for key in _steps_of(result)}
 
 
 def episodic_credit(results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
-    """Every step has its role's reward for its rollout: REINFORCE without a baseline."""
+    """Gives every step its role's reward for the rollout: REINFORCE without a baseline."""
     return {key: result.step_reward(key[1]) for result in walk_all(results) for key in _steps_of(result)}
 
 
@@ -164,8 +164,8 @@ def custom_credit(import_path: str, kwargs: Mapping[str, Any], *, setting: str) 
 
 
 def checked_credit(credit: Credit, name: str, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
-    """What a user's `credit` says. Raises FunctionFailed where it raises, forgets a step, invents one, or returns what
-    is no number of at most MAX_REWARD either way."""
+    """Returns the advantages of a user's `credit`. Raises FunctionFailed where it raises, forgets a step, invents one,
+    or returns anything but numbers of at most MAX_REWARD either way."""
     received = called(name, credit, results)
     expected = {key for result in walk_all(results) for key in _steps_of(result)}
     if not isinstance(received, Mapping):
@@ -198,7 +198,8 @@ def _steps_of(result: EpisodeResult, role: str | None = None) -> Iterator[StepKe
 
 
 def make_credit(settings: OrchSettings) -> Credit:
-    """What `advantage` asks for. Raises ValueError where its `import_path` leads to nothing that can be called."""
+    """Returns the credit that the settings' `advantage` asks for. Raises ValueError where its `import_path` leads to
+    nothing that can be called."""
     chosen = settings.advantage
     if chosen.type == "constant":
         return partial(constant_credit, value=chosen.value)

@@ -1,9 +1,8 @@
 """Models behind HTTP that are not the run's own: judges, teachers, models that write hints.
 
-`openai.AsyncOpenAI` speaks to them, with its retries, its back-off and its reading of Retry-After. What it leaves open
-is settled by the transport below it: no redirect is followed, no answer is longer than it may be or unpacked, nothing
-but what the question needs goes out, the rate of the requests is limited, and servers that serve the same take turns,
-but for those that have just failed.
+`openai.AsyncOpenAI` speaks to them, with its retries, its back-off and its reading of Retry-After. Below it, each try
+has a deadline and keeps to a rate, sends no header that only concerns this machine, follows no redirect, and goes to
+one of the servers that serve the same, in turn, leaving out those that have just failed.
 """
 
 import asyncio
@@ -26,17 +25,17 @@ from grpo.orchestrator.rollouts.messages import ModelResponse
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_ECHO = 300
-"""Characters of a provider's answer that a message repeats."""
+"""Characters of a server's answer that an error message repeats."""
 CONNECT_TIMEOUT_S = 10.0
 PASSED_OVER_S = 5.0
 """How long a server that has failed is passed over, where others serve the same."""
 NUM_PARALLEL = 32
+MAX_REQUESTS_PER_S = 1e6
 _ANY = "http://any.invalid"
 """Stands for whichever of the addresses is asked."""
-_SENT_HEADERS = ("content-type", "content-length", "accept", "user-agent")
-"""No telemetry, no cookies, and no organisation or header that OPENAI_* variables of this machine would add."""
+_SENT_HEADERS = ("content-type", "content-length", "accept", "accept-encoding", "user-agent")
+"""Leaves out telemetry, cookies, and what openai would add from OPENAI_* variables of this machine."""
 
 A = TypeVar("A")
 Addresses = Callable[[], Sequence[str]]
@@ -46,7 +45,7 @@ Reason = Literal["timeout", "unreachable", "error", "refused", "nonsense", "with
 
 - `timeout`: none within the deadline of a request; `unreachable`: nobody there, or the connection was cut.
 - `error`: it says that it failed, or wants fewer requests; `refused`: it does not take this key, model or question.
-- `nonsense`: its answer is not what was asked for, is too long or compressed, or leads to another address.
+- `nonsense`: its answer is not what was asked for, or leads to another address.
 - `withheld`: the answer ran into `max_tokens`, or a content filter kept it back.
 - `over_budget`: the ceiling of the costs has been reached, and nobody was asked.
 """
@@ -63,18 +62,17 @@ class EndpointError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """What was spent, in the currency of the prices. Nothing is asked once the ceiling is reached; what is under way
-    then may pass it by as many questions as are asked at a time."""
+    """Spending so far and its ceiling, in the currency of the prices. Nothing is asked once the ceiling is reached.
+    Requests in flight when it is reached may still exceed it."""
 
     ceiling: float = math.inf
     spent: float = 0.0
 
 
-class ApiClient(httpx.AsyncHTTPTransport):
-    """Requests to servers that serve the same, of which every failure is an EndpointError.
+class ApiClient(httpx.AsyncClient):
+    """Requests to servers that serve the same. Every failure is an EndpointError whose message does not hold the key.
 
-    It is the transport of openai's client: one request and its whole answer within a deadline; no header that only this
-    machine has goes out, and the key does not come back: where an answer repeats it, it is masked.
+    openai's client sends each of its tries through this one.
     """
 
     def __init__(
@@ -84,123 +82,100 @@ class ApiClient(httpx.AsyncHTTPTransport):
         api_key: str | None,
         retries: int,
         timeout_s: float,
-        max_bytes: int = MAX_ANSWER_BYTES,
         num_parallel: int = NUM_PARALLEL,
-        requests_per_s: float = math.inf,
+        requests_per_s: float = MAX_REQUESTS_PER_S,
     ) -> None:
-        """`timeout_s` of a try begins when it may go: `num_parallel` at a time, and `requests_per_s` on average, with
-        bursts of a second's."""
+        """`timeout_s` is for one try with its whole answer. It begins when the try may be sent: `num_parallel` are sent
+        at a time, and `requests_per_s` on average, with bursts of a second's."""
         from openai import AsyncOpenAI  # here, because it takes half a second, and most runs ask nobody
 
-        super().__init__(limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0))
+        super().__init__(
+            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0),
+            trust_env=False,
+        )
         for name in ("httpx", "openai"):
             logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line for each request
-        self._addresses, self._key, self._timeout_s, self._max_bytes = addresses, api_key, timeout_s, max_bytes
+        self._addresses, self._key, self._timeout_s = addresses, api_key, timeout_s
         self._slots, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
-        self._limiter = None if math.isinf(burst) else AsyncLimiter(burst, burst / requests_per_s)
+        self._limiter = AsyncLimiter(burst, burst / requests_per_s)
         self._failed_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         """When an address has failed last."""
         self.num_requests = 0
         """Requests that were sent, tries after failures included."""
         self.newest_failure = ""
-        """For people: where, and what."""
-        self._client = AsyncOpenAI(
+        """Address and reason of the newest failed try, for people."""
+        self._openai = AsyncOpenAI(
             base_url=_ANY,
-            api_key="unused",  # it is added below
+            api_key="unused",  # `send` adds the key
             max_retries=retries,
-            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
-            http_client=httpx.AsyncClient(transport=self, follow_redirects=False, trust_env=False),
+            timeout=self.timeout,
+            http_client=self,
         )
 
-    async def get(self, url: str, *, retries: int) -> bytes:
-        """What is at `url`, a whole address. Raises EndpointError."""
-        request = self._client.get(url, cast_to=httpx.Response, options={"max_retries": retries})
-        return (await _understood(request)).content
+    async def fetch(self, url: str, *, retries: int) -> bytes:
+        """Returns what is at `url`, a whole address. Raises EndpointError."""
+        request = self._openai.get(url, cast_to=httpx.Response, options={"max_retries": retries})
+        return (await self._understood(request)).content
 
-    async def post(self, path: str, body: Mapping[str, Any], cast_to: type[A]) -> A:
-        """The answer of whichever server it is. Raises EndpointError."""
-        return await _understood(self._client.post(_ANY + path, cast_to=cast_to, body=body))
+    async def ask(self, path: str, body: Mapping[str, Any], cast_to: type[A]) -> A:
+        """Posts `body` to any of the servers and returns the answer. Raises EndpointError."""
+        return await self._understood(self._openai.post(_ANY + path, cast_to=cast_to, body=body))
 
-    async def close(self) -> None:
-        """Closes all connections."""
-        await self._client.close()
+    def shown(self, text: object) -> str:
+        """Returns the beginning of a server's text for an error message, without the key."""
+        return (str(text) if self._key is None else str(text).replace(self._key, "***"))[:MAX_ECHO]
 
-    # --- as httpx knows it ---
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises httpx.TransportError, and OpenAIError for an answer that is too long: openai passes its own errors on
-        as they are, instead of asking again."""
-        async with self._slots:
-            if self._limiter is not None:
-                await self._limiter.acquire()
+    async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+        """Sends one try of openai's. Raises httpx.TransportError."""
+        async with self._slots, self._limiter:
             address = str(request.url)
             if request.url.host == httpx.URL(_ANY).host:
-                if not (addresses := self._addresses()):
-                    raise httpx.ConnectError("none of the servers is in service")
-                since_s = time.monotonic() - PASSED_OVER_S
-                whole = [one for one in addresses if self._failed_s[one] < since_s] or addresses
-                address = whole[self.num_requests % len(whole)]
+                address = self._next_address()
                 request.url = httpx.URL(address.rstrip("/") + request.url.raw_path.decode("ascii"))
             headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
-            headers |= {"host": request.url.netloc.decode("ascii"), "accept-encoding": "identity"}
+            headers["host"] = request.url.netloc.decode("ascii")
             if self._key is not None:
                 headers["authorization"] = f"Bearer {self._key}"
             request.headers = httpx.Headers(headers)
             self.num_requests += 1
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    response = await self._answer(request)
+                    response = await super().send(request, **options)
             except (TimeoutError, httpx.TransportError) as error:
                 late = isinstance(error, TimeoutError)
                 failure = httpx.ReadTimeout(f"no answer within {self._timeout_s:g} s") if late else error
                 self._failed(address, f"{type(failure).__name__}: {failure}")
                 raise failure from None
             if response.status_code >= 500:
-                self._failed(address, f"status {response.status_code}: {response.text[:MAX_ECHO]}")
+                self._failed(address, f"status {response.status_code}: {self.shown(response.text)}")
             return response
 
-    def _failed(self, address: str, what: str) -> None:
-        self._failed_s[address], self.newest_failure = time.monotonic(), f"{address}: {what}"
+    def _next_address(self) -> str:
+        if not (addresses := self._addresses()):
+            raise httpx.ConnectError("none of the servers is in service")
+        since_s = time.monotonic() - PASSED_OVER_S
+        healthy = [one for one in addresses if self._failed_s[one] < since_s] or addresses
+        return healthy[self.num_requests % len(healthy)]
 
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
-        """The bytes on the wire, which nothing unpacks."""
-        from openai import OpenAIError
+    def _failed(self, address: str, reason: str) -> None:
+        self._failed_s[address], self.newest_failure = time.monotonic(), f"{address}: {reason}"
 
-        response, data = await super().handle_async_request(request), bytearray()
+    async def _understood(self, request: Awaitable[A]) -> A:
+        import openai
+
         try:
-            async for chunk in response.aiter_raw():
-                data += chunk
-                if len(data) > self._max_bytes:
-                    raise OpenAIError(f"longer than {self._max_bytes} bytes")
-        finally:
-            await response.aclose()
-        body = bytes(data) if self._key is None else bytes(data).replace(self._key.encode(), b"***")
-        kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
-        return httpx.Response(response.status_code, headers=kept, content=body, request=request)
-
-
-async def _understood(request: Awaitable[A]) -> A:
-    """Raises EndpointError."""
-    import openai
-
-    try:
-        return await request
-    except openai.APITimeoutError as error:
-        raise EndpointError("timeout", _told(error)) from None
-    except openai.APIConnectionError as error:
-        raise EndpointError("unreachable", _told(error)) from None
-    except openai.APIStatusError as error:
-        code, told = error.status_code, error.response.text[:MAX_ECHO]
-        passing = code >= 500 or code in (408, 409, 425, 429)
-        reason = "nonsense" if code < 400 else "error" if passing else "refused"
-        raise EndpointError(reason, f"status {code}: {told}") from None
-    except (ValueError, RecursionError, openai.OpenAIError) as error:
-        raise EndpointError("nonsense", f"its answer cannot be read ({_told(error)[:MAX_ECHO]})") from None
-
-
-def _told(error: BaseException) -> str:
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}"
+            return await request
+        except openai.APIConnectionError as error:
+            reason = "timeout" if isinstance(error, openai.APITimeoutError) else "unreachable"
+            message = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        except openai.APIStatusError as error:
+            code, message = error.status_code, f"status {error.status_code}: {self.shown(error.response.text)}"
+            passing = code >= 500 or code in (408, 409, 425, 429)
+            reason = "nonsense" if code < 400 else "error" if passing else "refused"
+        except (ValueError, RecursionError, openai.OpenAIError) as error:
+            reason, message = "nonsense", f"its answer cannot be read: {self.shown(repr(error))}"
+        raise EndpointError(reason, message)
 
 
 class Endpoint:
@@ -226,17 +201,18 @@ class Endpoint:
         self.num: Counter[str] = Counter()
         """Questions that were `asked`, `answered`, or not, by reason."""
         self._own_model = own_model
-        given = settings.base_url
-        if given is not None:
-            _check_address(given)
-        key_var = own_key_var if given is None else settings.api_key_var
-        if key_var is not None and not os.environ.get(key_var):
+        base_url = settings.base_url
+        if base_url is not None:
+            _check_address(base_url)
+        key_var = own_key_var if base_url is None else settings.api_key_var
+        key = os.environ.get(key_var, "").strip() if key_var is not None else None
+        if key == "":
             raise ValueError(f"the environment variable {key_var} is not set, expected the key of {self.name}")
-        addresses: Addresses = own_servers if given is None else lambda: [given]
-        self._path = "/v1/chat/completions" if given is None else "/chat/completions"
+        addresses: Addresses = own_servers if base_url is None else lambda: [base_url]
+        self._path = "/v1/chat/completions" if base_url is None else "/chat/completions"
         self._client = ApiClient(
             addresses,
-            api_key=os.environ[key_var] if key_var else None,
+            api_key=key,
             retries=settings.retries,
             timeout_s=settings.timeout_s,
             num_parallel=num_parallel,
@@ -262,7 +238,8 @@ class Endpoint:
         body |= {"tools": list(tools or ()) or None, "temperature": chosen.temperature}
         body |= {chosen.max_tokens_field: chosen.max_tokens} | chosen.extra | options
         try:
-            answer = _chat_answer(await self._completion({k: value for k, value in body.items() if value is not None}))
+            completion = await self._completion({key: value for key, value in body.items() if value is not None})
+            answer = self._chat_answer(completion)
         except EndpointError as error:
             self.num[error.reason] += 1
             raise EndpointError(error.reason, f"{self.name}: {error}") from None
@@ -270,13 +247,13 @@ class Endpoint:
         return answer
 
     async def _completion(self, body: dict[str, Any]) -> "ChatCompletion":
-        """Pays by what the provider tells, or else the most that question and answer can be: a token a byte. Raises
-        EndpointError."""
+        """Adds to the costs what the server counted, or else the most that question and answer can be: a token a byte.
+        Raises EndpointError."""
         from openai.types.chat import ChatCompletion
 
         if self.costs.spent >= self.costs.ceiling:
             raise EndpointError("over_budget", "the ceiling of the costs has been reached")
-        completion, price = await self._client.post(self._path, body, ChatCompletion), self.settings.price
+        completion, price = await self._client.ask(self._path, body, ChatCompletion), self.settings.price
         usage = getattr(completion, "usage", None)
         prompt, sampled = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
         if not (isinstance(prompt, int) and isinstance(sampled, int) and min(prompt, sampled) >= 0):
@@ -284,18 +261,37 @@ class Endpoint:
         self.costs.spent += (prompt * price.prompt + sampled * price.completion) / 1e6
         return completion
 
+    def _chat_answer(self, completion: "ChatCompletion") -> ModelResponse:
+        """Checks the completion, which openai reads without checking. Raises EndpointError."""
+        shown = self._client.shown
+        try:
+            choice = completion.choices[0]
+            text, refusal, finish_reason = choice.message.content or "", choice.message.refusal, choice.finish_reason
+            called: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
+            calls = tuple((one.name, one.arguments or "{}") for one in called)
+            "".join([text, *itertools.chain(*calls)]).encode()
+            tokens = tuple(
+                (str(one.token), float(one.logprob)) for one in getattr(choice.logprobs, "content", None) or ()
+            )
+            token_ids = tuple(int(one) for one in getattr(choice, "token_ids", None) or ())
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # half of a surrogate pair is no text
+            raise EndpointError("nonsense", f"no chat completion: {shown(completion)}") from None
+        if finish_reason not in ("stop", "tool_calls", "function_call", None) or refusal:
+            raise EndpointError("withheld", f"it withheld its answer: {shown(refusal or finish_reason)}")
+        return ModelResponse(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)
+
     async def policy_info(self) -> dict[str, Any]:
-        """What a `grpo-infer` says about itself; empty for other servers."""
+        """Returns what a `grpo-infer` says about itself; empty for other servers."""
         server = (self.settings.base_url or "").rstrip("/").removesuffix("/v1")
         try:
-            info = json.loads(await self._client.get(f"{server}/policy/info", retries=self.settings.retries))
+            info = json.loads(await self._client.fetch(f"{server}/policy/info", retries=self.settings.retries))
         except (EndpointError, ValueError):
             return {}
         return info if isinstance(info, dict) else {}
 
     async def close(self) -> None:
         """Closes all connections."""
-        await self._client.close()
+        await self._client.aclose()
 
 
 def _check_address(base_url: str) -> None:
@@ -309,20 +305,3 @@ def _check_address(base_url: str) -> None:
             f"a base_url at the host {url.host!r} is none, or has a user, a query or a fragment; expected an address "
             "such as http://127.0.0.1:8000/v1, and a key by api_key_var"
         )
-
-
-def _chat_answer(completion: "ChatCompletion") -> ModelResponse:
-    """openai reads whatever comes without checking it. Raises EndpointError."""
-    try:
-        choice = completion.choices[0]
-        text, refusal, ended = choice.message.content or "", choice.message.refusal, choice.finish_reason
-        called: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
-        calls = tuple((one.name, one.arguments or "{}") for one in called)
-        "".join([text, *itertools.chain(*calls)]).encode()
-        tokens = tuple((str(one.token), float(one.logprob)) for one in getattr(choice.logprobs, "content", None) or ())
-        token_ids = tuple(int(one) for one in getattr(choice, "token_ids", None) or ())
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # half of a surrogate pair is no text
-        raise EndpointError("nonsense", f"no chat completion: {str(completion)[:MAX_ECHO]}") from None
-    if ended not in ("stop", "tool_calls", "function_call", None) or refusal:
-        raise EndpointError("withheld", f"it withheld its answer: {str(refusal or ended)[:MAX_ECHO]}")
-    return ModelResponse(text=text, tool_calls=calls, tokens=tokens, token_ids=token_ids)

@@ -27,11 +27,12 @@ CONCURRENCY = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one version can do. Example: ``Evaluation(version=8, accuracy={"reverse-text": 0.5}, metrics={...})``"""
+    """Result of evaluating one version. Example: ``Evaluation(version=8, accuracy={"reverse-text": 0.5},
+    metrics={...})``"""
 
     version: int
     accuracy: Mapping[str, float]
-    """By environment, of those that were due."""
+    """Accuracy by environment, for the environments that were due."""
     metrics: Mapping[str, float]
     """One line, told in docs/metrics.md."""
     results: Sequence[EpisodeResult]
@@ -39,8 +40,8 @@ class Evaluation:
 
 
 def due(settings: OrchSettings, version: int, *, passed_over: int | None) -> list[HeldOut]:
-    """What `version` is to be evaluated on: on all before the first step, if `eval_base_model`, and after the last one.
-    `passed_over`: a version that is not evaluated unless it is the last."""
+    """Returns the environments that `version` is to be evaluated on: all of them before the first step, if
+    `eval_base_model`, and after the last one. `passed_over`: a version that is not evaluated unless it is the last."""
     if version == 0:
         return settings.held_out if settings.eval.eval_base_model else []
     if version == settings.max_steps:
@@ -88,7 +89,7 @@ async def evaluate(
 
 
 Answers = Sequence[Sequence[EpisodeResult]]
-"""By example, the same number of answers each."""
+"""Answers by example, the same number for each."""
 
 
 async def _answered(
@@ -139,9 +140,9 @@ def _check(env: str, answers: Answers, version: int) -> None:
 
 
 def figures_of(answers: Answers) -> dict[str, float]:
-    """What one version can do in one environment, by the metric's name without the environment's. Means are over
-    examples, of the means of each example's answers, and standard errors are those of a draw of examples. An answer
-    that could not be scored counts as wrong; at least one could."""
+    """Returns the metrics of one version in one environment, by the metric's name without the environment's. Means are
+    over examples, of the means of each example's answers, and standard errors are those of a draw of examples. An
+    answer that could not be scored counts as wrong; at least one could."""
     [num] = {len(of_one) for of_one in answers}
     accuracies = [statistics.fmean(map(_accuracy, of_one)) for of_one in answers]
     scored = [[one for one in of_one if one.failure is None] for of_one in answers]

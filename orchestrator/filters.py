@@ -82,23 +82,24 @@ def _finds(settings: FilterSettings, model_folder: Path) -> Finds:
 
 
 def _custom(import_path: str, kwargs: dict[str, object]) -> Finds:
-    """What a user's function says. Raises FunctionFailed where it raises, or says neither True nor False."""
+    """Wraps a user's function. Calls raise FunctionFailed where it raises, or returns neither True nor False."""
     function = load_object(import_path, setting="filters.import_path")
     if not callable(function):
         raise UserError(f"filters.import_path = {import_path!r} is {function!r}, expected a function")
 
     def finds(token_ids_L: Sequence[int], logprobs_L: Sequence[float]) -> bool:
         name = f"filters.import_path = {import_path!r}"
-        said = called(name, partial(function, **kwargs), list(token_ids_L), list(logprobs_L))
-        if not isinstance(said, bool | np.bool_):
-            raise FunctionFailed(f"{name} returned {shown(said)}, expected a bool")
-        return bool(said)
+        found = called(name, partial(function, **kwargs), list(token_ids_L), list(logprobs_L))
+        if not isinstance(found, bool | np.bool_):
+            raise FunctionFailed(f"{name} returned {shown(found)}, expected a bool")
+        return bool(found)
 
     return finds
 
 
 def vocab_size(model_folder: Path) -> int:
-    """Of a model in Hugging Face format. Raises ValueError where its configuration does not say."""
+    """Returns the size of the vocabulary of a model in Hugging Face format. Raises ValueError where its configuration
+    does not say."""
     config = json.loads((model_folder / "config.json").read_bytes())
     for fields in (config, config.get("text_config", {})):
         if isinstance(size := fields.get("vocab_size"), int):

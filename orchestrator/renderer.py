@@ -13,7 +13,7 @@ from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
 
 TEMPLATE_S = 20.0
-"""How long the first rendering may take, its imports included."""
+"""Deadline for the first rendering, its imports included."""
 
 
 class ChatRenderer:
@@ -30,7 +30,8 @@ class ChatRenderer:
 
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
-        """Of the model in `folder`. Raises UserError where it has no tokenizer, or that no chat template."""
+        """Returns the renderer of the model in `folder`. Raises UserError where the model has no tokenizer, or the
+        tokenizer no chat template."""
         try:
             tokenizer = load_tokenizer(folder)
         except (ValueError, OSError) as error:
@@ -145,8 +146,8 @@ class ChatRenderer:
 
 
 def _backend_of(tokenizer: Any) -> Any:
-    """What a plain fast tokenizer hands all work to; its own wrapping takes several times as long as the work. None
-    where a tokenizer does more than that."""
+    """Returns the backend of a plain fast tokenizer, whose own wrapping takes several times as long as the work. None
+    where a tokenizer does more than wrap."""
     from transformers import PreTrainedTokenizerFast
 
     if type(tokenizer) is not PreTrainedTokenizerFast or tokenizer.clean_up_tokenization_spaces:
@@ -163,8 +164,8 @@ _IMPORTING = threading.Lock()
 
 
 def load_tokenizer(name: Path | str) -> Any:
-    """What AutoTokenizer gives of a folder, or of a name in the local cache; where tokenizer.json says all, without its
-    import of torch (2 s and 350 MB)."""
+    """Loads the tokenizer of a folder, or of a name in the local cache. Where tokenizer.json says all, it does so
+    without AutoTokenizer, whose import of torch takes 2 s and 350 MB."""
     with _IMPORTING:
         if (Path(name) / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast as Tokenizer

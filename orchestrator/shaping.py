@@ -1,4 +1,4 @@
-"""What is taken off rewards before advantages are made of them, and advantages that are known only with their batch.
+"""Reward shaping before advantages are computed, and advantages that need the whole batch.
 
 Legend: `L` tokens of one row, `S` samples of a batch.
 """
@@ -42,7 +42,8 @@ def kl_estimates(policy_L: Float32, reference_L: Float32, estimator: Estimator) 
 
 
 class RewardShaping:
-    """What `reward_shaping` asks for. Rewards in metrics and traces stay what the environment gave."""
+    """The terms that the settings' `reward_shaping` adds to rewards. Rewards in metrics and traces stay what the
+    environment gave."""
 
     def __init__(self, settings: OrchSettings, reference: Teaching | None = None) -> None:
         """`reference`: the base model, where the KL to it is taken off."""
@@ -94,7 +95,7 @@ class RewardShaping:
         return means
 
     def _overlong(self, result: EpisodeResult, role: str) -> float:
-        """By the role's longest answer."""
+        """Returns the penalty for the role's longest answer."""
         longest = max(len(step.completion.token_ids) for step in result.steps if step.role == role)
         interval = self._chosen.overlong_interval
         assert interval is not None

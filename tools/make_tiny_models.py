@@ -33,7 +33,7 @@ LEARNING_RATE, MUON_LEARNING_RATE, WARMUP_STEPS = 2e-3, 0.02, 20
 
 
 class Recipe(NamedTuple):
-    """How one of the models is made."""
+    """The recipe of one of the models."""
 
     rows: Sequence[tuple[Teacher, int]]
     """Teachers, and how many of each one's conversations are in a batch."""

@@ -194,7 +194,7 @@ def teach_critique(rng: random.Random) -> Conversation:
 
 
 def critique(question: str, program: str, rng: random.Random) -> str:
-    """What this teacher says of a program."""
+    """Returns this teacher's critique of a program."""
     luck = rng.random()
     if luck < RIGHT_CRITIQUE:
         return operators.right_critique(question, program)
@@ -206,7 +206,7 @@ def critique(question: str, program: str, rng: random.Random) -> str:
 
 @functools.cache
 def programs() -> list[dict[str, Any]]:
-    """Those of the training split."""
+    """Returns the programs of the training split."""
     return operators.records("train")
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     start_log(level=level, who=who)
     # On a CPU it warns of a kernel that it would download, and that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from grpo.trainer.errors import EndedEarly, ExporterGone, RankFailed, TrainerError
+    from grpo.trainer.errors import EndedEarly, ExporterGone, OutOfMemory, RankFailed, TrainerError
     from grpo.transport.errors import START_AGAIN, PeerFailed, TransportError
 
     code, message = 0, ""
@@ -44,7 +44,7 @@ def main() -> None:
         code, message = (ended.code or 0, "") if isinstance(ended.code, int | None) else (1, ended.code)
     except RankFailed as failure:  # that rank says what is wrong
         code, message = START_AGAIN, f"{who}ends, because {failure}"
-    except (EndedEarly, ExporterGone, PeerFailed) as error:
+    except (EndedEarly, ExporterGone, OutOfMemory, PeerFailed) as error:
         code, message = START_AGAIN, f"error: {who}{error}"
     except SettingsError as error:  # of the run that was to be gone on with
         code, message = 2, f"error: {who}{error}"

@@ -1,11 +1,13 @@
-"""What a step of the trainer needs of a device's memory, measured by one on made-up tokens.
+"""Measures what a step of the trainer needs of a device's memory, by one step on made-up tokens.
 
-`python -m grpo.trainer.dry_step FOLDER` makes the step, with the model in FOLDER: it reads the trainer's settings as
+`python -m grpo.trainer.dry_step FOLDER` makes the step with the model in FOLDER: it reads the trainer's settings as
 JSON from standard input and prints the measurement as JSON.
 """
 
+import gc
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +18,15 @@ from grpo.transport.records import Hint, MicroBatch, PreferencePair
 
 if TYPE_CHECKING:
     import torch
+    from grpo.trainer.memory import ActivationCheckpointing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What the dry step found, in bytes. On a CPU `in_step` and `between` are of the process alone."""
 
+    checkpointing: "ActivationCheckpointing"
+    """What layers kept for the backward pass."""
     total: int
     """Memory of the device."""
     in_step: int
@@ -80,7 +85,26 @@ def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> lis
 
 
 def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
-    """The dry step in this process, optimizer included. Raises `ModelError`."""
+    """Returns what a step needs, made in this process with the first of `checkpointing_kinds` that fits. Raises
+    `ModelError`, and torch's `OutOfMemoryError` if none fits."""
+    import torch
+    from grpo.trainer.memory import checkpointing_kinds
+    from grpo.trainer.startup import device_for, set_threads, warn_of_cpu
+
+    device = device_for(settings.device)
+    warn_of_cpu(settings.device, device)
+    set_threads(settings.num_threads)
+    *first, last = checkpointing_kinds(settings, device)
+    for kind in first:
+        with suppress(torch.OutOfMemoryError):
+            return _measured(settings, folder, device, kind)
+        gc.collect()  # what is left of the step that did not fit
+    return _measured(settings, folder, device, last)
+
+
+def _measured(
+    settings: TrainSettings, folder: Path, device: "torch.device", checkpointing: "ActivationCheckpointing"
+) -> Measurement:
     import psutil
     import torch
     from grpo.trainer.distributed import ONE
@@ -88,13 +112,10 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     from grpo.trainer.model import load_policy
     from grpo.trainer.objective import Objective
     from grpo.trainer.optim import Optimizer
-    from grpo.trainer.startup import device_for, set_threads, warn_of_cpu
     from transformers import AutoConfig
 
-    device = device_for(settings.device)
-    warn_of_cpu(settings.device, device)
-    set_threads(settings.num_threads)
-    policy = load_policy(settings, folder, device)
+    release_memory(device)
+    policy = load_policy(settings, folder, device, checkpointing=checkpointing)
     objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
     optimizer = Optimizer(settings, policy.named_parameters)
     first = min(64, settings.sequence_len)  # what libraries take once is not the step's
@@ -109,6 +130,7 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Measurement(
+        checkpointing=checkpointing,
         total=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total,
         in_step=in_step,
         between=_in_use(device, peak=False),

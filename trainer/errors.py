@@ -7,6 +7,7 @@ TrainerError
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
 ├── ResumeError     (ValueError)       a run that cannot be gone on with as asked
 ├── EndedEarly      (RuntimeError)     the trainer was told to end, with a checkpoint
+├── OutOfMemory     (RuntimeError)     a step does not fit into the device's memory; the next start keeps less
 ├── RankFailed      (RuntimeError)     another rank of this trainer has failed, or did not answer in time
 └── ExporterGone    (RuntimeError)     the server whose base weights the trainer computes on has ended
 """
@@ -39,6 +40,10 @@ class ResumeError(TrainerError, ValueError):
 class EndedEarly(TrainerError, RuntimeError):
     """The trainer was told by SIGUSR1 to end. It has written a checkpoint, from which it goes on when it is started
     again."""
+
+
+class OutOfMemory(TrainerError, RuntimeError):
+    """A step does not fit into the device's memory. Started again, the trainer keeps fewer activations."""
 
 
 class RankFailed(TrainerError, RuntimeError):

@@ -1,6 +1,6 @@
-"""Less memory for activations, and memory that is quicker to get: checkpointed and compiled layers, freed memory kept.
+"""Saves memory for activations (checkpointed and compiled layers), and keeps freed memory so that it is quicker to get.
 
-Knows nothing of what the layers compute.
+Nothing here depends on what the layers compute. docs/memory.md explains the choice of activation checkpointing.
 """
 
 import ctypes
@@ -9,27 +9,26 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch._dynamo
 from grpo.configs.train import TrainSettings
-from grpo.trainer.errors import ModelError
+from grpo.trainer.errors import ModelError, OutOfMemory
 from grpo.trainer.quantization import QuantizedLinear
+from grpo.transport.folders import write_atomic
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-Checkpointing = Literal["none", "selective", "full"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 """What a layer keeps for its backward pass: everything, its input and its attention's output, its input."""
+RECORD = "activation_checkpointing"
+"""File of a run that names the choice which a step that did not fit has left."""
 Wrap = Callable[[torch.nn.Module, Callable[..., Any]], Callable[..., Any]]
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
-FIXED_BYTES = 2560 * 2**20
-"""CUDA context, cuDNN workspace and fragments of the trainer's process, for the estimate."""
-LOGITS_AT_ONCE = 2**25
-OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "adamw_8bit_paged": 2, "muon": 4}
-"""Of state per trained parameter, for the estimate."""
 
 
 def keep_freed_memory() -> None:
@@ -55,18 +54,18 @@ def release_memory(device: torch.device) -> None:
 
 def prepare_layers(
     layers: Sequence[torch.nn.Module],
-    checkpointing: Checkpointing,
+    checkpointing: ActivationCheckpointing,
     *,
     compile_layers: bool,
     in_graph: bool,
     device: torch.device,
     wrap: Wrap | None = None,
 ) -> None:
-    """Checkpoints and compiles each layer, for sequences of any length; the compiler works in their first passes.
+    """Checkpoints and compiles each decoder layer for sequences of any length; compilation happens in the first passes.
 
-    Where attention is an operator that a graph contains (`in_graph`), a compiled layer is one graph, what it computes
-    again included. Elsewhere the compiled parts around attention are checkpointed together. `wrap` goes around what is
-    compiled. Raises `ModelError` where nothing can be compiled for the device.
+    Activation checkpointing is inside the compiled graph if attention is an operator that a graph can contain
+    (`in_graph`), else around the compiled parts. `wrap` goes around what is compiled. Raises `ModelError` if layers are
+    to be compiled and nothing can be compiled for the device.
     """
     if compile_layers and (missing := missing_for_compile(device)):
         raise ModelError(f"compile: true, but {missing}; install it or set compile: false")
@@ -116,7 +115,7 @@ def _is_quantized(module: torch.nn.Module) -> bool:
     )
 
 
-def _checkpointed(forward: Callable[..., Any], checkpointing: Checkpointing) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], checkpointing: ActivationCheckpointing) -> Callable[..., Any]:
     if checkpointing == "none":
         return forward
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
@@ -133,36 +132,48 @@ def _checkpointed(forward: Callable[..., Any], checkpointing: Checkpointing) -> 
     return checkpointed
 
 
-def estimate(settings: TrainSettings, config: Any, *, num_trained: int, checkpointing: Checkpointing) -> int:
-    """The trainer's need in bytes without the base, from its settings, transformers' `config` of the decoder and the
-    number of trained parameters; docs/memory.md has the formula."""
-    num_tokens, element = settings.sequence_len, 4 if settings.recipe == "fp32" else 2
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    layer = 6 * num_tokens * (hidden + inner) * element
-    inputs = layers * num_tokens * hidden * element
-    kept = {"none": layers * layer, "selective": 2 * inputs + layer, "full": inputs + layer}[checkpointing]
-    logits = min(LOGITS_AT_ONCE, num_tokens * config.vocab_size) * (4 + element) + 3 * num_tokens * hidden * element
-    dequantized = 3 * hidden * inner * element if settings.quantization else 0
-    lora = num_trained * (8 + OPTIMIZER_BYTES[settings.optimizer])
-    return int(lora + kept + logits + dequantized + FIXED_BYTES)
-
-
-def checkpointing_for(settings: TrainSettings, folder: Path, device: torch.device, *, imports: bool) -> Checkpointing:
-    """What layers keep for the backward pass: as the settings say, or on a GPU as much as its free memory holds beside
-    the base, of which nothing is this process's own where it `imports` it. Not yet run on a GPU."""
+def checkpointing_kinds(settings: TrainSettings, device: torch.device) -> tuple[ActivationCheckpointing, ...]:
+    """Returns what layers may keep for the backward pass, the most first: the one kind that the settings name, or on a
+    GPU all kinds, of which the first whose step fits is used. On a GPU that is shared with a server "none" is left out,
+    because the server's cache needs that memory more."""
+    if settings.gradient_checkpointing == "selective":
+        return ("selective",)
     if settings.gradient_checkpointing is not None or device.type != "cuda":
-        return "full" if settings.gradient_checkpointing else "none"
-    from transformers import AutoConfig
+        return ("full" if settings.gradient_checkpointing else "none",)
+    most: tuple[ActivationCheckpointing, ...] = () if settings.colocate else ("none",)
+    # Attention in float32 is no operator whose output could be kept.
+    some: tuple[ActivationCheckpointing, ...] = () if settings.recipe == "fp32" else ("selective",)
+    return (*most, *some, "full")
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    base = 0 if imports else stored // (3 if settings.quantization else 1)
-    widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 0)
-    adapter = 2 * settings.lora_rank * widest * len(settings.lora_target_modules) * config.num_hidden_layers
-    num_trained = adapter if settings.lora else stored // 2
-    left = 0.9 * torch.cuda.mem_get_info(device)[0] - base
-    # Attention of float32 is no operator whose output could be kept.
-    kinds: tuple[Checkpointing, ...] = ("none",) if settings.recipe == "fp32" else ("none", "selective")
-    fitting = (k for k in kinds if estimate(settings, config, num_trained=num_trained, checkpointing=k) < left)
-    return next(fitting, "full")
+
+def recorded_checkpointing(settings: TrainSettings, device: torch.device, run: Path) -> ActivationCheckpointing:
+    """Returns the kind that an earlier start of this run has recorded, or the first of `checkpointing_kinds`."""
+    kinds = checkpointing_kinds(settings, device)
+    recorded = (run / RECORD).read_text(encoding="utf-8") if (run / RECORD).exists() else None
+    return next((kind for kind in kinds if kind == recorded), kinds[0])
+
+
+@contextmanager
+def falling_back(
+    settings: TrainSettings, device: torch.device, run: Path, *, used: ActivationCheckpointing
+) -> Iterator[None]:
+    """Within it, a step that does not fit into the device's memory while layers keep what `used` says makes the run's
+    next start keep less: raises `OutOfMemory` then, and `ModelError` if there is no kind left that keeps less.
+
+    The step is not repeated in this process: other ranks may be in the middle of an exchange, and so may FSDP.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        kinds = checkpointing_kinds(settings, device)
+        if used == kinds[-1]:
+            raise ModelError(
+                f"a step does not fit into the memory of {device} (activation checkpointing: {used}): {error}; set "
+                "gradient_checkpointing: true, qlora_bnb: true or a smaller sequence_len"
+            ) from error
+        less = kinds[kinds.index(used) + 1]
+        write_atomic(run / RECORD, less.encode())
+        raise OutOfMemory(
+            f"a step does not fit into the memory of {device} (activation checkpointing: {used}): {error}; started "
+            f"again, the trainer goes on with {less}, which is recorded in {run / RECORD}"
+        ) from error

@@ -198,14 +198,14 @@ def load_policy(
     ranks: Ranks = ONE,
     *,
     imported: ImportedBase | None = None,
-    checkpointing: memory.Checkpointing | None = None,
+    checkpointing: memory.ActivationCheckpointing | None = None,
     attention_kernel: str | None = None,
 ) -> Policy:
     """Returns the base model in `folder`, as the settings say it shall be trained: with a new adapter or several, A
     random from the seed, B zero, both float32; or, with `lora: false`, the model itself, to be trained whole.
 
-    `imported` are the weights that a server shares, `checkpointing` what layers keep for the backward pass (None: by
-    settings and free memory), `attention_kernel` a kernel of `grpo.trainer.attention` (None: the best). Raises
+    `imported` are the weights that a server shares, `checkpointing` what layers keep for the backward pass (None: the
+    first of `checkpointing_kinds`), `attention_kernel` a kernel of `grpo.trainer.attention` (None: the best). Raises
     `ModelError` where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile.
     Collective.
 
@@ -227,7 +227,7 @@ def _loaded(
     device: torch.device,
     ranks: Ranks,
     imported: ImportedBase | None,
-    checkpointing: memory.Checkpointing | None,
+    checkpointing: memory.ActivationCheckpointing | None,
     attention_kernel: str | None,
 ) -> Policy:
     lora, dtype, adapters = settings.lora, getattr(torch, settings.dtype), settings.lora_adapters
@@ -236,7 +236,7 @@ def _loaded(
     # FSDP2 moves what it shards to the device, layer by layer: a model that only shards can hold need never be whole.
     first = torch.device("cpu") if sharded and (level == 3 or not lora) else device
     if checkpointing is None:
-        checkpointing = memory.checkpointing_for(settings, folder, device, imports=imported is not None)
+        checkpointing = memory.checkpointing_kinds(settings, device)[0]
     with _loading(folder):
         packed = is_packed(
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), settings.sequence_len

@@ -16,11 +16,11 @@ from grpo.configs.train import TrainSettings
 from grpo.trainer.checkpoint import CheckpointStore, Resumed, checkpoint_to_resume
 from grpo.trainer.colocate import imported_for
 from grpo.trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
-from grpo.trainer.errors import ExporterGone, ModelError, RankFailed
+from grpo.trainer.errors import ExporterGone, ModelError, OutOfMemory, RankFailed
 from grpo.trainer.loading import publish_dequantized
 from grpo.trainer.loop import Trainer
 from grpo.trainer.low_precision import check_device
-from grpo.trainer.memory import keep_freed_memory
+from grpo.trainer.memory import falling_back, keep_freed_memory, recorded_checkpointing
 from grpo.trainer.model import load_policy
 from grpo.trainer.publishing import policy_spec, publisher_of
 from grpo.trainer.weights import AdapterWeights
@@ -65,7 +65,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
                     warn_of_cpu(settings.device, device)
                     _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
             except BaseException as error:
-                if not isinstance(error, ExporterGone):  # which is no reason for others to end
+                if not isinstance(error, ExporterGone | OutOfMemory):  # which are no reasons for others to end
                     _say_failed(status, error, ranks)
                 raise
     except RuntimeError as error:
@@ -105,7 +105,8 @@ def _train(
         status.set("waiting for the server to share its base weights")
     imported = imported_for(settings, device)
     status.set("loading the model")
-    policy = load_policy(settings, model_folder, device, ranks, imported=imported)
+    checkpointing = recorded_checkpointing(settings, device, run_folder.path)
+    policy = load_policy(settings, model_folder, device, ranks, imported=imported, checkpointing=checkpointing)
     if settings.init_adapter is not None and checkpoint is None:
         assert isinstance(policy.weights, AdapterWeights)
         policy.weights.load(Path(settings.init_adapter))
@@ -132,7 +133,8 @@ def _train(
     )
     signal.signal(signal.SIGUSR1, lambda *_: trainer.end_early())
     try:
-        trainer.train(checkpoint)
+        with falling_back(settings, device, run_folder.path, used=checkpointing):
+            trainer.train(checkpoint)
     finally:
         trainer.close()
 

@@ -1,11 +1,10 @@
 """The key of a run's sockets, which whoever makes the run writes into its folder.
 
-Every request and every answer is signed with it, on loopback too: whoever has not the key is not answered. Where other
-machines reach the socket, CURVE encrypts the connection as well, with a key pair that both ends derive from the key.
+CURVE encrypts every connection over ZeroMQ, on loopback too, with a key pair that both ends derive from the key: who
+does not have it gets no connection. It compares in constant time, as those do who look at the token.
 """
 
 import hashlib
-import hmac
 import ipaddress
 import socket as net
 from typing import Any
@@ -26,22 +25,13 @@ class SharedKey:
                 f"the transport's key has {len(secret)} characters, expected at least {_MIN_KEY_CHARACTERS}; "
                 "make one with: openssl rand -hex 32"
             )
-        self._secret = hashlib.sha256(f"grpo signing {secret}".encode()).digest()
         private = z85.encode(hashlib.sha256(f"grpo server {secret}".encode()).digest())
         self._pair = zmq.curve_public(private), private
         self.token = hashlib.sha256(f"grpo token {secret}".encode()).hexdigest()
-        """What shows over HTTP that one has the key, and does not tell it."""
-
-    def sign(self, data: bytes) -> bytes:
-        """Returns the signature of `data`, 32 bytes."""
-        return hashlib.blake2b(data, key=self._secret, digest_size=32).digest()
-
-    def has_signed(self, data: bytes, signature: bytes) -> bool:
-        """Returns whether `signature` is that of `data`, in a time that tells nothing."""
-        return hmac.compare_digest(self.sign(data), signature)
+        """Shows over HTTP that one has the key, without telling it."""
 
     def encrypt(self, socket: "zmq.Socket[Any]", *, serves: bool) -> None:
-        """Has a socket encrypt its connections, which only holders of the key can make: nobody else knows the public
+        """Makes a socket encrypt its connections, which only holders of the key can make: nobody else knows the public
         key of the side that `serves`, and a handshake without it fails. Call before `bind` or `connect`."""
         socket.curve_publickey, socket.curve_secretkey = self._pair if serves else zmq.curve_keypair()
         if serves:

@@ -1,5 +1,5 @@
 """`grpo compare PRESET --arm NAME:KEY=VALUE …`: the same training several times with different settings, one after the
-other, and what the difference is: a table, pictures, and every figure as JSON."""
+other, and what the difference is: a table, a picture, and every figure as JSON."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ runs but for arms that have the same key. Arms without a difference are refused.
 
 Run folders are OUTPUT_DIR/NAME, with --seeds OUTPUT_DIR/NAME/seed_1 and so on. The table goes to standard output, with
 means and standard deviations over the seeds; OUTPUT_DIR/{SUMMARY_FILE} has all figures, curves.png rewards and held-out
-accuracies, gantt.png who did what when in the first steps. The same command goes on with a comparison that was
+accuracies. grpo view OUTPUT_DIR shows the timeline of each run. The same command goes on with a comparison that was
 interrupted.
 
 exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""

@@ -1,20 +1,20 @@
-"""The figures of the runs of a comparison, as a table, as pictures and as JSON."""
+"""The figures of the runs of a comparison, as a table, as a picture and as JSON."""
 
 import json
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo.orchestrator.monitoring.timeline import SERVERS, Span, covered_s, read_timeline
-from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read
+from grpo.run import Run
+from grpo.run_files import REWARD, SUMMARY_FILE
 from grpo.transport.folders import write_atomic
 from grpo.transport.logs import printable
 
-NUM_PICTURED = 10
-"""So many steps of the first arm fill the picture of who did what when."""
+if TYPE_CHECKING:
+    import pandas as pd
+
 _HELD_OUT = ("eval/accuracy/", "eval/reward/", "eval/measure/")
 _MEANS = {
     "reward, last quarter": REWARD,
@@ -40,62 +40,54 @@ _SUMS = {
 """Figures that are sums over all steps."""
 _COSTS = ("pairs/cost", "hints/model_cost")
 """What was spent until a step."""
-COLOURS = {
-    "generate": "tab:green",
-    "busy": "lightgreen",
-    "load": "tab:olive",
-    "sleep": "lavender",
-    "ship": "tab:purple",
-    "evaluate": "tab:cyan",
-    "wait": "lightgrey",
-    "train": "tab:blue",
-    "publish": "tab:orange",
+_STEP_TIMES = {
+    "generating a batch, s, mean": "time/generate_s",
+    "training a step, s, mean": "time/train_s",
+    "weight sync, s, mean": "time/load_s",
 }
-"""What is drawn of who did what when, from the back to the front."""
+"""Figures that are mean times of one step's parts."""
 Runs = Mapping[str, Sequence[tuple[int | None, Path]]]
 """Seed and folder of the runs of each arm."""
 
 
 def report(runs: Runs, folder: Path) -> None:
-    """Measures finished runs, writes figures and pictures to `folder`, and prints the table."""
+    """Measures finished runs, writes figures and a picture to `folder`, and prints the table."""
+    import pandas as pd
+
     arms: dict[str, Any] = {}
     for name, own in runs.items():
-        figures = [measured(path) for _, path in own]
+        figures = [measured(Run(path)) for _, path in own]
         done = zip(own, figures, strict=True)
-        arms[name] = {"runs": [{"seed": seed, "folder": str(path), "figures": one} for (seed, path), one in done]}
-        names = _ordered(figures)
-        values = {key: [one[key] for one in figures if key in one] for key in names}
-        arms[name]["mean"] = {key: statistics.fmean(some) for key, some in values.items()}
-        arms[name]["deviation"] = {key: statistics.stdev(some) for key, some in values.items() if len(some) > 1}
+        frame = pd.DataFrame(figures, columns=_ordered(figures))
+        arms[name] = {
+            "runs": [{"seed": seed, "folder": str(path), "figures": one} for (seed, path), one in done],
+            "mean": frame.mean().to_dict(),
+            "deviation": frame.std().dropna().to_dict(),
+        }
     write_atomic(folder / SUMMARY_FILE, json.dumps({"arms": arms}, indent=1).encode() + b"\n")
     plot_curves(folder / "curves.png", runs)
-    plot_gantt(folder / "gantt.png", runs)
     _print_table(arms)
-    print(f"figures in {folder / SUMMARY_FILE}, pictures in {folder / 'curves.png'} and {folder / 'gantt.png'}")
+    print(f"figures in {folder / SUMMARY_FILE}, curves in {folder / 'curves.png'}; timelines: grpo view {folder}")
 
 
 # --- figures ---
 
 
-def measured(folder: Path) -> dict[str, float]:
-    """The figures of a finished run by their titles; what it does not have is absent."""
-    steps = [record for record in metrics(folder) if REWARD in record]
-    summary = read(folder / SUMMARY_FILE, dict[str, Any]) or {}
-    last = steps[-max(1, len(steps) // 4) :]
-    rewards = [record[REWARD] for record in last]
-    found = _held_out(summary.get("evaluations", {}))
-    for title, key in _MEANS.items():
-        if some := [record[key] for record in last if key in record]:
-            found[title] = statistics.fmean(some)
-    if len(rewards) > 1:
-        found["reward, its standard error"] = statistics.stdev(rewards) / math.sqrt(len(rewards))
-    for title, key in _SUMS.items():
-        if some := [record[key] for record in steps if key in record]:
-            found[title] = math.fsum(some)
-    costs = [max(spent) for key in _COSTS if (spent := [record[key] for record in steps if key in record])]
-    if costs:
-        found["cost of teachers"] = math.fsum(costs)
-    return found | _times(folder, steps) | {f"tokens, {phase}": n for phase, n in summary.get("tokens", {}).items()}
+def measured(run: Run) -> dict[str, float]:
+    """Returns the figures of a finished run by their titles; a figure that the run does not have is absent."""
+    steps, summary = run.metrics, run.summary or {}
+    last = steps.tail(max(1, len(steps) // 4))
+    found = _held_out(run.evaluations) | _titled(last.mean(), _MEANS)
+    found |= _titled(last.sem(), {"reward, its standard error": REWARD}) | _titled(steps.sum(), _SUMS)
+    if costs := [key for key in _COSTS if key in steps]:
+        found["cost of teachers"] = float(steps[costs].max().sum())
+    return found | _times(run.folder, steps) | {f"tokens, {phase}": n for phase, n in summary.get("tokens", {}).items()}
+
+
+def _titled(figures: "pd.Series[float]", titles: Mapping[str, str]) -> dict[str, float]:
+    """Returns the figures that are there, by title."""
+    found = figures.reindex(list(titles.values())).set_axis(list(titles)).dropna()
+    return {str(title): float(figure) for title, figure in found.items()}
 
 
 def _ordered(several: Sequence[Mapping[str, float]]) -> list[str]:
@@ -110,55 +102,46 @@ def _ordered(several: Sequence[Mapping[str, float]]) -> list[str]:
     return names
 
 
-def _held_out(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Accuracies, rewards and measures of each environment, by the first and by the last version that was evaluated."""
+def _held_out(evaluations: "pd.DataFrame") -> dict[str, float]:
+    """Returns accuracies, rewards and measures of each environment under the first and the last evaluated version."""
     if len(evaluations) < 2:
         return {}
-    first, *_, final = evaluations.values()
+    first, final = evaluations.iloc[0].dropna(), evaluations.iloc[-1].dropna()
     return {
-        f"{key.removeprefix('eval/')} {when}": evaluation[key]
-        for key in sorted(final)
+        f"{key.removeprefix('eval/')} {when}": float(evaluation[key])
+        for key in sorted(final.index)
         if key.startswith(_HELD_OUT)
         for when, evaluation in (("before", first), ("after", final))
         if key in evaluation
     }
 
 
-def _times(folder: Path, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Between version 0 being live and the last version being live, start-up and the last evaluation left out."""
-    spans = training(read_timeline(folder), last=int(steps[-1][STEP]) if steps else 0)
+def _times(folder: Path, steps: "pd.DataFrame") -> dict[str, float]:
+    """Returns the times between version 0 being live and the last version being live, without start-up and the last
+    evaluation."""
+    spans = training(read_timeline(folder), last=max(steps.index, default=0))
     of = {what: [span for span in spans if span.what == what] for what in ("busy", "train", "wait")}
     if not (of["busy"] and of["train"]):
         return {}
     wall_s = max(span.end_s for span in spans) - spans[0].start_s
     generate_s, train_s = covered_s([span for span in of["busy"] if span.who == SERVERS]), covered_s(of["train"])
-    num = [record["rollout/num"] for record in steps]
-    tokens = sum(record["rollout/num_tokens_mean"] * n for record, n in zip(steps, num, strict=True))
-    steps_s = [record["time/step_s"] for record in steps if "time/step_s" in record]
-    return {
+    num = steps["rollout/num"]
+    figures = {
         "wall time, s": wall_s,
-        "seconds a step, median": statistics.median(steps_s),
+        "seconds a step, median": steps["time/step_s"].median(),
         "generating, s": generate_s,
         "training, s": train_s,
-        "trainer waits, s": covered_s([span for span in of["wait"] if span.step != steps[0][STEP]]),
+        "trainer waits, s": covered_s([span for span in of["wait"] if span.step != steps.index[0]]),
         "wall / longer of generating and training": wall_s / max(generate_s, train_s),
-        **_of_steps(steps),
-        "weight syncs": float(len({span.step for span in spans if span.what == "load"} - {0})),
-        "rollouts": sum(num),
-        "rollouts a second": sum(num) / wall_s,
-        "sampled tokens a second": tokens / wall_s,
-        "lag, mean": sum(record["policy/lag_mean"] * n for record, n in zip(steps, num, strict=True)) / sum(num),
-        "lag, largest": max(record["policy/lag_max"] for record in steps),
+        **_titled(steps.mean(), _STEP_TIMES),
+        "weight syncs": len({span.step for span in spans if span.what == "load"} - {0}),
+        "rollouts": num.sum(),
+        "rollouts a second": num.sum() / wall_s,
+        "sampled tokens a second": (steps["rollout/num_tokens_mean"] * num).sum() / wall_s,
+        "lag, mean": (steps["policy/lag_mean"] * num).sum() / num.sum(),
+        "lag, largest": steps["policy/lag_max"].max(),
     }
-
-
-def _of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean times of one step's parts."""
-    found = {}
-    for title, key in (("generating a batch", "generate"), ("training a step", "train"), ("weight sync", "load")):
-        if some := [record[f"time/{key}_s"] for record in steps if f"time/{key}_s" in record]:
-            found[f"{title}, s, mean"] = statistics.fmean(some)
-    return found
+    return {title: float(figure) for title, figure in figures.items()}
 
 
 def training(spans: Sequence[Span], *, last: int) -> list[Span]:
@@ -176,7 +159,7 @@ def training(spans: Sequence[Span], *, last: int) -> list[Span]:
     return sorted(inside, key=lambda span: span.start_s)
 
 
-# --- table and pictures ---
+# --- table and picture ---
 
 
 def _print_table(arms: Mapping[str, Any]) -> None:
@@ -207,65 +190,28 @@ def _shown(arm: Mapping[str, Any], name: str) -> str:
 
 
 def plot_curves(path: Path, runs: Runs) -> None:
-    """Rewards by step, the mean over an arm's seeds and between which values they lie; below, held-out accuracy by
-    policy version. Writes a PNG."""
+    """Draws rewards by step, the mean over an arm's seeds and their range; below, held-out accuracy by policy
+    version. Writes a PNG."""
+    import pandas as pd
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 7), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
-    for number, (name, own) in enumerate(runs.items()):
-        color = f"C{number % 10}"
-        records = [record for _, path in own for record in metrics(path)]
-        for axes, key, mark in ((above, REWARD, "-"), (below, "eval/accuracy", "o--")):
-            by_step: dict[float, list[float]] = {}
-            for record in records:
-                if key in record:
-                    by_step.setdefault(record[STEP], []).append(record[key])
-            steps = sorted(by_step)
-            axes.plot(steps, [statistics.fmean(by_step[step]) for step in steps], mark, color=color, label=name)
-            if len(own) > 1:
-                lowest, highest = ([which(by_step[step]) for step in steps] for which in (min, max))
-                axes.fill_between(steps, lowest, highest, color=color, alpha=0.2)
+    for number, (name, folders) in enumerate(runs.items()):
+        color, own = f"C{number % 10}", [Run(folder) for _, folder in folders]
+        for axes, key, mark, frames in (
+            (above, REWARD, "-", [run.metrics for run in own]),
+            (below, "eval/accuracy", "o--", [run.evaluations for run in own]),
+        ):
+            if curves := [frame[key].dropna() for frame in frames if key in frame]:
+                by_step = pd.concat(curves, axis=1).sort_index()
+                axes.plot(by_step.index, by_step.mean(axis=1), mark, color=color, label=name)
+                axes.fill_between(by_step.index, by_step.min(axis=1), by_step.max(axis=1), color=color, alpha=0.2)
     for axes, title in ((above, "reward, mean of the batch"), (below, "held-out accuracy")):
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
         axes.legend()
     below.set_xlabel("step")
-    figure.savefig(path)
-
-
-def plot_gantt(path: Path, runs: Runs) -> None:
-    """Who did what when in the first steps of each arm's first run: lanes of programs for each arm, all on one axis of
-    seconds since version 0 was live. Writes a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(12, 1 + 2 * len(runs)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    rows = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    window_s = 0.0
-    for axes, (name, [(_, folder), *_]) in zip(rows, runs.items(), strict=True):
-        steps = [int(record[STEP]) for record in metrics(folder) if REWARD in record]
-        spans = training(read_timeline(folder), last=max(steps, default=0))
-        # All servers together repeat what each of them did.
-        spans = [one for one in spans if one.what in COLOURS and (one.who, one.what) != (SERVERS, "busy")]
-        lanes, start_s = sorted({span.who for span in spans}), min((span.start_s for span in spans), default=0.0)
-        for span in sorted(spans, key=lambda span: list(COLOURS).index(span.what)):
-            bar = (span.start_s - start_s, span.seconds)
-            axes.broken_barh([bar], (lanes.index(span.who) - 0.4, 0.8), color=COLOURS[span.what], edgecolor="white")
-        wall_s = max((span.end_s for span in spans), default=start_s) - start_s
-        window_s = window_s or wall_s * min(1.0, NUM_PICTURED / max(1, len(steps)))
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.invert_yaxis()
-        axes.set_title(f"{name}: {len(steps)} steps in {wall_s:.1f} s")
-    rows[-1].set_xlim(0, window_s or 1.0)
-    rows[-1].set_xlabel("seconds")
-    figure.legend(
-        handles=[Patch(color=colour, label=what) for what, colour in COLOURS.items()],
-        ncols=len(COLOURS),
-        loc="outside lower center",
-    )
     figure.savefig(path)

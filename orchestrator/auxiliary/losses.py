@@ -152,7 +152,6 @@ async def find_teacher(
             *(scheduled or [settings.sampling.temperature]),
             *(role.temperature for own in roles for role in own if role.temperature is not None),
         ],
-        seq_len=settings.seq_len,
         wait_s=settings.client.timeout,
     )
 

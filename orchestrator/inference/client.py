@@ -68,15 +68,15 @@ class InferenceClient:
         self.pool, self.timeout_s = pool, timeout_s
         self._num_in_flight: Counter[str] = Counter()
         self._timers: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
-        """Of each server's requests, which end when it is abandoned."""
+        """Timers of the requests that each server has; they run out when it is abandoned."""
         self._answered_s = 0.0
         """When a server last answered any request, or was first asked after a pause, on the loop's clock."""
         self._has_warned = False
-        """Of too many open files."""
+        """Whether the log says already that there are too many open files."""
         self._released = asyncio.Event()
         self._released.set()
         self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
-        """Entered while a server has a request for an answer."""
+        """A context that is entered while a server has a request for an answer."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         max_connections = raise_file_limit() * 3 // 4  # the rest is for what else the program opens
 
@@ -88,11 +88,11 @@ class InferenceClient:
             )
 
         self._session, self._control_session = session(max_connections), session(0)
-        """For requests for answers, of which the next waits where there are too many, and for all others."""
+        """Connections for requests for answers, which wait where there are too many, and for all other requests."""
 
     @property
     def num_in_flight(self) -> int:
-        """Requests for answers that servers have now."""
+        """Number of requests for answers that servers have now."""
         return self._num_in_flight.total()
 
     async def close(self) -> None:
@@ -109,8 +109,8 @@ class InferenceClient:
         self._released.set()
 
     def abandon(self, server: str, why: str) -> None:
-        """Ejects a server that has fallen silent; what it was to answer goes elsewhere, and what it alone was asked is
-        not waited for."""
+        """Ejects an unresponsive server. Its requests for answers move to other servers; requests meant for it alone
+        fail now."""
         self.pool.eject(server, why)
         for timer in self._timers.get(server, ()):
             if not timer.expired():
@@ -127,9 +127,9 @@ class InferenceClient:
         version: int | None,
         seed: int | None,
     ) -> list[Choice]:
-        """`num` answers of a version, or of the base model, to one prompt by the least loaded server. Where they
-        follow, they begin under the newest version that it serves, `version` or a later one, and go on under each newer
-        one. Raises ServerError."""
+        """Returns `num` answers of a version, or of the base model, to one prompt by the least loaded server. Where
+        they follow, they begin under the newest version that it serves, `version` or a later one, and go on under each
+        newer one. Raises ServerError."""
         assert params.max_tokens is not None, "who samples has resolved it"
         request = GenerateRequest(
             version=version, prompt_token_ids=list(prompt_token_ids), n=num, seed=seed, **msgspec.structs.asdict(params)
@@ -147,9 +147,9 @@ class InferenceClient:
     async def score(
         self, token_ids: Sequence[int], version: int | None, temperature: float = 1.0, adapter: str | None = None
     ) -> list[float]:
-        """[L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at `temperature`, under a
-        version (with several adapters: under one of them, None is the first) or the base model, by the least loaded
-        server. Raises ServerError."""
+        """Returns the [L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at
+        `temperature`, under a version (with several adapters: under one of them, None is the first) or the base model,
+        by the least loaded server. Raises ServerError."""
         ids, num = [*map(int, token_ids)], len(token_ids) - 1
         request = ScoreRequest(version=version, token_ids=ids, temperature=temperature, adapter=adapter)
 
@@ -168,10 +168,10 @@ class InferenceClient:
         answer_type: type[A],
         fault: Callable[[A], str | None],
     ) -> A:
-        """The answer of whichever server in the routing is least loaded. One that cannot be reached, has lost the
-        version or answers what no server of ours would (`fault`) is ejected, and another one's turn comes; where there
-        is none, one that comes back is waited for. One that is slow stays: whether it is there, the health probes tell.
-        The time that requests are held back does not count."""
+        """Returns the answer of the least loaded server in the routing. A server that cannot be reached, has lost the
+        version or gives an impossible answer (`fault`) is ejected, and the next one is asked; where none is left, the
+        request waits for one to come back. A slow server stays: the health probes say whether it is there. The time
+        that requests are held back does not count."""
         clock, body, failed = asyncio.get_running_loop().time, msgspec.json.encode(request), Counter[str]()
         deadline_s, pause_s = clock() + self.timeout_s, MIN_PAUSE_S
         while True:
@@ -209,7 +209,7 @@ class InferenceClient:
                 self._num_in_flight[server] -= 1
 
     def _too_late(self, server: str, error: Unreachable) -> ServerError:
-        """What a request ends with whose time is over."""
+        """Returns the error of a request that has taken all its time."""
         message = f"{server} did not answer within client.timeout = {self.timeout_s:g} s: {error}; see its log, "
         if not self.pool.routed:
             return ServersAway(message + "or raise client.timeout")
@@ -249,7 +249,7 @@ class InferenceClient:
     # --- one server ---
 
     async def info(self, server: str, *, within_s: float = math.inf) -> ServerInfo:
-        """What the server says about itself, at the first try. Raises Unreachable, Refused and ServerError."""
+        """Returns what the server says about itself, at the first try. Raises Unreachable, Refused and ServerError."""
         return await self.once(server, "GET", "/policy/info", ServerInfo, within_s=within_s)
 
     async def once(

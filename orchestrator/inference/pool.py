@@ -22,7 +22,7 @@ class ServerPool:
         self.routed: tuple[str, ...] = ()
         """Servers that get requests."""
         self.versions: frozenset[int] = frozenset()
-        """What every server in the routing has proved."""
+        """Versions that every server in the routing has proved."""
         self.unknown = ""
         """Why no server is known, where they are found by name."""
         self.changed = Bell()
@@ -30,7 +30,7 @@ class ServerPool:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """All that are known."""
+        """All servers that are known."""
         return tuple(self._servers)
 
     @property
@@ -39,7 +39,7 @@ class ServerPool:
         return dict(self._out)
 
     def eject(self, server: str, why: str) -> None:
-        """The server gets no more requests; the latest reason counts. Without effect on one that is not known."""
+        """Takes a server out of the routing; the latest reason counts. Does nothing where the server is not known."""
         if server in self.routed:
             log.warning("%s gets no more requests until it has proved the versions in use: %s", server, why)
             self._out[server] = why
@@ -48,13 +48,13 @@ class ServerPool:
             self._out[server] = why
 
     def readmit(self, server: str) -> None:
-        """The server, which has proved `versions`, gets requests."""
+        """Puts a server that has proved `versions` into the routing."""
         if self._out.pop(server, None) is not None:
             log.info("%s gets requests", server)
             self._change()
 
     def found(self, server: str) -> None:
-        """There is this server, too. It gets requests once it is readmitted."""
+        """Adds a server. It gets requests once it is readmitted."""
         if server not in self._servers:
             log.info("%s has been found", server)
             self._servers.append(server)
@@ -62,7 +62,7 @@ class ServerPool:
             self._change()
 
     def gone(self, server: str, why: str) -> None:
-        """The server is not known any more."""
+        """Forgets a server."""
         log.warning("%s gets no more requests: %s", server, why)
         self._servers.remove(server)
         self._out.pop(server, None)

@@ -8,10 +8,10 @@ import msgspec
 from grpo.orchestrator.inference.client import InferenceClient, ServerError, Unreachable
 
 TIMEOUT_S = 150.0
-"""For falling asleep or waking. More than the server's own limit (`canary_timeout_s`, 120 s), so that it says what went
-wrong."""
+"""Deadline for falling asleep or waking: more than the server's own limit (`canary_timeout_s`, 120 s), so that the
+server can say what went wrong."""
 OUT_TIMEOUT_S = 5.0
-"""The same of a server that is out of the routing."""
+"""Deadline for a server that is out of the routing."""
 
 
 class _Changed(msgspec.Struct):
@@ -33,7 +33,7 @@ class SleepScheduler:
         self._asleep: tuple[list[str], float, int] = ([], 0.0, 0)
         """Servers that sleep, since when, and in which step."""
         self.waits_for: str | None = None
-        """What is waited for, with the servers."""
+        """What the scheduler waits for and from which servers; None while it waits for nothing."""
 
     async def sleep(self, step: int) -> dict[str, float]:
         """Called before batch `step` leaves, when no request of this run is in flight. Returns metrics. Raises

@@ -20,9 +20,9 @@ from grpo.transport.status import AWAY, FAILED, FINISHED, read_status, server_of
 log = logging.getLogger(__name__)
 
 LOOK_UP_S = 30.0
-"""What one look-up may take."""
+"""Deadline for one look-up."""
 MAX_PAUSE_S = 0.5
-"""Between two questions to a server that is away."""
+"""Longest pause between two questions to a server that is away."""
 
 
 async def addresses_of(hostname: str) -> list[str]:

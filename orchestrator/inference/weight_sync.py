@@ -20,7 +20,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryReport:
-    """How a version became live on all servers."""
+    """Proof that a version is live on all servers."""
 
     version: int
     load_s: float
@@ -49,13 +49,13 @@ class WeightSync:
         self._alias, self._adapters, self._broadcast = alias, tuple(adapters), broadcast
         self.check = check
         self.run_id = ""
-        """Of the run, once it is known: before any version is loaded."""
+        """Id of the run, which is set before any version is loaded."""
         self.timed: Callable[[str, int], AbstractContextManager[None]] = lambda server, version: nullcontext()
         """Entered while a server loads and proves a version."""
         self.noted: Callable[[str, int, CanaryFigures], None] = lambda server, version, canary: None
         """Called when a server has proved a version."""
         self.infos: dict[str, ServerInfo] = {}
-        """What each server said when it was brought in."""
+        """Answer of each server when it was brought in."""
         self._has_begun = False
         self._loading: int | None = None
         self._wanted: set[int] = set()
@@ -64,7 +64,7 @@ class WeightSync:
         self._draining: set[int] = set()
         self._proved: defaultdict[str, dict[int, LoadReport]] = defaultdict(dict)
         self._num_loads: Counter[int] = Counter()
-        """How often each version was made live: it may have been published again with other bytes."""
+        """Number of times that each version was made live: it may have been published again with other bytes."""
 
     @property
     def loading(self) -> tuple[int, frozenset[str]] | None:
@@ -199,9 +199,9 @@ class WeightSync:
             log.error("%s stays out of the routing: %s", server, error)
 
     async def catch_up(self, server: str, info: ServerInfo) -> None:
-        """Has the server prove every version in use, in order, and give up the others of this run; puts it into the
-        routing. One that has been restarted knows nothing of what it was asked before, which is asked elsewhere. Raises
-        ServerError and what `check` does."""
+        """Has the server prove every version in use, in order, and unload the others of this run; then puts it into
+        the routing. A restarted server has lost its requests, which go to other servers. Raises ServerError and what
+        `check` raises."""
         self.check(server, info)
         self.infos[server] = info
         if self._wanted and self._wanted.isdisjoint(info.live):
@@ -220,7 +220,8 @@ class WeightSync:
 
 
 def figures(report: LoadReport) -> list[CanaryFigures]:
-    """Of the canary without the version's noise, and with it where it has any, and of the other adapters."""
+    """Returns the figures of the canary without the version's noise, with it where it has any, and of the other
+    adapters."""
     with_noise = [] if report.noise is None else [report.noise]
     return [report.canary, *with_noise, *report.adapters.values()]
 

@@ -69,7 +69,8 @@ def check_name(key: str) -> None:
 
 
 def lag(result: EpisodeResult, step: int) -> int:
-    """By the oldest version that sampled any of a rollout that ships with batch `step`."""
+    """Returns the lag of a rollout that ships with batch `step`, counted from the oldest version that sampled any of
+    it."""
     return step - 1 - result.versions[0]
 
 
@@ -108,8 +109,8 @@ def batch_metrics(groups: Sequence[FinishedGroup], step: int) -> dict[str, float
 
 
 def _of_episodes(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    """What only rollouts with several steps have: calls of the policy, conversations that a template broke, rewards of
-    each role; empty where all rollouts are single answers. Means are over rollouts."""
+    """Returns metrics that only rollouts with several steps have: calls of the policy, conversations that a template
+    broke, rewards of each role. Empty where all rollouts are single answers. Means are over rollouts."""
     rollouts = [one for result in results for one in result.walk()]
     if len(rollouts) == len(results) and all(len(one.steps) == 1 for one in rollouts):
         return {}
@@ -153,7 +154,7 @@ class MetricsFile:
             self._file = path.open("a", encoding="utf-8")
 
     def lines(self) -> list[dict[str, float]]:
-        """What is there, without what is no line of metrics, like a last one that was cut short."""
+        """Returns the lines of metrics that are there; others, such as a last line that was cut short, are skipped."""
         lines = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""What trackers are told of a batch's rollouts, where the user asks for it: some of them as texts, and histograms."""
+"""Rollouts of a batch for trackers, where the user asks for them: some of them as texts, and histograms."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _SHORTEST_SECRET = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """Of one step."""
+    """Rollouts of one step as trackers show them."""
 
     step: int
     samples: Sequence[Sequence[Cell]]
@@ -28,7 +28,8 @@ class Rollouts:
 def rollouts_of(
     step: int, groups: Sequence[FinishedGroup], settings: ReportSettings, *, key_names: set[str]
 ) -> Rollouts | None:
-    """What is due at this step. The values of the environment variables `key_names` are hidden in texts."""
+    """Returns the rollouts that are reported at this step; None where none are due. The values of the environment
+    variables `key_names` are hidden in texts."""
     if step % settings.interval or not (settings.samples or settings.distributions):
         return None
     advantages, results = _advantages(groups), [result for group in groups for result in group.results]
@@ -56,7 +57,7 @@ def rollouts_of(
 
 
 def _advantages(groups: Sequence[FinishedGroup]) -> dict[str, float]:
-    """By rollout, of those that are trained; the mean where tokens have different ones."""
+    """Returns the advantage of each rollout that is trained; the mean where its tokens have different ones."""
     of_tokens: dict[str, list[float]] = {}
     for sample in (sample for group in groups for sample in group.samples):
         mask = sample.loss_mask

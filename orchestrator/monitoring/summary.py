@@ -22,19 +22,19 @@ Line = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What came of a run. Phases overlap where sampling runs ahead of training."""
+    """The outcome of a run. Phases overlap where sampling runs ahead of training."""
 
     run_id: str
     steps: int
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     accuracy_before: float | None
-    """Held out, version 0, the mean over environments; null where it was not evaluated."""
+    """Held-out accuracy of version 0, the mean over environments; null where it was not evaluated."""
     accuracy_after: float | None
-    """The same of the last version."""
+    """Held-out accuracy of the last version."""
     accuracies: Mapping[str, Mapping[str, float]]
-    """By version and environment."""
+    """Held-out accuracies by version and environment."""
     evaluations: Mapping[str, Mapping[str, float]]
-    """All that each evaluation has found, by version and metric. Not in the table."""
+    """All metrics of each evaluation, by version. They are not in the printed table."""
     evaluations_failed: int
     """Held-out answers that could not be scored, over all evaluations; they count as wrong."""
     reward_first: float
@@ -42,11 +42,11 @@ class Summary:
     reward_last: float
     """Mean reward of the last batch."""
     wall_s: float
-    """From the orchestrator's start to the summary."""
+    """Seconds from the orchestrator's start to the summary."""
     seconds: Mapping[str, float]
-    """By phase: start_up, generate, train, publish, load, evaluate."""
+    """Seconds by phase: start_up, generate, train, publish, load, evaluate."""
     tokens: Mapping[str, int]
-    """By phase: generate (sampled), train (packed, prompts included), evaluate (sampled)."""
+    """Tokens by phase: generate (sampled), train (packed, prompts included), evaluate (sampled)."""
     rollouts_per_s: float
     """Rollouts a second of sampling."""
     versions_served: tuple[int, ...]
@@ -54,21 +54,21 @@ class Summary:
     rollouts_issued: int
     rollouts_trained: int
     rollouts_dropped: Mapping[str, int]
-    """By reason."""
+    """Number of rollouts that were not trained, by reason."""
     canary_max_abs: float
     """Largest difference between trainer and servers at the canary, over all versions, in nats."""
     mismatch_max_lag0: float | None
     """Largest difference between trainer and server at a trained token of lag 0, in nats."""
     warnings: Sequence[Mapping[str, Any]]
-    """What the programs have warned of, each kind once: program, message, the step of the first one, times."""
+    """Warnings of the programs, each kind once: program, message, the step of the first one, times."""
 
     def write(self, path: Path) -> None:
-        """As JSON, whole or not at all."""
+        """Writes it as JSON; the file appears whole or not at all."""
         write_atomic(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
     def print(self) -> None:
-        """As a table on standard output; below, what rubrics measured at the first evaluation and at the last one, and
-        what the programs warned of."""
+        """Prints it as a table on standard output, below it the rubrics' metrics at the first and the last evaluation,
+        and the programs' warnings."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -94,7 +94,7 @@ class Summary:
 
 
 def what_next(folder: Path) -> str:
-    """What to do with a run that has come to its end, in one line."""
+    """Returns a line that says what can be done with a run that has ended."""
     place = shlex.quote(str(folder))
     return f"look at it: grpo view {place}    take it along: grpo export {place}"
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 log = logging.getLogger(__name__)
 
-MAX_SHARED = 4
+MAX_SHARED = 10
 """How often a rollout may begin in a worker that it shares with others."""
 MAX_ALONE = 16
 """Rollouts that run alone at a time."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.runs import END_S, ROOT, until
+from tests.e2e.runs import ROOT
+from tests.support import END_S, until
 
 MARK = "CHAOS_TEST"
 MODULES = {"infer": "grpo.infer.cli", "train": "grpo.trainer.cli", "orch": "grpo.orchestrator.cli"}

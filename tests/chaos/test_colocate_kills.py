@@ -16,7 +16,8 @@ import pytest
 from grpo.transport.weights.dequantized import FOLDER
 
 from tests.chaos.launched import MODULES, Launched, shared
-from tests.e2e.runs import Run, done, until
+from tests.e2e.runs import Run, done
+from tests.support import until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(1800)]
 

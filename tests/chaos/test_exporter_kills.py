@@ -1,7 +1,6 @@
 """`kill -9` of the exporter of the base weights, and of the trainer that imports them: the trainer ends with it, and
 started again by the same command it comes to the weights of a run that nothing interrupts, bit for bit."""
 
-import time
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -12,6 +11,7 @@ from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.run import create_run
 
 from tests.chaos.training import Training, batch_of, start
+from tests.support import until
 from tests.trainer.exported import export_forever
 from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
@@ -54,11 +54,7 @@ class Run:
         for step in range(self._num_sent + 1, to + 1):
             self._sender.send(step, [[batch_of(step, self.training.folder.run_id)]])
         self._num_sent = max(self._num_sent, to)
-        deadline_s = time.monotonic() + WAIT_S
-        while f"step_{to:06d}" not in self.training.versions():
-            assert trainer.is_alive()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        until(lambda: f"step_{to:06d}" in self.training.versions(), trainer)
 
     def close(self) -> None:
         for process in self.processes:

@@ -22,6 +22,7 @@ from grpo.transport.weights.store import (
 
 from tests.chaos.kill_points import DISK_CALLS, start
 from tests.chaos.test_transport_kills import wait_for_end
+from tests.support import until
 from tests.transport.samples import SPEC
 
 pytestmark = pytest.mark.chaos
@@ -42,10 +43,13 @@ def train(folder: Path) -> None:
     newest = PolicyReader(folder, run_id="run").latest()
     for version in range(newest or 0, NUM_VERSIONS + 1):
         publisher.publish(version=version, spec=SPEC, files=files(version))
-        deadline = time.monotonic() + 120
-        while ((used := read_in_use(folder, run_id="run")) is None or used.newest < version) and version < NUM_VERSIONS:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        if version < NUM_VERSIONS:
+            until(lambda version=version: newest_in_use(folder) >= version, poll_s=0.001)
+
+
+def newest_in_use(folder: Path) -> int:
+    used = read_in_use(folder, run_id="run")
+    return -1 if used is None else used.newest
 
 
 def orchestrate(folder: Path) -> None:
@@ -53,10 +57,8 @@ def orchestrate(folder: Path) -> None:
     reader = PolicyReader(folder, run_id="run")
     used = read_in_use(folder, run_id="run")
     for version in range(0 if used is None else used.newest + 1, NUM_VERSIONS + 1):
-        deadline = time.monotonic() + 120
-        while (policy := reader.poll(version)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        policy = until(partial(reader.poll, version), poll_s=0.001)
+        assert policy is not None
         assert policy.small_files[CANARY_FILE] == files(version)[CANARY_FILE]
         pinned = {number for number in PINNED if number <= version}
         write_in_use(folder, InUse(run_id="run", versions=frozenset({version} | pinned), newest=version))

@@ -18,6 +18,7 @@ from grpo.transport.keys import SharedKey
 from grpo.transport.ports import free_port
 
 from tests.chaos.kill_points import DISK_CALLS, start
+from tests.support import until
 from tests.transport.samples import equal, micro_batch
 
 pytestmark = pytest.mark.chaos
@@ -59,9 +60,7 @@ def send_all(channel: Channel) -> None:
         for step in range(newest + 1, channel.num_steps + 1):
             sender.send(step, [[micro_batch(step=step, seed=step, lengths=(40,))]])
         sender.finish(channel.num_steps)
-        deadline = time.monotonic() + 120
-        while len(channel.trained()) < channel.num_steps and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(channel.trained()) == channel.num_steps, poll_s=0.01)
 
 
 def train_all(channel: Channel) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import END_S, ROOT, Run, done
+from tests.e2e.runs import ROOT, Run, done
+from tests.support import END_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.e2e, pytest.mark.timeout(1200)]
 

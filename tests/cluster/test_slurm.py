@@ -15,7 +15,8 @@ from grpo.deploy.slurm import script
 from grpo.transport.folders import steps_in
 
 from tests.cluster.slurm import CPUS, Slurm, missing
-from tests.e2e.runs import Run, done, until
+from tests.e2e.runs import Run, done
+from tests.support import until
 
 pytestmark = [
     pytest.mark.cluster,

@@ -10,7 +10,6 @@ import json
 import re
 import signal
 import subprocess
-import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.deploy.containers import start, substituted
-from tests.e2e.runs import END_S, until
+from tests.support import END_S, until
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = (ROOT / "deploy" / "docker-compose.yaml").read_text()
@@ -162,12 +161,13 @@ def _start_all(stack: ExitStack, *, outputs: Path, port: int, wait: bool = True)
     for name in (name for name in SERVICES if SERVICES[name]["profiles"] == ["cpu"]):
         if name == "orch" and wait:
             health = SERVICES["infer"]["healthcheck"]["test"]
-            deadline = time.monotonic() + END_S
             probe = _substituted(health[1:], outputs=outputs, port=port)
-            while subprocess.run(probe, capture_output=True).returncode != 0:
-                assert started["infer"].poll() is None, (outputs / "infer.log").read_text()
-                assert time.monotonic() < deadline, (outputs / "infer.log").read_text()
-                time.sleep(0.5)
+            until(
+                lambda probe=probe: subprocess.run(probe, capture_output=True).returncode == 0,
+                started["infer"],
+                log=(outputs / "infer.log").read_text,
+                poll_s=0.5,
+            )
         started[name] = _start(name, stack, outputs=outputs, port=port)
     return started
 

@@ -21,8 +21,9 @@ from grpo.transport.ports import free_port
 from grpo.transport.run import current_run_id
 
 from tests.deploy.containers import start, substituted
-from tests.e2e.runs import END_S, Run, until
-from tests.infer.server_process import children_of, wait_until_gone
+from tests.e2e.runs import Run
+from tests.infer.server_process import children_of
+from tests.support import END_S, until, until_gone
 
 VERSION = "1.32.0"
 TOPOLOGY = {
@@ -204,7 +205,7 @@ def test_the_containers_commands_killed_and_started_again_go_on_with_the_run(tmp
             process.kill()
             process.wait()
         run_id = current_run_id(folder)
-        wait_until_gone(pids)
+        until_gone(pids)
         programs = started(stack, 2)
         assert programs["orch"].wait(timeout=END_S) == 0, (tmp_path / "orch.2.log").read_text()
         assert [programs[name].wait(timeout=END_S) for name in ("train", "train-1")] == [0, 0]

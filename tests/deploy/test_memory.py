@@ -2,23 +2,24 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from grpo.configs.run import load_run
 from grpo.configs.train import TrainSettings
 from grpo.deploy.memory import GIB, NoRoom, measure, utilization, with_split
 from grpo.deploy.plan import resolve
 from grpo.trainer.batch import check_step
 from grpo.trainer.dry_step import Measurement, batches
-from grpo.trainer.memory import estimate
+from grpo.trainer.memory import checkpointing_kinds
 from grpo.transport.errors import UserError
 
 from tools.random_models import TINY, make_random
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
 FOUND = Measurement(
+    checkpointing="selective",
     total=80 * GIB,
     in_step=28 * GIB,  # 8 of base, 5 that stay, 15 of the step
     between=13 * GIB,
@@ -46,18 +47,7 @@ def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
     assert 0.95 * size < found.base < 1.05 * size
     assert found.kv == 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, their size, float32
     assert found.longest == TINY["max_position_embeddings"]
-
-
-def test_the_estimate_is_the_pages_formula() -> None:
-    config = SimpleNamespace(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, vocab_size=151_936)
-    chosen = settings(recipe="bf16", sequence_len=2048, optimizer="adamw_8bit")
-    layer = 6 * 2048 * (1024 + 3072) * 2
-    activations = 28 * 2048 * 1024 * 2 + layer
-    logits = 2**25 * (4 + 2) + 3 * 2048 * 1024 * 2
-    expected = 10 * 1_000_000 + activations + logits + 2560 * 2**20
-    assert estimate(chosen, config, num_trained=1_000_000, checkpointing="full") == expected
-    more = estimate(chosen, config, num_trained=1_000_000, checkpointing="none")
-    assert more - expected == 27 * layer - 28 * 2048 * 1024 * 2
+    assert found.checkpointing == "none"
 
 
 def test_the_server_gets_nine_tenths_of_what_the_trainer_leaves_the_base_included() -> None:
@@ -78,11 +68,15 @@ def test_a_sleeping_server_must_leave_room_for_the_step() -> None:
         utilization(replace(FOUND, in_step=80 * GIB), max_model_len=128, sleep_mode=True)
 
 
-def test_the_server_gets_its_share_as_a_setting() -> None:
+@pytest.mark.parametrize(("measured", "setting"), [("none", False), ("selective", "selective"), ("full", True)])
+def test_server_and_trainer_get_what_was_measured_as_settings(measured: Any, setting: Any) -> None:
     run = load_run("configs/quickstart", ["--colocate", "--infer.max_model_len", "4096"])
-    after, line = with_split(resolve(run, visible=("0",)), Path("model"), dry_step=lambda *_: FOUND)
+    found = replace(FOUND, checkpointing=measured)
+    after, line = with_split(resolve(run, visible=("0",)), Path("model"), dry_step=lambda *_: found)
     assert after.infer.gpu_memory_utilization == 0.675
     assert "gpu_memory_utilization" in after.infer.model_fields_set
+    assert after.train.gradient_checkpointing == setting
+    assert checkpointing_kinds(after.train, torch.device("cuda")) == (measured,)
     assert "20.00 GiB" in line
 
 

@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from grpo.transport.run import only_one
+
+from tests.support import until
 
 ON_A_GPU = """
 import sys
@@ -25,14 +26,16 @@ main()
 
 
 def dry_step_of(launcher: int) -> psutil.Process:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    def found() -> psutil.Process | None:
         for process in psutil.Process(launcher).children():
             with suppress(psutil.Error):
                 if "grpo.trainer.dry_step" in process.cmdline():
                     return process
-        time.sleep(0.01)
-    raise AssertionError("no dry step was begun")
+        return None
+
+    step = until(found)
+    assert step is not None
+    return step
 
 
 def test_a_signal_ends_the_dry_step_and_the_launcher(tmp_path: Path) -> None:

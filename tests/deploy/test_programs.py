@@ -14,7 +14,7 @@ from grpo.deploy.launcher import last_error
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.status import AWAY, read_status
 
-from tests.infer.server_process import runs
+from tests.support import runs, until, until_gone
 
 LAUNCHER = Path(__file__).with_name("fake_launcher.py")
 SERVE = "sleep:600"
@@ -43,23 +43,17 @@ class Run:
 
     def noted(self, count: int) -> list[int]:
         """The processes that noted themselves, once there are `count`."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            pids = [int(line) for line in self.pids.read_text().split()] if self.pids.exists() else []
-            if len(pids) >= count:
-                return pids
-            time.sleep(0.02)
-        raise AssertionError(f"fewer than {count} processes noted themselves: {pids}")
+
+        def noted() -> list[int]:
+            return [int(line) for line in self.pids.read_text().split()] if self.pids.exists() else []
+
+        until(lambda: len(noted()) >= count, log=noted)
+        return noted()
 
 
-def gone(pids: list[int], within_s: float = 0.0) -> bool:
-    """Whether none of the processes lives, now or in a while."""
-    deadline = time.monotonic() + within_s
-    while any(map(runs, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def gone(pids: list[int]) -> bool:
+    """Whether none of the processes lives."""
+    return not any(map(runs, pids))
 
 
 @pytest.fixture
@@ -121,11 +115,8 @@ def test_programs_that_are_killed_or_ask_for_it_are_started_again(folder: Path) 
 
 def test_a_program_that_is_away_does_not_look_gone(folder: Path) -> None:
     run = Run(folder, train=f"first:sleep:0 {SERVE}", orch="kill:SIGKILL", restarts=8)
-    deadline = time.monotonic() + 120
-    while (status := read_status(folder / "status" / "orch.json") or {}).get("state") != AWAY:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert status["pid"] == run.process.pid
+    until(lambda: (read_status(folder / "status" / "orch.json") or {}).get("state") == AWAY)
+    assert (read_status(folder / "status" / "orch.json") or {})["pid"] == run.process.pid
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143
 
@@ -165,7 +156,7 @@ def test_kill_9_of_the_launcher_ends_the_programs(folder: Path) -> None:
     pids = run.noted(3)
     run.process.kill()
     run.end()
-    assert gone(pids, within_s=120)
+    until_gone(pids)
     again = Run(folder, train="exit:0", orch="exit:0")
     assert again.end()[0] == 0
 
@@ -179,11 +170,7 @@ def test_semaphores_of_what_was_killed_are_removed(folder: Path, killed: str) ->
     assert semaphore.exists()
     os.kill(program if killed == "program" else run.process.pid, signal.SIGKILL)
     run.end()
-    assert gone([program], within_s=120)
-    deadline = time.monotonic() + 120
-    while semaphore.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not runs(program) and not semaphore.exists())
 
 
 def test_a_second_launcher_in_the_same_folder_is_refused_while_the_first_one_lasts(folder: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import END_S, ROOT
+from tests.e2e.runs import ROOT
+from tests.support import END_S
 
 
 def pip(*words: object) -> None:

@@ -4,16 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support import END_S
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent
-END_S = 500.0
-"""How long any run, server or step may take: long, since machines may be slow and busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +73,3 @@ def trained(preset: str, folder: Path, *words: object, **how: Any) -> Run:
     """A finished run of the preset."""
     done(preset, "--output_dir", folder, *words, **how)
     return Run(folder)
-
-
-def options(settings: Mapping[str, object]) -> list[str]:
-    """Words of a command line."""
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-
-
-def until(
-    reached: Callable[[], object],
-    *processes: "subprocess.Popen[Any]",
-    log: Callable[[], str] = str,
-) -> None:
-    """Returns when it holds; fails after END_S, or when one of the processes ends before."""
-    deadline_s = time.monotonic() + END_S
-    while not reached():
-        assert all(process.poll() is None for process in processes), f"a program has ended: {log()}"
-        assert time.monotonic() < deadline_s, f"it did not get that far within {END_S:g} s: {log()}"
-        time.sleep(0.05)

@@ -10,7 +10,8 @@ import httpx
 import yaml
 from grpo.transport.ports import free_port
 
-from tests.e2e.runs import ROOT, until
+from tests.e2e.runs import ROOT
+from tests.support import until
 
 
 @contextmanager

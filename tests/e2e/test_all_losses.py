@@ -18,9 +18,10 @@ from grpo.orchestrator.auxiliary.preferences.pairs import pair_record
 from grpo.transport.traces import trace_path
 
 from grpo.view.traces import rollout, rollouts_of
-from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run
+from tests.e2e.runs import PROGRAMS, ROOT, Run
 from tests.e2e.scripted_teachers import scripted_teachers
 from tests.grpo.view.served import served
+from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
 NUM_STEPS, BATCH_SIZE = 8, 32

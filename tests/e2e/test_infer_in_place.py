@@ -19,9 +19,9 @@ from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.runs import END_S
 from tests.infer.published import CANARY_IDS, TARGETS, logprobs_of
 from tests.infer.server_process import Server, running
+from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
 

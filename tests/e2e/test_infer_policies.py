@@ -22,8 +22,8 @@ from msgspec import structs
 from peft import PeftModel
 
 from tests.e2e.plain_server import KEY, MODEL, NUM_BATCHED_TOKENS, SCALES, Live, plain_server
-from tests.e2e.runs import until
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
+from tests.support import until
 
 pytestmark = pytest.mark.e2e
 
@@ -193,7 +193,7 @@ async def test_openais_routes_of_a_real_vllm_score_as_ours_do(live: Live) -> Non
     rows = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"Reverse: hello", b"Reverse: word", b"a b")]
     found = []
     for ours in (False, True):
-        teacher = ServedTeacher(settings, api_key=KEY, seq_len=512, ours=ours)
+        teacher = ServedTeacher(settings, api_key=KEY, ours=ours)
         try:
             found.append([await teacher.score(row, 1.0) for row in rows])
         finally:

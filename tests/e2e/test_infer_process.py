@@ -18,8 +18,8 @@ import pytest
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.ports import free_port
 
-from tests.e2e.runs import END_S, until
-from tests.infer.server_process import children_of, start, wait_until_gone
+from tests.infer.server_process import children_of, start
+from tests.support import END_S, until, until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos]
 
@@ -72,4 +72,4 @@ def test_a_server_that_loses_its_engine_or_cannot_make_one_ends_soon_and_leaves_
     assert without_engine.wait(END_S) == START_AGAIN
     assert refused.wait(END_S) == 1
     assert (tmp_path / "refused.log").read_text().splitlines()[-1].startswith("error: ")
-    wait_until_gone(pids)
+    until_gone(pids)

@@ -17,7 +17,8 @@ import pytest
 from grpo.transport.ports import free_port
 
 from tests.e2e.conftest import pip
-from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run, until
+from tests.e2e.runs import PROGRAMS, ROOT, Run
+from tests.support import END_S, until
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 pytestmark = pytest.mark.e2e

@@ -11,7 +11,8 @@ import pytest
 
 from tests.configs.test_reference import QUICK_START
 from tests.e2e.readme import command
-from tests.e2e.runs import END_S, PROGRAMS, ROOT, Run, done, grpo
+from tests.e2e.runs import PROGRAMS, ROOT, Run, done, grpo
+from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
 
@@ -43,7 +44,6 @@ def test_a_comparison_has_figures_and_pictures(compared: Path) -> None:
     sync, asynchronous = (arms[name]["mean"]["lag, largest"] for name in ("sync", "async"))
     assert sync == 0 < asynchronous
     assert (compared / "curves.png").exists()
-    assert (compared / "gantt.png").exists()
 
 
 def test_the_wheels_programs_are_there_and_their_modules_are_its_own(installed: Path, tmp_path: Path) -> None:

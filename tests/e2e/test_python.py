@@ -13,7 +13,8 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 from tests.e2e.readme import blocks
-from tests.e2e.runs import END_S, ROOT
+from tests.e2e.runs import ROOT
+from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
 SCRIPT, OPENED, *_ = blocks("python", (ROOT / "docs" / "python.md").read_text())

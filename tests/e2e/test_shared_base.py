@@ -21,8 +21,9 @@ from grpo.transport.errors import START_AGAIN
 from grpo.transport.run import create_run
 
 from tests.e2e.importer import CPU, anonymous_bytes, logprobs
-from tests.e2e.runs import END_S, ROOT, until
-from tests.infer.server_process import Server, running, wait_until_gone
+from tests.e2e.runs import ROOT
+from tests.infer.server_process import Server, running
+from tests.support import END_S, options, until, until_gone
 from tools.random_models import HUNDRED, make_random
 
 pytestmark = pytest.mark.e2e
@@ -170,8 +171,7 @@ def test_grpo_train_on_the_servers_base_proves_its_version_0_and_ends_with_75_wh
     log, server = exporting.folder.parent / "train.log", exporting.server
     settings = {"model": exporting.model, "output_dir": exporting.folder, "colocate": "true", "recipe": "fp32"}
     settings |= {"lora_rank": 8, "device": "cpu", "num_threads": 1, "optimizer": "adamw", "run_id": exporting.run_id}
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    with log.open("w") as file, child("grpo.trainer.cli", *words, stdout=file, stderr=file) as process:
+    with log.open("w") as file, child("grpo.trainer.cli", *options(settings), stdout=file, stderr=file) as process:
         try:
             published = exporting.folder / "broadcasts/step_000000/STABLE"
             until(published.exists, process, log=log.read_text)
@@ -180,7 +180,7 @@ def test_grpo_train_on_the_servers_base_proves_its_version_0_and_ends_with_75_wh
             engines = server.engine_pids()
             server.process.kill()
             server.process.wait()
-            wait_until_gone(engines)
+            until_gone(engines)
             assert process.wait(END_S) == START_AGAIN, log.read_text()
         finally:
             process.kill()

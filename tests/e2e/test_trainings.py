@@ -6,7 +6,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.e2e.runs import options, trained
+from tests.e2e.runs import trained
+from tests.support import options
 
 pytestmark = pytest.mark.e2e
 

@@ -18,8 +18,8 @@ from grpo.transport.status import read_status, server_of
 from grpo.transport.weights.store import PolicyReader
 
 from tests.chaos.launched import Launched
-from tests.e2e.runs import END_S
-from tests.infer.server_process import children_of, wait_until_gone
+from tests.infer.server_process import children_of
+from tests.support import END_S, until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_vers
             died_at = time.time()
             os.kill(pid, signal.SIGKILL)
             at_death = reader.latest() or 0
-            wait_until_gone([pid, *pids])
+            until_gone([pid, *pids])
             launched.until(lambda: (reader.latest() or 0) >= at_death + 3)
 
             launched.until(lambda: _answers(second) and newest_in_flight(second) > at_death)

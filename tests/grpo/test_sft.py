@@ -9,6 +9,7 @@ import pytest
 import torch
 from grpo.configs.errors import SettingsError
 from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.supervised import examples_of, fitting, rollouts_of, sample_of
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.errors import UserError
 from grpo.transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from grpo.cli import _command
 from grpo.commands.export import export
-from grpo.commands.sft import examples_of, fitting, rollouts_of, rows_of, sample_of, settings_of
+from grpo.commands.sft import rows_of, settings_of
 from grpo.commands.status import run_status
 from grpo.policy_version import open_version
 from grpo.view.data import curves

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import httpx
 import psutil
 from grpo.transport.ports import free_port
+
+from tests.support import options, until, until_gone
 
 START_S = 500.0
 GONE_S = 120.0
@@ -57,41 +58,25 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
-def wait_until_gone(pids: Sequence[int]) -> None:
-    """Returns when none of these processes runs any more; fails after GONE_S."""
-    deadline_s = time.monotonic() + GONE_S
-    while left := [pid for pid in pids if runs(pid)]:
-        assert time.monotonic() < deadline_s, f"{left} outlived the server"
-        time.sleep(0.05)
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process; a zombie is none."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
 def start(arguments: Mapping[str, object], *, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """`grpo-infer --key value …` with its output in `log`."""
-    words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), **environment}
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "grpo.infer.cli", *words], stdout=file, stderr=file, env=environment
+            [sys.executable, "-m", "grpo.infer.cli", *options(arguments)], stdout=file, stderr=file, env=environment
         )
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when /health answers; fails with the log's end when the process has ended or after START_S."""
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s and process.poll() is None:
+    """Returns when /health answers; fails with the log's end when the process has ended or after END_S."""
+
+    def answers() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"the server did not come up:\n{log.read_text()[-3000:]}")
+            return httpx.get(f"{url}/health", timeout=2).status_code == 200
+        return False
+
+    until(answers, process, log=lambda: log.read_text()[-3000:], poll_s=0.1)
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
@@ -121,5 +106,5 @@ def running(*, log: Path, api_key: str | None = None, **arguments: object) -> It
         if process.poll() is None:
             assert end(process) == 128 + signal.SIGTERM
             assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
-        wait_until_gone(pids)
+        until_gone(pids)
         shutil.rmtree(temporary)

@@ -80,14 +80,6 @@ async def dripping(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0.01)
 
 
-async def endless(request: web.Request) -> web.StreamResponse:
-    """Ever more bytes."""
-    response = web.StreamResponse()
-    await response.prepare(request)
-    while True:
-        await response.write(b" " * 65536)
-
-
 async def cut(request: web.Request) -> web.StreamResponse:
     """Half an answer, and the connection ends."""
     response = web.StreamResponse(headers={"Content-Length": "1000"})

@@ -1,11 +1,11 @@
 """`grpo-orch` as a process: exit codes and messages."""
 
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from grpo.orchestrator.inference.client import ServerError, ServersAway
 from grpo.transport.errors import START_AGAIN, PeerFailed
 
 from tests.orchestrator.fakes import MODEL, WORDS, FakeServer, settings_for
+from tests.support import until
 
 COMMAND = [sys.executable, "-m", "grpo.orchestrator.cli"]
 
@@ -52,11 +53,7 @@ def test_a_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals, code: 
         command = arguments(tmp_path, "--client.base_url", f'["{url}"]', "--client.timeout", "600")
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
-                deadline = time.monotonic() + 120
-                while not handles_sigterm(process):
-                    assert process.poll() is None, process.communicate()[1]
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
+                until(lambda: handles_sigterm(process), process)
                 if when == "while it waits for its server":
                     mute.accept()[0].close()
                 process.send_signal(number)

@@ -1,5 +1,4 @@
 import asyncio
-import gzip
 import json
 import time
 from typing import Any
@@ -17,7 +16,6 @@ from tests.orchestrator.chat_server import (
     completion,
     cut,
     dripping,
-    endless,
     says,
     status,
     text,
@@ -64,7 +62,6 @@ async def test_it_asks_and_reads_the_answer(chats: FakeChatServer) -> None:
     [
         (dripping, "timeout"),
         (cut, "unreachable"),
-        (endless, "nonsense"),
         (status(429), "error"),
         (status(302, Location="/v1/chat/completions"), "nonsense"),
         (status(307, Location="/v1/chat/completions"), "nonsense"),
@@ -107,18 +104,10 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(chats: Fake
     await endpoint.close()
 
 
-async def test_a_compressed_answer_is_not_unpacked(chats: FakeChatServer) -> None:
-    bomb = gzip.compress(b" " * 1_000_000)
-    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    chats.says["m"].append(says(lambda: web.Response(body=bomb, headers=headers)))
-    assert (await failure(chats.base_url)).reason == "nonsense"
-    assert chats.requests[0][0]["Accept-Encoding"] == "identity"
-
-
 async def test_the_key_goes_to_the_endpoint_and_into_no_message(
     chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SOME_KEY", KEY)
+    monkeypatch.setenv("SOME_KEY", f"{KEY}\n")  # as a mounted secret ends
     echo = "bad key " + "x" * (MAX_ECHO - len("bad key ") - 6) + KEY  # of which 6 characters would be shown
     told = json.dumps({"error": {"message": f"bad key {KEY}"}})
     for say in (status(401, told), status(401, echo), text(f"bad key {KEY}")):
@@ -140,10 +129,10 @@ async def test_what_this_machine_has_for_others_does_not_go_out(
 
 
 async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(chats: FakeChatServer) -> None:
-    chats.says["m"] += [status(503), status(429, Retry_After="1")]
+    chats.says["m"] += [status(503, Retry_After="0.01"), status(429, Retry_After="0.6")]  # else 0.5 s at most
     began_s = time.monotonic()
     assert (await asked(None, [chats.base_url.removesuffix("/v1")], retries=2)).text == "X"
-    assert time.monotonic() - began_s > 1
+    assert time.monotonic() - began_s > 0.6
     assert len(chats.requests) == 3
 
 

@@ -17,7 +17,8 @@ from grpo.orchestrator.workers.server import EnvironmentServer
 
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
-from tests.orchestrator.worker_pools import is_alive, pool_for, reason, rolled_out, says, scored, task, until_ended
+from tests.orchestrator.worker_pools import pool_for, reason, rolled_out, says, scored, task
+from tests.support import runs, until_gone
 
 KEY = "0123456789abcdef"
 
@@ -198,12 +199,11 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
             seen, *pids = [int(one.accuracy) for one in found if isinstance(one, EpisodeResult)]
             assert seen == 0
-            assert all(map(is_alive, pids))
+            assert all(map(runs, pids))
             program.send_signal(signal.SIGTERM)
             await until(lambda: program.poll() is not None)
         assert program.returncode == 143
-        for pid in pids:
-            until_ended(pid)
+        until_gone(pids)
     finally:
         program.kill()
         program.wait()

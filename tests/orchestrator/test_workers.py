@@ -18,15 +18,14 @@ from grpo.transport.importing import load_object
 
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
-    is_alive,
     pool_of,
     reason,
     rolled_out,
     says,
     scored,
     task,
-    until_ended,
 )
+from tests.support import runs, until_gone
 
 HOSTILE = """
 import asyncio, gc, os, signal, subprocess, sys, threading, time
@@ -247,8 +246,8 @@ async def test_closing_ends_the_worker_and_what_it_started_in_sessions_of_its_ow
             for one in ("pid", "escape")
             if isinstance(outcome := await scored(pool, one), EpisodeResult)
         ]
-        assert all(is_alive(int(pid)) for pid in pids)
-    assert not any(is_alive(int(pid)) for pid in pids)
+        assert all(runs(int(pid)) for pid in pids)
+    assert not any(runs(int(pid)) for pid in pids)
 
 
 OWNER = """
@@ -273,8 +272,7 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    for pid in pids:
-        until_ended(pid)
+    until_gone(pids)
 
 
 # --- what cannot work at all ---

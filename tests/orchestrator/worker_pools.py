@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -70,19 +69,3 @@ def says(*texts: str, seen: list[AnyCall] | None = None, wait: Callable[[], Any]
 def reason(outcome: EpisodeResult | Failure) -> str:
     """Why it failed; empty where it did not."""
     return outcome.reason if isinstance(outcome, Failure) else ""
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until_ended(pid: int) -> None:
-    """Fails where the process still runs after a while."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while is_alive(pid):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from grpo.configs.train import TrainSettings
 from grpo.trainer.distributed import ONE, Ranks
-from grpo.trainer.memory import Checkpointing
+from grpo.trainer.memory import ActivationCheckpointing
 from grpo.trainer.metrics import Metric, numbers_of, reduced, states_of
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.publishing import CanaryMaker
@@ -66,7 +66,7 @@ def tiny_policy(
     device: torch.device = CPU,
     ranks: Ranks = ONE,
     imported: ImportedBase | None = None,
-    checkpointing: Checkpointing | None = None,
+    checkpointing: ActivationCheckpointing | None = None,
     attention_kernel: str | None = None,
     **settings: Any,
 ) -> Policy:

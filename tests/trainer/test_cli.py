@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import grpo.trainer.startup
@@ -17,6 +16,7 @@ from grpo.transport.cores import NUMERIC_DEFAULTS
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.status import read_status
 
+from tests.support import until
 from tests.trainer.forked import forked, forks
 from tests.trainer.models import save_tiny_model
 
@@ -42,11 +42,11 @@ def test_a_rank_that_a_job_scheduler_has_set_makes_no_worker() -> None:
 def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path) -> None:
     model, output = save_tiny_model(tmp_path / "model"), tmp_path / "out"
     with forked(tmp_path / "logs", [*ARGUMENTS, "--model", str(model), "--output_dir", str(output)]) as trainer:
-        deadline = time.monotonic() + 120
-        while (read_status(output / "status" / "train.json") or {}).get("state") != "waiting":
-            assert time.monotonic() < deadline
-            assert trainer.process.is_alive(), trainer.stderr
-            time.sleep(0.05)
+        until(
+            lambda: (read_status(output / "status" / "train.json") or {}).get("state") == "waiting",
+            trainer.process,
+            log=lambda: trainer.stderr,
+        )
         assert trainer.process.pid is not None
         os.kill(trainer.process.pid, signal.SIGTERM)
         assert trainer.end() == 143  # it would have waited for its batch far longer

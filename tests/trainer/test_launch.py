@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from grpo.transport.run import RunFolder, create_run
 from grpo.transport.status import read_status
 from msgspec.structs import replace
 
-from tests.infer.server_process import runs
+from tests.support import runs, until, until_gone
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 
@@ -35,11 +34,11 @@ def trainer(model: Path, tmp_path: Path) -> Iterator[tuple[Forked, RunFolder]]:
     arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id]
     job = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
     with forked(tmp_path / "logs", arguments, **job) as launcher:
-        deadline = time.monotonic() + 120
-        while [status(run, rank)["state"] for rank in (0, 1)] != ["waiting", "waiting"]:
-            assert launcher.process.is_alive(), launcher.stderr
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(
+            lambda: all(status(run, rank)["state"] == "waiting" for rank in (0, 1)),
+            launcher.process,
+            log=lambda: launcher.stderr,
+        )
         yield launcher, run
 
 
@@ -75,7 +74,4 @@ def test_ranks_whose_launcher_is_killed_do_not_stay_behind(tiny_model: Path, tmp
     with trainer(tiny_model, tmp_path) as (launcher, run):
         pids = [status(run, rank)["pid"] for rank in (0, 1)]
         launcher.process.kill()
-        deadline = time.monotonic() + 60
-        while any(map(runs, pids)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until_gone(pids)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from grpo.trainer.errors import ModelError
-from grpo.trainer.memory import missing_for_compile, prepare_layers
+from grpo.trainer.errors import ModelError, OutOfMemory
+from grpo.trainer.memory import falling_back, missing_for_compile, prepare_layers, recorded_checkpointing
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import packed_tokens
 from grpo.transport.records import MicroBatch, Quantization
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy, tiny_settings
 
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
 
@@ -129,6 +129,34 @@ def test_compiling_without_a_compiler_is_refused_at_once(monkeypatch: pytest.Mon
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ModelError, match="compile"):
         prepare_layers([], "none", compile_layers=True, in_graph=False, device=CPU)
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({"recipe": "bf16"}, ("none", "selective", "full")),
+        ({"recipe": "fp32"}, ("none", "full")),
+        ({"recipe": "bf16", "colocate": True}, ("selective", "full")),
+        ({"gradient_checkpointing": True}, ("full",)),
+        ({"gradient_checkpointing": False}, ("none",)),
+        ({"gradient_checkpointing": "selective"}, ("selective",)),
+    ],
+)
+def test_a_step_that_does_not_fit_makes_each_further_start_keep_less(
+    changes: dict[str, Any], kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = tiny_settings(tmp_path, **changes)
+    for index, kind in enumerate(kinds):
+        used = recorded_checkpointing(settings, GPU, tmp_path)
+        assert used == kind
+        error = ModelError if index == len(kinds) - 1 else OutOfMemory
+        for _rank in range(2):  # each records the same
+            with pytest.raises(error, match="CUDA"), falling_back(settings, GPU, tmp_path, used=used):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+    assert recorded_checkpointing(settings, CPU, tmp_path) == (kinds[0] if len(kinds) == 1 else "none")
 
 
 @torch.library.custom_op("grpo_tests::attend", mutates_args=())

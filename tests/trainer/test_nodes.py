@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from grpo.transport.ports import free_port
 from grpo.transport.run import create_run
 from msgspec.structs import replace
 
+from tests.support import until
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 
@@ -46,10 +46,7 @@ class Nodes:
         self.sender.send(step, [[replace(batch, rank=rank)] for rank in (0, 1)])
 
     def wait_for(self, there: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 240
-        while not there():
-            assert time.monotonic() < deadline, [path.read_text() for path in self._logs.glob("*/stderr")]
-            time.sleep(0.05)
+        until(there, log=lambda: [path.read_text() for path in self._logs.glob("*/stderr")])
 
     def published(self) -> list[int]:
         return steps_in(self.run.broadcasts)

@@ -78,7 +78,7 @@ def test_damaged_manifests_and_questions_are_refused_or_read(kind: type[Record])
         BatchManifest(run_id="run", step=1, files=files).to_json(),
         PolicyManifest(run_id="run", version=1, spec=SPEC, files=files).to_json(),
         canary().to_json(),
-        Ask(run_id="run", rank=0, num_ranks=1, step=1, nonce=b"n").to_json(),
+        Ask(run_id="run", rank=0, num_ranks=1, step=1).to_json(),
     ]
     rng = random.Random(1)
     for _ in range(NUM_MANIFESTS // 4):

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from grpo.transport import shared_base
 from grpo.transport.errors import CorruptError, DeadlineError, SharedBaseError
 from grpo.transport.shared_base import NAME, CudaMemory, Entry, HostMemory, Memory, decode, export_base, import_base
 
+from tests.support import until
 from tests.transport.shared_base_child import FUSED, HALF, exported
 
 ROOT = Path(__file__).parents[2]
@@ -87,10 +87,7 @@ def test_an_importer_sees_its_exporter_end_keeps_the_pages_and_imports_from_the_
         base = import_base(tmp_path, DEVICE, timeout_s=60)
         for _ in range(20):
             import_base(tmp_path, DEVICE, timeout_s=60).connection.close()
-        deadline = time.monotonic() + 60
-        while len(list(Path(f"/proc/{first.pid}/fd").iterdir())) >= 15:  # importers that end cost it nothing
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(list(Path(f"/proc/{first.pid}/fd").iterdir())) < 15)  # importers that end cost it nothing
         assert base.exporter_lives
         with monkeypatch.context() as patched:
             patched.setattr(shared_base.os, "getuid", lambda: 12345)

@@ -1,22 +1,21 @@
 """Batches over ZeroMQ: each rank of the trainer asks the orchestrator for step n, and gets its bytes.
 
-    rank → sender   Ask, its signature
-    sender → rank   Answer, its signature, the messages
+    rank → sender   Ask
+    sender → rank   Answer, the messages
 
 A question stays open until the step is on the sender's disk. It is asked again after every connect, so that a restart
-of either side in any order loses nothing; answers to earlier questions are recognised by their nonce and ignored. What
-has no right signature gets no answer, and is no answer. Both sides exchange ZeroMQ heartbeats.
+of either side in any order loses nothing. Connections are encrypted with CURVE, on loopback too, and only holders of
+the run's key can make one. Both sides exchange ZeroMQ heartbeats.
 """
 
 import contextlib
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import zmq
@@ -26,13 +25,20 @@ from grpo.transport.batches.store import MADE_ANEW, decode_checked, parts_of
 from grpo.transport.codec import MAX_MESSAGE_BYTES
 from grpo.transport.errors import CorruptError, DeadlineError, StaleRunError, TransportError
 from grpo.transport.folders import Buffer, file_entry, map_file
-from grpo.transport.keys import SharedKey, is_loopback
+from grpo.transport.keys import SharedKey
 from grpo.transport.records import FileEntry, MicroBatch, Natural, Record, require
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
 _WAIT_MS = 200
 _MAX_ASK_BYTES = 4096
+_NO_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_OTHER_KEY = (
+    "what listens there has another key than this run's: give both programs one output_dir, or the same secret in the "
+    "environment variable that rollout_transport.key_var names"
+)
 
 
 class Ask(Record, frozen=True, kw_only=True):
@@ -43,39 +49,20 @@ class Ask(Record, frozen=True, kw_only=True):
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
     """Ranks that the trainer has now: what was split over more is divided among them."""
     step: Natural
-    nonce: bytes
 
     def __post_init__(self) -> None:
         require(self.rank < self.num_ranks, f"rank {self.rank} asks, of {self.num_ranks} ranks")
 
 
 class Answer(Record, frozen=True, kw_only=True):
-    """The answer to the question with the same nonce."""
+    """The answer to the question for this step."""
 
     kind: Literal["batch", "finished", "refused"]
-    nonce: bytes
+    step: Natural
     entries: tuple[FileEntry, ...] = ()
     """Size and digest of each message of the batch."""
     reason: str = ""
     """Why it is refused."""
-
-
-R = TypeVar("R", Ask, Answer)
-
-
-def _signed(said: Ask | Answer, key: SharedKey) -> list[bytes]:
-    frame = msgspec.msgpack.encode(said)
-    return [frame, key.sign(frame)]
-
-
-def _read(frames: Sequence[Buffer], key: SharedKey, kind: type[R]) -> R | None:
-    """What the other side says; None where it has no right signature, or cannot be understood."""
-    if len(frames) < 2 or not key.has_signed(bytes(frames[0]), bytes(frames[1])):
-        return None
-    try:
-        return msgspec.msgpack.decode(frames[0], type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
 
 
 def _new_socket(kind: int, *, max_bytes: int) -> zmq.Socket[bytes]:
@@ -101,15 +88,14 @@ class ZmqBatchSender(BatchSender):
     ) -> None:
         """`options` are those of every sender."""
         super().__init__(folder, **options)
-        self._key, self._received = key, dict.fromkeys(range(self._num_ranks), 0)
+        self._received = dict.fromkeys(range(self._num_ranks), 0)
         self._open: dict[int, tuple[bytes, Ask]] = {}
         """The question of each rank that has no answer yet, and from whom it came."""
         self._error: BaseException | None = None
         self._last_step: int | None = None
         self._closing = threading.Event()
         self._socket = _new_socket(zmq.ROUTER, max_bytes=_MAX_ASK_BYTES)
-        if not is_loopback(host):
-            key.encrypt(self._socket, serves=True)
+        key.encrypt(self._socket, serves=True)
         try:
             self._socket.bind(f"tcp://{_address(host, port)}")
         except zmq.ZMQError as error:
@@ -169,14 +155,15 @@ class ZmqBatchSender(BatchSender):
                     os.eventfd_read(self._news)
                 if self._socket in ready:
                     identity, *frames = self._socket.recv_multipart()
-                    if len(frames) == 2 and (ask := _read(frames, self._key, Ask)) is not None:
+                    try:
+                        ask = msgspec.msgpack.decode(b"".join(frames), type=Ask)
                         self._open[ask.rank] = identity, ask
-                    else:
-                        log.warning("a question for batches has no right signature; it gets no answer")
+                    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                        log.warning("a question for batches gets no answer: %s", error)
                 for rank, (identity, ask) in list(self._open.items()):
                     if (answered := self._answer(ask)) is not None:
-                        head = identity, *_signed(answered[0], self._key)
-                        self._socket.send_multipart([*head, *answered[1]], copy=False)
+                        answer, messages = msgspec.msgpack.encode(answered[0]), answered[1]
+                        self._socket.send_multipart([identity, answer, *messages], copy=False)
                         del self._open[rank]
         except BaseException as error:  # nobody is above a thread
             log.exception("the sender of batches serves the trainer no more")
@@ -191,12 +178,12 @@ class ZmqBatchSender(BatchSender):
                 self._received[part] = max(0, ask.step - 1)
             found = self._store.messages(ask.step, ask.rank, ask.num_ranks, read=map_file)
         except TransportError as error:
-            return Answer(kind="refused", nonce=ask.nonce, reason=str(error)), ()
+            return Answer(kind="refused", step=ask.step, reason=str(error)), ()
         if found is not None:
             entries = tuple(entry for _, entry in found)
-            return Answer(kind="batch", nonce=ask.nonce, entries=entries), [message for message, _ in found]
+            return Answer(kind="batch", step=ask.step, entries=entries), [message for message, _ in found]
         finished = self._store.finished_before(ask.step)
-        return (Answer(kind="finished", nonce=ask.nonce), ()) if finished else None
+        return (Answer(kind="finished", step=ask.step), ()) if finished else None
 
 
 class ZmqBatchReceiver(BatchReceiver):
@@ -213,13 +200,12 @@ class ZmqBatchReceiver(BatchReceiver):
         key: SharedKey,
     ) -> None:
         self._run_id, self._rank, self._num_ranks = run_id, rank, num_ranks
-        self._key, self._where = key, _address(host, port)
+        self._where = _address(host, port)
         self._socket = _new_socket(zmq.DEALER, max_bytes=MAX_MESSAGE_BYTES)
         self._socket.immediate = True  # questions are for a connection that is there
-        if not is_loopback(host):
-            key.encrypt(self._socket, serves=False)
-        self._lost = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        """Says that a connection was lost, and the question with it."""
+        key.encrypt(self._socket, serves=False)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _NO_HANDSHAKE)
+        """Tell that a connection was lost, and the question with it, or that none can be made."""
         self._socket.connect(f"tcp://{self._where}")
         self._asked: Ask | None = None
         """The question that has no answer yet."""
@@ -249,32 +235,45 @@ class ZmqBatchReceiver(BatchReceiver):
     def close(self) -> None:
         if not self._socket.closed:
             self._socket.disable_monitor()
-            self._lost.close()
+            self._events.close()
             self._socket.context.destroy(linger=0)
 
     def _ask(self, step: int) -> None:
         """Asks, where there is a connection."""
         place = {"rank": self._rank, "num_ranks": self._num_ranks}
-        ask = Ask(run_id=self._run_id, step=step, nonce=secrets.token_bytes(8), **place)
+        ask = Ask(run_id=self._run_id, step=step, **place)
         with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart(_signed(ask, self._key), zmq.NOBLOCK)
+            self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
             self._asked, self._state = ask, "connected"
 
     def _answer(self, step: int) -> tuple[Answer, Sequence[Buffer]] | None:
         """The answer to a question for `step`, or None where none has come within 0.2 s."""
-        while self._lost.poll(0):
-            zmq.utils.monitor.recv_monitor_message(self._lost)
-            self._asked, self._state = None, "not connected"
+        while self._events.poll(0):
+            self._on_event(zmq.utils.monitor.recv_monitor_message(self._events)["event"])
         if self._asked is None or self._asked.step != step:
             self._ask(step)
         if not self._socket.poll(_WAIT_MS):
             return None
-        frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-        if len(frames) < 2 or (answer := _read(frames, self._key, Answer)) is None:
-            self._state = f"what is there sends {len(frames)} frames without the run's key; give both one output_dir"
-            log.warning("%s: %s", self._where, self._state)
-            return None
-        if self._asked is None or answer.nonce != self._asked.nonce:
-            return None
+        head, *messages = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+        try:
+            answer = msgspec.msgpack.decode(head, type=Answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CorruptError(f"the orchestrator at {self._where} answers what cannot be read: {error}") from error
+        if answer.step != step:
+            return None  # it was asked earlier
         self._asked = None
-        return answer, frames[2:]
+        return answer, messages
+
+    def _on_event(self, event: int) -> None:
+        """Notes that there is no connection, and warns once where the key is the reason."""
+        self._asked = None
+        if event == zmq.EVENT_DISCONNECTED:
+            self._state = "not connected" if self._state == "connected" else self._state
+            return
+        if self._state != _OTHER_KEY:
+            self._state = _OTHER_KEY
+            log.warning("%s: %s", self._where, _OTHER_KEY)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # after which ZeroMQ tries no more by itself
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(f"tcp://{self._where}")
+            self._socket.connect(f"tcp://{self._where}")

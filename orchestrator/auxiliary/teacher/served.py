@@ -30,8 +30,6 @@ from grpo.transport.records import Float32, Int32
 
 log = logging.getLogger(__name__)
 
-BYTES_PER_TOKEN, BYTES_BESIDE = 1024, 1 << 20
-"""What an answer may have."""
 TRY_TIMEOUT_S = 60.0
 UNTIL_DEADLINE = 10**6
 """Tries, so many that the deadline comes first."""
@@ -46,8 +44,8 @@ _UNREADABLE = (
 class ServedTeacher:
     """One server or several that serve the same teacher."""
 
-    def __init__(self, settings: TeacherSettings, *, api_key: str | None, seq_len: int, ours: bool = False) -> None:
-        """`seq_len`: of the longest sample. `ours`: whether the servers are grpo-infer. Raises ValueError without an
+    def __init__(self, settings: TeacherSettings, *, api_key: str | None, ours: bool = False) -> None:
+        """`ours`: whether the servers are grpo-infer. Raises ValueError without an
         address."""
         name, client = settings.model.name, settings.client
         if name is None or not client.base_url:
@@ -66,7 +64,6 @@ class ServedTeacher:
             api_key=api_key,
             retries=UNTIL_DEADLINE,
             timeout_s=TRY_TIMEOUT_S,
-            max_bytes=BYTES_BESIDE + BYTES_PER_TOKEN * seq_len,
         )
 
     @property
@@ -76,7 +73,7 @@ class ServedTeacher:
 
     async def close(self) -> None:
         """Closes all connections."""
-        await self._client.close()
+        await self._client.aclose()
 
     async def score(self, token_ids: Int32, temperature: float) -> Float32:
         """By the server whose turn it is."""
@@ -97,7 +94,7 @@ class ServedTeacher:
         """[L]. Raises EndpointError, and of _UNREADABLE for an answer of another form."""
         if self.ours:
             own = {"version": None, "token_ids": ids, "temperature": temperature}
-            answer = await self._client.post("/policy/score", own, httpx.Response)
+            answer = await self._client.ask("/policy/score", own, httpx.Response)
             scored = msgspec.json.decode(answer.content, type=Scored)
             if scored.version is not None:
                 raise EndpointError("nonsense", f"it scored under version {scored.version}, expected its base model")
@@ -111,7 +108,7 @@ class ServedTeacher:
         # Of the one token that vLLM's completions must sample nothing is used.
         options = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "return_token_ids": True}
         body = {"model": self.model, "prompt": ids, **options}
-        [choice] = (await self._client.post("/v1/completions", body, httpx.Response)).json()["choices"]
+        [choice] = (await self._client.ask("/v1/completions", body, httpx.Response)).json()["choices"]
         if (entries := choice.get("prompt_logprobs")) is None:
             raise EndpointError("nonsense", "it gives no prompt_logprobs; only a server of vLLM's kind can teach")
         if len(entries) != len(ids) or choice.get("prompt_token_ids") not in (None, ids):
@@ -140,13 +137,13 @@ class ServedTeacher:
             reraise=True,
         )
         try:
-            info = json.loads(await retrying(self._client.get, f"{server}/policy/info", retries=0))
+            info = json.loads(await retrying(self._client.fetch, f"{server}/policy/info", retries=0))
             return True, int(info["max_model_len"])
         except EndpointError as error:
             if error.reason != "refused":  # refused: it has no such route
                 told = f"the teacher's server {server} did not come up in {wait_s:g} s: {error}"
                 raise EndpointError(error.reason, f"{told}; start it, or mend teacher_model.client.base_url") from None
-        listed = json.loads(await self._client.get(f"{server}/v1/models", retries=0))["data"]
+        listed = json.loads(await self._client.fetch(f"{server}/v1/models", retries=0))["data"]
         models: dict[str, Any] = {one["id"]: one for one in listed}
         if self.model not in models:
             raise EndpointError("refused", f"{server} does not serve {self.model!r}; it serves {sorted(models)}")
@@ -166,13 +163,12 @@ async def open_teacher(
     model_folder: Path,
     api_key: str | None,
     temperatures: Sequence[float],
-    seq_len: int,
     wait_s: float,
 ) -> ServedTeacher:
     """The teacher at `client.base_url`, once all of its servers are up, which may take `wait_s` seconds, serve it, and
     score at each of `temperatures`, at which the run samples, and its tokenizer has been compared with that of the
     policy in `model_folder`. Raises ValueError."""
-    teacher = ServedTeacher(settings, api_key=api_key, seq_len=seq_len)
+    teacher = ServedTeacher(settings, api_key=api_key)
     try:
         await teacher.inspect(wait_s=wait_s)  # a server on this machine has fetched its files then
         named = settings.model.tokenizer or teacher.model

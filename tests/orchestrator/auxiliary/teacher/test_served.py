@@ -16,7 +16,7 @@ from grpo.orchestrator.endpoints import EndpointError
 from grpo.transport.records import UNTAUGHT, Float32, Int32
 
 from tests.orchestrator.auxiliary.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
-from tests.orchestrator.chat_server import cut, endless
+from tests.orchestrator.chat_server import cut
 from tests.orchestrator.fakes import MODEL
 
 
@@ -34,7 +34,7 @@ async def server() -> AsyncIterator[FakeTeacher]:
 def teacher(*servers: str, api_key: str | None = None, timeout: float = 60.0) -> ServedTeacher:
     client = {"base_url": servers, "timeout": timeout}
     settings = TeacherSettings.model_validate({"model": {"name": "large"}, "client": client})
-    return ServedTeacher(settings, api_key=api_key, seq_len=100)
+    return ServedTeacher(settings, api_key=api_key)
 
 
 async def scored(by: ServedTeacher, *rows: Int32, temperature: float = 1.0) -> list[Float32]:
@@ -90,7 +90,6 @@ async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -
     [
         (answering(400), "refused", 1),
         (answering(200, text="<html>"), "nonsense", 1),
-        (endless, "nonsense", 1),
     ],
 )
 async def test_what_does_not_pass_ends_after_the_tries(
@@ -115,9 +114,7 @@ async def opened(
     model = {"name": name, "tokenizer": tokenizer}
     client = {"base_url": [one.url for one in servers]}
     settings = TeacherSettings.model_validate({"model": model, "client": client})
-    found = await open_teacher(
-        settings, model_folder=MODEL, api_key=None, temperatures=[temperature], seq_len=100, wait_s=wait_s
-    )
+    found = await open_teacher(settings, model_folder=MODEL, api_key=None, temperatures=[temperature], wait_s=wait_s)
     await found.close()
     return found
 
