@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
@@ -76,6 +76,35 @@ def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bo
     adapter, and once more with noise."""
     times = max(1, len(train.lora_adapters)) * (2 if norm_noise else 1)
     return times * (orch.max_off_policy_steps + 2)
+
+
+class AuxiliaryLoss(NamedTuple):
+    """Something besides rewards that a run can learn from."""
+
+    section: str
+    """Where the orchestrator's settings describe it."""
+    switch: str
+    """The settings that switch it on."""
+    weight: float
+    """0 where it is off."""
+    module: str
+    """Its module below `grpo.orchestrator.auxiliary`."""
+
+
+def auxiliary_losses(train: TrainSettings, orch: OrchSettings) -> list[AuxiliaryLoss]:
+    """Returns those that are on, and those that are described although they are off, in the order in which groups of
+    rollouts pass them."""
+    loss, hints, preferences, kl = train.loss, orch.hints, orch.preferences, orch.reward_shaping.reference_kl
+    switches = "loss.alpha_sdpo or hints.advantage_weight", "loss.beta_replay or preferences.advantage_weight"
+    by_hints, by_teachers = loss.alpha_sdpo or hints.advantage_weight, loss.beta_replay or preferences.advantage_weight
+    described = {"teacher_model": orch.teacher_model, "hints": hints.changed, "preferences": preferences.gives_pairs}
+    known = [
+        AuxiliaryLoss("reward_shaping", "reward_shaping.reference_kl", kl, "teacher.reference_kl"),
+        AuxiliaryLoss("teacher_model", "loss.teacher_tau", loss.teacher_tau, "teacher.distillation"),
+        AuxiliaryLoss("hints", switches[0], by_hints, "hints.hinting"),
+        AuxiliaryLoss("preferences", switches[1], by_teachers, "preferences.asking"),
+    ]
+    return [one for one in known if one.weight or described.get(one.section)]
 
 
 def _differing(programs: Mapping[str, Loaded[Any]], names: Iterable[str]) -> Found:

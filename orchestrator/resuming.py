@@ -32,18 +32,13 @@ class Progress:
     """What the ledger keeps with that batch; None before the first."""
     pools: Mapping[str, str] = field(default_factory=dict)
     """The pool of each example that was easy or hard after it, by key."""
-    costs: Mapping[str, Any] | None = None
-    """The state of the newest batch that ever left: what teachers have cost is not given back where a run goes back.
-    None where there is none."""
+    newest_state: Mapping[str, Any] | None = None
+    """The state of the newest batch ever shipped: going back to a checkpoint refunds no costs. None where there is
+    none."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
     """Of the batches whose version may not have been written down yet. None: a new run."""
-
-    @property
-    def artifacts(self) -> Mapping[str, Any] | None:
-        """How many draws each artifact store had made after that batch. None: a new run."""
-        return (self.state or {}).get("artifacts", {}) if self.resumed else None
 
     @property
     def resumed(self) -> bool:
@@ -67,7 +62,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
             f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "
             f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
         )
-    state, costs = ledger.state_after(step), ledger.newest_state()
+    state, newest = ledger.state_after(step), ledger.newest_state()
     if state is None and step > 0:
         raise RunFolderError(
             f"the run in {run.path} goes on after batch {step}, and {ledger.path.name} has no state after it: put back "
@@ -82,7 +77,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         num_groups=num_groups,
         state=state,
         pools=ledger.pools(),
-        costs=costs,
+        newest_state=newest,
         first_version=first_version,
         metrics=ledger.metrics(),
     )

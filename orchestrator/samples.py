@@ -1,14 +1,63 @@
 """Scored rollouts to training samples: ids and log-probabilities as the server gave them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 from grpo.orchestrator.advantage import Credit, StepKey
-from grpo.orchestrator.auxiliary.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
 from grpo.orchestrator.filters import Filter
-from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.rollouts.records import EpisodeResult, StepEvidence, TrainingRow
 from grpo.transport.records import Float32, TrainingSample
+
+RowKey = tuple[str, int]
+"""(rollout id, index of the row)"""
+
+
+@dataclass(slots=True)
+class ScoredGroup:
+    """A group's rollouts with their rewards, on the way to credit. Hooks change it in place."""
+
+    results: list[EpisodeResult]
+    """All that have a reward, as their environment gave it: the baseline is of these."""
+    found: Sequence[str] = ()
+    """The name of a filter for each rollout in which it found something."""
+    withheld: dict[str, str] = field(default_factory=dict)
+    """Why rollouts are not trained although they count in the baseline, by id: a filter for example."""
+    credited: list[EpisodeResult] = field(default_factory=list)
+    """The results as credit sees them, in the same order: their rewards are shaped."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Why rollouts have been taken out of the results, by id."""
+    added: dict[StepKey, Float32] = field(default_factory=dict)
+    """[L] on top of a step's advantage, for its sampled tokens."""
+    evidence: dict[StepKey, StepEvidence] = field(default_factory=dict)
+    """Why, for a credit of the user's own."""
+    fields: defaultdict[RowKey, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """Optional fields of the training sample that is made of a row."""
+    hint_texts: dict[StepKey, str] = field(default_factory=dict)
+    """For traces: what would have helped at a step."""
+
+    def __post_init__(self) -> None:
+        self.credited = self.credited or list(self.results)
+
+    @property
+    def trained(self) -> list[EpisodeResult]:
+        """The results that are not withheld."""
+        return [result for result in self.results if result.id not in self.withheld]
+
+    def drop(self, reasons: Mapping[str, str]) -> None:
+        """Takes rollouts out, by id, with the reason for each."""
+        self.dropped |= reasons
+        self.withheld = {rollout_id: why for rollout_id, why in self.withheld.items() if rollout_id not in reasons}
+        self.results = [one for one in self.results if one.id not in reasons]
+        self.credited = [one for one in self.credited if one.id not in reasons]
+
+    def add_evidence(self, key: StepKey, advantages_L: Float32, **evidence: Any) -> None:
+        """Adds to a step's advantage, and lets credit see why: `evidence` are fields of StepEvidence."""
+        self.added[key] = self.added[key] + advantages_L if key in self.added else advantages_L
+        self.evidence[key] = msgspec.structs.replace(self.evidence.get(key, StepEvidence()), **evidence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,26 +72,20 @@ class FinishedGroup:
     """The name of a filter for each rollout in which it found something."""
     withheld: Mapping[str, str]
     """What keeps a rollout out of the loss, a filter for example, by the rollout's id."""
-    hinted: HintedGroup = NO_HINTS
-    """What became of its rollouts' errors."""
-
-    @property
-    def hints(self) -> list[GivenHint]:
-        """Those that go with the samples."""
-        return [one for one in self.hinted.given if one.rollout_id.partition(".")[0] not in self.withheld]
+    hint_texts: Mapping[StepKey, str] = field(default_factory=dict)
+    """For traces: what would have helped at a step."""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Why rollouts that had a reward are not among the results, by id."""
 
     @property
     def oldest_version(self) -> int:
-        """Of all that sampled any of its rollouts: the one that makes out its lag."""
+        """The oldest policy version that sampled any token of the group; its lag counts from it."""
         return min(result.versions[0] for result in self.results)
 
     @property
     def trained(self) -> list[str]:
         """Ids of the rollouts that are trained."""
         return list(dict.fromkeys(sample.rollout_id for sample in self.samples))
-
-
-NOTHING_ADDED: Mapping[StepKey, Float32] = {}
 
 
 def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> tuple[list[str], dict[str, str]]:
@@ -58,28 +101,31 @@ def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> 
     return found, withheld
 
 
-def finish_group(
-    results: Sequence[EpisodeResult],
-    credit: Credit,
-    *,
-    group: str,
-    found: Sequence[str] = (),
-    withheld: Mapping[str, str] | None = None,
-    hinted: HintedGroup = NO_HINTS,
-    added: Mapping[StepKey, Float32] = NOTHING_ADDED,
-) -> FinishedGroup:
-    """Advantages by all of a group's rollouts, samples of those that are not `withheld`. A rollout that is kept out of
-    the loss is not sent at all: without loss tokens it would cost the trainer time and change nothing. `added`: what
-    goes on top of a step's advantage, [L] for its sampled tokens."""
-    samples = training_samples(results, credit, group=group, hints=hinted.hints, added=added)
-    withheld = withheld or {}
+def finish_group(scored: ScoredGroup, credit: Credit, *, group: str) -> FinishedGroup:
+    """Returns advantages by all of a group's rollouts as samples of those that are not withheld. A rollout that is kept
+    out of the loss is not sent at all: without loss tokens it would cost the trainer time and change nothing."""
+    credited = [_with_evidence(result, scored.evidence) for result in scored.credited]
+    advantages: dict[StepKey, float | Float32] = dict(credit(credited)) if credited else {}
+    advantages |= {key: advantages[key] + extra for key, extra in scored.added.items()}
     return FinishedGroup(
-        results=results,
-        samples=[sample for sample in samples if sample.rollout_id not in withheld],
-        found=found,
-        withheld=withheld,
-        hinted=hinted,
+        results=scored.results,
+        samples=training_samples(scored.trained, advantages, group=group, fields=scored.fields),
+        found=scored.found,
+        withheld=scored.withheld,
+        hint_texts={key: text for key, text in scored.hint_texts.items() if root_id(key[0]) not in scored.withheld},
+        dropped=scored.dropped,
     )
+
+
+def _with_evidence(result: EpisodeResult, found: Mapping[StepKey, StepEvidence]) -> EpisodeResult:
+    """Returns the rollout and all that it spawned, their steps with what was found."""
+    if not found:
+        return result
+    steps = tuple(
+        msgspec.structs.replace(step, evidence=found.get((result.id, index))) for index, step in enumerate(result.steps)
+    )
+    children = tuple(_with_evidence(child, found) for child in result.children)
+    return msgspec.structs.replace(result, steps=steps, children=children)
 
 
 def unfit(samples: Sequence[TrainingSample]) -> str | None:
@@ -98,28 +144,46 @@ def unfit(samples: Sequence[TrainingSample]) -> str | None:
 
 def training_samples(
     results: Sequence[EpisodeResult],
-    credit: Credit,
+    advantages: Mapping[StepKey, float | Float32],
     *,
     group: str,
-    hints: Hints = NO_HINTS.hints,
-    added: Mapping[StepKey, Float32] = NOTHING_ADDED,
+    fields: Mapping[RowKey, Mapping[str, Any]] | None = None,
 ) -> list[TrainingSample]:
-    """Of all rows of a group's rollouts and of those that they spawned. A sample bears the id of the rollout that the
-    group began with: that is what is trained or dropped as a whole."""
-    advantages: dict[StepKey, float | Float32] = dict(credit(results))
-    advantages |= {key: advantages[key] + extra for key, extra in added.items()}
+    """Returns a sample for each row of a group's rollouts and of those that they spawned; each turn's tokens have their
+    step's advantage. A sample bears the id of the rollout that the group began with: that is what is trained or dropped
+    as a whole. `fields`: optional ones of the samples."""
     return [
         sample
         for root in results
         for result in root.walk()
-        for sample in _samples(result, advantages, hints, group=group, rollout_id=root.id)
+        for sample in _samples(result, advantages, fields or {}, group=group, rollout_id=root.id)
     ]
 
 
+def numbered_rows(
+    results: Iterable[EpisodeResult],
+) -> Iterator[tuple[EpisodeResult, RowKey, EpisodeResult, TrainingRow]]:
+    """Yields every row of rollouts and of those that they spawned, as (rollout of the group, key of the row, rollout
+    that it is of, row)."""
+    for root in results:
+        for result in root.walk():
+            for index, row in enumerate(result.rows):
+                yield root, (result.id, index), result, row
+
+
+def root_id(rollout_id: str) -> str:
+    """The id of the rollout that a group began with, by that of one that it may have spawned: `3/1` for `3/1.0.2`."""
+    return rollout_id.partition(".")[0]
+
+
 def _samples(
-    result: EpisodeResult, advantages: Mapping[StepKey, float | Float32], hints: Hints, *, group: str, rollout_id: str
+    result: EpisodeResult,
+    advantages: Mapping[StepKey, float | Float32],
+    fields: Mapping[RowKey, Mapping[str, Any]],
+    *,
+    group: str,
+    rollout_id: str,
 ) -> Iterator[TrainingSample]:
-    """A sample for each row: each turn's tokens have their step's advantage."""
     for number, row in enumerate(result.rows):
         by_turn = {turn.index: advantages[result.id, step] for turn, step in zip(row.turns, row.steps, strict=True)}
         single, first = len(by_turn) == 1, next(iter(by_turn.values()))  # then one number stands for all tokens
@@ -130,11 +194,11 @@ def _samples(
             advantages=first if single and isinstance(first, float) else row.spread(by_turn),
             temperatures=result.steps[row.steps[0]].temperature if single else row.temperatures,
             policy_versions=row.versions,
-            hint=hints.get((result.id, number)),
             env=result.task.env,
             group_id=group,
             rollout_id=rollout_id,
             reward=result.step_reward(row.steps[-1]),
             stop_reason=row.turns[-1].finish_reason,
             adapter=result.steps[row.steps[-1]].adapter,
+            **fields.get((result.id, number), {}),
         )

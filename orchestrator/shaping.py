@@ -1,26 +1,23 @@
-"""Reward shaping before advantages are computed, and advantages that need the whole batch.
-
-Legend: `L` tokens of one row, `S` samples of a batch.
-"""
+"""Reward shaping before advantages are computed, and advantages that need the whole batch."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 from grpo.configs.orch import OrchSettings
 from grpo.configs.rollouts import AnyAdvantage
-from grpo.orchestrator.advantage import ROUNDING, constant_credit
-from grpo.orchestrator.auxiliary.teacher.scoring import Teaching
+from grpo.orchestrator.advantage import ROUNDING
+from grpo.orchestrator.hooks import Hook
+from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.rollouts.records import EpisodeResult, NotFinite, TooLarge
-from grpo.orchestrator.samples import FinishedGroup, training_samples
+from grpo.orchestrator.samples import FinishedGroup, ScoredGroup
 from grpo.transport.records import Float32, TrainingSample
 from numpy.typing import NDArray
 
-Estimator = Literal["k1", "k2", "k3"]
 BASELINES = "baselines"
 """The key of the state that is kept with a batch."""
 
@@ -32,103 +29,59 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, interval: int) -> floa
     return -min(1.0, max(0.0, over / interval))
 
 
-def kl_estimates(policy_L: Float32, reference_L: Float32, estimator: Estimator) -> NDArray[np.float64]:
-    """Estimates of KL(policy ‖ reference) [L] of tokens that the policy sampled, from their log-probabilities (Schulman
-    2020, "Approximating KL divergence"), with d = policy - reference: k1 = d, k2 = d² / 2, k3 = exp(-d) - 1 + d."""
-    d = policy_L.astype(np.float64) - reference_L
-    if estimator == "k1":
-        return d
-    return d * d / 2 if estimator == "k2" else np.expm1(-d) + d
+class RewardTerm(Hook):
+    """Adds something to the rewards that credit sees. In metrics and traces they stay what the environment gave."""
 
+    metric: str
+    """The mean over rollouts and roles of what it adds."""
+    _sum, _num = 0.0, 0
 
-class RewardShaping:
-    """The terms that the settings' `reward_shaping` adds to rewards. Rewards in metrics and traces stay what the
-    environment gave."""
-
-    def __init__(self, settings: OrchSettings, reference: Teaching | None = None) -> None:
-        """`reference`: the base model, where the KL to it is taken off."""
-        self._chosen, self._reference = settings.reward_shaping, reference
-        self._max_tokens = settings.sampling.max_tokens or settings.seq_len
-        self._totals: defaultdict[str, list[float]] = defaultdict(list)
-
-    async def shaped(self, results: Sequence[EpisodeResult]) -> tuple[list[EpisodeResult], dict[str, str]]:
-        """Results with the rewards that advantages are made of, and by rollout id the reason why the others have
-        none."""
-        shaped, failed = list(results), dict[str, str]()
-        if self._chosen.overlong_interval is not None:
-            shaped = self._each_less(shaped, self._overlong, "reward/overlong_penalty", failed)
-            results = [result for result in results if result.id not in failed]
-        if self._reference is not None:
-            samples = training_samples(results, constant_credit, group="")
-            scored, failures = await self._reference.teach(samples)
-            failed |= {rollout_id: f"reference_{error.reason}" for rollout_id, error in failures.items()}
-            penalties = _penalties(results, scored, failed, self._chosen.reference_kl_estimator)
-            coefficient = self._chosen.reference_kl
-
-            def off(result: EpisodeResult, role: str) -> float:
-                return -coefficient * penalties[result.id, role]
-
-            kept = [result for result in shaped if result.id not in failed]
-            shaped = self._each_less(kept, off, "reward/reference_kl_penalty", failed)
-        return shaped, failed
-
-    def _each_less(
-        self,
-        results: Sequence[EpisodeResult],
-        of: Callable[[EpisodeResult, str], float],
-        metric: str,
-        failed: dict[str, str],
-    ) -> list[EpisodeResult]:
-        """Each by `_less`. Those whose reward is none any more are told in `failed`."""
-        made = []
-        for result in results:
+    def add_to(self, group: ScoredGroup, term: Callable[[EpisodeResult, str], float]) -> None:
+        """Adds `term(result, role)` to the rewards of each role that acted, in all rollouts and in those that they
+        spawned. A rollout whose reward cannot be trained on then is dropped."""
+        changed, failed = list[EpisodeResult](), dict[str, str]()
+        for result in group.credited:
             try:
-                made.append(self._less(result, of, metric))
+                changed.append(self._with(result, term))
             except NotFinite as error:
                 failed[result.id] = "reward_too_large" if isinstance(error, TooLarge) else "reward_not_finite"
-        return made
+        group.drop(failed)
+        group.credited = changed
 
-    def metrics(self) -> dict[str, float]:
-        """Means over rollouts and roles since the last call of what was added to rewards."""
-        means = {name: math.fsum(values) / len(values) for name, values in self._totals.items()}
-        self._totals.clear()
-        return means
+    def figures(self) -> Figures:
+        """Returns the mean of what was added."""
+        return Figures(means={self.metric: (self._sum, self._num)})
 
-    def _overlong(self, result: EpisodeResult, role: str) -> float:
-        """Returns the penalty for the role's longest answer."""
-        longest = max(len(step.completion.token_ids) for step in result.steps if step.role == role)
-        interval = self._chosen.overlong_interval
-        assert interval is not None
-        return overlong_penalty(longest, max_tokens=self._max_tokens, interval=interval)
-
-    def _less(self, result: EpisodeResult, of: Callable[[EpisodeResult, str], float], metric: str) -> EpisodeResult:
-        """The result and all that it spawned, with what `of` says added to the rewards of roles that acted."""
-        added = {role: of(result, role) for role in result.roles}
-        self._totals[metric] += added.values()
+    def _with(self, result: EpisodeResult, term: Callable[[EpisodeResult, str], float]) -> EpisodeResult:
+        added = {role: term(result, role) for role in result.roles}
+        self._sum, self._num = self._sum + math.fsum(added.values()), self._num + len(added)
         rewards = {role: reward + added.get(role, 0.0) for role, reward in result.rewards.items()}
-        children = tuple(self._less(child, of, metric) for child in result.children)
+        children = tuple(self._with(child, term) for child in result.children)
         return msgspec.structs.replace(result, rewards=rewards, children=children)
 
 
-def _penalties(
-    results: Sequence[EpisodeResult], scored: Sequence[TrainingSample], failed: Mapping[str, str], estimator: Estimator
-) -> dict[tuple[str, str], float]:
-    """The KL of all tokens of a role in a rollout, summed, by (rollout id, role). `scored`: the samples of all rows of
-    the results that have not failed, in their order."""
-    sums: defaultdict[tuple[str, str], float] = defaultdict(float)
-    samples: Iterator[TrainingSample] = iter(scored)
-    for root in results:
-        if root.id in failed:
-            continue
-        for result in root.walk():
-            for row in result.rows:
-                reference = next(samples).teacher_logprobs
-                assert reference is not None
-                for turn, step in zip(row.turns, row.steps, strict=True):
-                    own = slice(turn.begins, turn.ends)
-                    estimates = kl_estimates(row.logprobs[own], reference[own], estimator)
-                    sums[result.id, result.steps[step].role] += float(estimates.sum())
-    return sums
+class OverlongPenalty(RewardTerm):
+    """Takes DAPO's penalty for long answers off rewards."""
+
+    metric = "reward/overlong_penalty"
+
+    def __init__(self, settings: OrchSettings) -> None:
+        """`settings` with `reward_shaping.overlong_interval`."""
+        self._max_tokens = settings.sampling.max_tokens or settings.seq_len
+        self._interval = settings.reward_shaping.overlong_interval or 0
+
+    async def before_credit(self, group: ScoredGroup) -> None:
+        """Penalises each role by its longest answer."""
+        self.add_to(group, self._penalty)
+
+    def _penalty(self, result: EpisodeResult, role: str) -> float:
+        longest = max(len(step.completion.token_ids) for step in result.steps if step.role == role)
+        return overlong_penalty(longest, max_tokens=self._max_tokens, interval=self._interval)
+
+
+def shaping_hooks(settings: OrchSettings) -> list[Hook]:
+    """Returns the reward terms that the settings ask for and that need nobody else."""
+    return [] if settings.reward_shaping.overlong_interval is None else [OverlongPenalty(settings)]
 
 
 # --- advantages of a batch ---

@@ -64,7 +64,8 @@ def _activate_newest(major: int) -> str:
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Layout], torch.Tensor]
-"""[U, H, D] queries, keys and values (fewer heads in the last two), the scale and the layout → [U, H, D]."""
+"""Takes [U, H, D] queries, keys and values (fewer heads in the last two), the scale and the layout; returns [U, H,
+D]."""
 
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
@@ -76,32 +77,32 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, la
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     ends, longest = layout.boundaries, layout.longest
     output: Any = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
-    attended: torch.Tensor = output.index_select(0, layout.kept) if layout.shares else output
+    attended: torch.Tensor = output.index_select(0, layout.unique) if layout.shares else output
     return attended
 
 
 def _repeated(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """[U, H, D] → [T, H, D]. The gradients of a shared token are summed in float32 before they are rounded once: 64
-    samples of a group, summed in bfloat16, would lose a percent of the prompt's gradient."""
-    repeated: torch.Tensor = _Repeat.apply(tensor, layout.source)  # type: ignore[no-untyped-call]
+    """Returns [T, H, D] of [U, H, D]. The gradients of a shared token are summed in float32 before they are rounded
+    once: 64 samples of a group, summed in bfloat16, would lose a percent of the prompt's gradient."""
+    repeated: torch.Tensor = _Repeat.apply(tensor, layout.inverse)  # type: ignore[no-untyped-call]
     return repeated
 
 
 class _Repeat(torch.autograd.Function):
-    """index_select whose backward pass accumulates in float32."""
+    """An index_select whose backward pass accumulates in float32."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(source)
+    def forward(ctx: Any, tensor: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
         ctx.num_rows = len(tensor)
-        return tensor.index_select(0, source)
+        return tensor.index_select(0, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (source,) = ctx.saved_tensors
+        (inverse,) = ctx.saved_tensors
         accumulated = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=accumulated, device=grad.device)
-        return total.index_add_(0, source, grad.to(accumulated)).to(grad.dtype), None
+        return total.index_add_(0, inverse, grad.to(accumulated)).to(grad.dtype), None
 
 
 def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
@@ -150,8 +151,9 @@ def _for_transformers(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]
         s_aux: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[1, H, U, D] each (fewer heads in key and value) → [1, U, H, D]. Raises `ModelError` for what the kernels do
-        not compute: a window below the longest sample, capped scores, sinks, a mask of the model's own."""
+        """Takes [1, H, U, D] each (fewer heads in key and value) and returns [1, U, H, D]. Raises `ModelError` for what
+        the kernels do not compute: a window below the longest sample, capped scores, sinks, a mask of the model's
+        own."""
         who = type(module).__name__
         if sliding_window is not None:
             check_window(sliding_window, layout.longest, who)

@@ -1,4 +1,4 @@
-"""What a step's micro-batches hold, checked against what this trainer can train."""
+"""Checks a step's micro-batches against what this trainer can train, and counts what they hold."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from grpo.transport.records import MicroBatch
 
 
 class StepCounts(NamedTuple):
-    """What micro-batches hold for each loss term: the normalisers, once summed over the ranks."""
+    """Counts of what micro-batches hold for each loss term. Summed over the ranks they are the losses' normalisers."""
 
     loss_tokens: int
     samples: int
-    """Those with loss tokens."""
+    """Samples with loss tokens."""
     hint_tokens: int
     pairs: int
 
@@ -46,7 +46,7 @@ def check_step(
     settings: LossSettings,
     num_adapters: int = 1,
 ) -> None:
-    """Raises `BatchError` where this trainer cannot train one rank's micro-batches of a step."""
+    """Raises `BatchError` if this trainer cannot train one rank's micro-batches of a step."""
     for batch in batches:
         for problem in (
             *_size_problems(batch, sequence_len, vocab_size, num_adapters),
@@ -94,8 +94,9 @@ def _size_problems(batch: MicroBatch, sequence_len: int, vocab_size: int, num_ad
 
 
 def _term_problems(batch: MicroBatch, settings: LossSettings) -> Iterator[str]:
-    """Data without a weight would be ignored silently, and a teacher's weight without its data have no effect. Hints
-    and pairs may be missing: not every step has any."""
+    """Returns what does not fit between data and weights: data without a weight would be ignored silently, and a
+    teacher's weight without its data would have no effect. Hints and pairs may be missing, because not every step has
+    any."""
     teacher = batch.teacher_logprobs is not None
     brought = (
         ("alpha_sdpo", len(batch.hints), f"{len(batch.hints)} hints"),

@@ -1,9 +1,9 @@
-"""Checkpoints: `checkpoints/step_000012/trainer/` with the state after step 12, written beside the next step, and from
-which one a run goes on.
+"""Writes checkpoints, `checkpoints/step_000012/trainer/` with the state after step 12, beside the next step, and finds
+the one that a run resumes from.
 
 One safetensors file for each part of the state, `manifest.json` with everything else, and `STABLE`, written last, with
 the manifest's digest. The folder appears whole or not at all, and is never written twice. Tensors are whole, so that
-any number of ranks can go on from them (why not torch.distributed.checkpoint: docs/checkpoints.md).
+any number of ranks can resume from them (why not torch.distributed.checkpoint: docs/checkpoints.md).
 """
 
 import logging
@@ -45,14 +45,14 @@ log = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 _OTHER_WEIGHTS = frozenset({"learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps", "gpus", "nodes"})
-"""Settings that may change, and give steps that are trained again other weights than are published, or batches other
-ranks."""
+"""Settings that may change, but make steps that are trained again differ from the versions already published, or divide
+batches among other ranks."""
 Parts = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors in main memory, by the name of their part: `weights`, `optimizer`, `average`."""
 
 
 class Checkpoint(Manifest, frozen=True, kw_only=True):
-    """What a checkpoint's manifest says. Example: ``Checkpoint(run_id="5f0c", step=12, base_model="9a1…",
+    """The content of a checkpoint's manifest. Example: ``Checkpoint(run_id="5f0c", step=12, base_model="9a1…",
     settings={"seed": 42}, metrics=None, written="…", versions={"torch": "2.13.0"}, files={})``"""
 
     run_id: str
@@ -63,23 +63,23 @@ class Checkpoint(Manifest, frozen=True, kw_only=True):
     settings: dict[str, Any]
     """All settings of the trainer, as JSON."""
     metrics: dict[str, float] | None
-    """Those of the step; None for step 0."""
+    """Metrics of the step; None for step 0."""
     written: str
-    """When, as in ISO 8601."""
+    """When it was written, as in ISO 8601."""
     versions: dict[str, str]
-    """Of libraries."""
+    """Versions of libraries."""
     files: dict[str, FileEntry]
 
 
 Resumed = tuple[Checkpoint, Parts]
-"""What is read of a checkpoint."""
+"""A checkpoint that was read."""
 
 
 def state_parts(
     policy: Policy, optimizer: Optimizer, average: MovingAverage | None, ranks: Ranks
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns copies in main memory of what continues a training bit for bit, in which nothing is random; on other
-    ranks than the main one nothing. Collective."""
+    """Returns copies in main memory of everything that training needs to continue bit for bit; empty on ranks other
+    than the main one. Collective."""
     return {
         "weights": host_copies(policy.named_parameters, ranks),
         "optimizer": optimizer.state_tensors(),
@@ -88,8 +88,8 @@ def state_parts(
 
 
 def restore(parts: Parts, policy: Policy, optimizer: Optimizer, average: MovingAverage | None) -> None:
-    """Takes up what `state_parts` gave on the main rank of any number of ranks. Raises `ResumeError`, and has changed
-    nothing then, where those are other weights."""
+    """Restores what `state_parts` returned on the main rank of any number of ranks. Raises `ResumeError`, before
+    anything is changed, if those are other weights."""
     _check_same(policy, parts["weights"], "other weights")
     if average is not None:
         _check_same(policy, parts.get("average", {}), "a moving average of other weights")
@@ -132,8 +132,8 @@ class CheckpointStore:
         return steps_in(self._folder, part=TRAINER)
 
     def write(self, step: int, parts: Parts, **fields: Any) -> None:
-        """Makes the state after `step` visible, whole, with those `fields` of `Checkpoint` that only the trainer knows.
-        Raises `StorageError`; nothing of it is visible then."""
+        """Makes the state after `step` visible, whole or not at all, with those `fields` of `Checkpoint` that only the
+        trainer knows. Raises `StorageError`."""
         files = {f"{part}{_SUFFIX}": _file(tensors) for part, tensors in parts.items() if tensors}
         fields |= {"run_id": self._run_id, "step": step, "versions": library_versions()}
         fields["written"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -161,7 +161,7 @@ class CheckpointStore:
         return checkpoint, {name.removesuffix(_SUFFIX): load_file(folder / name) for name in checkpoint.files}
 
     def remove_old(self, *, keep_last: int | None, keep_interval: int | None) -> None:
-        """Removes those that need not be kept. What cannot be removed stays, with a warning."""
+        """Removes checkpoints that need not be kept. Logs a warning if one cannot be removed."""
         try:
             for step in removable(self.steps(), keep_last=keep_last, keep_interval=keep_interval):
                 remove_folder(step_folder(self._folder, step))
@@ -169,22 +169,23 @@ class CheckpointStore:
             log.warning("old checkpoints stay: %s", error)
 
     def remove_leftovers(self) -> None:
-        """Removes what a killed writer left half done."""
+        """Removes half-written folders of a writer that was killed."""
         for leftover in (*self._folder.glob(f"step_*/.{TRAINER}.*.tmp"), *self._folder.glob(".step_*.tmp")):
             shutil.rmtree(leftover)
 
 
 def _file(tensors: Mapping[str, torch.Tensor]) -> Content:
-    """A file's content, made when it is written, so that no two are in memory at once."""
+    """Returns a file's content, made when it is written, so that no two are in memory at once."""
     return lambda: (save(dict(sorted(tensors.items()))),)
 
 
 def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: AbstractSet[str]) -> Resumed | None:
-    """Returns the newest checkpoint, or the one that `ckpt.resume_step` names; None where there is none yet: the seed
-    determines the state that the run began with. `changed` are the keys of settings that differ from the earlier start.
+    """Returns the newest checkpoint, or the one that `ckpt.resume_step` names; None if there is none yet, because the
+    seed determines the state that the run began with. `changed` are the keys of settings that differ from the earlier
+    start.
 
-    What came after the checkpoint is set aside where the run goes back to it, or where the settings train it otherwise.
-    Raises `RunFolderError` where there is no such checkpoint, or the orchestrator is at work on what came after it.
+    What came after the checkpoint is set aside if the run goes back to it, or if the settings now train it differently.
+    Raises `RunFolderError` if there is no such checkpoint, or if the orchestrator is at work on what came after it.
     """
     store, asked = CheckpointStore(run), settings.ckpt.resume_step
     store.remove_leftovers()
@@ -204,7 +205,8 @@ def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: Abstr
 
 
 def _check_ranks(step: int, parts: Parts, settings: TrainSettings) -> None:
-    """An optimizer with 8-bit state has codes of its own for each rank's shard."""
+    """Raises `ResumeError` for 8-bit state of another number of ranks: it has codes of its own for each rank's
+    shard."""
     by_rank = {key.split("/")[1] for key in parts.get("optimizer", ()) if key.startswith("adamw_8bit/")}
     if by_rank and len(by_rank) != settings.num_ranks:
         raise ResumeError(
@@ -214,7 +216,7 @@ def _check_ranks(step: int, parts: Parts, settings: TrainSettings) -> None:
 
 
 class Checkpointing:
-    """When checkpoints are due, and their writing by the main rank, one at a time, beside the next step.
+    """Decides when checkpoints are due and has the main rank write them, one at a time, beside the next step.
 
     All ranks must call `after_step`, `now` and `finish` alike.
     """
@@ -228,26 +230,22 @@ class Checkpointing:
         base_model: str,
         ranks: Ranks,
         status: StatusFile,
+        times_s: dict[str, float],
     ) -> None:
-        """A checkpoint may take `wait_timeout_s` seconds more where it is waited for."""
+        """Waits for a checkpoint at most `wait_timeout_s` seconds. Notes in `times_s` for how long the newest one held
+        up the training, and how long writing one took beside it."""
         self._settings, self._ckpt, self._store = settings, settings.ckpt, CheckpointStore(run)
         self._state, self._base_model = state, base_model
-        self._ranks, self._status = ranks, status
+        self._ranks, self._status, self._times_s = ranks, status, times_s
+        if self._ckpt.interval is not None:
+            times_s |= {"time/checkpoint_s": 0.0, "time/write_checkpoint_s": 0.0}
         waits_for = "a checkpoint to be written; see whether its disk answers, or raise wait_timeout_s"
         self._writer = Background("checkpoint", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
-        self._hold_s = 0.0
         self.newest = 0
-        """Step whose state is in a checkpoint, or, with 0, the one that the run began with."""
-
-    @property
-    def times_s(self) -> dict[str, float]:
-        """What the newest checkpoint held up the training, and what its writing beside that took."""
-        if self._ckpt.interval is None:
-            return {}
-        return {"time/checkpoint_s": self._hold_s, "time/write_checkpoint_s": self._writer.last_s}
+        """Newest step whose state is in a checkpoint; 0 for the state that the run began with."""
 
     def after_step(self, step: int, metrics: Mapping[str, float] | None) -> None:
-        """Begins a checkpoint where one is due. Raises `StorageError` where one could not be written."""
+        """Begins a checkpoint if one is due. Raises `StorageError` if an earlier one could not be written."""
         self.check()
         if self._ckpt.interval is not None and step % self._ckpt.interval == 0:
             self._begin(step, metrics)
@@ -265,8 +263,8 @@ class Checkpointing:
         self._wait()
 
     def close(self) -> None:
-        """Returns when the checkpoint that is being written is complete, or has failed, or after some seconds; then it
-        is not visible."""
+        """Returns when the checkpoint that is being written is complete or has failed, or after some seconds; in the
+        last case it is not visible."""
         self._writer.close()
 
     def check(self) -> None:
@@ -281,14 +279,16 @@ class Checkpointing:
         if self._ranks.is_main and step not in self._store.steps():
             fields = {"settings": self._settings.model_dump(mode="json"), "metrics": metrics}
             self._writer.submit(partial(self._write, step, parts, fields))
-        self._hold_s = time.perf_counter() - started_s
+        self._times_s["time/checkpoint_s"] = time.perf_counter() - started_s
 
     def _write(self, step: int, parts: Parts, fields: Mapping[str, Any]) -> None:
+        started_s = time.perf_counter()
         self._store.write(step, parts, base_model=self._base_model, **fields)
         self._store.remove_old(keep_last=self._ckpt.keep_last, keep_interval=self._ckpt.keep_interval)
+        self._times_s["time/write_checkpoint_s"] = time.perf_counter() - started_s
 
     def _wait(self) -> None:
-        """For the checkpoint that is being written. Raises its error, and `DeadlineError`."""
+        """Waits for the checkpoint that is being written. Raises its error, and `DeadlineError`."""
         self._status.set("waiting", step=self.newest, waiting_for=f"the checkpoint in {self._store.path(self.newest)}")
         self._writer.flush()
         self._status.set("checkpointing", step=self.newest)

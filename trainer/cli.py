@@ -1,4 +1,4 @@
-"""`grpo-train [train.yaml] [--key value ...]`: the trainer."""
+"""The command `grpo-train [train.yaml] [--key value ...]`: the trainer."""
 
 import gc
 import logging
@@ -20,8 +20,9 @@ from grpo.transport.parent import end_with_starter
 
 
 def main() -> None:
-    """Exit status: 0 done, 1 the run failed, 2 bad settings, 75 a program that the trainer needs is gone, or it has
-    ended with a checkpoint after SIGUSR1, and may be started again, 130 after SIGINT, 143 after SIGTERM."""
+    """Exits with 0 when done, 1 if the run failed, 2 for bad settings, 130 after SIGINT, 143 after SIGTERM, and 75 if
+    starting it again helps: a program that the trainer needs is gone, a step ran out of the device's memory, or the
+    trainer has ended with a checkpoint after SIGUSR1."""
     end_with_starter()
     settings = load_settings(TrainSettings)
     hide_environment(key_variables(settings.model_dump()))
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def _is_worker(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent has started this process. RANK alone may come from a job scheduler."""
+    """Returns whether torchrun's agent has started this process. RANK alone may come from a job scheduler."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
@@ -83,8 +84,8 @@ def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
 
 
 def _import_peft() -> None:
-    """Without bitsandbytes, which PEFT imports for layers of its own that the trainer does not use: on a CPU that takes
-    as long as torch itself, whose compiler it imports."""
+    """Imports PEFT without bitsandbytes, which PEFT would import for layers that the trainer does not use. On a CPU
+    that takes as long as importing torch, because it imports torch's compiler."""
     hidden: Any = sys.modules
     hidden["bitsandbytes"] = None
     from peft.import_utils import is_bnb_available
@@ -94,7 +95,7 @@ def _import_peft() -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """Ends the process at the next Python instruction: nothing that is published is ever half written."""
+    """Ends the process at the next Python instruction. That is safe because nothing published is ever half written."""
     os.write(2, f"ended by {signal.Signals(number).name}\n".encode())  # print may be what was interrupted
     raise SystemExit(128 + number)
 

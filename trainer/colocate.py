@@ -1,4 +1,4 @@
-"""A base model on the weights that the server on the same device exports (`colocate`): nothing of them is copied.
+"""Builds a base model on the weights that the server on the same device exports (`colocate`), without a copy.
 
 The imported weights are checked against the checkpoint: complete, by name, shape and type. That they are laid out as in
 it, the canary of version 0 proves.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from grpo.configs.train import TrainSettings
 from grpo.trainer.errors import ExporterGone, ModelError
-from grpo.trainer.loading import CheckpointTensors, filled_model, some
+from grpo.trainer.loading import CheckpointTensors, filled_model, shorten
 from grpo.transport.shared_base import ImportedBase, import_base
 from grpo.transport.weights.identity import base_identity
 
@@ -34,15 +34,15 @@ def imported_for(settings: TrainSettings, device: torch.device) -> ImportedBase 
 
 
 def check_exporter(imported: ImportedBase | None) -> None:
-    """Raises `ExporterGone` where the server that exports the base has ended. Takes a microsecond."""
+    """Raises `ExporterGone` if the server that exports the base has ended. Takes a microsecond."""
     if imported is not None and not imported.exporter_lives:
         raise ExporterGone("grpo-infer, whose base weights the trainer computes on, has ended")
 
 
 @contextmanager
 def while_exported(imported: ImportedBase | None) -> Iterator[None]:
-    """Around what reads the weights: raises `ExporterGone` where the server has ended by its end, whether or not that
-    led to an error."""
+    """Surrounds code that reads the weights. Raises `ExporterGone` at its end if the server has ended meanwhile,
+    whether or not that led to an error."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def while_exported(imported: ImportedBase | None) -> Iterator[None]:
 def model_on(folder: Path, imported: ImportedBase, *, dtype: torch.dtype, attention: str) -> Any:
     """Returns the causal language model in `folder`, computing in `dtype`, frozen, on imported weights.
 
-    Raises `ModelError` where the weights are another model's, of another type, or incomplete.
+    Raises `ModelError` if the weights are another model's, of another type, or incomplete.
     """
     manifest, name = imported.manifest, str(dtype).removeprefix("torch.")
     if (own := base_identity(folder)) != manifest.base_model:
@@ -77,7 +77,7 @@ def model_on(folder: Path, imported: ImportedBase, *, dtype: torch.dtype, attent
 
 
 class ImportedTensors(CheckpointTensors):
-    """The imported tensors; those that the server leaves out are read from the checkpoint."""
+    """The tensors of a checkpoint, imported from the server except for those that it leaves out."""
 
     def __init__(self, folder: Path, imported: ImportedBase, dtype: torch.dtype) -> None:
         self.shared = imported.tensors
@@ -90,7 +90,7 @@ class ImportedTensors(CheckpointTensors):
         return frozenset(self.shared) | self._left
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns one tensor, imported if it can be."""
+        """Returns the shared tensor, or reads it from the checkpoint if the server does not share it."""
         self.used.add(name)
         return self.shared[name] if name in self.shared else super().read(name)
 
@@ -109,4 +109,4 @@ class ImportedTensors(CheckpointTensors):
 
     def check_all_used(self, model: Any, tied: str | None) -> None:
         if surplus := set(self.shared) - self.used:
-            raise ModelError(f"the server shares what {type(model).__name__} has no place for: {some(surplus)}")
+            raise ModelError(f"the server shares what {type(model).__name__} has no place for: {shorten(surplus)}")

@@ -15,7 +15,7 @@ from grpo.transport.importing import load_object
 
 
 def loss_function(import_path: str) -> Callable[[PolicyTokens], Any]:
-    """Returns what `loss.import_path` names. Raises `LossError` where that is no function."""
+    """Returns the function that `loss.import_path` names. Raises `LossError` if that is no function."""
     try:
         found = load_object(import_path, setting="loss.import_path")
     except UserError as error:
@@ -31,8 +31,8 @@ def custom_loss(
     function: Callable[[PolicyTokens], Any], tokens: PolicyTokens, settings: LossSettings, counts: StepCounts
 ) -> Loss:
     """Returns -Σ w · (-loss_t + entropy_tau · entropy_t) of the user's `loss_t` [K], with `token_weights` for w, and
-    metrics, the user's own among them as means over the loss tokens. Raises `LossError` where what was returned has
-    other shapes, or does not depend on the log-probabilities."""
+    metrics, the user's own among them as means over the loss tokens. Raises `LossError` if the function returns other
+    shapes, or a loss that does not depend on the log-probabilities."""
     who = f"loss.import_path = {settings.import_path!r}"
     try:
         returned = function(tokens)
@@ -61,6 +61,6 @@ def custom_loss(
 
 
 def _where(error: Exception) -> str:
-    """The error with the line of the user's file that it comes from."""
+    """Returns the error with the line of the user's file that it comes from."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

@@ -40,7 +40,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone publishes versions and writes checkpoints and the run's status."""
+        """True on rank 0, which alone publishes versions and writes checkpoints and the run's status."""
         return self.rank == 0
 
     def all_reduce_max(self, number: int) -> int:
@@ -60,12 +60,12 @@ class Ranks:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's value, JSON; that of the others is ignored. Collective."""
+        """Returns rank 0's value, which JSON can hold; the others' values are ignored. Collective."""
         return value if self.size == 1 else json.loads(self.all_gather(json.dumps(value).encode())[0])
 
     def merged(self, metrics: Mapping[str, State]) -> dict[str, State]:
-        """Returns the states of all ranks' metrics together, the same on every rank. A key that some lack is reduced
-        over those that have it. Collective."""
+        """Returns the metrics of all ranks reduced together, on every rank. A key that some ranks lack is reduced over
+        the ranks that have it. Collective."""
         if self.size == 1:
             return dict(metrics)
         return reduced(json.loads(part) for part in self.all_gather(json.dumps(metrics).encode()))
@@ -87,7 +87,7 @@ ONE = Ranks()
 
 
 def join_group(device: torch.device, *, timeout_s: float) -> Ranks:
-    """Takes part in the group of processes that torchrun's variables describe. Collective.
+    """Joins the group of processes that torchrun's variables describe. Collective.
 
     CPU tensors travel by gloo, those on a GPU by NCCL. Waiting for another rank ends with an error after `timeout_s`.
     """
@@ -102,10 +102,11 @@ def leave_group() -> None:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Returns whether another rank is gone or late; of what gloo raises only the message tells."""
-    said = ("gloo", "timed out", "wait timeout", "connection closed", "nccl")
+    """Returns whether the error says that another rank is gone or late. gloo's errors can be told apart only by their
+    message."""
+    phrases = ("gloo", "timed out", "wait timeout", "connection closed", "nccl")
     return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and any(word in str(error).lower() for word in said)
+        type(error) is RuntimeError and any(word in str(error).lower() for word in phrases)
     )
 
 
@@ -117,7 +118,7 @@ def _backend(device: torch.device) -> str:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole of a tensor, without gradient; one that is not sharded is returned as it is. Collective."""
+    """Returns the whole tensor, without gradient; a tensor that is not sharded is returned as it is. Collective."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
@@ -145,7 +146,7 @@ def host_copies(
     tensors: Mapping[str, torch.Tensor], ranks: Ranks, *, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns copies of the whole tensors in main memory, which the next step leaves alone, in `dtype` or their own
-    types; on other ranks than the main one nothing. Collective.
+    types; empty on ranks other than the main one. Collective.
 
     What lies on a GPU comes in one flat copy for each type: hundreds of small copies would each wait for the device.
     """
@@ -174,7 +175,7 @@ class Shards:
     """A model whose parameters are sharded over the ranks."""
 
     def __init__(self, model: torch.nn.Module, *, level: int) -> None:
-        """`model` is what `shard` has been applied to."""
+        """Takes a `model` to which `shard` has been applied."""
         self._parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._level = level
         for part in self._parts:
@@ -183,14 +184,14 @@ class Shards:
             part.set_force_sum_reduction_for_comms(True)
 
     def sync_gradients(self, *, last: bool) -> None:
-        """Says that the next backward pass is (not) the step's last. After the last one each parameter has in `grad`
-        its shard of the sum over all passes of all ranks."""
+        """Must be called before each backward pass. Gradients are reduce-scattered in the step's last one (from ZeRO 2
+        on in each), after which each parameter's `grad` is its shard of the sum over all passes of all ranks."""
         for part in self._parts:
             part.set_requires_gradient_sync(last or self._level > 1, recurse=False)
             part.set_reshard_after_backward(last or self._level > 2, recurse=False)
 
     def reshard(self) -> None:
-        """Frees the gathered weights, so that the next pass gathers them as they are then. Gradients stay."""
+        """Frees the gathered weights, so that the next pass gathers them again. Gradients stay."""
         for part in self._parts:
             part.reshard()
 
@@ -205,7 +206,7 @@ def shard(
     offload: bool = False,
 ) -> Shards:
     """Shards the parameters of `model` over the processes of the default group, those of each of its `layers` in one
-    message. A process that is alone makes a group of one.
+    message. A single process makes a group of one.
 
     With `computation` all parameters are float32 and trained, and are gathered in that type; their gradients are summed
     in float32. Without, each keeps its type, and only float32 ones are trained: the levels 1 and 2 leave the frozen

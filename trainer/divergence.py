@@ -26,14 +26,15 @@ def generalized_jsd(
     teacher_weight: torch.Tensor | None = None,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[K] float32 (float64 of float64) nats, as in GKD (arXiv:2306.13649, equation 1), and [K] bool where clipped.
+    """Returns [K] float32 (float64 of float64) nats, as in GKD (arXiv:2306.13649, equation 1), and [K] bool where
+    clipped.
 
         student = softmax(student_hidden · weightᵀ / temperature), teacher likewise
         M       = beta · teacher + (1 - beta) · student
         result  = beta · KL(teacher ‖ M) + (1 - beta) · KL(student ‖ M)
 
-    At `beta` 0 it is KL(teacher ‖ student), at 1 KL(student ‖ teacher): the limits of result / beta and of
-    result / (1 - beta). So it does not go over into them: near 0 and 1 it vanishes, by that very factor.
+    At `beta` 0 it is KL(teacher ‖ student), at 1 KL(student ‖ teacher), the limits of result / beta and of result / (1
+    - beta). It is not continuous there: near 0 and 1 it vanishes by that factor.
 
     The result is a sum of one term for each token of the vocabulary, β p log(p / M) + (1 - β) q log(q / M). With
     `token_clip`, each term (`clip_by` entry, as in OPSD, arXiv:2601.18734) or the sum (position) is lowered to it, and
@@ -52,8 +53,8 @@ def generalized_jsd(
 
 
 class _GeneralizedJsd(torch.autograd.Function):
-    """Forward gathers each position's gradient for its hidden state beside its value, so that backward only scales
-    it. The weight's gradient needs the logits again."""
+    """Computes each position's gradient for its hidden state beside its value, so that backward only scales it. The
+    weight's gradient computes the logits again."""
 
     @staticmethod
     def forward(
@@ -68,15 +69,15 @@ class _GeneralizedJsd(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         divergences = torch.empty(len(student_hidden), dtype=accum_dtype(weight.dtype), device=weight.device)
         clipped = torch.empty_like(divergences, dtype=torch.bool)
-        slopes = torch.empty_like(student_hidden) if with_gradient else None
+        grad_student = torch.empty_like(student_hidden) if with_gradient else None
         for part in blocks(len(student_hidden), chunk):
             hidden = student_hidden[part], teacher_hidden[part]
-            divergences[part], logit_slopes, clipped[part] = _chunk(*hidden, weight, teacher_weight, settings)
-            if slopes is not None:
-                slopes[part] = product(logit_slopes.to(weight.dtype), weight)
-            del logit_slopes  # before the next chunk needs the memory
+            divergences[part], grad_logits, clipped[part] = _chunk(*hidden, weight, teacher_weight, settings)
+            if grad_student is not None:
+                grad_student[part] = product(grad_logits.to(weight.dtype), weight)
+            del grad_logits  # before the next chunk needs the memory
         kept = (student_hidden, teacher_hidden, weight, teacher_weight) if ctx.needs_input_grad[2] else ()
-        ctx.save_for_backward(slopes, *kept)
+        ctx.save_for_backward(grad_student, *kept)
         ctx.options = {"settings": settings, "chunk": chunk}
         ctx.mark_non_differentiable(clipped)
         return divergences, clipped
@@ -84,8 +85,10 @@ class _GeneralizedJsd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        slopes, *kept = ctx.saved_tensors
-        grad_hidden = None if slopes is None else torch.mul(slopes, grad[:, None], out=torch.empty_like(slopes))
+        grad_student, *kept = ctx.saved_tensors
+        grad_hidden = (
+            None if grad_student is None else torch.mul(grad_student, grad[:, None], out=torch.empty_like(grad_student))
+        )
         grad_weight = _weight_gradient(grad, *kept, **ctx.options) if kept else None
         return grad_hidden, None, grad_weight, None, None, None, None
 
@@ -100,15 +103,15 @@ def _weight_gradient(
     settings: SdpoSettings,
     chunk: int,
 ) -> torch.Tensor:
-    """[V, H] Σ_k grad · slope ⊗ hidden, summed up wide."""
+    """Returns [V, H] Σ_k grad · logit gradient ⊗ hidden, accumulated in the accumulation type."""
     total = torch.zeros_like(weight, dtype=accum_dtype(weight.dtype))
     for part in blocks(len(student_hidden), chunk):
         hidden = student_hidden[part], teacher_hidden[part]
-        _, slopes, _ = _chunk(*hidden, weight, teacher_weight, settings)
-        slopes.mul_(grad[part, None])
-        for tokens in blocks(len(weight), max(1, slopes.numel() // weight.shape[1])):
-            add_product(total[tokens], slopes[:, tokens].T, student_hidden[part])
-        del slopes  # before the next chunk needs the memory
+        _, grad_logits, _ = _chunk(*hidden, weight, teacher_weight, settings)
+        grad_logits.mul_(grad[part, None])
+        for tokens in blocks(len(weight), max(1, grad_logits.numel() // weight.shape[1])):
+            add_product(total[tokens], grad_logits[:, tokens].T, student_hidden[part])
+        del grad_logits  # before the next chunk needs the memory
     return total.to(weight.dtype)
 
 
@@ -119,7 +122,8 @@ def _chunk(
     teacher_weight: torch.Tensor,
     settings: SdpoSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[k] divergences, [k, V] their derivatives by the student's logits before the temperature, [k] where clipped.
+    """Returns [k] divergences, [k, V] their gradients by the student's logits before the temperature, [k] where
+    clipped.
 
     With q the student, p the teacher and g the derivative of a token's term by its q, the derivative by a scaled logit
     is q g - q Σ q g; g is 0 for terms that are clipped.
@@ -130,34 +134,33 @@ def _chunk(
     gap = teacher - student
     q, p = student.exp_(), teacher.exp_()
     if beta == 0:
-        terms, slopes = gap.mul_(p), p.neg_()
+        terms, grad_logits = gap.mul_(p), p.neg_()
     elif beta == 1:
-        slopes = q * (1 - gap)
+        grad_logits = q * (1 - gap)
         terms = gap.mul_(q).neg_()
     else:
         student_over_m, teacher_over_m = _log_over_mixture(gap, beta)
-        slopes = student_over_m.mul_(q).mul_(1 - beta)
-        terms = teacher_over_m.mul_(p).mul_(beta).add_(slopes)
+        grad_logits = student_over_m.mul_(q).mul_(1 - beta)
+        terms = teacher_over_m.mul_(p).mul_(beta).add_(grad_logits)
     if settings.clip_by == "entry" and clip < math.inf:
         above = terms > clip
         terms.clamp_(max=clip)
-        slopes.masked_fill_(above, 0.0)
+        grad_logits.masked_fill_(above, 0.0)
         clipped, divergences = above.any(dim=1), terms.sum(dim=1)
     else:
         divergences = terms.sum(dim=1)
         clipped = divergences > clip
         divergences = torch.where(clipped, clip, divergences)
-        slopes.masked_fill_(clipped[:, None], 0.0)
-    slopes.sub_(q.mul_(slopes.sum(dim=1, keepdim=True))).div_(settings.temperature)
-    return divergences, slopes, clipped
+        grad_logits.masked_fill_(clipped[:, None], 0.0)
+    grad_logits.sub_(q.mul_(grad_logits.sum(dim=1, keepdim=True))).div_(settings.temperature)
+    return divergences, grad_logits, clipped
 
 
 def _log_over_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """log(student / M) and log(teacher / M) from log(teacher / student), [k, V].
+    """Returns log(student / M) and log(teacher / M) of log(teacher / student), all [k, V].
 
-    From the larger of the two downwards, so that exp never overflows, and exact where they are nearly equal. The
-    larger one is at most 1 / (its share of the mixture) times M, which rounding of a share near 1 would lift to
-    infinity.
+    Computes the larger of the two first, so that exp never overflows and nearly equal ones are exact. The larger one is
+    at most 1 / (its share of the mixture) times M, which rounding of a share near 1 would lift to infinity.
     """
     share_of_smaller = (gap > 0).to(gap.dtype).mul_(1 - 2 * beta).add_(beta)
     larger = gap.abs().neg_().expm1_().mul_(share_of_smaller).log1p_().neg_()

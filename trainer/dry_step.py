@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What the dry step found, in bytes. On a CPU `in_step` and `between` are of the process alone."""
+    """The result of a dry step, in bytes. On a CPU `in_step` and `between` are of the process alone."""
 
     checkpointing: "ActivationCheckpointing"
-    """What layers kept for the backward pass."""
+    """The activations that layers kept for the backward pass."""
     total: int
     """Memory of the device."""
     in_step: int
-    """In use at the peak of a step, by whomever."""
+    """In use at the peak of a step, by all processes."""
     between: int
     """In use when the step is over and its memory is given back: weights, optimizer's state, libraries."""
     base: int
-    """Of that the frozen base, which a co-located trainer imports from the server."""
+    """The part of `between` that is the frozen base, which a co-located trainer imports from the server."""
     kv: int
     """Keys and values of one token in the server's cache."""
     longest: int
@@ -47,8 +47,8 @@ class Measurement:
 
 
 def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> list[MicroBatch]:
-    """Two micro-batches of one sample, all of whose tokens but the first carry loss, with data for every loss that is
-    on: nothing that is as long needs more memory. In the second the gradients of the first are there."""
+    """Returns two micro-batches of one sample, all of whose tokens but the first carry loss, with data for every loss
+    that is on: nothing of that length needs more memory. In the second the gradients of the first are there."""
     ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens, np.int32)
     mask, loss = np.arange(num_tokens) > 0, settings.loss
     aligned, middle = np.arange(1, num_tokens, dtype=np.int32), num_tokens // 2
@@ -141,7 +141,8 @@ def _measured(
 
 
 def _in_use(device: "torch.device", *, peak: bool) -> int:
-    """Bytes: of a GPU by whomever, torch's peak included; on a CPU this process's resident set, or its peak."""
+    """Returns bytes in use: of a GPU by all processes, torch's peak included; on a CPU this process's resident set, or
+    its peak."""
     import torch
 
     if device.type == "cuda":
@@ -163,7 +164,7 @@ def _forget_peak(device: "torch.device") -> None:
 
 
 def main() -> None:
-    """Exit status 1 with the reason in the last line of standard error where no step can be made."""
+    """Exits with 1, and the reason in the last line of standard error, if no step can be made."""
     import torch
     from grpo.trainer.errors import ModelError
 

@@ -17,23 +17,22 @@ class MovingAverage:
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, decay: float) -> None:
-        """`parameters` are float32, as all that is trained; others could not hold the average in their place."""
+        """Takes float32 `parameters`, which everything that is trained is; others could not hold the average."""
         assert all(p.dtype == torch.float32 for p in parameters.values())
         self._parameters, self._decay = dict(parameters), decay
         self.averages = {name: p.detach().clone() for name, p in parameters.items()}
-        """By the parameters' names."""
+        """Averages by the parameters' names."""
 
     def update(self) -> None:
-        """Moves the average on, after an optimizer step."""
+        """Updates the average after an optimizer step."""
         for name, parameter in self._parameters.items():
             local_tensor(self.averages[name]).lerp_(local_tensor(parameter), 1 - self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the parameters hold the average. Afterwards they are what they were, bit for bit.
+        """Makes the parameters hold the average within the block; afterwards they are what they were, bit for bit.
 
-        Between a forward pass and its backward pass it must be neither entered nor left: autograd would refuse the
-        backward pass.
+        The block must not begin or end between a forward pass and its backward pass: autograd would refuse that.
         """
         self._exchange()
         try:

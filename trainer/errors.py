@@ -1,11 +1,11 @@
-"""What stops the trainer.
+"""Errors that stop the trainer.
 
 TrainerError
 ├── ModelError      (ValueError)       a base model that cannot be trained as asked
 ├── BatchError      (ValueError)       a batch that this trainer cannot train
 ├── LossError       (ValueError)       a user's own loss that cannot be used
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
-├── ResumeError     (ValueError)       a run that cannot be gone on with as asked
+├── ResumeError     (ValueError)       a run that cannot be resumed as asked
 ├── EndedEarly      (RuntimeError)     the trainer was told to end, with a checkpoint
 ├── OutOfMemory     (RuntimeError)     a step does not fit into the device's memory; the next start keeps less
 ├── RankFailed      (RuntimeError)     another rank of this trainer has failed, or did not answer in time
@@ -34,12 +34,12 @@ class NonFiniteError(TrainerError, ArithmeticError):
 
 
 class ResumeError(TrainerError, ValueError):
-    """A run that cannot be gone on with as asked."""
+    """A run that cannot be resumed as asked."""
 
 
 class EndedEarly(TrainerError, RuntimeError):
-    """The trainer was told by SIGUSR1 to end. It has written a checkpoint, from which it goes on when it is started
-    again."""
+    """The trainer was told by SIGUSR1 to end. It has written a checkpoint; started again by the same command, it
+    resumes from that."""
 
 
 class OutOfMemory(TrainerError, RuntimeError):
@@ -51,5 +51,5 @@ class RankFailed(TrainerError, RuntimeError):
 
 
 class ExporterGone(TrainerError, RuntimeError):
-    """The server whose base weights the trainer computes on has ended. Started again, the trainer goes on from its
+    """The server whose base weights the trainer computes on has ended. Started again, the trainer resumes from its
     checkpoint, on the weights of the next server."""

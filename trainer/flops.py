@@ -1,4 +1,4 @@
-"""The arithmetic that a step needs, for the share of a GPU's speed that training gets of it (MFU)."""
+"""Counts the arithmetic of a step, for the share of a GPU's peak speed that training reaches (MFU)."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,8 @@ from grpo.trainer.model import Policy
 from grpo.transport.records import MicroBatch
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}
-"""Of dense products in bfloat16, by a part of the GPU's name, from NVIDIA's data sheets (SXM modules)."""
+"""Operations a second of dense products in bfloat16, by a part of the GPU's name, from NVIDIA's data sheets (SXM
+modules)."""
 
 
 def step_flops(policy: Policy, batches: Sequence[MicroBatch]) -> float:

@@ -1,12 +1,12 @@
-"""Starts the ranks of one trainer on this machine, by torchrun's agent in this process, and watches over them.
+"""Starts the ranks of one trainer on this machine, by torchrun's agent in this process, and supervises them.
 
-The workers are this program again, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and so on, in the place of
-those that a job scheduler has set). By TORCHELASTIC_RUN_ID they know that they are workers. Where one ends with an
-error, the agent ends the others. With `nodes` above 1, this program runs on each machine, and the agents meet at
-`rendezvous`, which the one on that machine serves.
+The workers are this program again, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and so on, which replace
+those that a job scheduler has set). TORCHELASTIC_RUN_ID tells them that they are workers. If one ends with an error,
+the agent ends the others. With `nodes` above 1, this program runs on each machine, and the agents meet at `rendezvous`,
+which the agent on that machine serves.
 
-torch's store, where they meet, listens on all of the machine's addresses and asks for no password; on one machine gloo
-is held to the loopback address. A firewall must keep strangers away from the ports of machines that train.
+torch's store, through which they meet, listens on all of the machine's addresses and asks for no password; on one
+machine gloo is held to the loopback address. A firewall must keep strangers away from the ports of machines that train.
 """
 
 import os
@@ -29,21 +29,21 @@ from grpo.transport.parent import PARENT_VAR
 from grpo.transport.status import StatusFile
 
 END_S = 8
-"""How long workers may take to end once they are told to; torch 2.11 gives them 30 s whatever is asked."""
+"""Seconds that workers may take to end once they are told to; torch 2.11 gives them 30 s whatever is asked."""
 LATECOMERS_S = 15
-"""How long further machines are waited for once `min_nodes` have come."""
+"""Seconds to wait for further machines once `min_nodes` have come."""
 _MODULE = "grpo.trainer.cli"
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address that is never this machine's (RFC 5737). Nothing is sent there."""
 
 
 def launch(settings: TrainSettings, arguments: Sequence[str], *, status: Path) -> int:
-    """Runs `grpo-train` with `arguments` as the workers of this machine, which end with this process.
+    """Runs `grpo-train` with `arguments` as this machine's workers, which end with this process.
 
-    Returns the exit status: 0 where all of them ended well, 128 and the number of the signal that ended this process,
-    1 where a worker ended with an error of its own, and `START_AGAIN` where workers were killed or only missed others,
-    or another machine is gone or does not come. Who failed first is written to `status`, the trainer's status file, and
-    on standard error where the worker cannot.
+    Returns the exit status: 0 if all of them ended well, 128 + the number of the signal that ended this process, 1 if a
+    worker ended with an error of its own, and `START_AGAIN` if workers were killed, asked for it or only missed others,
+    or if another machine is gone or does not come. The first failure is written to `status`, the trainer's status file,
+    and to standard error if the worker could not.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -90,9 +90,10 @@ def launch(settings: TrainSettings, arguments: Sequence[str], *, status: Path) -
 
 
 def own_address(rendezvous: str, *, timeout_s: float) -> str:
-    """Returns the address of this machine on the way to the others. At the place where they meet it may be a loopback
-    address, which says nothing to them; then it is that on the way to anywhere else, where there is one. Raises
-    `RankFailed` where the DNS does not know that place in time."""
+    """Returns the address by which this machine reaches the rendezvous, or, if that is a loopback address because this
+    machine serves it, the address by which it reaches any other machine. Raises `RankFailed` if the rendezvous has no
+    address in time. torchrun would take the machine's own name, which Debian's /etc/hosts maps to 127.0.1.1: other
+    machines cannot connect to that, and neither can gloo."""
     (host, _, port), deadline_s = rendezvous.rpartition(":"), time.monotonic() + timeout_s
     while True:
         try:
@@ -117,21 +118,21 @@ def _address_towards(where: tuple[Any, ...], family: int) -> str:
 
 
 def _interface(address: str) -> str:
-    """The name of the network interface that has this address."""
+    """Returns the name of the network interface that has this address."""
     found = (name for name, all_of in psutil.net_if_addrs().items() if address in [one.address for one in all_of])
     return next(found, "lo")
 
 
 def _tell_workers() -> None:
-    """Passes SIGUSR1 on, by which they end with a checkpoint."""
+    """Passes SIGUSR1 on to the workers, which then end with a checkpoint."""
     for worker in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             worker.send_signal(signal.SIGUSR1)
 
 
 def _failed(failures: Mapping[int, Any], status: Path) -> int:
-    """Names the rank at fault: one that ended by itself before one that was killed, and before those that only missed
-    another one."""
+    """Reports the rank at fault and returns the exit status: a rank that failed by itself comes before one that was
+    killed, and both before those that only missed another one."""
     told_to_end = (START_AGAIN, -signal.SIGTERM, 128 + signal.SIGTERM)
     own = {rank: one for rank, one in failures.items() if one.exitcode not in told_to_end}
     rank, failure = min((own or failures).items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
@@ -146,5 +147,6 @@ def _failed(failures: Mapping[int, Any], status: Path) -> int:
 
 
 def _python_flags() -> tuple[str, ...]:
-    """-P: a folder here that happens to be called `trainer` must not shadow the package, where this process says so."""
+    """Returns Python's flags for a worker: -P if this process has it, so that a folder here named `grpo` does not
+    shadow the package."""
     return ("-u", "-P") if sys.flags.safe_path else ("-u",)

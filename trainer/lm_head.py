@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and the entropy of their distributions, fused with the LM head.
+"""Computes log-probabilities of chosen tokens and the entropy of their distributions, fused with the LM head.
 
 Legend: `K` positions, `H` hidden size, `V` vocabulary, `k` and `v` the positions and tokens of one tile. Only a tile
 [k, v] of the logits exists at a time, in forward and in backward. Tensors of the width of a hidden state, [K, H], do.
@@ -17,9 +17,9 @@ from grpo.trainer.memory import missing_for_compile
 from torch.autograd.function import once_differentiable
 
 POSITIONS_PER_TILE = 1024
-"""Enough that reading the head does not bound the product."""
+"""Enough positions that reading the head does not bound the product."""
 POSITIONS_PER_TILE_OF_WEIGHT = 8192
-"""The same for the weight's gradient, whose sums are as wide as the tile and are read once for each."""
+"""Enough positions for the weight's gradient, whose sums are as wide as the tile and are read once for each."""
 
 
 def logprobs_and_entropy(
@@ -82,8 +82,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         d logp / d hidden = (weight_c - Σ p_v weight_v) / T
         d E / d hidden    = -Σ p_v (log p_v + E) weight_v / T
 
-    Forward gathers both beside the softmax, so that backward only scales them. The weight's gradient needs the logits
-    again."""
+    Forward gathers both beside the softmax, so that backward only scales them. The weight's gradient computes the
+    logits again."""
 
     @staticmethod
     def forward(
@@ -172,11 +172,11 @@ class _TiledSoftmax:
         self._sum = self._others + self._target_exp
 
     def _add(self, logits: torch.Tensor, tokens: slice) -> None:
-        """Adds a tile. What was summed under a smaller maximum is scaled to the new one."""
-        place = (self._targets - tokens.start)[:, None]
+        """Adds a tile. Sums that are relative to a smaller maximum are scaled to the new one."""
+        column = (self._targets - tokens.start)[:, None]
         fold = _compiled_fold() if logits.is_cuda else _fold
         so_far = self._target, self._max, self._others, self._gaps
-        sums = fold(logits, self._temperatures, place, *so_far, self._gaps_mean is not None)
+        sums = fold(logits, self._temperatures, column, *so_far, self._gaps_mean is not None)
         probs, weighted, shift, self._target, self._max, self._others, self._gaps = sums
         scale = shift.exp()
         if self._gaps_mean is not None and self._mean is not None:
@@ -187,7 +187,7 @@ class _TiledSoftmax:
 
     @property
     def target_logit(self) -> torch.Tensor:
-        """[k] divided by the temperature."""
+        """[k] the target's logit, divided by the temperature."""
         return self._target[:, 0]
 
     @property
@@ -202,13 +202,13 @@ class _TiledSoftmax:
         return self._sum.log() - torch.addcmul(self._gaps, self._target_exp, target_gap).div_(self._sum)
 
     def grad_logprob(self) -> torch.Tensor:
-        """[k, H] d logp / d hidden."""
+        """Returns [k, H] d logp / d hidden."""
         assert self._mean is not None, "made without gradients"
         grad = torch.addcmul(self._mean, self._target_rows(), self._others, value=-1)
         return grad.div_(-self._sum * self._temperatures)
 
     def grad_entropy(self) -> torch.Tensor:
-        """[k, H] d entropy / d hidden."""
+        """Returns [k, H] d entropy / d hidden."""
         assert self._mean is not None, "made without gradients"
         assert self._gaps_mean is not None, "made without gradients of the entropy"
         rows, target_gap = self._target_rows(), self._target - self._max
@@ -223,17 +223,17 @@ class _TiledSoftmax:
 def _fold(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
-    place: torch.Tensor,
+    column: torch.Tensor,
     target: torch.Tensor,
     largest: torch.Tensor,
     others: torch.Tensor,
     gaps_sum: torch.Tensor,
     differentiable: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Folds a tile [k, v] of logits, which it may overwrite, into the sums [k, 1]: all of a tile that is no matrix
-    product. Compiled, it passes over the tile twice, and only in the model's type.
+    """Folds a tile [k, v] of logits, which it may overwrite, into the sums [k, 1]. This is everything that is done with
+    a tile but matrix products. Compiled, it passes over the tile twice, and only in the model's type.
 
-    `place` [k, 1] is where the target is in the tile, if it is: its logit is remembered and its probability made 0.
+    `column` [k, 1] is where the target is in the tile, if it is: its logit is remembered and its probability made 0.
     Returns exp(z - m) and, for the entropy's gradient, (z - m) exp(z - m), both in the model's type, the change of m,
     and the new sums.
     """
@@ -241,11 +241,11 @@ def _fold(
     logits = logits.to(accum_dtype(kind)).div_(temperatures)
     lowest = torch.finfo(logits.dtype).min / 2
     new_largest = torch.maximum(largest, logits.amax(dim=1, keepdim=True))
-    inside = (place >= 0) & (place < logits.shape[1])
-    place = place.clamp(0, logits.shape[1] - 1)
-    found = logits.gather(1, place)
+    inside = (column >= 0) & (column < logits.shape[1])
+    column = column.clamp(0, logits.shape[1] - 1)
+    found = logits.gather(1, column)
     target = torch.where(inside, found, target)
-    logits.scatter_(1, place, torch.where(inside, lowest, found))
+    logits.scatter_(1, column, torch.where(inside, lowest, found))
     shift = largest - new_largest
     scale = shift.exp()
     gaps = logits.sub_(new_largest)
@@ -259,7 +259,7 @@ def _fold(
 
 @functools.cache
 def _compiled_fold() -> Callable[..., tuple[torch.Tensor, ...]]:
-    """`_fold` compiled where Triton can compile. Not yet run on a GPU."""
+    """Returns `_fold`, compiled if Triton can compile. Not yet run on a GPU."""
     if missing_for_compile(torch.device("cuda")) is not None:
         return _fold
     compiled: Callable[..., tuple[torch.Tensor, ...]] = torch.compile(_fold, dynamic=True)
@@ -292,10 +292,10 @@ def _weight_gradient(
             if grad_entropy is not None:
                 factor = torch.addcmul(factor, logp + entropies[part, None], grad_entropy[part, None])
             coefficients = logp.exp_().mul_(factor)
-            place = targets[part] - tokens.start
-            inside = (place >= 0) & (place < coefficients.shape[1])
-            place = place.clamp(0, coefficients.shape[1] - 1)[:, None]
-            coefficients.scatter_add_(1, place, torch.where(inside, -grad[part], 0.0)[:, None])
+            column = targets[part] - tokens.start
+            inside = (column >= 0) & (column < coefficients.shape[1])
+            column = column.clamp(0, coefficients.shape[1] - 1)[:, None]
+            coefficients.scatter_add_(1, column, torch.where(inside, -grad[part], 0.0)[:, None])
             add_product(total, coefficients.T, scaled_hidden[part])
         grad_weight[tokens] = total
     return grad_weight

@@ -1,7 +1,7 @@
-"""A model built without memory, then filled tensor by tensor from a checkpoint, or from what a server shares.
+"""Builds a model without memory, then fills it tensor by tensor from a checkpoint, or from what a server shares.
 
-Quantized, the model in 16 bits never exists, and of the quantized one there is one copy: each linear layer's weight is
-read, quantized on the device and released before the next is read.
+A model that is quantized never exists in 16 bits, and once in its format: each linear layer's weight is read, quantized
+on the device and released before the next is read.
 """
 
 import functools
@@ -44,7 +44,7 @@ class CheckpointTensors:
         self.folder, self._device, self._dtype = folder, device, dtype
         self._files = _files_by_name(folder)
         self.used: set[str] = set()
-        """Names of what was read."""
+        """Names of the tensors that were read."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -73,11 +73,11 @@ class CheckpointTensors:
         return tensor.to(self._dtype)
 
     def check_all_used(self, model: Any, tied: str | None) -> None:
-        """Raises `ModelError` where there is something that the model has no place for."""
+        """Raises `ModelError` if there are tensors that the model has no place for."""
         ignored = ["rotary_emb.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
         left = {name for name in self.names - self.used - {tied} if not _OF_SERVERS.search(name)}
         if left := {name for name in left if not any(re.search(key, name) for key in ignored)}:
-            raise ModelError(f"{self.folder} has tensors that {type(model).__name__} has no place for: {some(left)}")
+            raise ModelError(f"{self.folder} has tensors that {type(model).__name__} has no place for: {shorten(left)}")
 
 
 def quantized_model(
@@ -90,7 +90,7 @@ def quantized_model(
     device: torch.device,
 ) -> Any:
     """Returns the model in `folder` on `device`, its decoder's linear layers in the format `quantization`, all else in
-    `dtype`. `stored` is how the checkpoint holds them already. Raises `ModelError` where checkpoint and model do not
+    `dtype`. `stored` is how the checkpoint holds them already. Raises `ModelError` if checkpoint and model do not
     fit."""
     tensors = CheckpointTensors(folder, device=device, dtype=dtype)
     return filled_model(tensors, dtype=dtype, attention=attention, device=device, stored=stored, format=quantization)
@@ -134,10 +134,10 @@ def publish_dequantized(
     device: torch.device,
     colocate: bool,
 ) -> None:
-    """Writes the checkpoint in `folder`, as it is once `quantized_model` has quantized it on `device`, in `dtype`,
-    beside the run: for servers, and for the trainer itself where it computes on theirs (`colocate`). Nothing where it
-    is there already, or where servers on GPUs read the same format (not yet run on a GPU). `base_model` is its
-    identity. Raises `ModelError` and `StorageError`."""
+    """Writes the values that `quantized_model` computes with on `device`, as a checkpoint in `dtype` in the run's
+    folder: for servers, and for the trainer itself if it computes on theirs (`colocate`). Writes nothing if it is there
+    already, or if servers on GPUs read the same format (not yet run on a GPU). `base_model` is the identity of the
+    checkpoint in `folder`. Raises `ModelError` and `StorageError`."""
     stored, type_name = stored_in(folder), str(dtype).removeprefix("torch.")
     check_setting(folder, stored, quantization)
     if stored is not None and device.type == "cuda" and not colocate:
@@ -169,7 +169,7 @@ def publish_dequantized(
 
 
 def _empty_model(folder: Path, *, dtype: torch.dtype, attention: str) -> tuple[Any, str | None]:
-    """The model of a checkpoint without memory, and the name of its head's weight where that is the embedding's."""
+    """Returns a checkpoint's model without memory, and the name of its head's weight if that is the embedding's."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -188,8 +188,8 @@ def decoder_linears(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if id(module) in inside]
 
 
-def some(names: set[str]) -> str:
-    """Returns at most five of the names, and how many more there are."""
+def shorten(names: set[str]) -> str:
+    """Returns at most five of the names, and how many more there are, as text."""
     shown = ", ".join(sorted(names)[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
@@ -197,7 +197,8 @@ def some(names: set[str]) -> str:
 def _quantize(
     model: Any, name: str, tensors: CheckpointTensors, stored: Stored | None, format: Quantization | None
 ) -> None:
-    """Puts a quantized layer in the place of a plain one, unless the checkpoint is stored quantized but for this."""
+    """Replaces a plain layer by a quantized one, unless a checkpoint that is stored quantized leaves this one in 16
+    bits."""
     empty = model.get_submodule(name)
     if (found := _quantized_parts(name, empty.weight, tensors, stored, format)) is None:
         return
@@ -208,7 +209,8 @@ def _quantize(
 def _quantized_parts(
     name: str, empty: torch.Tensor, tensors: CheckpointTensors, stored: Stored | None, format: Quantization | None
 ) -> tuple[Tensors, Quantization] | None:
-    """What a layer's weight is made of, and in which format; None where the checkpoint leaves it in 16 bits."""
+    """Returns the tensors of a layer's quantized weight and their format; None if the checkpoint leaves it in 16
+    bits."""
     if stored is not None:
         parts = stored.tensors_of(name, (empty.shape[0], empty.shape[1]), tensors.names, tensors.read)
         return None if parts is None else (parts, stored.format)

@@ -2,9 +2,8 @@
 
 import logging
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from grpo.configs.train import TrainSettings
 from grpo.trainer.batch import check_step, counts_of, num_signal_tokens
@@ -14,7 +13,7 @@ from grpo.trainer.distributed import ONE, Ranks
 from grpo.trainer.errors import EndedEarly, NonFiniteError
 from grpo.trainer.flops import peak_flops, step_flops
 from grpo.trainer.memory import release_memory
-from grpo.trainer.metrics import State, numbers_of, reduced
+from grpo.trainer.metrics import State, numbers_of, reduced, timed
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective, mean_over_steps
 from grpo.trainer.optim import Optimizer, learning_rate, signal_factor
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One run's training, from version 0 or a checkpoint to the last step."""
+    """The training of one run, from version 0 or a checkpoint to the last step."""
 
     def __init__(
         self,
@@ -48,8 +47,8 @@ class Trainer:
         imported: ImportedBase | None = None,
         ranks: Ranks = ONE,
     ) -> None:
-        """`imported` is the base that the policy computes on, where it is a server's. The main rank has a
-        `publisher`."""
+        """Takes the base `imported` from a server if the policy computes on that, and a `publisher` on the main
+        rank."""
         self._settings, self._policy, self._ranks, self._run_folder = settings, policy, ranks, run_folder
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
         self._imported = imported
@@ -57,18 +56,25 @@ class Trainer:
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
         self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
+        self._times_s: dict[str, float] = {}
+        """How long the newest wait, step, version and checkpoint took, and when they began, as metrics."""
         self._state = policy, self._optimizer, self._objective.average
         self._checkpoints = Checkpointing(
-            settings, run_folder, state=self._state, base_model=spec.base_model, ranks=ranks, status=status
+            settings,
+            run_folder,
+            state=self._state,
+            base_model=spec.base_model,
+            ranks=ranks,
+            status=status,
+            times_s=self._times_s,
         )
         self._must_end = False
         self._metrics: dict[str, float] | None = None
-        """Of the last step; None before the first."""
-        self._times_s: dict[str, float] = {}
+        """Metrics of the last step; None before the first."""
 
     def train(self, checkpoint: Resumed | None = None) -> None:
-        """Publishes version 0, or that of the checkpoint, and makes version n from batch n until `max_steps` or the
-        orchestrator's end. Raises `EndedEarly` after `end_early`."""
+        """Publishes version 0 or the checkpoint's, then makes version n from batch n until `max_steps` or until the
+        orchestrator ends the run. Raises `EndedEarly` after `end_early`."""
         step = self.begin(checkpoint)
         while step < self._settings.max_steps or self._settings.max_steps == -1:
             batches = self.receive(step + 1)
@@ -81,19 +87,19 @@ class Trainer:
         self.finish(step)
 
     def end_early(self) -> None:
-        """Has `train` end before the next step, with a checkpoint. Every rank must be told."""
+        """Makes `train` end before the next step, with a checkpoint. Must be called on every rank."""
         self._must_end = True
 
     def close(self) -> None:
-        """Ends the batch channel, and writing when what is being written is there, or after some seconds."""
+        """Closes the batch channel, and the writers when they have written everything, or after some seconds."""
         self._receiver.close()
         self._checkpoints.close()
         self._publishing.close()
         self._traces.close()
 
     def begin(self, checkpoint: Resumed | None) -> int:
-        """Publishes the version that the training begins with, unless it is published already, and returns which it
-        is."""
+        """Restores the checkpoint, if there is one, publishes the version that training begins with, unless it is
+        published already, and returns that version."""
         step = 0
         if checkpoint is not None:
             manifest, parts = checkpoint
@@ -107,11 +113,11 @@ class Trainer:
         return step
 
     def receive(self, step: int) -> tuple[MicroBatch, ...] | None:
-        """Returns batch `step`, checked; None where the orchestrator ended the run before it. Raises `EndedEarly`, with
-        a checkpoint of the step before, where any rank is told to end. Collective."""
+        """Returns batch `step`, checked; None if the orchestrator has ended the run before it. Raises `EndedEarly`,
+        with a checkpoint of the step before, if any rank is to end early. Collective."""
         batches = None
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
-        with self._timed("time/wait_batch_s"), suppress(EndedEarly):
+        with timed(self._times_s, "wait_batch"), suppress(EndedEarly):
             batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout_s, check=self._check)
         if self._ranks.all_reduce_max(int(self._must_end)):
             self._checkpoints.now(step - 1, self._metrics)
@@ -135,7 +141,7 @@ class Trainer:
         self._status.set("training", step=step)
         signal = self._signal(batches)
         rate = learning_rate(step, self._settings) * signal_factor(signal, self._settings.little_signal)
-        with self._timed("time/train_s"), while_exported(self._imported):
+        with timed(self._times_s, "train"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
         counted = [sum(len(batch.token_ids) for batch in batches), int(step_flops(self._policy, batches))]
@@ -158,14 +164,15 @@ class Trainer:
             *("loss/total", "policy/kl", "policy/teacher_kl", "policy/masked", "policy/tokens", "optim/grad_norm"),
             "perf/train_tokens_per_s",
         )
-        said = (f"{key} {self._metrics[key]:.4g}" for key in shown if key in self._metrics)
-        log.info("step %d: %s", step, " ".join(said))
+        figures = (f"{key} {self._metrics[key]:.4g}" for key in shown if key in self._metrics)
+        log.info("step %d: %s", step, " ".join(figures))
 
     def publish(self, step: int) -> None:
-        """Makes the policy visible as version `step`; its files are written beside the next step."""
+        """Publishes the policy as version `step`; its files are written beside the next step."""
         self._status.set("publishing", step=step)
-        metrics = None if self._metrics is None else self._metrics | self._times_s | self._checkpoints.times_s
-        self._publishing.publish(version=step, metrics=metrics)
+        metrics = None if self._metrics is None else self._metrics | self._times_s
+        with timed(self._times_s, "publish"):
+            self._publishing.publish(version=step, metrics=metrics)
 
     def finish(self, step: int) -> None:
         """Returns when everything is published and saved."""
@@ -176,8 +183,8 @@ class Trainer:
         self._status.set("finished", step=step)
 
     def _check(self) -> None:
-        """Ends a wait that is in vain: something could not be written, the orchestrator has failed, or the server whose
-        base is trained on has ended; or because this trainer is to end early."""
+        """Raises if waiting is in vain: something could not be written, the orchestrator has failed, the server whose
+        base is trained on has ended, or this trainer is to end early."""
         if self._must_end:
             raise EndedEarly("it is told to end")
         self._publishing.check()
@@ -186,9 +193,9 @@ class Trainer:
         check_exporter(self._imported)
 
     def _optimizer_steps(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, float]:
-        """An optimizer step for each `gradient_accumulation_steps` micro-batches of this rank, `ppo_epochs` times over
-        the batch, of which every rank has as many micro-batches. Returns the metrics of the last time; the mismatch is
-        that of the first optimizer step, before which the weights were those that servers have been proved to serve."""
+        """Makes an optimizer step for each `gradient_accumulation_steps` micro-batches of this rank, `ppo_epochs` times
+        over the batch. Every rank has the same number of micro-batches. Returns the metrics of the last epoch, but the
+        mismatch of the first optimizer step, before which the weights are those that servers are proved to serve."""
         size = self._settings.gradient_accumulation_steps or len(batches)
         parts = [batches[start : start + size] for start in range(0, len(batches), size)]
         untouched, states, first = True, list[dict[str, State]](), dict[str, State]()
@@ -206,35 +213,29 @@ class Trainer:
         return numbers_of(reduced(states) | first)
 
     def _optimizer_step(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, State]:
-        """Forward, loss and backward for each micro-batch, then one step of the optimizer."""
+        """Computes forward, loss and backward for each micro-batch, then one step of the optimizer."""
         states = self._objective.accumulate(batches, step=step)
         if not math.isfinite(total := states["loss/total"][1]):
             raise NonFiniteError(f"the loss is {total}")
         norm = self._optimizer.step(learning_rate=rate)
-        self._objective.stepped()
+        self._objective.after_step()
         return states | mean_over_steps({"optim/grad_norm": norm})
 
     def _refused(self, step: int, error: NonFiniteError, *, untouched: bool) -> NonFiniteError:
-        """Keeps the state before a step that is not finite, where that is `untouched`."""
-        said = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
+        """Returns the error of a step that is not finite. Writes a checkpoint of the state before it, if that is
+        `untouched`."""
+        message = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
         if (own := self._settings.loss.import_path) is not None:
-            said += f"; the loss is that of {own}"
+            message += f"; the loss is that of {own}"
         try:
             if untouched:
                 self._checkpoints.now(step - 1, self._metrics)
         except OSError as failure:
-            said += f"; the state before it could not be kept: {failure}"
-        return NonFiniteError(f"{said}; its batch is {step_folder(self._run_folder.batches, step)}")
+            message += f"; the state before it could not be kept: {failure}"
+        return NonFiniteError(f"{message}; its batch is {step_folder(self._run_folder.batches, step)}")
 
     def _signal(self, batches: Sequence[MicroBatch]) -> float:
-        """The share of the batch's loss tokens that have anything to teach."""
+        """Returns the share of the batch's loss tokens that have anything to teach."""
         own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
         num_signal, num_tokens = self._ranks.all_reduce_sum(own)
         return num_signal / num_tokens if num_tokens else 1.0
-
-    @contextmanager
-    def _timed(self, key: str) -> Iterator[None]:
-        self._times_s[f"{key.removesuffix('_s')}_at_s"] = time.time()
-        started_s = time.perf_counter()
-        yield
-        self._times_s[key] = time.perf_counter() - started_s

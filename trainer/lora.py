@@ -1,4 +1,4 @@
-"""A linear layer, plain or quantized, with its adapter or adapters, in few passes over memory.
+"""Computes a linear layer, plain or quantized, with its adapter or adapters, in few passes over memory.
 
 PEFT's own forward scales and adds in separate passes and keeps their intermediates; with a small model that is most of
 the step. The adapter's float32 weights are rounded to the type of computation, as the server rounds them.
@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 
 
 def with_adapters(base: Any, names: Sequence[str], settings: TrainSettings) -> PeftModel:
-    """Puts the adapters' layers into the base, which it thereby freezes: A random, B zero. The first adapter is the
-    same however many follow."""
+    """Adds the adapters' layers to the base, which it freezes: A random, B zero. The first adapter is the same however
+    many follow."""
     config = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
@@ -50,7 +50,7 @@ def with_adapters(base: Any, names: Sequence[str], settings: TrainSettings) -> P
 
 
 def adapter_mask(adapters: torch.Tensor, num_adapters: int) -> torch.Tensor:
-    """Returns [T, K] bool from the adapter of each token [T] i64: True for those that are not its own."""
+    """Returns [T, K] bool from the adapter of each token [T] i64: True for adapters that are not the token's own."""
     return adapters[:, None] != torch.arange(num_adapters, device=adapters.device)
 
 
@@ -62,7 +62,8 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
     """[T, K] bool of the tokens in the pass at hand: True for the adapters that are not the token's. None with one
     adapter."""
     low_precision: LowPrecision | None = None
-    """In how few bits the base's product is computed where a gradient follows; without, it is that of a server."""
+    """The low-precision recipe of the base's product in passes with a gradient. Passes without one compute as a server
+    does."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., in] → [..., out]"""
@@ -79,13 +80,14 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         return output
 
     def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
-        """PEFT's own knows no quantized layer of ours."""
+        """Returns a layer's sizes. PEFT's own method does not know our quantized layer."""
         return module.in_features, module.out_features  # type: ignore[return-value]
 
 
 def takes_adapter_mask(layer: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a layer's `forward` that takes the keyword `adapter_mask` in a pass, and gives it to the layer's adapted
-    linear layers. That a layer is told in its own pass matters where the backward pass computes it again."""
+    """Returns a layer's `forward` that takes the keyword `adapter_mask` and gives it to the layer's adapted linear
+    layers. The mask is an argument of each pass so that a layer that is computed again in the backward pass gets it
+    again."""
     adapted = [module for module in layer.modules() if isinstance(module, FusedLoraLinear)]
 
     @functools.wraps(forward)
@@ -152,7 +154,7 @@ def _base_product(
 
 
 def _gated(down: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """[T, K r] with 0 in the blocks of other adapters, in place."""
+    """Sets the blocks of other adapters in [T, K r] to 0, in place."""
     if mask is not None:
         down.unflatten(1, (mask.shape[1], -1)).masked_fill_(mask[:, :, None], 0.0)
     return down

@@ -1,12 +1,12 @@
-"""The losses of the objective with their metrics. Pure: tensors and settings in, tensors out.
+"""Computes the losses of the objective with their metrics, from tensors and settings alone.
 
 The policy loss is made of three choices, each a function here: a *ratio* of trainer to server, a *bound* on it, and a
 *normaliser*; docs/losses.md says which published loss is which three.
 
 Legend: `K` tokens of one micro-batch that carry loss, `S` samples, `P` preference pairs. Tensors are float32 (float64
 where the log-probabilities are). Each normaliser is a count of the whole optimizer step over all micro-batches and
-ranks, so the losses of the micro-batches add up. What is not a number is never masked or clipped away, so that a step
-with it is refused.
+ranks, so the losses of the micro-batches add up. A value that is not a number is never masked or clipped away, so that
+its step is refused.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 MAX_LOG_RATIO = 20.0
 """Bound of |log ratio| before exp: exp(20) is 5e8, far beyond any mask, and finite in float32."""
 Loss = tuple[torch.Tensor, dict[str, Metric]]
-"""[] with gradient, and its metrics."""
+"""A loss [] with gradient, and its metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +30,15 @@ class PolicyTokens:
     """The loss tokens of one micro-batch: all that a policy loss may depend on."""
 
     logprobs: torch.Tensor
-    """[K] of the trainer, with gradient."""
+    """[K] by the trainer, with gradient."""
     entropies: torch.Tensor
     """[K] nats, of the trainer's distributions; with gradient where `entropy_tau` is above 0."""
     inference_logprobs: torch.Tensor
-    """[K] of the server that sampled them."""
+    """[K] by the server that sampled them."""
     advantages: torch.Tensor
     """[K]"""
     teacher_logprobs: torch.Tensor | None = None
-    """[K] of the teacher, or of the reference, `UNTAUGHT` where it does not know the token; None without one."""
+    """[K] by the teacher or the reference, `UNTAUGHT` for tokens that it does not know; None without one."""
     sample_ids: torch.Tensor
     """[K] i64 which sample each belongs to, from 0."""
     num_samples: int
@@ -46,7 +46,7 @@ class PolicyTokens:
     lags: torch.Tensor
     """[K] i64 versions between sampling and training."""
     present_lags: Sequence[int] = ()
-    """The lags that occur, which the host knows, so that nothing waits for the device."""
+    """The lags that occur, known to the host, so that nothing waits for the device."""
     envs: Sequence[str] = ()
     """Names of environments."""
     env_ids: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class PolicyTokens:
 
 
 def policy_loss(tokens: PolicyTokens, settings: LossSettings, counts: StepCounts) -> Loss:
-    """A policy gradient on tokens that another policy, an older one, has sampled.
+    """Returns the policy gradient's loss on tokens that an older policy has sampled.
 
         log_ratio = logprobs - inference_logprobs
         coeff     = bound(ratio(log_ratio)) · (adv_tau · advantage + teacher_tau · teacher - kl_tau · log_ratio)
@@ -95,8 +95,8 @@ def policy_loss(tokens: PolicyTokens, settings: LossSettings, counts: StepCounts
 
 
 def importance_ratio(log_ratio: torch.Tensor, tokens: PolicyTokens, settings: LossSettings) -> torch.Tensor:
-    """[K] by `ratio_type`, r being exp(log ratio): `token` each token's r; `sequence` the product of its sample's;
-    `geometric` their geometric mean (GSPO, arXiv:2507.18071); `none` 1."""
+    """Returns [K] by `ratio_type`, with r = exp(log ratio): `token` each token's r; `sequence` the product of its
+    sample's; `geometric` their geometric mean (GSPO, arXiv:2507.18071); `none` 1."""
     if settings.ratio_type == "none":
         return torch.ones_like(log_ratio)
     if settings.ratio_type != "token":
@@ -106,7 +106,7 @@ def importance_ratio(log_ratio: torch.Tensor, tokens: PolicyTokens, settings: Lo
 
 
 def bounded(ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """[K] the ratio by `importance`, and [K] bool where a bound is reached.
+    """Returns [K] the ratio by `importance`, and [K] bool where a bound is reached.
 
     `clip` lowers it to `token_mask_high`. `ppo` leaves it, and stops where it has gone further than the bounds in the
     advantage's own direction: there min(r A, clip(r) A) is flat. A product over a sequence is lowered to
@@ -122,7 +122,7 @@ def bounded(ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSetting
 
 
 def token_weights(tokens: PolicyTokens, counts: StepCounts, settings: LossSettings) -> torch.Tensor:
-    """[K] each token's share of the loss, by `normaliser`, of an optimizer step with N loss tokens in M samples:
+    """Returns [K] each token's share of the loss by `normaliser`, in an optimizer step with N loss tokens in M samples:
     `token` 1 / N; `sequence` 1 / (M · loss tokens of its sample); `constant` 1 / (M · `constant_tokens`)."""
     ones = torch.ones_like(tokens.inference_logprobs)
     if settings.normaliser == "token":
@@ -136,7 +136,7 @@ def token_weights(tokens: PolicyTokens, counts: StepCounts, settings: LossSettin
 def token_masks(
     log_ratio: torch.Tensor, sample_ids: torch.Tensor, num_samples: int, settings: LossSettings
 ) -> dict[str, torch.Tensor]:
-    """Returns for each mask the tokens [K] that it drops, by its name.
+    """Returns by each mask's name the tokens [K] bool that it drops.
 
     A token is kept unless its own ratio (with `importance: mask`), its sample's geometric mean ratio, or its sample's
     smallest or largest token ratio lies outside the bounds of the token, geo or sequence mask. Bounds are inclusive,
@@ -160,8 +160,8 @@ def token_masks(
 
 
 def mismatch_metrics(tokens: PolicyTokens) -> dict[str, Metric]:
-    """Metrics of what trainer and server, and trainer and teacher, think of the same tokens, whether they are kept or
-    not; and the entropies, by environment."""
+    """Returns metrics of how far trainer and server, and trainer and teacher, differ on the same tokens, dropped ones
+    included; and the entropies by environment."""
     trainer, entropies = tokens.logprobs.detach(), tokens.entropies.detach()
     log_ratio = trainer - tokens.inference_logprobs
     ratio, count = _exp(log_ratio), number_of(log_ratio)
@@ -174,9 +174,9 @@ def mismatch_metrics(tokens: PolicyTokens) -> dict[str, Metric]:
         "policy/log_ratio_clamped": share(log_ratio.abs() > MAX_LOG_RATIO, count),
     }
     if tokens.teacher_logprobs is not None:
-        untaught = tokens.teacher_logprobs > 0
-        gap = torch.where(untaught, 0.0, trainer - tokens.teacher_logprobs)
-        metrics["policy/teacher_kl"] = Mean(gap.sum(), count - untaught.sum())
+        unknown = tokens.teacher_logprobs > 0
+        gap = torch.where(unknown, 0.0, trainer - tokens.teacher_logprobs)
+        metrics["policy/teacher_kl"] = Mean(gap.sum(), count - unknown.sum())
     if len(ratio):
         metrics |= {"policy/ratio_min": Min(ratio.min()), "policy/ratio_max": Max(ratio.max())}
     for lag in tokens.present_lags:
@@ -184,16 +184,16 @@ def mismatch_metrics(tokens: PolicyTokens) -> dict[str, Metric]:
         metrics[f"policy/tokens_lag{lag}"] = Sum(chosen.sum())
         metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(torch.where(chosen, estimates, 0.0).sum(), chosen.sum())
         metrics[f"policy/mismatch_max_lag{lag}"] = Max(torch.where(chosen, log_ratio.abs(), 0.0).max())
-    for place, env in enumerate(tokens.envs):
+    for index, env in enumerate(tokens.envs):
         assert tokens.env_ids is not None
-        chosen = torch.eq(tokens.env_ids, place)
+        chosen = torch.eq(tokens.env_ids, index)
         metrics[f"policy/entropy/{env}"] = Mean(torch.where(chosen, entropies, 0.0).sum(), chosen.sum())
     return metrics
 
 
 def _teacher_term(trainer: torch.Tensor, teacher: torch.Tensor | None, settings: LossSettings) -> torch.Tensor:
-    """[K] minus the derivative of the estimate of KL(trainer ‖ teacher) by the trainer's log-probability: of k1 as a
-    reward, and k2 as a loss, teacher - trainer; of k3 as a loss, exp(teacher - trainer) - 1."""
+    """Returns [K] minus the derivative of the estimate of KL(trainer ‖ teacher) by the trainer's log-probability:
+    teacher - trainer for k1 as a reward (and k2 as a loss), exp(teacher - trainer) - 1 for k3 as a loss."""
     if teacher is None:
         tau = settings.teacher_tau
         raise ValueError(f"teacher_tau is {tau} and teacher_logprobs is None; deliver them, or set it to 0")
@@ -202,12 +202,12 @@ def _teacher_term(trainer: torch.Tensor, teacher: torch.Tensor | None, settings:
 
 
 def sdpo_loss(divergences: torch.Tensor, clipped: torch.Tensor, *, weights: torch.Tensor, num_hint_tokens: int) -> Loss:
-    """Self-distillation (SDPO, arXiv:2601.20802) on the aligned tokens of hinted turns.
+    """Returns the loss of self-distillation (SDPO, arXiv:2601.20802) on the aligned tokens of hinted turns.
 
         loss = Σ weight · divergence / num_hint_tokens
 
-    `divergences` [K] are in nats, with gradient to the student; `clipped` [K] says of which `token_clip` has lowered
-    any; `weights` [K] are the hints' weights, each token's own. Returns the loss [] and metrics.
+    `divergences` [K] are in nats, with gradient to the student; `clipped` [K] bool says which ones `token_clip` has
+    lowered; `weights` [K] are each token's hint's weight. Returns the loss [] and metrics.
     """
     plain = divergences.detach()
     count = number_of(plain)
@@ -230,9 +230,9 @@ def dpo_loss(
     beta: float,
     num_pairs: int,
 ) -> Loss:
-    """Direct preference optimization (arXiv:2305.18290, equation 7) on pairs of continuations of one prompt, or, with
-    `score_gaps` [P] of the chosen's score less the rejected's, regression of relative scores (REBEL, arXiv:2404.16767,
-    equation 6, with the base model in place of the policy before).
+    """Returns the loss of direct preference optimization (arXiv:2305.18290, equation 7) on pairs of continuations of
+    one prompt, or, with `score_gaps` [P] of the chosen's score less the rejected's, that of regressing relative scores
+    (REBEL, arXiv:2404.16767, equation 6, with the base model in index of the previous policy).
 
         margin = beta · [(chosen_logprobs - chosen_ref_logprobs) - (rejected_logprobs - rejected_ref_logprobs)]
         loss   = -Σ log σ(margin) / num_pairs, or Σ (margin - score_gap)² / num_pairs
@@ -268,7 +268,8 @@ def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
 def _sample_sum_and_mean(
     values: torch.Tensor, sample_ids: torch.Tensor, num_samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[K] → [S], [S]: sum and mean over each sample's loss tokens; 0 for a sample without any."""
+    """Returns [S] sums and [S] means of [K] values over each sample's loss tokens; 0 for samples without loss
+    tokens."""
     counts = values.new_zeros(num_samples).index_add_(0, sample_ids, torch.ones_like(values))
     sums = values.new_zeros(num_samples).index_add_(0, sample_ids, values)
     return sums, sums / counts.clamp(min=1)
@@ -277,16 +278,17 @@ def _sample_sum_and_mean(
 def _sample_extreme(
     values: torch.Tensor, sample_ids: torch.Tensor, num_samples: int, reduce: Literal["amin", "amax"]
 ) -> torch.Tensor:
-    """[K] → [S]: smallest or largest over each sample's loss tokens; 1, the ratio of equals, for a sample without."""
+    """Returns [S] the smallest or largest of [K] values over each sample's loss tokens; 1 for samples without loss
+    tokens."""
     start = values.new_ones(num_samples)
     return start.scatter_reduce_(0, sample_ids, values, reduce, include_self=False)
 
 
 def number_of(values: torch.Tensor) -> torch.Tensor:
-    """[] how many values there are, as a number on their device."""
+    """Returns [] how many values there are, as a number on their device."""
     return torch.full((), float(len(values)), device=values.device)
 
 
 def share(chosen: torch.Tensor, count: torch.Tensor) -> Metric:
-    """The share of True in [K] bool, of which there are `count`."""
+    """Returns the share of True among `count` values [K] bool."""
     return Mean(chosen.sum(), count)

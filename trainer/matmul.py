@@ -1,33 +1,34 @@
-"""Matrix products, on a CPU by the faster one of torch's two libraries.
+"""Multiplies matrices, on a CPU by the faster one of torch's two libraries.
 
-torch multiplies float32 matrices by Intel's MKL, which uses half of the vectors' width on a processor of another make.
-oneDNN, by which torch multiplies bfloat16 already, uses all of it everywhere: on an AMD EPYC 2.0 to 2.5 times as many
-products a second in float32.
+torch multiplies float32 matrices by Intel's MKL, which uses half of the vectors' width on processors of other makers.
+oneDNN, which torch uses for bfloat16, uses all of it everywhere: 2.0 to 2.5 times as many products a second in float32
+on an AMD EPYC.
 
-Neither function is differentiable: they are for autograd functions of one's own.
+No function here is differentiable: they are used inside autograd functions.
 """
 
 import torch
 
 MAX_SMALL = 1 << 19
-"""Multiplications of a product that MKL is left: a call of oneDNN takes 13 µs more."""
+"""Products of up to so many multiplications are left to MKL, because a call of oneDNN takes 13 µs more."""
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[..., k] · [k, n] → [..., n]"""
+    """Returns [..., k] · [k, n]: [..., n]."""
     return _by_onednn(left, right.T, None) if _is_for_onednn(left, right) else left @ right
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., k] · [n, k]ᵀ + [n] → [..., n]"""
+    """Returns [..., k] · [n, k]ᵀ + [n]: [..., n]."""
     if _is_for_onednn(x, weight):
         return _by_onednn(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[m, k] · [k, n] → [m, n] float32 (float64 of float64). On a GPU partial sums of half precision stay in float32 to
-    the end: a weight's gradient adds up as many products as there are tokens. Not yet run on a GPU."""
+    """Returns [m, k] · [k, n]: [m, n] float32 (float64 of float64). On a GPU partial sums of half precision stay in
+    float32 to the end, because a weight's gradient adds up as many products as there are tokens. Not yet run on a
+    GPU."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         output: torch.Tensor = torch.mm(left, right, out_dtype=torch.float32)
         return output
@@ -44,6 +45,6 @@ def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The operation that torch's own compiler makes of a linear layer, without an activation after it."""
+    """Calls the operation that torch's own compiler makes of a linear layer without an activation after it."""
     output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return output

@@ -23,20 +23,20 @@ from grpo.transport.folders import write_atomic
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-"""What a layer keeps for its backward pass: everything, its input and its attention's output, its input."""
+"""What a layer keeps for its backward pass: everything; its input and its attention's output; its input."""
 RECORD = "activation_checkpointing"
-"""File of a run that names the choice which a step that did not fit has left."""
+"""File in the run's folder that names the kind to go on with after a step that did not fit."""
 Wrap = Callable[[torch.nn.Module, Callable[..., Any]], Callable[..., Any]]
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep the memory that it frees, for its next tensors.
+    """Makes this process keep freed memory for its next tensors.
 
     glibc gets blocks of more than 32 MiB from the system each time and gives them back at once; then the system clears
-    every page of a large activation again, at a tenth of memory's speed. A step needs as much memory as the one
-    before, so that what is kept is used. Does nothing where the C library is another one.
+    every page of a large activation again, at a tenth of memory's speed. A step needs as much memory as the one before,
+    so that kept memory is used. Does nothing with another C library.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -88,14 +88,14 @@ def prepare_layers(
 
 
 def compiles(settings: TrainSettings, device: torch.device) -> bool:
-    """Returns whether layers are compiled: as the settings say, or on a GPU where torch can."""
+    """Returns whether layers are compiled: as the settings say, or by default on a GPU for which torch can compile."""
     if settings.compile is not None:
         return settings.compile
     return device.type == "cuda" and missing_for_compile(device) is None
 
 
 def missing_for_compile(device: torch.device) -> str | None:
-    """Returns why torch can compile nothing for this device on this machine; None where it can."""
+    """Returns why torch can compile nothing for this device on this machine; None if it can."""
     if device.type == "cpu":
         compiler = os.environ.get("CXX", "g++")
         return None if shutil.which(compiler) else f"the C++ compiler {compiler} is not installed"
@@ -108,8 +108,8 @@ def missing_for_compile(device: torch.device) -> str | None:
 
 
 def _is_quantized(module: torch.nn.Module) -> bool:
-    """Whether it is a quantized linear layer, or an adapter on one. Compiled, it would keep the dequantized weight for
-    the backward pass. Rounding to NVFP4 is nothing that torch compiles."""
+    """Returns whether it is a quantized linear layer, or an adapter on one. Compiled, it would keep the dequantized
+    weight for the backward pass. torch cannot compile rounding to NVFP4 either."""
     return getattr(module, "low_precision", None) == "nvfp4" or any(
         isinstance(part, QuantizedLinear) for part in (module, *module.children())
     )

@@ -1,9 +1,11 @@
-"""Metrics that reduce correctly over micro-batches and ranks: how a number is reduced is part of its type.
+"""Metrics that reduce correctly over micro-batches and ranks, because each says how it is reduced; and times.
 
 Values are scalar tensors, and nothing waits for the device until `states_of`. docs/metrics.md lists them all.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -12,7 +14,7 @@ import torch
 
 Op = Literal["sum", "mean", "min", "max"]
 State = tuple[Op, float, float]
-"""A metric as plain values: how it is reduced, its value, and of a mean the count. Example: ``("mean", 3.0, 12.0)``"""
+"""A metric as plain values: how it is reduced, its value, and the count of a mean. Example: ``("mean", 3.0, 12.0)``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,13 @@ class Metric:
 
     op: Op
     value: torch.Tensor
-    """[]; of a mean the sum that is to be divided."""
+    """[] the value; for a mean the sum that is to be divided."""
     count: torch.Tensor | None = None
-    """[] of a mean: how many values, or the sum of their weights, at least 0."""
+    """[] for a mean how many values there are, or the sum of their weights, at least 0."""
 
 
 Sum, Mean, Min, Max = (partial(Metric, op) for op in ("sum", "mean", "min", "max"))
-"""Metrics that add up, are a total over a count (0 where nothing was counted), the smallest, the largest."""
+"""Metrics that reduce to a sum, a sum over a count (0 if the count is 0), the smallest, the largest."""
 
 
 def states_of(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, State]]:
@@ -56,7 +58,7 @@ def reduced(parts: Iterable[Mapping[str, State]]) -> dict[str, State]:
 
 
 def _combined(op: Op, one: float, other: float) -> float:
-    """Not a number where either is."""
+    """Returns both as one value, which is not a number if either is not."""
     if op in ("sum", "mean") or one != one or other != other:
         return one + other
     return min(one, other) if op == "min" else max(one, other)
@@ -65,3 +67,11 @@ def _combined(op: Op, one: float, other: float) -> float:
 def numbers_of(states: Mapping[str, State]) -> dict[str, float]:
     """Returns each metric as one number."""
     return {key: value / (count or 1.0) if op == "mean" else value for key, (op, value, count) in states.items()}
+
+
+@contextmanager
+def timed(times_s: dict[str, float], name: str) -> Iterator[None]:
+    """Notes in `times_s` when what is within began, as `time/NAME_at_s`, and how long it took, as `time/NAME_s`."""
+    times_s[f"time/{name}_at_s"], started_s = time.time(), time.perf_counter()
+    yield
+    times_s[f"time/{name}_s"] = time.perf_counter() - started_s

@@ -1,4 +1,4 @@
-"""The model that is trained: loading, and log-probabilities of packed tokens.
+"""Loads the model that is trained, and computes log-probabilities of packed tokens.
 
 Knows nothing of losses, steps or transports.
 """
@@ -34,19 +34,19 @@ Output = Literal["hidden", "logprobs", "differentiable entropy"]
 
 
 class PackedModel(torch.nn.Module):
-    """A causal model on packed tokens. Every use of its weights is in `forward`, or follows one, because only that
-    gathers weights that are sharded."""
+    """A causal model on packed tokens. Its weights are only used in `forward`, or between it and the backward pass,
+    because only `forward` gathers weights that are sharded."""
 
     def __init__(self, causal_lm: Any, *, num_adapters: int = 1, packed: bool = True, fp32_head: bool = False) -> None:
-        """Where not `packed`, every sample is a row of its own. With `fp32_head` the LM head is computed in float32,
-        for which a copy of its weight is made in every pass."""
+        """Computes every sample in a row of its own unless `packed`. With `fp32_head` the LM head is computed in
+        float32, for which a copy of its weight is made in every pass."""
         super().__init__()
         self.causal_lm, self.num_adapters = causal_lm, num_adapters
         self._packed, self._fp32_head = packed, fp32_head
 
     def forward(self, tokens: PackedTokens, *, output: Output) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Returns at the tokens before the targets [K, H] final hidden states, or [K] log-probabilities of the targets
-        and [K] entropies, which have a gradient with "differentiable entropy" only."""
+        """Returns, at the tokens before the targets, [K, H] final hidden states, or [K] log-probabilities of the
+        targets and [K] entropies, which have a gradient with "differentiable entropy" only."""
         every_token = self._packed_states(tokens) if self._packed else self._row_states(tokens)
         hidden, head = every_token.index_select(0, tokens.before_targets), self.head
         if self._fp32_head:
@@ -57,7 +57,7 @@ class PackedModel(torch.nn.Module):
         return logprobs_and_entropy(*inputs, differentiable=output == "differentiable entropy")
 
     def _packed_states(self, tokens: PackedTokens) -> torch.Tensor:
-        """[U, H] from one sequence of all samples."""
+        """Returns [U, H] computed as one sequence of all samples."""
         output = self.causal_lm.base_model(
             input_ids=tokens.token_ids[None],
             position_ids=tokens.position_ids[None],
@@ -69,7 +69,8 @@ class PackedModel(torch.nn.Module):
         return states
 
     def _row_states(self, tokens: PackedTokens) -> torch.Tensor:
-        """[U, H] from batches of samples of similar length, padded on the right, where no real token sees it."""
+        """Returns [U, H] computed as batches of samples of similar length, padded on the right, where no real token
+        sees it."""
         buckets, states = tokens.layout.buckets, []
         sizes = [count * length for count, length in buckets.shapes]
         for shape, slots in zip(buckets.shapes, buckets.slots.split(sizes), strict=True):
@@ -83,7 +84,7 @@ class PackedModel(torch.nn.Module):
         return torch.cat(states).index_select(0, buckets.slot_of)
 
     def _adapter_mask(self, adapters: torch.Tensor | None, num_tokens: int) -> dict[str, torch.Tensor]:
-        """What layers with several adapters are told of each token's own; nothing with one adapter."""
+        """Returns the mask that layers with several adapters get; nothing with one adapter."""
         if self.num_adapters == 1:
             return {}
         if adapters is None:
@@ -98,9 +99,9 @@ class PackedModel(torch.nn.Module):
 
 
 class Policy:
-    """A model and what of it is trained: an adapter or several, which start as zero, on a frozen base, or all weights.
+    """A model and its trained weights: an adapter or several, which start as zero, on a frozen base, or all weights.
 
-    Where it is sharded over the ranks (`shards`), all of them must call every method but the properties, in the same
+    If it is sharded over the ranks (`shards`), all of them must call every method but the properties, in the same
     order.
     """
 
@@ -115,25 +116,25 @@ class Policy:
         shards: Shards | None,
         adapters: tuple[str, ...] = (),
     ) -> None:
-        """`dtype` is the type of computation; `named_parameters` are those that are trained; `adapters` are names,
-        where there are several."""
+        """`dtype` is the type of computation; `named_parameters` are those that are trained; `adapters` are the
+        adapters' names if there are several."""
         self._model, self._shards = model, shards
         self.causal_lm: Any = model.causal_lm
         self.weights = weights
-        """What is trained, as versions are made of it."""
+        """The trained weights, in the form that versions are made of."""
         self.device, self.dtype = device, dtype
         self.dtype_name = str(dtype).removeprefix("torch.")
         """`float32` or `bfloat16`."""
         self.vocab_size = int(self.causal_lm.config.vocab_size)
         self.adapters = adapters
         self.num_adapters = max(1, len(adapters))
-        """How many there are to choose among; 1 also where all weights are trained."""
+        """How many adapters samples choose among; 1 also if all weights are trained."""
         self.named_parameters = dict(named_parameters)
         self.parameters = list(self.named_parameters.values())
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether the base is frozen."""
+        """True if the base is frozen."""
         return isinstance(self.weights, AdapterWeights)
 
     @property
@@ -145,12 +146,13 @@ class Policy:
 
     @property
     def head(self) -> torch.Tensor:
-        """[V, H] the LM head's weight. Where it is sharded, it is whole from a call of `hidden` to the backward pass
-        after it, or to `reshard`."""
+        """[V, H] the LM head's weight. If it is sharded, it is whole from a call of `hidden` to the backward pass after
+        it, or to `reshard`."""
         return self._model.head
 
     def logprobs(self, tokens: PackedTokens) -> torch.Tensor:
-        """[K] float32 log-probabilities of the targets at their temperatures, with gradient to what is trained."""
+        """Returns [K] float32 log-probabilities of the targets at their temperatures, with gradient to the trained
+        weights."""
         logprobs, _ = self.logprobs_and_entropy(tokens)
         if not torch.is_grad_enabled():
             self.reshard()
@@ -159,32 +161,32 @@ class Policy:
     def logprobs_and_entropy(
         self, tokens: PackedTokens, *, differentiable: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[K] the same log-probabilities, and [K] float32 the entropy of each position's distribution in nats, with a
-        gradient where it is `differentiable`."""
+        """Returns [K] float32 log-probabilities as `logprobs` does, and [K] float32 the entropy of each position's
+        distribution in nats, with a gradient if it is `differentiable`."""
         output: Output = "differentiable entropy" if differentiable else "logprobs"
         logprobs, entropy = self._model(tokens, output=output)
         return logprobs, entropy
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:
-        """[K, H] final hidden states at the tokens before the targets, with gradient to what is trained."""
+        """Returns [K, H] final hidden states at the tokens before the targets, with gradient to the trained weights."""
         hidden: torch.Tensor = self._model(tokens, output="hidden")
         return hidden
 
     def sync_gradients(self, *, last: bool) -> None:
-        """Says before each forward pass that is differentiated whether it is the step's last. After that one's backward
-        pass the gradients are those of all ranks together; further passes add to them."""
+        """Must be called before each forward pass that is differentiated, with whether it is the step's last. After the
+        last one's backward pass the gradients are summed over all ranks; further passes add to them."""
         if self._shards is not None:
             self._shards.sync_gradients(last=last)
 
     def reshard(self) -> None:
-        """Lets sharded weights be gathered again, after they were changed between passes (an optimizer's step needs
-        none: it follows a last pass)."""
+        """Makes the next pass gather sharded weights again. Needed after they were changed between passes, but not
+        after an optimizer's step, which follows a last pass."""
         if self._shards is not None:
             self._shards.reshard()
 
     def leave_out(self, adapters: Iterable[int]) -> None:
-        """Takes the gradients of these adapters away, so that the optimizer's step leaves them, and what it remembers
-        of them, as they are."""
+        """Removes the gradients of these adapters, so that the optimizer's step changes neither them nor its state for
+        them."""
         assert isinstance(self.weights, AdapterWeights)
         for adapter in adapters:
             for parameter in self.weights.parameters(adapter):
@@ -201,13 +203,12 @@ def load_policy(
     checkpointing: memory.ActivationCheckpointing | None = None,
     attention_kernel: str | None = None,
 ) -> Policy:
-    """Returns the base model in `folder`, as the settings say it shall be trained: with a new adapter or several, A
-    random from the seed, B zero, both float32; or, with `lora: false`, the model itself, to be trained whole.
+    """Returns the base model in `folder` as the settings say: with a new adapter or several, A random from the seed, B
+    zero, both float32; or, with `lora: false`, the model itself, all of whose weights are trained.
 
     `imported` are the weights that a server shares, `checkpointing` what layers keep for the backward pass (None: the
     first of `checkpointing_kinds`), `attention_kernel` a kernel of `grpo.trainer.attention` (None: the best). Raises
-    `ModelError` where the model cannot be trained so, and `ExporterGone` where the server has ended meanwhile.
-    Collective.
+    `ModelError` if the model cannot be trained so, and `ExporterGone` if the server has ended meanwhile. Collective.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
     AdamW's in float32). In float32 on one rank: 4 P for the weights, 4 P for their gradients. In bfloat16 on one rank:
@@ -301,7 +302,7 @@ def _load_base(
     imported: ImportedBase | None,
     device: torch.device,
 ) -> Any:
-    """The causal language model on `device`, computing in `dtype`: plain, quantized, or on imported weights."""
+    """Returns the causal language model on `device`, computing in `dtype`: plain, quantized, or on imported weights."""
     stored = stored_in(folder)
     check_setting(folder, stored, quantization)
     if imported is not None:
@@ -321,7 +322,8 @@ def _load_base(
 
 
 def _check_base(base: Any, target_modules: tuple[str, ...]) -> None:
-    """Refuses what the packed forward pass would silently compute otherwise than the server."""
+    """Raises `ModelError` for models that the packed forward pass would silently compute differently from the
+    server."""
     linear = {name.rsplit(".", 1)[-1] for name in decoder_linears(base)}
     if missing := sorted(set(target_modules) - linear):
         kind = base.config.model_type

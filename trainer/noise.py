@@ -1,4 +1,4 @@
-"""QeRL's noise on the norm weights of the policy that samples (arXiv:2510.11696), and the policy with that noise.
+"""Makes QeRL's noise on the norm weights of the policy that samples (arXiv:2510.11696), and computes with that noise.
 
 RMSNorm with noise is `(w + z) * x / sqrt(mean(x²) + ε)`, z ~ N(0, σ²) for each channel (equation 10): every linear
 layer that reads the normalised hidden state is multiplied row by row by 1 + z / w. σ is 0 in the first stage of the
@@ -24,12 +24,12 @@ from safetensors.torch import save
 Norms = Mapping[str, torch.nn.Module]
 """RMSNorms by their names in the base's checkpoint, as `model.layers.0.input_layernorm`."""
 HEAD_NORMS = ("q_norm", "k_norm")
-"""They normalise each head's queries and keys: no linear layer reads them, and noise there would be noise on the
-logits of the attention, which the method does not have."""
+"""Norms of each head's queries and keys. No linear layer reads them: noise there would be noise on attention's logits,
+which the method does not have."""
 
 
 def sigma_of(settings: NoiseSettings, version: int, *, max_steps: int) -> float:
-    """Standard deviation of the noise with which `version` samples; 0 where it has none.
+    """Returns the standard deviation of the noise with which `version` samples; 0 if it has none.
 
     The versions 0 … max_steps - 1 are divided into `num_stages` stages of equal length; the batch of step n is sampled
     under version n - 1 where nothing lags. Stage 0 has no noise; stage k = 1 … K, K = num_stages - 1, has
@@ -46,16 +46,17 @@ def sigma_of(settings: NoiseSettings, version: int, *, max_steps: int) -> float:
 
 
 def noisy_weight(weight: torch.Tensor, *, sigma: float, seed: int, version: int, name: str) -> torch.Tensor:
-    """[H] float32: `weight` [H] float32 plus σ times a normal sample that `seed`, `version` and `name` determine."""
+    """Returns [H] float32: `weight` [H] float32 plus σ times a normal sample that `seed`, `version` and `name`
+    determine."""
     digest = hashlib.sha256(f"{seed}/{version}/{name}".encode()).digest()
     sample = np.random.default_rng(int.from_bytes(digest[:8])).standard_normal(len(weight), np.float32)
     return weight + sigma * torch.from_numpy(sample)
 
 
 def hidden_norms(model: Any) -> dict[str, torch.nn.Module]:
-    """The RMSNorms of the hidden state: before attention, before the MLP, and the last. `HEAD_NORMS` are none.
+    """Returns the RMSNorms of the hidden state (before attention, before the MLP, and the last), without `HEAD_NORMS`.
 
-    Raises `ModelError` where the model has none, or one of another formula than the module's.
+    Raises `ModelError` if the model has none, or one with another formula than this module's.
     """
     hidden_size, norms = model.config.get_text_config().hidden_size, {}
     for name, module in model.named_modules():
@@ -79,10 +80,10 @@ def hidden_norms(model: Any) -> dict[str, torch.nn.Module]:
 
 
 class NormNoise:
-    """The noise of every version of one run; none of them has any unless `noise_scheduler` is enabled."""
+    """The noise of every version of one run, none unless `noise_scheduler` is enabled."""
 
     def __init__(self, norms: Norms, settings: NoiseSettings, *, seed: int, max_steps: int) -> None:
-        """All ranks make it together, and each can give every version's noise."""
+        """Gathers the `norms`' weights. Collective; afterwards each rank can compute every version's noise."""
         self._settings, self._seed, self._max_steps = settings, seed, max_steps
         self._clean = {
             f"{name}.weight": full_tensor(norm.weight).to("cpu", torch.float32, copy=True)  # type: ignore[arg-type]
@@ -90,7 +91,8 @@ class NormNoise:
         }
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """The noisy norm weights by the checkpoint's names, [H] float32 in main memory; none for a version without."""
+        """Returns the noisy norm weights by the checkpoint's names, [H] float32 in main memory; empty for a version
+        without noise."""
         sigma = sigma_of(self._settings, version, max_steps=self._max_steps)
         if sigma == 0.0:
             return {}
@@ -100,19 +102,19 @@ class NormNoise:
         }
 
     def metrics(self, version: int) -> dict[str, float]:
-        """`policy/noise_sigma`, where noise is enabled."""
+        """Returns `policy/noise_sigma`, if noise is enabled."""
         sigma = sigma_of(self._settings, version, max_steps=self._max_steps)
         return {"policy/noise_sigma": sigma} if self._settings.enabled else {}
 
 
 def noise_files(weights: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """For servers: one file, or none for a version without noise."""
+    """Returns the file that tells servers the noise; none for a version without noise."""
     return {NOISE_FILE: save(dict(weights), metadata={"format": "pt"})} if weights else {}
 
 
 @contextmanager
 def with_noise(norms: Norms, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Within it the model computes with these norm weights in place of its own, which stay as they are.
+    """Makes the model compute with these norm weights within the block; its own stay as they are.
 
     The output of each norm is replaced, so that it does not matter how the weights are held (sharded, or in a
     narrower type). Nothing compiled is used meanwhile: it would not see the replacement.
@@ -133,7 +135,8 @@ def _replacing(weight: torch.Tensor) -> Callable[[Any, tuple[torch.Tensor, ...],
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[..., H] in the type of x, for a float32 weight [H]: normalised and multiplied in float32 and rounded once.
+    """Returns [..., H] in the type of x, for a float32 weight [H]: normalised and multiplied in float32 and rounded
+    once.
 
     In 16 bits a weight of 1 + 0.001 is 1, and so is a rounded number times 1.001 that number: rounded on the way, as
     the clean norms do, noise of the later stages would come to nothing.

@@ -1,4 +1,4 @@
-"""One optimizer step's objective over its micro-batches: policy + alpha_sdpo · sdpo + beta_replay · dpo.
+"""Computes one optimizer step's objective over its micro-batches: policy + alpha_sdpo · sdpo + beta_replay · dpo.
 
 Leaves the gradients in the parameters; knows nothing of optimizers, versions or transports. A pass is one forward (for
 self-distillation two, one of them without gradient) and the backward of its loss.
@@ -33,17 +33,17 @@ class LossTerm:
     name: str
     """Its loss is the metric `loss/NAME`."""
     weight: float
-    """Of its loss in the total, once it is warm."""
+    """Its factor in the total, after the warm-up."""
     warmup_steps: int
     """Steps over which the weight rises from 0."""
     decay_steps: int | None
-    """Steps over which it then falls to 0; None where it stays."""
+    """Steps over which the weight then falls to 0; None if it stays."""
     prepare: Callable[[Sequence[MicroBatch], StepCounts], list[Pass]]
-    """Gives the passes of these micro-batches, whose losses add up to the term's. All their tensors are on their way to
-    the device when it returns, so that no pass waits for a copy."""
+    """Returns the passes of these micro-batches, whose losses add up to the term's. Copies of their tensors to the
+    device have begun when it returns, so that no pass waits for one."""
     dummy: Callable[[], torch.Tensor]
-    """Gives what a rank without data differentiates while others compute a pass: the same modules, in the same order,
-    for gradients of zero."""
+    """Returns what a rank without data differentiates while others compute a pass: it uses the same modules in the same
+    order, and its gradients are zero."""
 
     def weight_at(self, step: int) -> float:
         """Returns weight · step / warmup_steps while it rises, with steps from 1, and then
@@ -56,19 +56,20 @@ class LossTerm:
 
 
 class Objective:
-    """The loss terms whose weight is not 0: the others cost nothing."""
+    """The sum of the loss terms whose weight is not 0. The others cost nothing."""
 
     def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, sequence_len: int) -> None:
-        """Raises `LossError` where `settings.import_path` leads to no function."""
+        """Raises `LossError` if `settings.import_path` names no function."""
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
         self._settings, self._sequence_len, self._device = settings, sequence_len, policy.device
         self._loss_of = policy_loss
         if settings.import_path is not None:
             self._loss_of = partial(custom_loss, loss_function(settings.import_path))
         self.trained: Callable[[MicroBatch, PolicyTokens], None] = lambda *_: None
-        """Called with each micro-batch that has loss tokens, and those."""
+        """Called with each micro-batch that has loss tokens, and with those tokens."""
         self.average: MovingAverage | None = None
-        """Of the trained weights, for the self-distillation's teacher; None where it is the current policy."""
+        """The average of the trained weights, which is the self-distillation's teacher; None if that is the current
+        policy."""
         if settings.alpha_sdpo and settings.sdpo.teacher == "ema":
             self.average = MovingAverage(policy.named_parameters, decay=settings.sdpo.ema_decay)
         terms = (
@@ -79,12 +80,12 @@ class Objective:
         self._terms = [term for term in terms if term.weight]
 
     def accumulate(self, batches: Sequence[MicroBatch], *, step: int) -> dict[str, State]:
-        """Leaves the gradients of one optimizer step's micro-batches in the parameters' `grad`, which must be clear
-        before. `step` is that of the batch that they belong to.
+        """Computes the gradients of one optimizer step's micro-batches into the parameters' `grad`, which must be clear
+        before. `step` is the step of their batch.
 
-        Returns metrics of all ranks: `loss/total` is what was differentiated, and where several terms are on, each
-        one's gradient norm before clipping is told with its share of their sum. All ranks must call it, each with its
-        own micro-batches, if any. An adapter for which none of them has tokens is left without gradients.
+        Returns the metrics of all ranks: `loss/total` is the value that was differentiated; if several terms are on,
+        each one's gradient norm before clipping and its share of their sum are among them. Collective: each rank has
+        its own micro-batches, if any. An adapter for which no rank has tokens is left without gradients.
         """
         counts = StepCounts(*self._ranks.all_reduce_sum(counts_of(batches)))
         work = [(term, term.prepare(batches, counts) if term.weight_at(step) else []) for term in self._terms]
@@ -109,13 +110,13 @@ class Objective:
         metrics |= mean_over_steps(losses | _shares(norms))
         return metrics | (self._leave_out(batches) if self._policy.adapters else {})
 
-    def stepped(self) -> None:
-        """Moves the average of the weights on, after an optimizer step."""
+    def after_step(self) -> None:
+        """Updates the average of the weights. Must be called after each optimizer step."""
         if self.average is not None:
             self.average.update()
 
     def _leave_out(self, batches: Sequence[MicroBatch]) -> dict[str, State]:
-        """Leaves the adapters that no rank has tokens for out of the step. The tokens of each, as metrics."""
+        """Leaves adapters out of the step for which no rank has tokens. Returns each one's tokens as metrics."""
         names = self._policy.adapters
         counts = tokens_by_adapter(batches, num_adapters=len(names), settings=self._settings)
         totals = self._ranks.all_reduce_sum(counts)
@@ -126,7 +127,7 @@ class Objective:
         }
 
     def _backward(self, term: LossTerm, passes: Sequence[Pass], number: int, step: int) -> list[dict[str, Metric]]:
-        """`number` passes, of which this rank's own come first."""
+        """Computes `number` passes: this rank's own, then dummy ones. Returns the metrics of its own."""
         metrics = []
         for index in range(number):
             self._policy.sync_gradients(last=index == number - 1)
@@ -139,7 +140,7 @@ class Objective:
         return metrics
 
     def _dummy_tokens(self) -> PackedTokens:
-        """The shortest sequence that has a target."""
+        """Returns the shortest sequence that has a target."""
         return pack_rows([(np.ones(2, np.int32), np.array([1]))], [0], self._device)
 
     def _dummy_logprobs(self) -> torch.Tensor:
@@ -172,7 +173,8 @@ class Objective:
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 
     def _hint_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
-        """Sample and context take at most `sequence_len` tokens each, up to the last that is compared."""
+        """Returns passes on packs of at most `sequence_len` tokens of samples, and of contexts, each up to the last
+        token that is compared."""
         passes: list[Pass] = []
         for batch in batches:
             hinted = []
@@ -182,12 +184,12 @@ class Objective:
                 hinted.append((batch.token_ids[start : start + end], hint, adapter))
             sizes = [max(len(ids), int(hint.teacher_index[-1]) + 1) for ids, hint, _ in hinted]
             for chosen in first_fit(sizes, capacity=self._sequence_len):
-                pack = self._hint_pack([hinted[place] for place in chosen])
+                pack = self._hint_pack([hinted[index] for index in chosen])
                 passes.append(partial(self._hint_loss, *pack, counts.hint_tokens))
         return passes
 
     def _hint_pack(self, hinted: Sequence[tuple[Any, Hint, int]]) -> tuple[PackedTokens, PackedTokens, torch.Tensor]:
-        """The same tokens as the student sees them and in the teacher's context, and [K] f32 their weights."""
+        """Returns the same tokens as the student sees them and in the teacher's context, and [K] f32 their weights."""
         adapters = [adapter for _, _, adapter in hinted]
         students = [(ids, hint.student_index) for ids, hint, _ in hinted]
         contexts = [(hint.teacher_token_ids[: hint.teacher_index[-1] + 1], hint.teacher_index) for _, hint, _ in hinted]
@@ -207,15 +209,16 @@ class Objective:
         return 0.0 * self._divergences(tokens, tokens)[0].sum()
 
     def _divergences(self, student: PackedTokens, teacher: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """[K] with gradient to the student, and [K] where they are clipped. The teacher goes first: its weights may be
-        the average in place of the current ones, which no forward pass that waits for its backward pass may see."""
+        """Returns [K] divergences with gradient to the student, and [K] bool where they are clipped. The teacher is
+        computed first: its weights may be the average, which must not replace the current ones between a forward and
+        its backward pass."""
         teacher_hidden, teacher_head = self._teacher(teacher)
         hidden, settings = self._policy.hidden(student), self._settings.sdpo
         return generalized_jsd(hidden, teacher_hidden, self._policy.head, settings, teacher_weight=teacher_head)
 
     @torch.no_grad()
     def _teacher(self, tokens: PackedTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[K, H] its hidden states, and [V, H] its LM head where that is not the student's."""
+        """Returns [K, H] the teacher's hidden states, and [V, H] its LM head if that is not the student's."""
         if self.average is None:
             return self._policy.hidden(tokens), None
         with self.average.in_place():
@@ -228,19 +231,19 @@ class Objective:
     # --- direct preference optimization on pairs of continuations ---
 
     def _pair_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
-        """A pair's prompt counts once in the size of a pack, because it is computed once."""
+        """Returns passes on packs of pairs. A prompt counts once in the size of a pack, because it is computed once."""
         passes: list[Pass] = []
         for batch in batches:
             sizes = [len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) for pair in batch.pairs]
             for chosen in first_fit(sizes, capacity=self._sequence_len):
-                pack = self._pair_pack([batch.pairs[place] for place in chosen])
+                pack = self._pair_pack([batch.pairs[index] for index in chosen])
                 passes.append(partial(self._pair_loss, *pack, counts.pairs))
         return passes
 
     def _pair_pack(self, pairs: Sequence[PreferencePair]) -> tuple[PackedTokens, torch.Tensor, torch.Tensor]:
-        """Prompt and chosen, then prompt and rejected continuation of each of P pairs; [K] i64 the continuation of each
-        target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 3] f32 the reference's sums and
-        the score gap."""
+        """Returns prompt and chosen, then prompt and rejected continuation of each of P pairs; [K] i64 the continuation
+        of each target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 3] f32 the reference's sums
+        and the score gap."""
         rows, counts = [], []
         for pair in pairs:
             for continuation in (pair.chosen_ids, pair.rejected_ids):
@@ -271,7 +274,7 @@ class Objective:
 
 
 def policy_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Returns what `PolicyTokens` are made of, what the policy computes aside. A lag is (step - 1) - version."""
+    """Returns the fields of `PolicyTokens` that the policy does not compute. A lag is (step - 1) - version."""
     targets = np.flatnonzero(batch.loss_mask)
     sample_ids = np.repeat(np.arange(len(batch.sequence_lengths)), batch.sequence_lengths)[targets]
     lags = batch.step - 1 - batch.policy_versions[targets].astype(np.int64)
@@ -292,19 +295,18 @@ def policy_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
 
 
 def gradient_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
-    """Returns the Euclidean norm of the gradients of all parameters, over all ranks where they are sharded.
-    Collective."""
+    """Returns the Euclidean norm of the gradients of all parameters, over all ranks if they are sharded. Collective."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
 
 
 def mean_over_steps(numbers: Mapping[str, float]) -> dict[str, State]:
-    """Numbers of one optimizer step as metrics that are averaged over a batch's."""
+    """Returns numbers of one optimizer step as metrics that are averaged over a batch's steps."""
     return {key: ("mean", value, 1.0) for key, value in numbers.items()}
 
 
 def _shares(norms: Mapping[str, float]) -> dict[str, float]:
-    """Norms and their shares by loss term; nothing where only one term is on."""
+    """Returns norms and their shares by loss term; nothing if only one term is on."""
     total = sum(norms.values())
     metrics = {f"optim/grad_norm_{name}": norm for name, norm in norms.items()}
     return metrics | {f"optim/grad_share_{name}": norm / total if total else 0.0 for name, norm in norms.items()}

@@ -24,7 +24,7 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 class Optimizer:
-    """Steps parameters, which may be sharded over the ranks; then all ranks must call its methods alike.
+    """Steps parameters, which may be sharded over the ranks. All ranks must then call its methods alike.
 
     `adamw` is torch's in one fused kernel with float32 state; `adamw_8bit` and `adamw_8bit_paged` bitsandbytes' with
     codes of 8 bits and a scale for each 256 values (arXiv:2110.02861), of which the paged one (not yet run on a GPU)
@@ -33,11 +33,11 @@ class Optimizer:
     """
 
     def __init__(self, settings: TrainSettings, parameters: Named, ranks: Ranks = ONE) -> None:
-        """`parameters` by names that stay the same from start to start. Raises `ModelError` for a kind that the
-        parameters' device cannot have."""
+        """Takes `parameters` by names that are the same in each start of a run. Raises `ModelError` for a kind that the
+        parameters' device does not support."""
         self._parameters, self._ranks, self._max_grad_norm = dict(parameters), ranks, settings.max_grad_norm
         self._optimizers: dict[str, tuple[Any, dict[str, torch.nn.Parameter]]] = {}
-        """By kind: the optimizer, and the parameters that it steps by name."""
+        """Each kind's optimizer, and the parameters that it steps by name."""
         kind, decay, betas = settings.optimizer, settings.weight_decay, (settings.adam_beta1, settings.adam_beta2)
         adam: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": settings.adam_epsilon, "weight_decay": decay}
         if kind in ("adamw_8bit", "adamw_8bit_paged"):
@@ -57,7 +57,7 @@ class Optimizer:
     def step(self, *, learning_rate: float) -> float:
         """Clips and applies the gradients, and clears them. Returns their norm before clipping. Collective.
 
-        Raises `NonFiniteError` where the norm is not finite, on all ranks; then nothing has changed.
+        Raises `NonFiniteError` on all ranks, before anything is changed, if the norm is not finite.
         """
         parameters = list(self._parameters.values())
         norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
@@ -77,9 +77,9 @@ class Optimizer:
         return value
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns copies in main memory of what continues it bit for bit, by `adamw/NAME/exp_avg` and so on; on other
-        ranks than the main one nothing. Collective. 8-bit state is by `adamw_8bit/rank_0/NAME/…`: each rank's shard has
-        codes of its own."""
+        """Returns copies in main memory of the state, named `adamw/NAME/exp_avg` and so on; empty on ranks other than
+        the main one. Collective. 8-bit state is named `adamw_8bit/rank_0/NAME/…`, because each rank's shard has codes
+        of its own."""
         tensors: dict[str, torch.Tensor] = {}
         for kind, (optimizer, held) in self._optimizers.items():
             state = {
@@ -100,8 +100,8 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes up what `state_tensors` gave on the main rank of an optimizer of the same kind and parameters, and for
-        8-bit state of the same number of ranks."""
+        """Restores what `state_tensors` returned on the main rank of an optimizer of the same kind and parameters, and,
+        for 8-bit state, the same number of ranks."""
         for kind, (optimizer, held) in self._optimizers.items():
             prefix = f"{kind}/rank_{self._ranks.rank}/" if kind == _EIGHT_BIT else f"{kind}/"
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -116,7 +116,7 @@ class Optimizer:
 
 
 def _placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The number of steps is one number, the moments are as the parameter."""
+    """Returns a state tensor on this rank: the number of steps as it is, moments sharded like the parameter."""
     return (shard_like(value, parameter) if value.ndim else value.to(parameter.device)).clone()
 
 

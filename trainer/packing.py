@@ -1,4 +1,4 @@
-"""Samples packed one after the other as tensors on the device, with the prompts that they share once.
+"""Packs samples one after the other as tensors on the device; prompts that they share are computed once.
 
 Legend: `T` packed tokens, `U` of them that are computed (prompts in common once), `S` samples, `K` targets, `P` slots
 of the padded buckets, `S_b` and `L_b` samples and length of one bucket.
@@ -40,24 +40,26 @@ class Buckets:
 class Layout:
     """Where the samples of a packed sequence lie."""
 
-    def __init__(self, lengths: NDArray[np.integer[Any]], kept: Indices, source: Indices, device: torch.device) -> None:
-        """`lengths` [S], each at least 1; `kept` and `source` are those of `shared_prefixes`."""
-        self._lengths, self._kept, self._source, self._device = lengths.astype(np.int64), kept, source, device
+    def __init__(
+        self, lengths: NDArray[np.integer[Any]], unique: Indices, inverse: Indices, device: torch.device
+    ) -> None:
+        """`lengths` [S], each at least 1; `unique` and `inverse` are those of `shared_prefixes`."""
+        self._lengths, self._unique, self._inverse, self._device = lengths.astype(np.int64), unique, inverse, device
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         self.boundaries = to_device(ends, device)
         """[S + 1] i32 cumulative lengths, from 0."""
         self.longest = int(lengths.max())
         """Tokens of the longest sample."""
-        self.shares = len(kept) < len(source)
-        """Whether a packed token is computed for several samples."""
-        self.kept = to_device(kept, device)
+        self.shares = len(unique) < len(inverse)
+        """True if a packed token is computed for several samples."""
+        self.unique = to_device(unique, device)
         """[U] i64 the packed tokens that are computed."""
-        self.source = to_device(source, device)
+        self.inverse = to_device(inverse, device)
         """[T] i64 the computed token that each packed token is equal to."""
 
     @cached_property
     def buckets(self) -> Buckets:
-        """For attention, or a model, that takes padded rows; made when first asked for."""
+        """The samples as padded rows, for attention or models that need them; made when first asked for."""
         order = np.argsort(-self._lengths, kind="stable")
         shapes = _bucket_shapes(self._lengths[order])
         widths = np.repeat([length for _, length in shapes], [count for count, _ in shapes])
@@ -68,22 +70,22 @@ class Layout:
         real = np.flatnonzero(offsets < self._lengths[sample])
         slot_of_packed = np.empty(self._lengths.sum(), dtype=np.int64)
         slot_of_packed[packed_of_slot[real]] = real
-        slots, slot_of = self._source[packed_of_slot], slot_of_packed[self._kept]
+        slots, slot_of = self._inverse[packed_of_slot], slot_of_packed[self._unique]
         return Buckets(to_device(slots, self._device), to_device(slot_of, self._device), shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """What a forward pass needs."""
+    """The inputs of a forward pass."""
 
     token_ids: torch.Tensor
     """[U] i64"""
     position_ids: torch.Tensor
     """[U] i64 from 0 in each sample."""
     adapters: torch.Tensor | None
-    """[U] i64 the adapter of each token; None where all are of the first."""
+    """[U] i64 the adapter of each token; None if all use the first."""
     layout: Layout
-    """Boundaries of the samples, and what they have in common."""
+    """Boundaries of the samples, and the prompts that they share."""
     before_targets: torch.Tensor
     """[K] i64 indices into U of the tokens before the targets."""
     targets: torch.Tensor
@@ -109,17 +111,17 @@ def pack(
 ) -> PackedTokens:
     """Returns samples of `lengths` [S] one after the other, whose targets are the tokens of `loss_mask` [T], at
     `temperatures` [T] (None: 1), with `adapters` [S] (None: the first). No sample's first token may be a target."""
-    kept, source = shared_prefixes(token_ids, lengths, loss_mask, adapters)
+    unique, inverse = shared_prefixes(token_ids, lengths, loss_mask, adapters)
     targets = np.flatnonzero(loss_mask)
     positions = np.arange(len(token_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     temperatures = np.ones(len(token_ids), np.float32) if temperatures is None else temperatures
-    of_tokens = None if adapters is None else np.repeat(adapters, lengths)[kept].astype(np.int64)
+    of_tokens = None if adapters is None else np.repeat(adapters, lengths)[unique].astype(np.int64)
     return PackedTokens(
-        token_ids=to_device(token_ids[kept].astype(np.int64), device),
-        position_ids=to_device(positions[kept].astype(np.int64), device),
+        token_ids=to_device(token_ids[unique].astype(np.int64), device),
+        position_ids=to_device(positions[unique].astype(np.int64), device),
         adapters=None if of_tokens is None else to_device(of_tokens, device),
-        layout=Layout(lengths, kept, source, device),
-        before_targets=to_device(source[targets - 1], device),
+        layout=Layout(lengths, unique, inverse, device),
+        before_targets=to_device(inverse[targets - 1], device),
         targets=to_device(token_ids[targets].astype(np.int64), device),
         temperatures=to_device(temperatures[targets], device),
     )
@@ -180,8 +182,8 @@ def shared_prefixes(
     A sample's prompt is what comes before its first loss token (all of it where it has none). Samples with the same
     prompt, and of `adapters` [S] the same, use the first one's.
 
-    `kept` [U] are ascending indices into T, `source` [T] indices into `kept`.
-    Example: ids [5, 6, 7, 5, 6, 8] of two samples with prompts [5, 6]: kept [0, 1, 2, 5], source [0, 1, 2, 0, 1, 3].
+    `unique` [U] are ascending indices into T, `inverse` [T] indices into `unique`.
+    Example: ids [5, 6, 7, 5, 6, 8] of two samples with prompts [5, 6]: unique [0, 1, 2, 5], inverse [0, 1, 2, 0, 1, 3].
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = ends - lengths
@@ -198,13 +200,13 @@ def shared_prefixes(
     offset = np.arange(len(token_ids)) - starts[sample_of]
     in_prompt = offset < prompt_lengths[sample_of]
     representative = np.where(in_prompt, starts[owners[sample_of]], starts[sample_of]) + offset
-    is_kept = representative == np.arange(len(token_ids))
-    place = np.cumsum(is_kept) - 1
-    return np.flatnonzero(is_kept), place[representative]
+    is_unique = representative == np.arange(len(token_ids))
+    place = np.cumsum(is_unique) - 1
+    return np.flatnonzero(is_unique), place[representative]
 
 
 def _bucket_shapes(descending: Indices) -> tuple[tuple[int, int], ...]:
-    """(samples, length) of each bucket, for lengths sorted from the longest."""
+    """Returns (samples, length) of each bucket, for lengths sorted from the longest."""
     shapes = []
     start = 0
     while start < len(descending):

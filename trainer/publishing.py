@@ -1,4 +1,4 @@
-"""Versions of the policy with their canaries, published beside the next step.
+"""Publishes versions of the policy with their canaries, beside the next step.
 
 A canary is a fixed sequence whose log-probabilities prove which policy a server serves. On a GPU its forward pass runs
 beside what the trainer does next: nothing waits for its numbers but the thread that writes the version.
@@ -6,7 +6,6 @@ beside what the trainer does next: nothing waits for its numbers but the thread 
 
 import functools
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,10 +64,10 @@ def publisher_of(broadcast: Broadcast, run: RunFolder) -> PolicyPublisher:
 
 
 def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:
-    """Returns seeded token ids for a model with this configuration.
+    """Returns 32 seeded token ids for a model with this configuration.
 
-    From the lower half of the vocabulary: added special tokens, and rows that pad the embedding and that no
-    tokenizer knows, lie at the end.
+    They come from the lower half of the vocabulary: added special tokens, and rows that pad the embedding, lie at the
+    end.
     """
     special: set[int] = set()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -80,8 +79,8 @@ def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:
 
 
 class CanaryMaker:
-    """Makes the canaries of a policy's versions. To be made before the policy is trained, or taken up from a
-    checkpoint: it takes the base's log-probabilities from it."""
+    """Makes the canaries of a policy's versions. Must be created before the policy is trained or restored from a
+    checkpoint, because it computes the base's log-probabilities."""
 
     def __init__(self, policy: Policy, token_ids: tuple[int, ...]) -> None:
         self._policy, self._token_ids = policy, token_ids
@@ -92,9 +91,9 @@ class CanaryMaker:
     def begin(
         self, *, version: int, noise: Mapping[str, torch.Tensor], adapter: int = 0
     ) -> Callable[[Snapshot], Canary]:
-        """Starts to compute the canary of the policy with this adapter as it is now, at temperature 1. What is returned
-        waits for its numbers, and makes it with the version's weights. `noise` are its noisy norm weights, if any.
-        Collective."""
+        """Launches the forward pass of the policy with this adapter as it is now, at temperature 1. The returned
+        function waits for the numbers and builds the canary with the version's weights. `noise` are its noisy norm
+        weights, if any. Collective."""
         logprobs, noisy = self._logprobs(adapter), None
         if noise:
             with with_noise(hidden_norms(self._policy.causal_lm), noise):
@@ -130,13 +129,13 @@ class CanaryMaker:
         return later
 
     def _pack(self, adapter: int) -> PackedTokens:
-        """One sample, with every log-probability wanted."""
+        """Returns one sample whose tokens but the first are all targets."""
         ids = np.array(self._token_ids, np.int32)
         return pack_rows([(ids, np.arange(1, len(ids)))], [adapter], self._policy.device)
 
 
 class Publishing:
-    """Makes versions of the policy as it is and publishes them in order."""
+    """Takes snapshots of the policy and publishes them as versions, in order."""
 
     def __init__(
         self,
@@ -148,8 +147,8 @@ class Publishing:
         ranks: Ranks,
         imported: ImportedBase | None,
     ) -> None:
-        """To be made before the policy is trained, see `CanaryMaker`. `imported` is the base that the policy computes
-        on, where it is a server's."""
+        """Must be created before the policy is trained, see `CanaryMaker`. `imported` is the base if the policy
+        computes on a server's."""
         self._policy, self._publisher, self._spec, self._imported = policy, publisher, spec, imported
         waits_for = "versions to be published; see whether the disk, or the servers that receive them, answer"
         self._writer = Background("publish", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
@@ -157,18 +156,14 @@ class Publishing:
         noise = settings.noise_scheduler
         norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
         self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps)
-        self._times_s = {"time/publish_s": 0.0, "time/publish_at_s": 0.0}
-        """For how long the newest version held up the training, and when that began."""
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None) -> None:
-        """Makes the policy visible as `version`, with a canary for each adapter; its files are written beside the next
-        step.
+        """Takes a snapshot of the policy as `version` and a canary of each adapter, and hands them to the thread that
+        writes the files beside the next step. Blocks only for the copy from device to host.
 
-        Adds to the metrics `time/publish_s`, which holds up the training, with its beginning, and
-        `time/write_version_s`, which does not: those of the version before. Collective. Raises `StorageError` where an
+        Adds `time/write_version_s` of the version before to the metrics. Collective. Raises `StorageError` if an
         earlier version could not be written.
         """
-        began_s, started_s = time.time(), time.perf_counter()
         snapshot, noise = self._policy.weights.snapshot(), self._noise.weights(version)
         with while_exported(self._imported):
             canaries = {
@@ -178,7 +173,7 @@ class Publishing:
         if (publisher := self._publisher) is not None:
             files: dict[str, Content] = dict(noise_files(noise))
             if metrics is not None:
-                times_s = self._times_s | {"time/write_version_s": self._writer.last_s}
+                times_s = {"time/write_version_s": self._writer.last_s}
                 files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
 
             def write() -> None:
@@ -188,16 +183,15 @@ class Publishing:
                 publisher.publish(version=version, spec=self._spec, files=whole, weights=weights)
 
             self._writer.submit(write)
-        self._times_s = {"time/publish_s": time.perf_counter() - started_s, "time/publish_at_s": began_s}
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""
         self._writer.check()
 
     def flush(self) -> None:
-        """Returns when all versions are published. Raises the error where one was not."""
+        """Returns when all versions are published. Raises the error of one that could not be."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends when all versions are published, or have failed, or after some seconds."""
+        """Returns when all versions are published, or one has failed, or after some seconds."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""A frozen base in fewer bits: three formats, a linear layer that holds one, and checkpoints that are stored so.
+"""Holds a frozen base in fewer bits: three formats, a linear layer that holds one, and checkpoints that are stored so.
 
 The arithmetic stays that of `recipe`: a weight is dequantized when it is used, in the forward and again in the backward
 pass, and never kept. NF4 (QLoRA, arXiv:2305.14314) is bitsandbytes'. For FP8 (DeepSeek-V3, arXiv:2412.19437) and NVFP4
@@ -110,7 +110,7 @@ def dequantize_nvfp4(tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: t
 
 @functools.cache
 def _nvfp4_pairs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """[256, 2] the two weights of each byte."""
+    """Returns [256, 2] the two weights of each byte."""
     levels = torch.tensor(NVFP4_LEVELS + tuple(-level for level in NVFP4_LEVELS), device=device, dtype=dtype)
     byte = torch.arange(256, device=device)
     return torch.stack([levels[byte % 16], levels[byte // 16]], dim=1)
@@ -140,7 +140,7 @@ DEQUANTIZE: Mapping[Quantization, Dequantize] = {
 
 
 class QuantizedLinear(torch.nn.Module):
-    """y = x Ŵᵀ + bias, with `bias` [out] in the type of the computation or None."""
+    """Computes y = x Ŵᵀ + bias, with `bias` [out] in the type of the computation or None."""
 
     def __init__(
         self, tensors: Tensors, *, format: Quantization, shape: Shape, bias: torch.Tensor | None = None
@@ -155,16 +155,16 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def quantized(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the weight is made of."""
+        """The tensors of the weight."""
         return tuple(self.get_buffer(name) for name in self._names)
 
     @property
     def qweight(self) -> torch.Tensor:
-        """The largest of them as bytes, where PEFT looks for the layer's device."""
+        """The largest of `quantized` as bytes, where PEFT looks for the layer's device."""
         return self.quantized[0].view(torch.uint8)
 
     def dequantizer(self, dtype: torch.dtype) -> Dequantize:
-        """Returns what makes the weight [out, in] in `dtype` of `quantized`."""
+        """Returns a function of `quantized` that returns the weight [out, in] in `dtype`."""
         names, shape, make = self._names, (self.out_features, self.in_features), DEQUANTIZE[self.format]
         return lambda *tensors: make(dict(zip(names, tensors, strict=True)), shape, dtype)
 
@@ -176,7 +176,7 @@ class QuantizedLinear(torch.nn.Module):
 
 def frozen_weight(layer: torch.nn.Module, dtype: torch.dtype) -> tuple[Dequantize, tuple[torch.Tensor, ...]]:
     """Returns how to make a plain or quantized layer's weight [out, in] in `dtype`, and of which tensors. The tensors
-    are kept for the backward pass, what is made of them never is."""
+    are kept for the backward pass, the weight made of them is not."""
     if isinstance(layer, QuantizedLinear):
         return layer.dequantizer(dtype), layer.quantized
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
@@ -184,7 +184,7 @@ def frozen_weight(layer: torch.nn.Module, dtype: torch.dtype) -> tuple[Dequantiz
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """y = x Wᵀ + bias with a gradient to x alone."""
+    """Computes y = x Wᵀ + bias with a gradient to x alone."""
 
     @staticmethod
     def forward(
@@ -206,22 +206,23 @@ class _FrozenLinear(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a checkpoint holds the decoder's linear layers. Those that it leaves in 16 bits stay so, which is seen by
-    their tensors. What it says of activations and of the KV cache is for servers."""
+    """The format in which a checkpoint holds the decoder's linear layers. Layers that it leaves in 16 bits, recognised
+    by their tensors, stay so. Its data on activations and the KV cache is for servers."""
 
     method: str
-    """`quant_method`, as the checkpoint calls it."""
+    """The checkpoint's `quant_method`."""
     format: Quantization
     asks: Mapping[str, Any]
-    """What the checkpoint's `quantization_config` says."""
+    """Other entries that the checkpoint's `quantization_config` must have."""
     ends: Mapping[str, str]
-    """Our name of each of a layer's tensors → what its name ends in. The last is no plain layer's."""
+    """Our name of each of a layer's tensors → the end of its name in the checkpoint. No plain layer has the last
+    one."""
 
     def tensors_of(
         self, layer: str, shape: Shape, names: frozenset[str], read: Callable[[str], torch.Tensor]
     ) -> Tensors | None:
-        """Returns the tensors of one linear layer of the checkpoint with these `names`; None where it is stored in 16
-        or 32 bits. Raises `ModelError`."""
+        """Returns the tensors of one linear layer of the checkpoint with these `names`; None if it is stored in 16 or
+        32 bits. Raises `ModelError`."""
         wanted = {key: f"{layer}.{end}" for key, end in self.ends.items()}
         if list(wanted.values())[-1] not in names:
             return None
@@ -270,12 +271,12 @@ STORED = (
         {"codes": "weight", "scale": "weight_scale", "global_scale": "weight_scale_2"},
     ),
 )
-"""What is read, as docs/quantization.md has it."""
+"""The stored formats that can be read; docs/quantization.md lists them."""
 
 
 def stored_in(folder: Path) -> Stored | None:
-    """Returns how the checkpoint is stored; None in plain 16 or 32 bits. Raises `ModelError` for what is not read
-    here."""
+    """Returns the format in which the checkpoint is stored; None for plain 16 or 32 bits. Raises `ModelError` for a
+    format that is not in `STORED`."""
     config: dict[str, Any] | None = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     if config is None:
         return None
@@ -290,7 +291,7 @@ def stored_in(folder: Path) -> Stored | None:
 
 
 def check_setting(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
-    """Raises `ModelError`, which names the setting to change, where the checkpoint is stored in another format."""
+    """Raises `ModelError`, which names the setting to change, if the checkpoint is stored in another format."""
     if stored is not None and stored.format != quantization:
         [setting] = [key for key, format in QUANTIZED.items() if format == stored.format]
         raise ModelError(
@@ -300,7 +301,7 @@ def check_setting(folder: Path, stored: Stored | None, quantization: Quantizatio
 
 
 def _expected(format: Quantization, shape: Shape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The types and shapes of the tensors of a layer of `shape` that `dequantize` takes."""
+    """Returns the types and shapes of the tensors of a layer of `shape`, as `DEQUANTIZE` takes them."""
     rows, columns = shape
     blocks, byte, number = -(-rows * columns // NF4_BLOCK), torch.uint8, torch.float32
     if format == "nf4":

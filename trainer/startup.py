@@ -1,4 +1,4 @@
-"""What the trainer starts with: its device, its ranks, its place in a run, its model, its channels."""
+"""Starts the trainer: its device, its ranks, its place in a run, its model, its channels."""
 
 import gc
 import logging
@@ -40,8 +40,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def run(settings: TrainSettings, model_folder: Path) -> None:
-    """Does all that `grpo-train` does once its settings are known and its model is found. Returns when the run is
-    over."""
+    """Runs the trainer, once its settings are known and its model is found. Returns when the run is over."""
     local_rank, num_local_ranks = 0, 1
     if settings.num_ranks > 1:
         local_rank, num_local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -66,7 +65,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
                     _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
             except BaseException as error:
                 if not isinstance(error, ExporterGone | OutOfMemory):  # which are no reasons for others to end
-                    _say_failed(status, error, ranks)
+                    _write_failed(status, error, ranks)
                 raise
     except RuntimeError as error:
         if ranks.size > 1 and is_communication(error):
@@ -140,12 +139,13 @@ def _train(
 
 
 def status_of(run: RunFolder, ranks: Ranks) -> StatusFile:
-    """Returns where this rank says what it does; the main one's is the trainer's."""
+    """Returns this rank's status file; the main rank's is the trainer's."""
     return StatusFile(run.status / ("train.json" if ranks.is_main else f"train.rank_{ranks.rank}.json"))
 
 
-def _say_failed(status: StatusFile, error: BaseException, ranks: Ranks) -> None:
-    """A rank that is told to end has not failed: another one has, or the user ends them all."""
+def _write_failed(status: StatusFile, error: BaseException, ranks: Ranks) -> None:
+    """Writes the error to the status, unless this rank was told to end: then another rank has failed, or the user ends
+    them all."""
     if isinstance(error, SystemExit) and not ranks.is_main:
         status.set(FINISHED, message="told to end")
     else:
@@ -153,7 +153,7 @@ def _say_failed(status: StatusFile, error: BaseException, ranks: Ranks) -> None:
 
 
 def device_for(setting: str, *, local_rank: int = 0) -> torch.device:
-    """Returns where to train; of several GPUs the one of this rank. Raises `ModelError` where a GPU is asked for and
+    """Returns the device to train on, with several GPUs this rank's. Raises `ModelError` if a GPU is asked for and
     there is none."""
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
@@ -162,7 +162,7 @@ def device_for(setting: str, *, local_rank: int = 0) -> torch.device:
 
 
 def warn_of_cpu(setting: str, device: torch.device) -> None:
-    """Warns where `auto` is a CPU although GPUs are listed for this process."""
+    """Logs a warning if `auto` means a CPU although GPUs are listed for this process."""
     listed = os.environ.get(_VISIBLE, "").strip()
     if setting == "auto" and device.type == "cpu" and listed not in ("", "-1") and torch.backends.cuda.is_built():
         log.warning(
@@ -174,7 +174,8 @@ def warn_of_cpu(setting: str, device: torch.device) -> None:
 
 
 def set_threads(num_threads: int | None, *, num_local_ranks: int = 1) -> None:
-    """Gives this rank so many threads, or its share of the cores that torch would take and this process may use."""
+    """Sets the number of this rank's threads, by default its share of the cores that torch would take and this process
+    may use."""
     cores = available_cores()
     if num_threads is None:
         num_threads = max(1, min(torch.get_num_threads(), cores) // num_local_ranks)
@@ -183,8 +184,8 @@ def set_threads(num_threads: int | None, *, num_local_ranks: int = 1) -> None:
 
 
 def _joined_ranks(settings: TrainSettings, device: torch.device) -> Ranks:
-    """Takes part in the group of all ranks. Raises `ModelError` where torchrun has started another number here than
-    `gpus`, or there are too few GPUs. Collective."""
+    """Joins the group of all ranks. Raises `ModelError` if torchrun has started another number of processes than
+    `gpus`, or if there are too few GPUs. Collective."""
     if (num_started := int(os.environ["LOCAL_WORLD_SIZE"])) != settings.gpus:
         raise ModelError(f"gpus: {settings.gpus}, and torchrun started {num_started} processes; make them equal")
     if device.type == "cuda":
@@ -196,10 +197,11 @@ def _joined_ranks(settings: TrainSettings, device: torch.device) -> Ranks:
 
 @contextmanager
 def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[tuple[RunFolder, Resumed | None]]:
-    """The run that the launcher made, or the one in `output_dir`, or a new one; and the checkpoint to go on from.
+    """Yields the run that the launcher made, or the one in `output_dir`, or a new one; and the checkpoint to resume
+    from.
 
-    Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
-    `RunFolderError` and others.
+    Until the block ends, no other trainer can work in the run. The main rank joins for all. Collective. Raises
+    `ResumeError`, `RunFolderError` and others.
     """
     path = Path(settings.output_dir)
     if not ranks.is_main:

@@ -1,4 +1,4 @@
-"""Which base models the trainer computes as a server does: those that its tests have compared with transformers.
+"""Lists the base models that the trainer computes as a server does, because tests have compared them with transformers.
 
 `docs/models.md` is made from these lists by `tools/models_table.py`.
 """
@@ -57,7 +57,7 @@ def is_packed(config: Any, sequence_len: int) -> bool:
 
 
 def check_window(window: int, longest: int, who: str) -> None:
-    """Raises `ModelError` for a window in which sequences of `longest` tokens do not attend to all of themselves."""
+    """Raises `ModelError` for an attention window that is shorter than sequences of `longest` tokens."""
     if window < longest:
         raise ModelError(
             f"{who} attends within a sliding window of {window} tokens, which the trainer does not compute; set "

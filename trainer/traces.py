@@ -1,4 +1,4 @@
-"""Leaves what the trainer knows of each trained token for the run's traces, which the orchestrator completes with it.
+"""Writes what the trainer knows of each trained token, with which the orchestrator completes the run's traces.
 
 Legend: `K` loss tokens of a micro-batch.
 """
@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4
-"""Steps that wait to be written beside the one at work: the first takes longest, by what it imports."""
+"""Steps that may wait to be written beside the one at work. The first takes longest, because of imports."""
 
 
 class TrainedTokens:
     """One rank's part of the traces, a file for each rank that the orchestrator has split the step over. A thread
-    writes them beside the next step; where the disk refuses, or is slower than the trainer, parts are missing."""
+    writes them beside the next step; parts are missing if the disk refuses, or is slower than the trainer."""
 
     def __init__(self, run: Path, settings: LossSettings) -> None:
         self._run, self._settings = run, settings
@@ -45,7 +45,8 @@ class TrainedTokens:
         self._writing = deque[Future[None]]()
 
     def add(self, batch: MicroBatch, tokens: PolicyTokens) -> None:
-        """The loss tokens of a micro-batch, if the run keeps traces here; what is kept of them stays on the device."""
+        """Adds the loss tokens of a micro-batch, if the run keeps traces in its folder. The values stay on the
+        device."""
         if not (self._run / FOLDER / VOCABULARY_FILE).exists():
             return
         logprobs = tokens.logprobs.detach()
@@ -57,7 +58,7 @@ class TrainedTokens:
         self._step.append((batch, torch.stack((logprobs, tokens.entropies.detach(), masked))))
 
     def write(self, step: int) -> None:
-        """Leaves what was added since the last call."""
+        """Writes what was added since the last call, as the part of `step`."""
         parts, self._step = self._step, []
         if not parts:
             return
@@ -92,7 +93,7 @@ def _rows(
     entropies: NDArray[np.floating[Any]],
     masked: NDArray[np.floating[Any]],
 ) -> list[dict[str, Any]]:
-    """One for each sample of a micro-batch that has loss tokens."""
+    """Returns one row for each sample of a micro-batch that has loss tokens."""
     starts = batch.starts
     bounds = np.concatenate(([0], np.cumsum(np.add.reduceat(batch.loss_mask.astype(np.int64), starts))))
     return [

@@ -1,6 +1,6 @@
-"""What a policy version consists of: an adapter or several and their files, or all weights.
+"""Holds the weights that a policy version consists of: an adapter or several with their files, or all weights.
 
-Snapshots are whole, also where the weights are sharded: all ranks must take them together, and rank 0 gets them.
+Snapshots are whole even if the weights are sharded: all ranks must take them together, and rank 0 gets them.
 """
 
 import json
@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 Snapshot = Mapping[str, torch.Tensor]
-"""Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in
-float32; all weights by the model's, in the type of computation. Empty on other ranks than 0."""
+"""Weights in main memory, a copy that the next step leaves alone. Adapters are in float32, named by their folder and
+PEFT's names; all weights are in the type of computation, named as in the model. Empty on other ranks than 0."""
 Made = tuple[dict[str, bytes], list[Weight]]
-"""Files and weights of a version."""
+"""A version's files and weights."""
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -30,8 +30,8 @@ class AdapterWeights:
     """An adapter on a frozen base, or several of the same shapes."""
 
     def __init__(self, model: PeftModel, *, folders: Mapping[str, str], name: str, ranks: Ranks) -> None:
-        """`folders`: of each adapter in their order, what its files' names begin with, and PEFT's name for it. `name`
-        is what their configuration calls the base."""
+        """Takes `folders`, which maps the beginning of each adapter's file names to PEFT's name for it, in the
+        adapters' order, and the base's `name` in their configuration."""
         self._model, self._folders, self._name, self._ranks = model, dict(folders), name, ranks
         self._parameters = {folder: _parameters_of(model, adapter) for folder, adapter in folders.items()}
 
@@ -51,13 +51,13 @@ class AdapterWeights:
         return list(list(self._parameters.values())[adapter].values())
 
     def snapshot(self) -> Snapshot:
-        """The adapters as they are now."""
+        """Returns the adapters as they are now."""
         named = {f"{folder}{name}": p for folder, own in self._parameters.items() for name, p in own.items()}
         return host_copies(named, self._ranks, dtype=torch.float32)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Takes up the adapter in PEFT's format in `folder`, in the place of the first. Raises `ModelError` where it is
+        """Takes up the adapter in PEFT's format in `folder`, in the index of the first. Raises `ModelError` where it is
         none, or another model's, or has other sizes."""
         try:
             config = read_adapter_config((folder / ADAPTER_CONFIG_FILE).read_bytes())
@@ -96,28 +96,27 @@ class AdapterWeights:
         return json.dumps(plain, indent=1, sort_keys=True).encode()
 
     def merged(self, snapshot: Snapshot) -> list[Weight]:
-        """The base's matrices that the adapter changes, with it merged into them, in the base's type.
-
-        Each is computed when it is read. They may be read beside a training step: the base does not change. Only with
-        one adapter.
+        """Returns the base's matrices that the adapter changes, with it merged into them, in the base's type. Each is
+        computed when it is read, which may be beside a training step, because the base does not change. Only with one
+        adapter.
         """
         assert len(self._folders) == 1, "a base cannot have several adapters merged into it"
         return [_merged(name, layer, snapshot) for name, layer in _adapted(self._model).items()]
 
 
 def peft_names(num_adapters: int) -> tuple[str, ...]:
-    """What PEFT calls the adapters. They are parts of the parameters' names, by which optimizers tell what is what, so
-    that those that users give cannot be."""
-    return ("default", *(f"adapter_{place}" for place in range(1, num_adapters)))
+    """Returns PEFT's names for the adapters. They are parts of the parameters' names, which stay the same in each start
+    of a run; users' own names might not be valid there."""
+    return ("default", *(f"adapter_{index}" for index in range(1, num_adapters)))
 
 
 def _adapted(model: PeftModel) -> dict[str, FusedLoraLinear]:
-    """The layers that have adapters, by the base's names."""
+    """Returns the layers that have adapters, by the base's names."""
     return {n: m for n, m in model.get_base_model().named_modules() if isinstance(m, FusedLoraLinear)}
 
 
 def _parameters_of(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
-    """An adapter's A and B of every layer, by the names that PEFT's files have for them."""
+    """Returns an adapter's A and B of every layer, by their names in PEFT's files."""
     return {
         f"{_PEFT_PREFIX}{name}.{part}.weight": getattr(layer, part)[adapter].weight
         for name, layer in _adapted(model).items()
@@ -137,13 +136,13 @@ class FullWeights:
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        """`published` are the checkpoint's names, each with that of a parameter; `dtype` is the type of
+        """Takes `published`, which maps the checkpoint's names to parameters' names; `dtype` is the type of
         computation."""
         self._parameters, self._published = parameters, published
         self._dtype, self._device, self._ranks = dtype, device, ranks
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Within it, the model is the base, until the first step; after it nothing gives that any more."""
+        """Does nothing: the model is the base until its first step, and afterwards the base is gone."""
         return nullcontext()
 
     def is_base(self, snapshot: Snapshot, *, version: int, adapter: int = 0) -> bool:
@@ -168,7 +167,7 @@ class FullWeights:
 
 
 def published_names(folder: Path, model: torch.nn.Module) -> dict[str, str]:
-    """Each name in the checkpoint in `folder`, with that of `model`'s parameter: servers want all of the checkpoint's
+    """Maps each name in the checkpoint in `folder` to that of `model`'s parameter: servers want all of the checkpoint's
     names and no others. Tied weights, which a checkpoint may have under either name or both, are one parameter.
 
     Raises `ModelError` where the model has no parameter of a name, or a parameter that is not in the checkpoint.
@@ -194,7 +193,7 @@ def _names_in(file: Path) -> list[str]:
 
 
 def _merged(name: str, layer: FusedLoraLinear, snapshot: Snapshot) -> Weight:
-    """W + s B A, summed in float32."""
+    """Returns W + s B A, summed in float32."""
     base: torch.Tensor = layer.get_base_layer().weight
     a, b = (snapshot[f"{_PEFT_PREFIX}{name}.lora_{part}.weight"] for part in "AB")
 

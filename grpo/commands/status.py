@@ -20,7 +20,7 @@ from grpo.transport.checkpoints import TRAINER
 from grpo.transport.errors import UserError
 from grpo.transport.folders import steps_in
 from grpo.transport.logs import printable
-from grpo.transport.run_warnings import RunWarning, run_warnings, told
+from grpo.transport.run_warnings import RunWarning, as_line, run_warnings
 from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def text(status: RunStatus) -> str:
     lines = [f"run {status.run_id} in {status.folder}: {status.state}", ""]
     lines += [f"  {process.name:{width}}  {_line(process)}" for process in status.processes]
     lines += ["", f"  {status.waits}", "", *(f"  {name:17}  {value}" for name, value in figures.items())]
-    lines += ["", *(f"  warning: {told(one)}" for one in status.warnings)] if status.warnings else []
+    lines += ["", *(f"  warning: {as_line(one)}" for one in status.warnings)] if status.warnings else []
     return printable("\n".join(lines))
 
 
@@ -404,7 +404,7 @@ class _Lines:
         for one in status.warnings:
             if self._warned.get((one.program, one.kind), 0) < one.times:
                 self._warned[one.program, one.kind] = sys.maxsize
-                yield f"warning: {told(one)}"
+                yield f"warning: {as_line(one)}"
 
     def print_new(self, status: RunStatus, elapsed: str) -> None:
         for record in metrics(self._folder, last_bytes=_TAIL_BYTES):

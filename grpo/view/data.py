@@ -160,7 +160,10 @@ def timeline(run: Path, start_s: float | None, end_s: float | None) -> dict[str,
 
 
 def _busy(spans: Sequence[Span], seconds: float) -> float | None:
-    """Share of the time in which a program did something but wait."""
+    """Returns the share of the time in which a program did something but wait; None for a single server, of which only
+    loading and sleep are known."""
+    if all(span.what in ("load", "sleep") for span in spans):
+        return None
     working = [span for span in spans if span.what not in ("wait", "generate", "sleep")]
     return min(1.0, covered_s(working) / seconds) if seconds > 0 else None
 

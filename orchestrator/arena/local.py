@@ -6,10 +6,10 @@ from typing import Any
 
 from grpo.orchestrator.inference.client import ServerError
 from grpo.orchestrator.rollouts.clock import OwnTimeout, no_exit, waiting
-from grpo.orchestrator.rollouts.episode import Episode, reason_of, result_of, run_episode
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from grpo.orchestrator.rollouts.episode import Episode, outcome_of, reason_of, run_episode
+from grpo.orchestrator.rollouts.records import Failure, Task
 from grpo.orchestrator.rollouts.roles import all_roles
-from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Sampled
+from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Outcome, Score
 from grpo.orchestrator.workers.session import GivenUp
 
 
@@ -49,10 +49,8 @@ class LocalPool:
         seed: int | None,
         begin: Callable[[], Callable[[AnyCall], Awaitable[Any]]],
         score: bool = True,
-        answer: Sampled | None = None,
-    ) -> EpisodeResult | Failure:
+    ) -> Outcome | Failure:
         """Rolls out what was asked for. Raises ServerError."""
-        assert answer is None, "nothing is sampled in advance for it"
         name, artifact, meta = self._asked.pop(task.index)
         episode, backend, broken = self._episodes[name], begin(), list[ServerError]()
 
@@ -80,10 +78,14 @@ class LocalPool:
                 )
                 state = await no_exit(running)
             state.extras |= {"episode": name} | about
-            return result_of(state, with_text=True)
+            return outcome_of(state)
         except GivenUp as error:
             return error.failure
         except Exception as error:
             if broken:
                 raise broken[0] from None
             return Failure(reason=reason_of(error), message=f"{name}: {type(error).__name__}: {error}")
+
+    async def score(self, score: Score, **_: Any) -> list[Outcome | Failure]:
+        """Raises: no episode of an arena is a single answer that is sampled before it begins."""
+        raise NotImplementedError

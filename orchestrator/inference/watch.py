@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
 
 from grpo.configs.client import ElasticSettings
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import MIN_PAUSE_S, ServerError, Unreachable
 from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.transport.http import ServerLoad
 from grpo.transport.status import AWAY, FAILED, FINISHED, read_status, server_of
 
@@ -65,8 +65,13 @@ class ServerWatch:
         self._sync, self._client, self._pool = sync, sync.client, sync.pool
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._elastic, self._folder, self._look_up = elastic, folder, look_up
-        self._loads: defaultdict[str, list[ServerLoad]] = defaultdict(list)
-        """What each server has said since the last metrics, and before them at last."""
+        self._loads: dict[str, ServerLoad] = {}
+        """The newest report of each server."""
+        self._load: dict[str, float] = {}
+        """By metric, since the newest report of any server, at `_reported_s`."""
+        self._integrals: defaultdict[str, float] = defaultdict(float)
+        """Load times seconds, from the first report to the newest one."""
+        self._first_s = self._reported_s = 0.0
 
     async def run(self) -> None:
         """Consumes: the servers' answers, and the addresses of their name. Waits for: servers, the DNS, the clock.
@@ -83,20 +88,29 @@ class ServerWatch:
                         tasks[server] = group.create_task(self._tend(server))
                 await self._pool.changed.wait()
 
-    def metrics(self) -> dict[str, float]:
-        """Load of the servers in the routing since the last call; nothing before any has told."""
-        told = [loads for server in self._pool.routed if (loads := self._loads[server])]
-        if not told:
-            return {}
-        metrics = {
-            "perf/servers": float(len(self._pool.routed)),
-            "perf/server_running": sum(fmean(load.num_running for load in loads) for loads in told),
-            "perf/server_waiting": sum(fmean(load.num_waiting for load in loads) for loads in told),
-            "perf/server_kv_use": max(load.kv_use for loads in told for load in loads),
+    def figures(self) -> Figures:
+        """Returns the load of the servers in the routing, as means over time; nothing before any has reported."""
+        if not self._load:
+            return Figures()
+        now_s = asyncio.get_running_loop().time()
+        means = {
+            name: (self._integrals[name] + load * (now_s - self._reported_s), now_s - self._first_s)
+            for name, load in self._load.items()
         }
-        for loads in self._loads.values():
-            del loads[:-1]
-        return metrics
+        return Figures(means=means, values={"perf/servers": float(len(self._pool.routed))})
+
+    def _report(self, server: str, load: ServerLoad) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._first_s = self._first_s if self._load else now_s
+        for name, value in self._load.items():
+            self._integrals[name] += value * (now_s - self._reported_s)
+        self._reported_s, self._loads[server] = now_s, load
+        loads = [self._loads[one] for one in self._pool.routed if one in self._loads] or [load]
+        self._load = {
+            "perf/server_running": sum(one.num_running for one in loads),
+            "perf/server_waiting": sum(one.num_waiting for one in loads),
+            "perf/server_kv_use": max(one.kv_use for one in loads),
+        }
 
     async def _tend(self, server: str) -> None:
         """Ends when the server is not known any more."""
@@ -109,7 +123,7 @@ class ServerWatch:
                 if server not in self._pool.routed:
                     await self._sync.catch_up(server, info)
                 if info.load is not None:
-                    self._loads[server].append(info.load)
+                    self._report(server, info.load)
                 pause_s = MIN_PAUSE_S
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):

@@ -5,7 +5,8 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +64,41 @@ def check_name(key: str) -> None:
     """Raises ValueError for a metric that is none of NAMES."""
     if _KNOWN.fullmatch(key) is None:
         raise ValueError(f"metric {key!r} is none of NAMES in {__name__}; add it there and to docs/metrics.md")
+
+
+# --- what parts of the program have counted ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a part of the program has counted since the process began, by metric. `since` makes a step's metrics of it,
+    so that whoever counts need not know when steps end."""
+
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that only rise; a step has what was added."""
+    means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """(sum, number) of values, both of which only rise; a step has the mean of those that were added."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Numbers as they are now."""
+
+    def since(self, before: "Figures") -> dict[str, float]:
+        """Returns the metrics of the time since `before`. A count stays in the set once it was ever there; a mean of
+        nothing new is left out."""
+        means = dict[str, float]()
+        for name, (total, num) in self.means.items():
+            old_total, old_num = before.means.get(name, (0.0, 0.0))
+            if num > old_num:
+                means[name] = (total - old_total) / (num - old_num)
+        counts = {name: float(num - before.counts.get(name, 0)) for name, num in self.counts.items()}
+        return {**counts, **means, **self.values}
+
+
+def all_figures(parts: Iterable[Figures]) -> Figures:
+    """Returns the figures of all parts as one; each has its own names."""
+    counts, means, values = dict[str, float](), dict[str, tuple[float, float]](), dict[str, float]()
+    for one in parts:
+        counts, means, values = {**counts, **one.counts}, {**means, **one.means}, {**values, **one.values}
+    return Figures(counts=counts, means=means, values=values)
 
 
 # --- of a batch ---
@@ -135,10 +171,10 @@ def found_metrics(groups: Sequence[FinishedGroup], names: Sequence[str]) -> dict
     return {f"rollout/found_{name}": found[name] / num for name in names}
 
 
-def dropped_metrics(dropped: Counter[str], before: Counter[str]) -> dict[str, float]:
-    """Rollouts dropped since `before`, by reason; all reasons that ever occurred stay in the set."""
-    counts = {f"rollout/dropped_{reason}": float(dropped[reason] - before[reason]) for reason in dropped}
-    return counts | {"rollout/dropped": float(dropped.total() - before.total())}
+def dropped_figures(dropped: Counter[str]) -> Figures:
+    """Returns how many rollouts were dropped, by reason."""
+    counts = {f"rollout/dropped_{reason}": num for reason, num in dropped.items()}
+    return Figures(counts=counts | {"rollout/dropped": dropped.total()})
 
 
 # --- the file ---

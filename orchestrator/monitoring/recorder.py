@@ -3,14 +3,14 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from grpo.orchestrator.evaluate import Evaluation
 from grpo.orchestrator.inference.weight_sync import CanaryReport
 from grpo.orchestrator.ledger import Ledger
-from grpo.orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_metrics
+from grpo.orchestrator.monitoring.metrics import REWARD, STEP, Figures, MetricsFile, all_figures, dropped_figures
 from grpo.orchestrator.monitoring.summary import Summary, summarise
 from grpo.orchestrator.monitoring.trackers import Reporter
 from grpo.orchestrator.resuming import Progress
@@ -36,8 +36,9 @@ class Recorder:
         self._resumed_at = self._counted_from = 0
         """The step that the run went on after, and the one whose totals the summary begins with."""
         self._num_tokens = 0
-        """Sampled since the last batch left."""
-        self._dropped_before: Counter[str] = Counter()
+        """Sampled in this process."""
+        self._figures = Figures()
+        """As they were when the last batch left."""
 
     # --- an earlier process's part of the run ---
 
@@ -45,7 +46,7 @@ class Recorder:
         """Goes on with what an earlier process has written, without lines of steps that the run has gone back on.
         `dropped`: rollouts that were dropped up to now, by reason. `count`: the summary's totals include what earlier
         processes did."""
-        self._dropped_before = Counter(dropped)
+        self._figures = dropped_figures(dropped)
         written = self._file.cut_after(progress.step)
         steps = {int(line[STEP]): line for line in written if REWARD in line}
         self._evaluated = {int(line[STEP]) for line in written if REWARD not in line}
@@ -72,19 +73,28 @@ class Recorder:
         self._num_tokens += num_tokens
 
     def shipped(
-        self, step: int, metrics: Mapping[str, float], *, dropped: Counter[str], generate_s: float
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        parts: Iterable[Figures],
+        dropped: Counter[str],
+        generate_s: float,
     ) -> Mapping[str, float]:
-        """A batch leaves. `metrics`: its own. `generate_s`: seconds of sampling since the last one. Returns all that is
-        written of it."""
+        """A batch leaves. `metrics`: its own. `parts`: what the program's parts have counted until now; what is written
+        is what came since the last batch. `generate_s`: seconds of sampling since then. Returns all that is written of
+        the batch."""
+        tokens = "perf/generate_tokens"
+        own = Figures(counts={tokens: self._num_tokens})
+        figures = all_figures([*parts, dropped_figures(dropped), own])
+        since, self._figures = figures.since(self._figures), figures
         self._pending[step] = {
             **metrics,
-            **dropped_metrics(dropped, self._dropped_before),
+            **since,
             "time/generate_s": generate_s,
-            "perf/generate_tokens": float(self._num_tokens),
-            "perf/generate_tokens_per_s": self._num_tokens / max(generate_s, 1e-9),
+            f"{tokens}_per_s": since[tokens] / max(generate_s, 1e-9),
             STEP: float(step),
         }
-        self._dropped_before, self._num_tokens = Counter(dropped), 0
         return dict(self._pending[step])
 
     def trained(self, step: int, metrics: Mapping[str, float], *, wait_trainer_s: float) -> None:

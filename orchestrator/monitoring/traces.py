@@ -161,12 +161,11 @@ class Traces:
 def group_rows(step: int, group: FinishedGroup) -> Iterator[dict[str, Any]]:
     """The rows of a group that has gone into a batch, those included that were withheld from it."""
     samples = iter(group.samples)
-    hints = {(given.rollout_id, given.step): given.text for given in group.hints}
     for root in group.results:
         reason = group.withheld.get(root.id)
         for result, number in _numbered(root):
             sample = next(samples) if reason is None and number is not None else None
-            yield _row(step, root.id, result, number, reason=reason, sample=sample, hints=hints)
+            yield _row(step, root.id, result, number, reason=reason, sample=sample, hints=group.hint_texts)
 
 
 def _numbered(root: EpisodeResult) -> Iterator[tuple[EpisodeResult, int | None]]:

@@ -1,10 +1,9 @@
-"""One attempt at one rollout: answers its calls, and keeps what was sampled."""
+"""A rollout while it runs: its calls are answered, and its conversations, steps and children are kept, here alone."""
 
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from grpo.orchestrator.background import in_thread
@@ -13,7 +12,7 @@ from grpo.orchestrator.inference.client import Refused as RefusedByServer
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, TrainingRow
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task, TrainingRow
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
@@ -22,6 +21,8 @@ from grpo.orchestrator.workers.protocol import (
     AnyCall,
     Ask,
     Delay,
+    Mark,
+    Outcome,
     Refused,
     Reply,
     Sample,
@@ -45,26 +46,8 @@ FOR_ALL = (401, 403)
 MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """The answer to a rollout's first call, which was sampled in advance together with the others of its group."""
-
-    completion: Choice
-    row: TrainingRow
-    text: str
-
-
-@dataclass(slots=True)
-class _Talk:
-    """A conversation, and the calls that its turns answer."""
-
-    rows: Callable[[], list[TrainingRow]]
-    calls: list[int] = field(default_factory=list)
-    conversation: Conversation | None = None
-
-
 class Means(Protocol):
-    """What answers the calls of all attempts: the engine."""
+    """The engine, which answers the calls of all rollouts."""
 
     client: InferenceClient
     renderer: ChatRenderer
@@ -75,28 +58,34 @@ class Means(Protocol):
     num_withdrawn: int
 
 
-class Attempt:
-    """One attempt at one rollout: answers its calls and keeps what was sampled."""
+class Rollout:
+    """One rollout, with all that it spawns: answers its calls, and keeps what was sampled."""
 
     def __init__(
         self,
         engine: Means,
         group: Group,
-        roles: Sequence[Role],
         number: int,
-        given: Given | None,
-        generating: "dict[tuple[object, ...], asyncio.Task[list[Choice]]]",
-        delayed: Callable[[], None],
+        roles: Sequence[Role],
+        *,
+        delayed: Callable[[int], None],
+        presampled: tuple[Step, TrainingRow] | None = None,
     ) -> None:
-        """`generating`: what servers were asked in this rollout, answered or not. An attempt that asks the same again
-        after its worker has ended gets the answer of the one before. `delayed`: called where it begins to wait for a
-        reward."""
-        self._engine, self._group, self._number, task = engine, group, number, group.task
-        self._generating, self._delayed = generating, delayed
-        self._roles = {role.id: role for role in roles}
-        self._talks: dict[int, _Talk] = {}
-        self._steps: dict[int, Step] = {}
-        """By call."""
+        """`number`: its place in the group. `delayed`: called with it where the rollout begins to wait for a reward.
+        `presampled`: its first answer, where that was sampled together with the others of the group."""
+        self.number, self._engine, self._group, self._delayed = number, engine, group, delayed
+        self._roles, self._presampled = {role.id: role for role in roles}, presampled
+        self._generating: dict[tuple[object, ...], asyncio.Task[list[Choice]]] = {}
+        """What servers were asked, answered or not. A rollout that begins again, because its worker has ended, and asks
+        the same again gets the same answers."""
+        self.begin()
+
+    def begin(self) -> Self:
+        """Begins from the first call, also once more."""
+        self._steps: dict[int, dict[int, Step]] = {}
+        """By rollout of the tree, 0 for this one, and by call."""
+        self._conversations: dict[tuple[int, int], Conversation] = {}
+        """By rollout of the tree and number."""
         self._num_calls = 0
         self._has_waited = False
         """For a reward that comes later: servers may have unloaded the group's version meanwhile."""
@@ -106,10 +95,14 @@ class Attempt:
         """Of each prompt, the numbers of answers that were withdrawn: they are given to who asks the same again."""
         self._numbers: dict[int, tuple[bytes, int]] = {}
         """Prompt and number of each call's answer."""
-        if given is not None:
-            [role] = self._roles
-            self._talks[-1] = _Talk(rows=lambda: [given.row], calls=[0])
-            self._steps[0] = self._step(role, given.completion, given.text, group.params.temperature, task.messages)
+        if self._presampled is not None:
+            self._steps[0] = {0: self._presampled[0]}
+        return self
+
+    def close(self) -> None:
+        """Waits for no server any more."""
+        for asked in self._generating.values():
+            asked.cancel()
 
     async def __call__(self, call: AnyCall) -> Reply:
         """The reply to a call. Raises GivenUp, and what servers raise."""
@@ -122,7 +115,7 @@ class Attempt:
                 return self._withdraw(call.call)
             if isinstance(call, Delay):
                 self._has_waited = True
-                self._delayed()
+                self._delayed(self.number)
                 return Stored(value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
@@ -139,16 +132,19 @@ class Attempt:
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
-        if role is None or call.call in self._steps:
+        steps = self._steps.setdefault(call.rollout, {})
+        if role is None or call.call in steps:
             raise _CallRefused(CALL_FAILED, f"call {call.call} of {call.role} is none that can be answered")
         own = (call.temperature or role.temperature) if group.task.split == "train" else None
         temperature = group.params.temperature if own is None else own
 
-        def tokenized() -> tuple[list[int], Conversation, list[int]]:
-            calls, conversation = self._talk(call)
-            return calls, conversation, conversation.prompt_ids()
+        conversations = self._conversations  # where this rollout begins once more, a thread goes on with the old ones
 
-        calls, conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools)
+        def tokenized() -> tuple[Conversation, list[int]]:
+            conversation = self._conversation(call, conversations)
+            return conversation, conversation.prompt_ids()
+
+        conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools)
         params = replace(
             group.params,
             follow=self._follows,
@@ -157,10 +153,17 @@ class Attempt:
             adapter=group.adapters.name(call.role),
         )
         completion = await self._generate(prompt, params, group.version, call.call)
-        text = conversation.answer(completion, version=group.version, temperature=temperature)
-        calls.append(call.call)
-        step = self._step(call.role, completion, text, temperature, tuple(call.messages), conversation.tools)
-        self._steps[call.call] = step
+        text = conversation.answer(completion, version=group.version, temperature=temperature, call=call.call)
+        steps[call.call] = Step(
+            role=call.role,
+            temperature=temperature,
+            completion=completion,
+            text=text,
+            version=group.version,
+            messages=tuple(call.messages),
+            tools=conversation.tools,
+            adapter=group.adapters.place(call.role),
+        )
         reply = reply_of(text, completion)
         reply.num_prompt_tokens = len(prompt)
         if call.logprobs:
@@ -168,37 +171,16 @@ class Attempt:
             reply.tokens = list(zip(written, completion.logprobs, strict=True))
         return reply
 
-    def _step(
-        self,
-        role: str,
-        completion: Choice,
-        text: str,
-        temperature: float,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None = None,
-    ) -> Step:
-        return Step(
-            role=role,
-            temperature=temperature,
-            completion=completion,
-            text=text,
-            version=self._group.version,
-            messages=messages,
-            tools=tools,
-            adapter=self._group.adapters.place(role),
-        )
-
-    def _talk(self, call: Sample) -> tuple[list[int], Conversation]:
-        """The conversation of a call, with its new messages, and the calls before it."""
-        templates, found = self._engine.templates, self._talks.get(call.conversation)
+    def _conversation(self, call: Sample, known: dict[tuple[int, int], Conversation]) -> Conversation:
+        """The conversation of a call, with its new messages."""
+        templates, key = self._engine.templates, (call.rollout, call.conversation)
         messages = call.messages if call.raw else self._harmless(call.messages)
-        if found is None or found.conversation is None:
-            conversation = Conversation(templates.raw if call.raw else templates.of(call.tools), messages)
-            found = self._talks[call.conversation] = _Talk(rows=conversation.rows, conversation=conversation)
-            return found.calls, conversation
-        if messages:
-            found.conversation.add(*messages)
-        return found.calls, found.conversation
+        if (conversation := known.get(key)) is None:
+            template = templates.raw if call.raw else templates.of(call.tools)
+            conversation = known[key] = Conversation(template, messages)
+        elif messages:
+            conversation.add(*messages)
+        return conversation
 
     def _harmless(self, messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         return [self._engine.renderer.without_control(message) for message in messages]
@@ -265,7 +247,7 @@ class Attempt:
         key = digest, num, params, version
         if key not in self._generating:
             base = self._group.seed
-            seed = None if base is None else mixed_seed(mixed_seed(base, self._number), digest.hex(), num)
+            seed = None if base is None else mixed_seed(mixed_seed(base, self.number), digest.hex(), num)
             asked = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
             self._generating[key] = asyncio.create_task(asked)
         try:
@@ -278,12 +260,12 @@ class Attempt:
 
     def _withdraw(self, call: int) -> Reply:
         """Nobody received the answer to a call, which is not trained. Who asks the same again gets it."""
-        for talk in self._talks.values() if call in self._steps else ():
-            if talk.calls[-1:] == [call] and talk.conversation is not None:
-                talk.calls.pop()
-                talk.conversation.take_back()
-                del self._steps[call]
-        if call not in self._steps and (known := self._numbers.pop(call, None)) is not None:
+        for (rollout, _), conversation in self._conversations.items():
+            if conversation.calls[-1:] == [call]:
+                conversation.take_back()
+                del self._steps[rollout][call]
+        is_kept = any(call in steps for steps in self._steps.values())
+        if not is_kept and (known := self._numbers.pop(call, None)) is not None:
             digest, num = known
             self._free.setdefault(digest, []).append(num)
             self._engine.num_withdrawn += 1
@@ -299,66 +281,79 @@ class Attempt:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
         return Stored(value=value)
 
-    # --- what it came to ---
+    # --- how it ended ---
 
-    def result(self, told: EpisodeResult | Failure, rollout_id: str) -> EpisodeResult:
-        """The tree of a rollout's results, of what its worker has told, or why there is none."""
-        failure = told if isinstance(told, Failure) else None
+    def result(self, outcome: Outcome | Failure) -> EpisodeResult:
+        """Returns the tree of results, or one result with the reason why the rollout has none."""
+        group, name = self._group, f"{self._group.id}/{self._group.first + self.number}"
+        failure = outcome if isinstance(outcome, Failure) else None
         try:
-            if isinstance(told, EpisodeResult):
-                self._check([step.call for one in told.walk() for step in one.steps])
-                return self._tree(told, rollout_id)
+            if isinstance(outcome, Outcome):
+                return result_tree(outcome, self._steps, name=name, task=group.task, rows=self._rows)
         except ValueError as error:
             failure = Failure(reason="env_error", message=str(error))
-        return EpisodeResult(id=rollout_id, task=self._group.task, steps=tuple(self._steps.values()), failure=failure)
+        steps = tuple(step for of_one in self._steps.values() for step in of_one.values())
+        return EpisodeResult(id=name, task=group.task, steps=steps, failure=failure)
 
-    def _check(self, calls: Sequence[int]) -> None:
-        """Raises ValueError where nothing can be trained on it: steps that are not what was sampled, tokens that belong
-        to no step, for which nobody could give credit, or no tokens at all."""
-        if len({*calls}) < len(calls) or not {*calls} <= self._steps.keys():
-            raise ValueError(
-                "steps of the rollout's trajectory are none of the policy's answers, or one of them again; leave the "
-                "replies in state.trajectory as ctx.sample put them there"
-            )
-        if num_others := len(self._steps) - len(calls):
-            raise ValueError(
-                f"{num_others} answers that the policy gave belong to no step of the rollout, expected all: let no "
-                "call be cancelled, and await each"
-            )
-        if not calls:
-            raise ValueError("the episode ended without an answer of the policy")
+    def _rows(self, rollout: int) -> tuple[TrainingRow, ...]:
+        """The rows of one rollout of the tree."""
+        places = {call: place for place, call in enumerate(self._steps[rollout])}
+        rows = [self._presampled[1]] if self._presampled is not None and rollout == 0 else []
+        for (of, _), conversation in self._conversations.items():
+            if of == rollout:
+                rows += conversation.rows(places)
+        return tuple(rows)
 
-    def _tree(self, told: EpisodeResult, rollout_id: str) -> EpisodeResult:
-        return replace(
-            told,
-            id=rollout_id,
-            task=self._group.task,
-            steps=tuple(map(self._with_error, told.steps)),
-            rows=self._rows({step.call: index for index, step in enumerate(told.steps)}),
-            children=tuple(self._tree(child, f"{rollout_id}.{n}") for n, child in enumerate(told.children)),
+
+def result_tree(
+    outcome: Outcome,
+    steps: Mapping[int, Mapping[int, Step]],
+    *,
+    name: str,
+    task: Task,
+    rows: Callable[[int], tuple[TrainingRow, ...]] = lambda rollout: (),
+) -> EpisodeResult:
+    """Returns the results of a rollout and of all that it spawned. `steps`: what was sampled, by rollout of the tree
+    and by call; `rows` gives those of a rollout of the tree.
+
+    Raises ValueError where credit could not be given for each answer, or there is none.
+    """
+    seen: set[int] = set()
+
+    def result(of: Outcome, name: str) -> EpisodeResult:
+        own = steps.get(of.rollout, {})
+        if of.rollout in seen or not of.marks.keys() <= own.keys():
+            raise ValueError("state.children or the replies in state.trajectory are not as the context put them there")
+        seen.add(of.rollout)
+        if len(own) != of.num_answers:
+            raise ValueError(
+                f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
+                "leave it as ctx.sample made it, let no call be cancelled, and await each"
+            )
+        return EpisodeResult(
+            id=name,
+            task=task,
+            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
+            rows=rows(of.rollout) if own else (),
+            rewards=of.rewards,
+            accuracy=of.accuracy,
+            metrics=of.metrics,
+            extras=of.extras,
+            context_full=of.truncated,
+            children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
         )
 
-    def _with_error(self, told: Step) -> Step:
-        known = self._steps[told.call]
-        if told.error is None and told.observed is None:
-            return known
-        return replace(known, error=told.error, observed=told.observed)
+    made = result(outcome, name)
+    if any(own and rollout not in seen for rollout, own in steps.items()):
+        raise ValueError("the policy gave answers to sub-episodes that came to no end; let no spawn be cancelled")
+    if not any(steps.values()):
+        raise ValueError("the episode ended without an answer of the policy")
+    return made
 
-    def _rows(self, places: Mapping[int, int]) -> tuple[TrainingRow, ...]:
-        """Of the conversations in which these steps are, by call. Raises ValueError where they hold steps of others."""
-        rows: list[TrainingRow] = []
-        for talk in self._talks.values():
-            if not any(call in places for call in talk.calls):
-                continue
-            if not all(call in places for call in talk.calls):
-                raise ValueError(
-                    "answers of one conversation are in the trajectories of several rollouts; leave the replies in "
-                    "state.trajectory as ctx.sample put them there"
-                )
-            for row in talk.rows():
-                steps = tuple(places[talk.calls[turn.index]] for turn in row.turns)
-                rows.append(row if row.steps == steps else replace(row, steps=steps))
-        return tuple(rows)
+
+def marked(step: Step, mark: Mark | None) -> Step:
+    """Returns a step with what the environment said about it."""
+    return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
 
 
 class _CallRefused(Exception):

@@ -99,6 +99,8 @@ class Shared:
     """Numbers for calls."""
     conversations: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for new conversations."""
+    rollouts: Iterator[int] = field(default_factory=functools.partial(itertools.count, 1))
+    """Numbers for sub-episodes."""
 
     async def call(self, call: protocol.AnyCall) -> Any:
         """The reply. Raises ContextFull and CallFailed."""
@@ -159,7 +161,7 @@ class RolloutContext:
         """Of this rollout; None where the run has none."""
         self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.call) for name in shared.stores})
         """Artifact stores by name."""
-        self._shared, self._depth = shared, depth
+        self._shared, self._number, self._depth = shared, state.number, depth
         self._known: list[_Conversation] = []
         self._num_spawned = 0
 
@@ -203,6 +205,7 @@ class RolloutContext:
         # Meanwhile, and where this raises, nobody continues it.
         call = protocol.Sample(
             role=role,
+            rollout=self._number,
             conversation=conversation.number,
             messages=new,
             tools=None if conversation.messages else shown,
@@ -318,7 +321,7 @@ class RolloutContext:
             digest = hashlib.blake2b(f"{self.seed}/{self._num_spawned}".encode(), digest_size=4).digest()
             seed = int.from_bytes(digest)
         self._num_spawned += 1
-        state = EpisodeState(example=example)
+        state = EpisodeState(example=example, number=next(self._shared.rollouts))
         return RolloutContext(self._shared, state=state, roles=roles, seed=seed, depth=self._depth + 1)
 
     # --- conversations ---

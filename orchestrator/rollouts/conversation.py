@@ -70,7 +70,7 @@ class _Row:
                 self.versions.append((version, count - num))
             num -= min(num, count)
 
-    def finished(self, *, steps: tuple[int, ...] = ()) -> TrainingRow:
+    def finished(self, steps: tuple[int, ...]) -> TrainingRow:
         length = len(self.token_ids)
         sampled = np.zeros(length, np.bool_)
         logprobs, temperatures = np.zeros(length, np.float32), np.empty(length, np.float32)
@@ -128,7 +128,8 @@ class Conversation:
         self._next: _Next | None = None
         self._text = ""
         """What the newest answer followed, as the template wrote it."""
-        self._num_turns = 0
+        self.calls: list[int] = []
+        """The caller's number for each answer of the policy."""
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
@@ -151,32 +152,37 @@ class Conversation:
         following = self._following()
         return following.token_ids.copy() if following.new_row else self._rows[-1].token_ids + following.token_ids
 
-    def answer(self, completion: Choice, *, version: int, temperature: float) -> str:
-        """The policy's answer to `prompt_ids`; `version` is the one that was asked for. Returns its text without
-        control tokens, and raises ValueError where the completion contradicts itself."""
+    def answer(self, completion: Choice, *, version: int, temperature: float, call: int = -1) -> str:
+        """Adds the policy's answer to `prompt_ids`; `version` is the one that was asked for, `call` the caller's
+        number. Returns its text without control tokens. Raises ValueError where the completion contradicts itself."""
         following = self._following()
         if following.new_row and self._rows[-1].turns:
             self._rows.append(_Row())
         self._rows[-1].add(
             following.token_ids,
             completion,
-            index=self._num_turns,
+            index=len(self.calls),
             opening=self._template.opening_ids,
             version=version,
             temperature=temperature,
         )
-        self._num_turns += 1
+        self.calls.append(call)
         self._remember(completion, following.text)
         return self._template.renderer.texts([completion])[0]
 
     def take_back(self) -> None:
-        """The newest answer is not trained. The conversation must not go on."""
+        """Takes the newest answer out of what is trained. The conversation must not go on."""
         self._rows[-1].take_back()
+        self.calls.pop()
 
-    def rows(self) -> list[TrainingRow]:
-        """What was sampled so far, for training; none before the first answer. Messages after the newest answer are
-        in no row."""
-        return [row.finished() for row in self._rows if row.turns]
+    def rows(self, steps: Mapping[int, int] | None = None) -> list[TrainingRow]:
+        """Returns what was sampled so far, for training; none before the first answer. Messages after the newest answer
+        are in no row. `steps`: the index of each call's step in its rollout."""
+        return [
+            row.finished(tuple(steps[self.calls[turn.index]] for turn in row.turns) if steps else ())
+            for row in self._rows
+            if row.turns
+        ]
 
     # --- how it goes on ---
 
@@ -197,7 +203,7 @@ class Conversation:
         of a new one."""
         if self._next is None:
             before, text = self._text, self._template.render(self._messages)
-            if self._num_turns and text.startswith(before) and text.startswith(self._raw, len(before)):
+            if self.calls and text.startswith(before) and text.startswith(self._raw, len(before)):
                 renderer, end_id = self._template.renderer, self._end_id
                 ended = "" if end_id is None else renderer.raw_text([end_id])
                 ids = renderer.ids_behind(ended, text[len(before) + len(self._raw) :])
@@ -216,7 +222,7 @@ def single_row(
     contradicts itself."""
     row = _Row()
     row.add(prompt, completion, index=0, opening=opening, version=version, temperature=temperature)
-    return row.finished(steps=(0,))
+    return row.finished((0,))
 
 
 def _checked_versions(completion: Choice, version: int) -> tuple[tuple[int, int], ...]:

@@ -10,24 +10,22 @@ from typing import Any, Protocol
 
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import InferenceClient, TimedOut
+from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.attempt import (
     CONTEXT_FULL,
     MAKE_ROOM,
     MAX_CHARACTERS_ON_LOOP,
     SERVER_TIMEOUT,
-    Attempt,
-    Given,
-    reply_of,
+    Rollout,
 )
 from grpo.orchestrator.rollouts.conversation import single_row
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, Step, Task, TrainingRow
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
-from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Sampled
-from grpo.transport.http import Choice
+from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Outcome, Score
 from msgspec.structs import replace
 
 NUM_TOGETHER = 4
@@ -57,9 +55,13 @@ class EpisodePool(Protocol):
         seed: int | None,
         begin: Callable[[], Callable[[AnyCall], Awaitable[Any]]],
         score: bool = True,
-        answer: Sampled | None = None,
-    ) -> EpisodeResult | Failure:
+    ) -> Outcome | Failure:
         """Runs one episode. `begin` makes what answers its calls."""
+
+    async def score(
+        self, score: Score, *, begin: Callable[[int], Callable[[AnyCall], Awaitable[Any]]], over: Callable[[int], None]
+    ) -> Sequence[Outcome | Failure]:
+        """Scores single answers to one prompt."""
 
 
 class RolloutEngine:
@@ -80,10 +82,13 @@ class RolloutEngine:
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
         of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
-        self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
+        self.context_len, self.stores, self._seed = context_len, stores, seed
+        self._pools = dict[str, EpisodePool]()
+        for env, pool in pools.items():
+            self.add_pool(env, pool)
         self.num_withdrawn = 0
         """Answers that nobody received."""
-        self._num_restarted, self._max_prompt_length = 0, max_prompt_length
+        self._max_prompt_length = max_prompt_length
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
         self.max_characters = context_len * renderer.longest_token
         """No longer text fits into the context. It is not tokenized: that would take seconds for megabytes."""
@@ -102,68 +107,95 @@ class RolloutEngine:
         most = self._max_prompt_length if group.task.split == "train" else None
         if most is not None and (num := len(await self._prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
-        given: list[Given | None] = [None] * group.num
+        waits = _Waits(group.num, delayed)
         if self.is_single_turn(group.task.env):
-            try:
-                given = [*await self._sample_group(group)]
-            except TimedOut as error:
-                failure = Failure(reason=SERVER_TIMEOUT, message=str(error))
-                ids = (f"{group.id}/{group.first + number}" for number in range(group.num))
-                return [EpisodeResult(id=one, task=group.task, failure=failure) for one in ids]
-            sampled()
+            return await self._run_single_turns(group, sampled, waits)
         async with asyncio.TaskGroup() as tasks:
-            waits = _Waits(group.num, delayed)
-            running = [tasks.create_task(self._run_rollout(group, n, one, waits)) for n, one in enumerate(given)]
+            running = [tasks.create_task(self._run_rollout(group, number, waits)) for number in range(group.num)]
         results = [one.result() for one in running]
         full = [one.failure for one in results if one.failure is not None and one.failure.reason == CONTEXT_FULL]
         if len(full) == group.num and not any(one.steps for one in results):
             raise PromptTooLong(full[-1].message)
         return results
 
+    def add_pool(self, env: str, pool: EpisodePool) -> None:
+        """Has the episodes of one more environment run in `pool`."""
+        self._pools[env] = pool
+        if self.stores is not None:
+            self.stores.open(env, pool.loaded.stores)
+
     def is_single_turn(self, env: str) -> bool:
         """Whether each rollout of the environment with this key is one answer to its prompt."""
         return self._pools[env].loaded.single_turn
 
-    def has_solutions(self, env: str) -> bool:
-        """Whether training examples of the environment with this key have a `solution`."""
-        return bool(self._pools[env].solutions)
+    def figures(self) -> Figures:
+        """Returns rollouts that were begun again because their worker ended, and answers that nobody received."""
+        num_restarted = sum(pool.num_restarted for pool in self._pools.values())
+        return Figures(counts={"rollout/restarted": num_restarted, "rollout/answers_withdrawn": self.num_withdrawn})
 
-    def newly_restarted(self) -> int:
-        """Rollouts that were begun again because their worker ended, since this was last asked."""
-        before, self._num_restarted = self._num_restarted, sum(pool.num_restarted for pool in self._pools.values())
-        return self._num_restarted - before
+    def _rollout(
+        self, group: Group, number: int, waits: "_Waits", presampled: tuple[Step, TrainingRow] | None = None
+    ) -> Rollout:
+        roles, delayed = self._pools[group.task.env].loaded.roles, partial(waits.settled, over=False)
+        return Rollout(self, group, number, roles, delayed=delayed, presampled=presampled)
 
-    def newly_withdrawn(self) -> int:
-        """Answers that nobody received, since this was last asked."""
-        num, self.num_withdrawn = self.num_withdrawn, 0
-        return num
-
-    async def _run_rollout(self, group: Group, number: int, given: Given | None, waits: "_Waits") -> EpisodeResult:
-        task, pool = group.task, self._pools[group.task.env]
-        attempts, generating = list[Attempt](), dict[tuple[object, ...], asyncio.Task[list[Choice]]]()
-
-        def begin() -> Attempt:
-            delayed = partial(waits.settled, number, over=False)
-            attempts.append(Attempt(self, group, pool.loaded.roles, number, given, generating, delayed))
-            return attempts[-1]
-
+    async def _run_rollout(self, group: Group, number: int, waits: "_Waits") -> EpisodeResult:
+        pool, rollout = self._pools[group.task.env], self._rollout(group, number, waits)
         try:
-            told = await pool.run(
-                task,
-                # a rollout's own; in an evaluation that of its example, the same at every version
-                seed=mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number),
-                begin=begin,
-                score=group.score,
-                answer=None if given is None else reply_of(given.text, given.completion),
-            )
+            seed = self._seed_of(group.task, number)
+            outcome = await pool.run(group.task, seed=seed, begin=rollout.begin, score=group.score)
         finally:
-            for one in generating.values():
-                one.cancel()
+            rollout.close()
         waits.settled(number, over=True)
-        result = attempts[-1].result(told, f"{group.id}/{group.first + number}")
-        if result.failure is None or result.failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
-            pool.record(result.failure)  # neither a prompt's length nor a slow server is the environment's fault
+        return self._recorded(rollout.result(outcome))
+
+    async def _run_single_turns(
+        self, group: Group, sampled: Callable[[], None], waits: "_Waits"
+    ) -> list[EpisodeResult]:
+        """Runs a group of single answers: one request to a server, and one to a worker."""
+        try:
+            answers = await self._sample_group(group)
+        except TimedOut as error:
+            return group.failed(SERVER_TIMEOUT, str(error))
+        sampled()
+        rollouts = [self._rollout(group, number, waits, one) for number, one in enumerate(answers)]
+        try:
+            outcomes = await self._scored(group, rollouts, [step for step, _ in answers], waits)
+        finally:
+            for rollout in rollouts:
+                rollout.close()
+        return [self._recorded(one.result(outcome)) for one, outcome in zip(rollouts, outcomes, strict=True)]
+
+    async def _scored(
+        self, group: Group, rollouts: Sequence[Rollout], steps: Sequence[Step], waits: "_Waits"
+    ) -> Sequence[Outcome | Failure]:
+        """What the environment's rubric says about each rollout's answer."""
+        if not group.score:
+            return [Outcome(rewards={step.role: 0.0}, num_answers=1) for step in steps]
+        task = group.task
+        message = Score(
+            split=task.split,
+            index=task.index,
+            prompt=[dict(message) for message in task.messages],
+            texts=[step.text for step in steps],
+            finish_reasons=[step.completion.finish_reason for step in steps],
+            num_tokens=[len(step.completion.token_ids) for step in steps],
+            seeds=[self._seed_of(task, one.number) for one in rollouts],
+        )
+        return await self._pools[task.env].score(
+            message, begin=lambda place: rollouts[place].begin(), over=partial(waits.settled, over=True)
+        )
+
+    def _recorded(self, result: EpisodeResult) -> EpisodeResult:
+        failure = result.failure
+        if failure is None or failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
+            # neither a prompt's length nor a slow server is the environment's fault
+            self._pools[result.task.env].record(failure)
         return result
+
+    def _seed_of(self, task: Task, number: int) -> int:
+        """A rollout's own; in an evaluation that of its example, the same at every version."""
+        return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
 
     async def _prompt_ids(self, messages: Messages) -> list[int]:
         if (num := num_characters(messages)) > self.max_characters:
@@ -172,8 +204,8 @@ class RolloutEngine:
             return await in_thread(self.renderer.prompt_ids, messages)
         return self.renderer.prompt_ids(messages)
 
-    async def _sample_group(self, group: Group) -> "list[Given]":
-        prompt = await self._prompt_ids(group.task.messages)
+    async def _sample_group(self, group: Group) -> list[tuple[Step, TrainingRow]]:
+        prompt, task = await self._prompt_ids(group.task.messages), group.task
         room = self.context_len - len(prompt)
         max_tokens = room if group.params.max_tokens is None else group.params.max_tokens
         if not 1 <= max_tokens <= room:
@@ -181,17 +213,27 @@ class RolloutEngine:
                 f"a prompt of {len(prompt)} tokens leaves {room} of {self.context_len} for the answer, expected "
                 f"{group.params.max_tokens or 1}; {MAKE_ROOM}, or lower max_tokens"
             )
-        [role] = self._pools[group.task.env].loaded.roles
+        [role] = self._pools[task.env].loaded.roles
         params = replace(group.params, adapter=group.adapters.name(role.id), max_tokens=max_tokens)
         completions = await self.client.generate(
             prompt, params=params, num=group.num, version=group.version, seed=group.seed
         )
         async with self._turns:
             await asyncio.sleep(0)
-        opening = self.templates.opening_ids
-        row = partial(single_row, prompt, opening=opening, version=group.version, temperature=params.temperature)
+        opening, temperature = self.templates.opening_ids, params.temperature
         return [
-            Given(completion=one, row=row(one), text=text)
+            (
+                Step(
+                    role=role.id,
+                    temperature=temperature,
+                    completion=one,
+                    text=text,
+                    version=group.version,
+                    messages=task.messages,
+                    adapter=group.adapters.place(role.id),
+                ),
+                single_row(prompt, one, opening=opening, version=group.version, temperature=temperature),
+            )
             for one, text in zip(completions, self.renderer.texts(completions), strict=True)
         ]
 

@@ -1,15 +1,16 @@
 """How an example is rolled out: who is called with what, and when it is over."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo.orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, Shared, current_context
 from grpo.orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
-from grpo.orchestrator.rollouts.records import EpisodeResult, Step
 from grpo.orchestrator.rollouts.roles import POLICY, Role
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric
-from grpo.orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.state import EpisodeState, Reply
+from grpo.orchestrator.workers.protocol import Mark, Outcome
 
 Response = str | Message | Sequence[Message] | None
 """What an environment says to an answer: a text, which becomes a user's message, a message, several, or None for
@@ -37,19 +38,23 @@ class Episode(ABC):
 
     async def run(self, ctx: RolloutContext) -> EpisodeState:
         """Rolls out the context's example and scores it."""
-        state, token = ctx.state, current_context.set(ctx)
+        token = current_context.set(ctx)
         try:
-            await self.rollout(ctx, state)
-            state.done = True
-            if ctx.score:
-                scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
-                state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
-            else:
-                state.rewards = dict.fromkeys(state.roles, 0.0)
-            state.extras = self._plain_extras(state)
-            return state
+            await self.rollout(ctx, ctx.state)
+            return await self._scored(ctx)
         finally:
             current_context.reset(token)
+
+    async def _scored(self, ctx: RolloutContext) -> EpisodeState:
+        state = ctx.state
+        state.done = True
+        if ctx.score:
+            scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
+            state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
+        else:
+            state.rewards = dict.fromkeys(state.roles, 0.0)
+        state.extras = self._plain_extras(state)
+        return state
 
     def _plain_extras(self, state: EpisodeState) -> dict[str, Any]:
         extras = dict(self.extras(state))
@@ -75,6 +80,25 @@ async def run_episode(
     return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=seed))
 
 
+async def score_answer(
+    episode: Episode,
+    backend: Backend,
+    answer: Reply,
+    *,
+    example: Mapping[str, Any],
+    split: str,
+    seed: int | None,
+) -> EpisodeState:
+    """Scores an answer that is there already, of an episode of one answer; `backend` answers the calls of reward
+    functions. Raises what user code and the backend raise."""
+    messages: list[Message] = [*messages_of(example), answer.message]
+    state = EpisodeState(example=example, messages=messages, trajectory=[answer], role=answer.role)
+    shared = Shared(backend=backend, split=split, calls=itertools.count(answer.call + 1))
+    ctx = RolloutContext(shared, state=state, roles=episode.roles, seed=seed)
+    current_context.set(ctx)
+    return await episode._scored(ctx)
+
+
 def reason_of(error: BaseException) -> str:
     """The reason of a `Failure` for what a rollout's code has raised."""
     reasons: dict[type[BaseException], str] = {
@@ -87,26 +111,26 @@ def reason_of(error: BaseException) -> str:
     return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "env_error")
 
 
-def result_of(state: EpisodeState, *, with_text: bool = False) -> EpisodeResult:
-    """What a rollout that is over came to, without ids and tokens; with the answers' texts where they are wanted."""
-    return EpisodeResult(
-        steps=tuple(
-            Step(
-                role=reply.role,
-                call=reply.call,
-                text=reply.text if with_text else "",
-                messages=reply.messages if with_text else (),
-                error=reply.error,
-                observed=None if reply.observed is None else [dict(message) for message in reply.observed],
-            )
-            for reply in state.trajectory
-        ),
+def outcome_of(state: EpisodeState) -> Outcome:
+    """Returns what there is to say about a rollout that is over, and about all that it spawned."""
+    marks = {
+        reply.call: Mark(
+            error=reply.error,
+            observed=None if reply.observed is None else [dict(message) for message in reply.observed],
+        )
+        for reply in state.trajectory
+        if reply.error is not None or reply.observed is not None
+    }
+    return Outcome(
+        rollout=state.number,
         rewards=state.rewards,
         accuracy=state.accuracy,
         metrics=state.metrics,
         extras=state.extras,
-        context_full=state.truncated,
-        children=tuple(result_of(child, with_text=with_text) for child in state.children),
+        truncated=state.truncated,
+        num_answers=len(state.trajectory),
+        marks=marks,
+        children=[outcome_of(child) for child in state.children],
     )
 
 

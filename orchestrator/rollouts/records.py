@@ -81,6 +81,11 @@ class Group:
     first: int = 0
     """Number of the first of its rollouts."""
 
+    def failed(self, reason: str, message: str) -> "list[EpisodeResult]":
+        """Returns its rollouts where all of them have failed for one reason."""
+        failure, numbers = Failure(reason=reason, message=message), range(self.first, self.first + self.num)
+        return [EpisodeResult(id=f"{self.id}/{number}", task=self.task, failure=failure) for number in numbers]
+
 
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What hints and teachers say of a step (`hints.advantage_weight`, `preferences.advantage_weight`)."""
@@ -95,12 +100,10 @@ class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the policy. An environment's worker tells `role`, `call`, `error` and `observed`."""
+    """One call of the policy."""
 
     role: str
     """Id of the role that acted."""
-    call: int = 0
-    """Its number among all calls of the rollout and of those that it spawned."""
     temperature: float = 1.0
     """That it was sampled at."""
     completion: Choice = Choice(token_ids=[], logprobs=[], finish_reason="")
@@ -223,12 +226,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
                     f"rollout {self.id} has rewards for {sorted(self.rewards)}, and steps of {step.role} as well; "
                     "a rubric must give every role that acted a reward"
                 )
-        for numbers in (self.rewards, self.metrics, {"accuracy": self.accuracy}):
-            if not all(map(math.isfinite, numbers.values())):
-                raise NotFinite(f"rollout {self.id} has {dict(numbers)}, expected finite numbers")
-            most = MAX_REWARD if numbers is self.rewards else MAX_METRIC
-            if large := [value for value in numbers.values() if abs(value) > most]:
-                raise TooLarge(f"rollout {self.id} has a number of {large[0]:g}, expected at most {most:g} either way")
+        check_numbers(f"rollout {self.id}", self.rewards, self.metrics, self.accuracy)
 
     def step_reward(self, index: int) -> float:
         """The reward of the role that took a step."""
@@ -268,6 +266,15 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
         yield self
         for child in self.children:
             yield from child.walk()
+
+
+def check_numbers(who: str, rewards: Mapping[str, float], metrics: Mapping[str, float], accuracy: float) -> None:
+    """Raises NotFinite or TooLarge where a rollout's numbers cannot be trained on, or reported."""
+    for numbers, most in ((rewards, MAX_REWARD), (metrics, MAX_METRIC), ({"accuracy": accuracy}, MAX_METRIC)):
+        if not all(map(math.isfinite, numbers.values())):
+            raise NotFinite(f"{who} has {dict(numbers)}, expected finite numbers")
+        if large := [value for value in numbers.values() if abs(value) > most]:
+            raise TooLarge(f"{who} has a number of {large[0]:g}, expected at most {most:g} either way")
 
 
 class NotFinite(ValueError):

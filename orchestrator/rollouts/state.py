@@ -59,6 +59,8 @@ class EpisodeState:
 
     example: Mapping[str, Any]
     """Of the environment's dataset, or what was given to `spawn`."""
+    number: int = 0
+    """0, or which of the sub-episodes it is, as they were spawned anywhere below one rollout."""
     messages: list[Message] = field(default_factory=list)
     """The conversation so far, where the episode keeps one."""
     trajectory: list[Reply] = field(default_factory=list)

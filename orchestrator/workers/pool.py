@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
+from grpo.orchestrator.rollouts.clock import together
+from grpo.orchestrator.rollouts.records import Failure, Messages, Task
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.orchestrator.workers.process import ForkServer
-from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Prompts, Reply, Run, Sampled
+from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Outcome, Prompts, Reply, Run, Score
 from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerLost
 from grpo.orchestrator.workers.trial import AWAY, BROKEN
 from msgspec.structs import replace
@@ -99,27 +101,55 @@ class WorkerPool:
         seed: int | None,
         begin: Callable[[], Answerer],
         score: bool = True,
-        answer: Sampled | None = None,
-    ) -> EpisodeResult | Failure:
+    ) -> Outcome | Failure:
         """Rolls out one episode, and scores it, unless `score` is false, and rewards are 0. `begin` makes what answers
-        its calls, anew each time that it is begun; `answer` is that to its first call, where there is one already.
-        Raises EnvironmentFailed, and what the answers raise."""
+        its calls, each time that it begins. Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
-        run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
+        run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score)
+        return await self._run(run, begin)
+
+    async def score(
+        self, score: Score, *, begin: Callable[[int], Answerer], over: Callable[[int], None] = lambda place: None
+    ) -> list[Outcome | Failure]:
+        """Scores single answers to one prompt, in one worker. `begin` makes what answers the calls of the rewards for
+        the answer at a place, each time that it begins. `over` is called with each place whose outcome is there.
+        Raises EnvironmentFailed, and what the answers raise."""
+        answers = [begin(place) for place in range(len(score.texts))]
+        known = await self._least_loaded().score(score, answers, over)
+
+        async def once_more(place: int, lost: WorkerLost) -> tuple[int, Outcome | Failure]:
+            outcome = await self._run(one_of(score, place), partial(begin, place), lost)
+            over(place)
+            return place, outcome
+
+        outcomes = {place: one for place, one in enumerate(known) if not isinstance(one, WorkerLost)}
+        if len(outcomes) < len(known):
+            lost = [once_more(place, one) for place, one in enumerate(known) if isinstance(one, WorkerLost)]
+            outcomes |= dict(await together(lost))
+        return [outcomes[place] for place in range(len(known))]
+
+    async def _run(
+        self, request: Run | Score, begin: Callable[[], Answerer], lost: WorkerLost | None = None
+    ) -> Outcome | Failure:
+        """Runs one job. `lost`: what became of it, where it has begun before."""
         for _ in range(MAX_SHARED):
             try:
-                return await self._least_loaded().run(run, begin())
-            except WorkerLost as lost:
-                self.num_restarted += 1
-                if not lost.waited:
-                    break
+                if lost is None:
+                    return await self._least_loaded().run(request, begin())
+            except WorkerLost as error:
+                lost = error
+            assert lost is not None
+            self.num_restarted += 1
+            if not lost.waited:
+                break
+            lost = None
         async with self._alone:
             session = self._session()  # never one that had a rollout before: that one's threads may still run in it
             self._alone_sessions.add(session)
             try:
-                return await session.run(run, begin())
-            except WorkerLost as lost:
-                return lost.failure
+                return await session.run(request, begin())
+            except WorkerLost as error:
+                return error.failure
             finally:
                 await session.close()
                 self._alone_sessions.remove(session)
@@ -134,10 +164,18 @@ class WorkerPool:
             raise GivenUp(Failure(reason=AWAY, message="no model is there yet"))
 
         prompt = [dict(message) for message in task.messages]
-        empty = Sampled(text="", finish_reason="stop", num_tokens=0)
-        run = Run(split=task.split, index=task.index, prompt=prompt, seed=0, answer=empty, trial=True)
+        empty = Score(
+            split=task.split,
+            index=task.index,
+            prompt=prompt,
+            texts=[""],
+            finish_reasons=["stop"],
+            num_tokens=[0],
+            seeds=[0],
+            trial=True,
+        )
         try:
-            failure = await self._sessions[0].run(run, unanswered)
+            failure = await self._sessions[0].run(empty, unanswered)
         except WorkerLost:  # the first rollout that does so tells
             return
         if not isinstance(failure, Failure):
@@ -174,3 +212,14 @@ class WorkerPool:
         """Replaces workers that have ended."""
         self._sessions = [self._session() if session.over else session for session in self._sessions]
         return min(self._sessions, key=lambda session: session.num_running)
+
+
+def one_of(score: Score, place: int) -> Score:
+    """Returns a request for one of the answers alone."""
+    return replace(
+        score,
+        texts=[score.texts[place]],
+        finish_reasons=[score.finish_reasons[place]],
+        num_tokens=[score.num_tokens[place]],
+        seeds=[score.seeds[place]],
+    )

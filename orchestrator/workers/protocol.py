@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.rollouts.records import check_numbers
 from grpo.orchestrator.rollouts.roles import Role
+from grpo.orchestrator.rollouts.state import StepError
 
 PROTOCOL = 2
 """To be raised with each change of what is said here."""
@@ -114,8 +115,10 @@ class Sample(Call, kw_only=True):
     """A role's turn: sample an answer that is trained. Answered by Sampled or Refused."""
 
     role: str
+    rollout: int = 0
+    """Who asks: 0 for the rollout itself, another number for each that it spawned."""
     conversation: int
-    """Which of the rollout's conversations goes on; a number that was not used before begins one."""
+    """Which conversation goes on; a number that was not used before begins one."""
     messages: list[ChatMessage]
     """What is new in it since its newest answer."""
     tools: list[dict[str, Any]] | None = None
@@ -158,7 +161,7 @@ class Withdraw(Call, kw_only=True):
 
 
 class Run(Job, kw_only=True):
-    """Roll out an episode. Answered, after calls, by Ended or Failed."""
+    """Roll out an episode. Answered, after calls, by Outcome or Failed."""
 
     split: str
     index: int
@@ -167,17 +170,57 @@ class Run(Job, kw_only=True):
     seed: int | None
     score: bool = True
     """Whether the rubric is asked; otherwise rewards are 0."""
-    answer: Sampled | None = None
-    """To the rollout's first call, where it was sampled in advance together with the others of its group."""
+
+
+class Score(Job, kw_only=True):
+    """Score single answers to one prompt. Each answer is a job: `job` is the number of the first, and the numbers of
+    the others follow. Each job is answered, after calls, by Outcome or Failed."""
+
+    split: str
+    index: int
+    prompt: list[dict[str, str]]
+    """Of the example, which must be what the worker finds at `index`."""
+    texts: list[str]
+    """The answers, without control tokens."""
+    finish_reasons: list[str]
+    """Of each answer."""
+    num_tokens: list[int]
+    """Of each answer."""
+    seeds: list[int | None]
+    """Of each rollout."""
     trial: bool = False
     """Whether only this is asked: can an answer be scored; see `grpo.orchestrator.workers.trial`."""
 
 
-class Ended(Job, kw_only=True):
-    """A rollout is over and scored."""
+class Mark(msgspec.Struct, kw_only=True):
+    """What an environment says about one answer of the policy."""
 
-    result: EpisodeResult
-    """Without what only the orchestrator knows: ids, tasks and tokens."""
+    error: StepError | None = None
+    observed: list[ChatMessage] | None = None
+    """The state in which the policy acted, as messages that tell all of it without the conversation."""
+
+
+class Outcome(Job, kw_only=True):
+    """A rollout is over and scored. The orchestrator has its steps."""
+
+    rollout: int = 0
+    """Who it is about, as in Sample."""
+    rewards: dict[str, float]
+    """By role."""
+    accuracy: float = 0.0
+    metrics: dict[str, float] = {}
+    extras: dict[str, Any] = {}
+    truncated: bool = False
+    """The episode ended because the context was full."""
+    num_answers: int = 0
+    """Answers of the policy that have arrived."""
+    marks: dict[int, Mark] = {}
+    """By call."""
+    children: "list[Outcome]" = []
+    """Of the rollouts that it spawned; their `job` says nothing."""
+
+    def __post_init__(self) -> None:
+        check_numbers("a rollout", self.rewards, self.metrics, self.accuracy)
 
 
 class Failed(Job, kw_only=True):
@@ -214,9 +257,9 @@ class Left(msgspec.Struct, tag=True):
 
 AnyCall = Sample | Ask | Store | Delay | Withdraw
 Reply = Sampled | Stored | Refused
-Answer = Loaded | Prompts | Ended | Failed
-ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Left
-FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Delay | Withdraw | Alive | ServerAlive | Left
+Answer = Loaded | Prompts | Outcome | Failed
+ToWorker = Load | Dataset | Run | Score | Cancel | Sampled | Stored | Refused | Alive | Left
+FromWorker = Loaded | Prompts | Outcome | Failed | Sample | Ask | Store | Delay | Withdraw | Alive | ServerAlive | Left
 
 _encoder = msgspec.msgpack.Encoder()
 _greetings = msgspec.msgpack.Decoder(list[Alive])

@@ -5,14 +5,15 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
+from grpo.orchestrator.rollouts.records import Failure
 from grpo.orchestrator.workers.failures import LATE, EnvironmentFailed, EnvironmentKilled
 from grpo.orchestrator.workers.process import ForkServer, WorkerProcess
 from grpo.orchestrator.workers.protocol import (
@@ -25,16 +26,17 @@ from grpo.orchestrator.workers.protocol import (
     AnyCall,
     Cancel,
     Dataset,
-    Ended,
     Failed,
     FromWorker,
     Left,
     Load,
     Loaded,
+    Outcome,
     Prompts,
     Refused,
     Reply,
     Run,
+    Score,
     ServerAlive,
     ToWorker,
     Withdraw,
@@ -107,7 +109,7 @@ class _Job:
 
     answer: Answerer | None
     """Answers a rollout's calls."""
-    over: "asyncio.Future[Loaded | Prompts | EpisodeResult | Failure]"
+    over: "asyncio.Future[Loaded | Prompts | Outcome | Failure]"
     answering: dict[asyncio.Task[None], int] = field(default_factory=dict)
     """Its calls that wait for us, and their numbers."""
 
@@ -172,17 +174,47 @@ class Session:
             raise EnvironmentFailed(f"environment {self._label}: {what} raised{between}{said}")
         return answer
 
-    async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:
-        """Rolls out one episode. Raises WorkerLost, EnvironmentFailed, and what `answer` raises."""
+    async def run(self, run: Run | Score, answer: Answerer) -> Outcome | Failure:
+        """Rolls out an episode, or scores an answer. Raises WorkerLost, EnvironmentFailed, and what `answer` raises."""
         self.num_running += 1
         try:
             await self.open()
             if self.over:
                 raise WorkerLost(Failure(reason=CRASHED, message="the worker has ended"), waited=True)
-            result: EpisodeResult | Failure = await self._do(run, answer)
+            result: Outcome | Failure = await self._do(run, answer)
             return result
         finally:
             self.num_running -= 1
+
+    async def score(
+        self, score: Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda place: None
+    ) -> "list[Outcome | Failure | WorkerLost]":
+        """Scores answers to one prompt; `answers` answer the calls of their rewards. Returns an outcome for each, which
+        is WorkerLost where the worker ended first. `over` is called with the place of each one that has an outcome, as
+        soon as it has. Raises EnvironmentFailed, and what `answers` raise."""
+        self.num_running += len(answers)
+        numbers: list[int] = []
+        try:
+            await self.open()
+            if self.over:
+                lost = WorkerLost(Failure(reason=CRASHED, message="the worker has ended"), waited=True)
+                return [lost] * len(answers)
+            numbers = self._begin(score, answers)
+            outcomes: list[asyncio.Future[Any]] = [self._jobs[number].over for number in numbers]
+            for place, outcome in enumerate(outcomes):
+                outcome.add_done_callback(partial(_call_when_over, over, place))
+            await asyncio.wait(outcomes, return_when=asyncio.FIRST_EXCEPTION)
+            known: list[Any] = []
+            for outcome in outcomes:
+                error = outcome.exception() if outcome.done() else None
+                if error is not None and not isinstance(error, WorkerLost):
+                    raise error
+                known.append(error)
+            return [outcome.result() if one is None else one for one, outcome in zip(known, outcomes, strict=True)]
+        finally:
+            for number in numbers:
+                self._forget(number)
+            self.num_running -= len(answers)
 
     async def close(self) -> None:
         """Ends the worker and what it started."""
@@ -246,22 +278,30 @@ class Session:
 
     # --- messages ---
 
-    async def _do(self, message: Load | Dataset | Run, answer: Answerer | None = None) -> Any:
+    async def _do(self, message: Load | Dataset | Run | Score, answer: Answerer | None = None) -> Any:
         """What comes of a job. Raises WorkerLost, and what `answer` raises."""
-        number = message.job = next(self._numbers)
-        job = self._jobs[number] = _Job(answer=answer, over=asyncio.get_running_loop().create_future())
-        self._send(message)
+        [number] = self._begin(message, [answer])
         try:
-            return await job.over
-        except BaseException as error:
-            self._send(Cancel(job=number))
-            if isinstance(error, GivenUp):
-                return error.failure
-            raise
+            return await self._jobs[number].over
         finally:
-            for task in job.answering:
-                task.cancel()
-            del self._jobs[number]
+            self._forget(number)
+
+    def _begin(self, message: Load | Dataset | Run | Score, answers: Sequence[Answerer | None]) -> list[int]:
+        """Sends what begins a job for each of `answers`. Returns their numbers."""
+        loop, numbers = asyncio.get_running_loop(), [next(self._numbers) for _ in answers]
+        message.job = numbers[0]
+        for number, answer in zip(numbers, answers, strict=True):
+            self._jobs[number] = _Job(answer=answer, over=loop.create_future())
+        self._send(message)
+        return numbers
+
+    def _forget(self, number: int) -> None:
+        """Ends a job that is not over, and its calls."""
+        job = self._jobs.pop(number)
+        if not job.over.done() or job.over.cancelled():
+            self._send(Cancel(job=number))
+        for task in job.answering:
+            task.cancel()
 
     def _send(self, message: ToWorker) -> None:
         """What is sent at one time goes out together. Who watches notices a worker that has ended."""
@@ -303,10 +343,8 @@ class Session:
             return  # nobody waits for it any more
         if isinstance(message, Failed):
             job.over.set_result(Failure(reason=message.reason, message=message.message))
-        elif isinstance(message, Loaded | Prompts):
+        elif isinstance(message, Loaded | Prompts | Outcome):
             job.over.set_result(message)
-        elif isinstance(message, Ended):
-            job.over.set_result(message.result)
         elif job.answer is not None:
             if isinstance(message, Withdraw):
                 for task, number in job.answering.items():
@@ -322,7 +360,12 @@ class Session:
                 self._send(reply)
             except ValueError as error:  # too large
                 self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
+        except GivenUp as error:
+            self._send(Cancel(job=call.job))
+            if not job.over.done():
+                job.over.set_result(error.failure)
         except Exception as error:
+            self._send(Cancel(job=call.job))
             if not job.over.done():
                 job.over.set_exception(error)
         finally:
@@ -363,3 +406,8 @@ class Session:
         await self._release()
         for task in self._tasks:
             task.cancel()
+
+
+def _call_when_over(over: Callable[[int], None], place: int, outcome: "asyncio.Future[Any]") -> None:
+    if not outcome.cancelled() and not isinstance(outcome.exception(), WorkerLost):
+        over(place)

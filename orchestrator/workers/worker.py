@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ import zmq.asyncio
 from grpo.orchestrator.rollouts.clock import OwnTimeout, no_exit, num_left_calls, waiting
 from grpo.orchestrator.rollouts.context import ContextFull
 from grpo.orchestrator.rollouts.environment import Environment, episode_of, is_single_turn, roles_of
-from grpo.orchestrator.rollouts.episode import reason_of, result_of, run_episode
+from grpo.orchestrator.rollouts.episode import outcome_of, reason_of, run_episode, score_answer
 from grpo.orchestrator.rollouts.messages import messages_of
 from grpo.orchestrator.rollouts.registry import make_environment
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite
-from grpo.orchestrator.rollouts.state import EpisodeState
+from grpo.orchestrator.rollouts.state import EpisodeState, Reply
 from grpo.orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     PROTOCOL,
@@ -33,16 +34,15 @@ from grpo.orchestrator.workers.protocol import (
     AnyCall,
     Cancel,
     Dataset,
-    Ended,
     Failed,
     Load,
     Loaded,
     Prompts,
     Refused,
-    Reply,
     Run,
     Sample,
     Sampled,
+    Score,
     Stored,
     ToWorker,
     Withdraw,
@@ -70,8 +70,8 @@ IDENTITY_BYTES = 12
 class Worker:
     """Serves one orchestrator.
 
-    Consumes what it sends. A Run is answered by one Ended or Failed, whatever user code does; the messages of one turn
-    of the event loop go out together.
+    Consumes what it sends. Each job of a Run or Score is answered by one Outcome or Failed, whatever user code does.
+    The messages of one turn of the event loop go out together.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, only: str = "") -> None:
@@ -82,7 +82,7 @@ class Worker:
         self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         """Rollouts by job."""
-        self._replies: dict[tuple[int, int], asyncio.Future[Reply]] = {}
+        self._replies: dict[tuple[int, int], asyncio.Future[Sampled | Stored | Refused]] = {}
         """What calls wait for, by job and call."""
         self._left: set[asyncio.Task[EpisodeState]] = set()
         """Code of rollouts that are over, which has been told to end."""
@@ -121,7 +121,10 @@ class Worker:
     def _take(self, message: ToWorker) -> None:
         match message:
             case Run():
-                self._running[message.job] = asyncio.create_task(self._roll_out(message))
+                self._begin(message, 0)
+            case Score():
+                for place in range(len(message.texts)):
+                    self._begin(message, place)
             case Cancel():
                 if (running := self._running.get(message.job)) is not None:
                     running.cancel()
@@ -186,7 +189,7 @@ class Worker:
             examples = self._splits[split] = self._environment.dataset(split)
         return examples
 
-    def _example(self, run: Run) -> Mapping[str, Any]:
+    def _example(self, run: Run | Score) -> Mapping[str, Any]:
         """The rollout's own copy. Raises ValueError where it is another one than the orchestrator knows."""
         examples = self._examples(run.split)
         prompt = messages_of(examples[run.index], run.index) if run.index < len(examples) else None
@@ -201,25 +204,36 @@ class Worker:
 
     # --- one rollout ---
 
-    async def _roll_out(self, run: Run) -> None:
-        """Whatever user code raises becomes an answer. What it does when it is told to end is not waited for."""
+    def _begin(self, request: Run | Score, place: int) -> None:
+        self._running[request.job + place] = asyncio.create_task(self._roll_out(request, place))
+
+    async def _roll_out(self, request: Run | Score, place: int) -> None:
+        """Rolls out an episode, or scores the answer at `place`. Whatever user code raises becomes an answer. What it
+        does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
         example: Mapping[str, Any] = {}
+        is_trial, job = isinstance(request, Score) and request.trial, request.job + place
         try:
             async with OwnTimeout(self._timeout_s) as timeout:
-                example = Watched(self._example(run)) if run.trial else self._example(run)
-                episode = asyncio.create_task(no_exit(self._run_episode(run, example)))
+                example = Watched(self._example(request)) if is_trial else self._example(request)
+                if isinstance(request, Score):
+                    running = self._score(request, place, example)
+                else:
+                    running = self._run_episode(request, example)
+                episode = asyncio.create_task(no_exit(running))
                 state = await asyncio.shield(episode)
-            data = encode_checked(Ended(job=run.job, result=result_of(state)))
+            outcome = outcome_of(state)
+            outcome.job = job
+            data = encode_checked(outcome)
         except BaseException as error:
-            failed = self._failed(run.job, error)
+            failed = self._failed(job, error)
             if timeout.expired():
                 message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
-                failed = Failed(job=run.job, reason="env_timeout", message=message)
-            elif run.trial:
-                failed.reason = reason_of_trial(error, example, self._examples(run.split)) or failed.reason
+                failed = Failed(job=job, reason="env_timeout", message=message)
+            elif is_trial:
+                failed.reason = reason_of_trial(error, example, self._examples(request.split)) or failed.reason
             data = encode(failed)
-        del self._running[run.job]
+        del self._running[job]
         self.send(data)
         if episode is not None and not episode.done():
             self._left.add(episode)
@@ -228,17 +242,9 @@ class Worker:
 
     async def _run_episode(self, run: Run, example: Mapping[str, Any]) -> EpisodeState:
         assert self._environment is not None
-
-        async def answered(call: AnyCall) -> Any:
-            call.job = run.job
-            if isinstance(call, Sample) and run.answer is not None:
-                given, run.answer = run.answer, None
-                return given
-            return await self.reply_to(call)
-
         return await run_episode(
             self._episode,
-            answered,
+            partial(self._answered, run.job),
             example=example,
             split=run.split,
             seed=run.seed,
@@ -246,6 +252,25 @@ class Worker:
             stores=self._environment.stores,
             score=run.score,
         )
+
+    async def _score(self, score: Score, place: int, example: Mapping[str, Any]) -> EpisodeState:
+        [role] = self._episode.roles
+        answer = Reply(
+            role=role.id,
+            messages=tuple(dict(message) for message in score.prompt),
+            text=score.texts[place],
+            finish_reason=score.finish_reasons[place],
+            num_tokens=score.num_tokens[place],
+            index=0,
+            call=0,
+        )
+        backend = partial(self._answered, score.job + place)
+        seed = score.seeds[place]
+        return await score_answer(self._episode, backend, answer, example=example, split=score.split, seed=seed)
+
+    async def _answered(self, job: int, call: AnyCall) -> Any:
+        call.job = job
+        return await self.reply_to(call)
 
     def _failed(self, job: int, error: BaseException) -> Failed:
         if isinstance(error, MemoryError):

@@ -37,9 +37,9 @@ def layout_on(device: torch.device, *, shared: bool) -> Layout:
 
 def random_inputs(layout: Layout) -> list[torch.Tensor]:
     """[U, H, D] random queries, keys and values in float64."""
-    random, num_tokens = torch.Generator().manual_seed(0), len(layout.kept)
+    random, num_tokens = torch.Generator().manual_seed(0), len(layout.unique)
     shapes = [(num_tokens, heads, HEAD_SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    return [torch.randn(shape, generator=random, dtype=torch.float64).to(layout.kept.device) for shape in shapes]
+    return [torch.randn(shape, generator=random, dtype=torch.float64).to(layout.unique.device) for shape in shapes]
 
 
 def results(name: str, layout: Layout, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group, SamplingParams, Task
 from grpo.orchestrator.rollouts.stores import ArtifactStores
-from grpo.orchestrator.samples import finish_group, unfit
+from grpo.orchestrator.samples import ScoredGroup, finish_group, unfit
 from grpo.orchestrator.workers.pool import WorkerPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +59,7 @@ class Place:
         )
         self.prompts = await self.pool.prompts("train")
         self.ledger = Ledger(folder / "ledger.sqlite")
-        stores = ArtifactStores({"e": self.pool.loaded.stores}, self.ledger)
+        stores = ArtifactStores(self.ledger)
         renderer = ChatRenderer.of_model(MODEL)
         self.engine = RolloutEngine({"e": self.pool}, self.client, renderer, context_len=1024, seed=0, stores=stores)
         return self
@@ -102,7 +102,7 @@ def test_whatever_user_code_asks_or_returns_is_a_fate_of_its_rollout(place: tupl
             expected = REASONS | ({"env_timeout"} if plan[0] == "delayed" else set())
             assert result.failure is None or result.failure.reason in expected, (plan, result.failure)
             if result.failure is None:
-                assert unfit(finish_group([result], group_credit, group="0").samples) is None, plan
+                assert unfit(finish_group(ScoredGroup([result]), group_credit, group="0").samples) is None, plan
 
     check()
     assert seen[""] > 20

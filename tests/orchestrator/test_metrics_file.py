@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from grpo.orchestrator.monitoring.metrics import (
     NAMES,
+    Figures,
     MetricsFile,
+    all_figures,
     batch_metrics,
     check_name,
-    dropped_metrics,
+    dropped_figures,
     found_metrics,
 )
 from grpo.orchestrator.samples import FinishedGroup
@@ -62,12 +64,18 @@ def test_a_batchs_metrics_are_means_over_rollouts_with_what_they_spawned() -> No
     assert {key: found[key] for key in expected} == expected
 
 
-def test_rollouts_are_counted_as_dropped_once() -> None:
+def test_a_step_has_what_was_counted_since_the_step_before() -> None:
+    def figures(dropped: Counter[str], mean: tuple[float, float], value: float) -> Figures:
+        means = {"reward/overlong_penalty": mean, "perf/server_running": (0.0, 0.0)}
+        return all_figures([dropped_figures(dropped), Figures(means=means, values={"pairs/cost": value})])
+
     now, before = Counter(env_error=3, stale=1), Counter(env_error=2)
-    assert dropped_metrics(now, before) == {
+    assert figures(now, (5.0, 4), 7.0).since(figures(before, (2.0, 2), 6.0)) == {
         "rollout/dropped": 2,
         "rollout/dropped_env_error": 1,
         "rollout/dropped_stale": 1,
+        "reward/overlong_penalty": 1.5,
+        "pairs/cost": 7,
     }
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from grpo.configs.errors import SettingsError
-from grpo.orchestrator.auxiliary.preferences.asked import COSTS
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.summary import Summary
 from grpo.orchestrator.resuming import resume
@@ -196,11 +195,11 @@ async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server:
 
 async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
-    spent = {"spent": 7.0, "num_rollouts": 3}
+    spent = {"spent": 7.0}
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(1000, num=1, env="e", example=0, version=0)
     ledger.scored("1000/0", reward=1.0, num_tokens=1)
-    ledger.shipping(["1000/0"], 3, state={COSTS: spent}, metrics={})()
+    ledger.shipping(["1000/0"], 3, state=spent, metrics={})()
     progress = resume(settings_for(tmp_path, server), run_of(tmp_path), ledger)
     ledger.close()
-    assert (progress.step, progress.costs) == (2, {COSTS: spent})
+    assert (progress.step, progress.newest_state) == (2, spent)

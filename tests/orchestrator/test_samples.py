@@ -10,11 +10,15 @@ from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition
 from grpo.orchestrator.monitoring.metrics import lag
 from grpo.orchestrator.rollouts.conversation import single_row
 from grpo.orchestrator.rollouts.records import EpisodeResult
-from grpo.orchestrator.samples import finish_group, judge_group, unfit
+from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group, judge_group, unfit
 from grpo.transport.http import Choice
 from msgspec.structs import replace
 
 from tests.orchestrator import made
+
+
+def finished(results: list[EpisodeResult], *judged: Any, **scored: Any) -> FinishedGroup:
+    return finish_group(ScoredGroup(results, *judged, **scored), group_credit, group="9")
 
 
 def last_of_three(*, enforce: bool) -> Filter:
@@ -40,11 +44,11 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     one = single(2, Choice(token_ids=[12] * 4, logprobs=[-0.1] * 4, finish_reason="stop", versions=runs))
     [_, other] = group_of(2)
     assert (one.versions, other.versions) == ([5, 6, 8], [5])
-    group = finish_group([one, other], group_credit, group="9")
+    group = finished([one, other])
     assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
     later = replace(other, steps=(replace(other.steps[0], version=7),))
     for results, oldest in (([one, other], 5), ([later, one], 5), ([one, later], 5), ([later], 7)):
-        assert finish_group(results, group_credit, group="9").oldest_version == oldest
+        assert finished(results).oldest_version == oldest
     assert [lag(result, 10) for result in (one, other, later)] == [4, 4, 2]
 
 
@@ -61,22 +65,22 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     ],
 )
 def test_a_sample_that_the_trainer_would_refuse_is_known(change: dict[str, Any], fits: bool) -> None:
-    first, second = finish_group(group_of(2), group_credit, group="9").samples
+    first, second = finished(group_of(2)).samples
     assert (unfit([first, replace(second, **change)]) is None) == fits
 
 
 def test_a_sample_has_the_temperature_and_the_adapter_that_it_was_sampled_with() -> None:
     first, second = group_of(2)
     second = replace(second, steps=(replace(second.steps[0], adapter=1),))
-    samples = finish_group([first, second], group_credit, group="9").samples
+    samples = finished([first, second]).samples
     assert [(sample.temperatures, sample.adapter) for sample in samples] == [(0.7, 0), (0.7, 1)]
 
 
 def test_what_a_rollout_spawned_is_trained_or_withheld_with_it() -> None:
     parent, child, other = group_of(3)
     group = [replace(parent, children=(child,)), other]
-    assert [one.rollout_id for one in finish_group(group, group_credit, group="9").samples] == ["9/2", "9/2", "9/4"]
-    kept = finish_group(group, group_credit, group="9", withheld={"9/2": "gibberish"})
+    assert [one.rollout_id for one in finished(group).samples] == ["9/2", "9/2", "9/4"]
+    kept = finished(group, withheld={"9/2": "gibberish"})
     assert (kept.trained, len(kept.samples)) == (["9/4"], 1)
 
 
@@ -84,8 +88,12 @@ def test_evidence_goes_on_top_of_the_advantage_of_its_answer() -> None:
     tokens = Choice(token_ids=[12, 13], logprobs=[-0.1] * 2, finish_reason="stop")
     # Rewards 2 and 3: advantages -1/2 and 1/2.
     group = [single(number, tokens) for number in (2, 3)]
-    added = {("9/3", 0): np.array([0.25, -2.0], np.float32)}
-    samples = finish_group(group, group_credit, group="9", added=added).samples
+    scored = ScoredGroup(group)
+    for gains in ([0.25, -1.0], [0.0, -1.0]):
+        scored.add_evidence(("9/3", 0), np.array(gains, np.float32), consensus=0.5)
+    seen = []
+    samples = finish_group(scored, lambda results: seen.extend(results) or group_credit(results), group="9").samples
+    assert [one.steps[0].evidence and one.steps[0].evidence.consensus for one in seen] == [None, 0.5]
     assert samples[0].advantages == -0.5
     assert np.asarray(samples[1].advantages)[samples[1].loss_mask].tolist() == [0.75, -1.5]
 
@@ -94,8 +102,7 @@ def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None
     results = group_of(3)
     finds = partial(is_repetition, window=1, prob_threshold=0.7)  # log(0.7) = -0.357: all but the last
     filters = [Filter(name="repetition", finds=finds), last_of_three(enforce=True)]
-    found, withheld = judge_group(results, filters)
-    group = finish_group(results, group_credit, group="9", found=found, withheld=withheld)
+    group = finished(results, *judge_group(results, filters))
     assert group.results == results
     assert group.found == ["repetition", "repetition", "gibberish"]
     assert group.withheld == {"9/4": "gibberish"}
@@ -106,7 +113,6 @@ def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None
 
 def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
     results = group_of(3)
-    found, withheld = judge_group(results, [last_of_three(enforce=False)])
-    group = finish_group(results, group_credit, group="9", withheld=withheld)
-    assert found == ["gibberish"]
+    group = finished(results, *judge_group(results, [last_of_three(enforce=False)]))
+    assert group.found == ["gibberish"]
     assert group.trained == ["9/2", "9/3", "9/4"]

@@ -2,16 +2,27 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Task
+from grpo.orchestrator.rollouts.records import Failure, Task
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import AnyCall, Reply, Sample, Sampled
+from grpo.orchestrator.workers.protocol import AnyCall, Outcome, Reply, Sample, Sampled, Score
+from grpo.orchestrator.workers.server import EnvironmentServer
 from grpo.orchestrator.workers.session import Answerer
 
 LIMIT_S = 120.0
+
+
+class Clock:
+    """Stands for the module `time` where a test puts the clock forward instead of waiting."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 def pool_of(folder: Path, code: str, name: str, **given: Any) -> contextlib.AbstractAsyncContextManager[WorkerPool]:
@@ -33,14 +44,42 @@ async def pool_for(env_id: str, **given: Any) -> AsyncIterator[WorkerPool]:
         await pool.close()
 
 
-async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> EpisodeResult | Failure:
+@contextlib.asynccontextmanager
+async def serving(env_id: str, port: int = 0) -> AsyncIterator[EnvironmentServer]:
+    """A server of environments in this process."""
+    server = EnvironmentServer(env_id, "127.0.0.1", port)
+    running = asyncio.create_task(server.serve())
+    try:
+        yield server
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await server.close()
+
+
+async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> Outcome | Failure:
     """A single answer's outcome."""
-    answer = Sampled(call=0, text=completion, finish_reason="stop", num_tokens=1)
     async with asyncio.timeout(LIMIT_S):
-        return await pool.run(task(prompt), seed=0, begin=says, answer=answer)
+        [outcome] = await pool.score(scoring(completion, prompt=prompt), begin=lambda place: says())
+        return outcome
 
 
-async def rolled_out(pool: WorkerPool, *texts: str, prompt: str = "hi") -> EpisodeResult | Failure:
+def scoring(*completions: str, prompt: str = "hi") -> Score:
+    """Asks for the scores of single answers."""
+    num = len(completions)
+    return Score(
+        split="train",
+        index=0,
+        prompt=[{"role": "user", "content": prompt}],
+        texts=list(completions),
+        finish_reasons=["stop"] * num,
+        num_tokens=[1] * num,
+        seeds=[0] * num,
+    )
+
+
+async def rolled_out(pool: WorkerPool, *texts: str, prompt: str = "hi") -> Outcome | Failure:
     """What comes of an episode whose policy says `texts`, and then `fine`."""
     async with asyncio.timeout(LIMIT_S):
         return await pool.run(task(prompt), seed=0, begin=lambda: says(*texts))
@@ -66,6 +105,6 @@ def says(*texts: str, seen: list[AnyCall] | None = None, wait: Callable[[], Any]
     return answer
 
 
-def reason(outcome: EpisodeResult | Failure) -> str:
+def reason(outcome: Outcome | Failure) -> str:
     """Why it failed; empty where it did not."""
     return outcome.reason if isinstance(outcome, Failure) else ""

@@ -146,7 +146,7 @@ def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Te
                 assert parameter.grad is not None
                 tensors[f"gradient/{name}"] = full_tensor(parameter.grad).clone()
         measured["grad_norm"] = optimizer.step(learning_rate=1e-2)
-        objective.stepped()
+        objective.after_step()
         metrics |= {f"{step}/{key}": value for key, value in measured.items()}
     tensors |= {f"weight/{name}": full_tensor(p).clone() for name, p in policy.named_parameters.items()}
     assert isinstance(objective.average, MovingAverage)

@@ -369,7 +369,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
     before = [p.detach().clone() for p in policy.parameters]
     move(policy, seed=3)
     after = [p.detach().clone() for p in policy.parameters]
-    objective.stepped()
+    objective.after_step()
     # 0.75 · before + 0.25 · after
     with torch.no_grad():
         for parameter, old, new in zip(averaged.parameters, before, after, strict=True):
@@ -393,7 +393,7 @@ def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny
     policy, averaged = (tiny_policy(tiny_model, moved=False, lora=False) for _ in range(2))
     objective = Objective(policy, settings_of(EMA), ONE, sequence_len=SEQUENCE_LEN)
     move(policy, seed=3)
-    objective.stepped()
+    objective.after_step()
     assert objective.average is not None
     with torch.no_grad():
         for name, average in objective.average.averages.items():

@@ -3,8 +3,8 @@ from grpo.trainer.packing import first_fit, shared_prefixes
 
 
 def prefixes_of(ids: list[int], lengths: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
-    kept, source = shared_prefixes(np.array(ids, np.int32), np.array(lengths), np.array(mask, bool))
-    return kept.tolist(), source.tolist()
+    unique, inverse = shared_prefixes(np.array(ids, np.int32), np.array(lengths), np.array(mask, bool))
+    return unique.tolist(), inverse.tolist()
 
 
 def test_samples_with_the_same_prompt_use_the_first_ones() -> None:
@@ -14,10 +14,10 @@ def test_samples_with_the_same_prompt_use_the_first_ones() -> None:
 
 def test_samples_of_different_adapters_share_no_prompt() -> None:
     ids, lengths, mask = np.array([5, 6, 7] * 3, np.int32), np.array([3, 3, 3]), np.array([0, 0, 1] * 3, bool)
-    kept, source = shared_prefixes(ids, lengths, mask, np.array([1, 0, 1]))
+    unique, inverse = shared_prefixes(ids, lengths, mask, np.array([1, 0, 1]))
     # the third sample finds its prompt in the first, the second has its own
-    assert kept.tolist() == [0, 1, 2, 3, 4, 5, 8]
-    assert source.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
+    assert unique.tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert inverse.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
 
 
 def test_a_prompt_that_is_only_the_start_of_another_is_not_shared() -> None:
@@ -37,12 +37,12 @@ def test_every_token_finds_one_with_the_same_tokens_before_it() -> None:
     mask = rng.random(len(ids)) < 0.4
     starts = np.cumsum(lengths) - lengths
     mask[starts] = False
-    kept, source = shared_prefixes(ids, lengths, mask)
+    unique, inverse = shared_prefixes(ids, lengths, mask)
     sample = np.repeat(np.arange(len(lengths)), lengths)
-    for t, original in enumerate(kept[source]):
+    for t, original in enumerate(unique[inverse]):
         history = ids[starts[sample[t]] : t + 1].tolist()
         assert ids[starts[sample[original]] : original + 1].tolist() == history
-    assert (kept[source[mask]] == np.flatnonzero(mask)).all()
+    assert (unique[inverse[mask]] == np.flatnonzero(mask)).all()
 
 
 def test_bins_hold_what_fits_in_order_and_what_is_too_large_is_alone() -> None:

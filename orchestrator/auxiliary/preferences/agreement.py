@@ -3,6 +3,7 @@
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -127,6 +128,15 @@ async def preferred(
     except EndpointError as error:
         return Skipped(reason="judge_failed", message=str(error))
     return _skipped("agrees_with_student")
+
+
+def consensus(answers: Mapping[str, Action], student: Action) -> float:
+    """Returns the share of the answers, at least one, that are the student's less the largest share that is one other
+    action: 1 where all teachers would have done the same, -1 where all would have done one other thing. Two actions are
+    the same where their `words` are."""
+    own, found = words(student.written()), Counter(tuple(words(action.written())) for action in answers.values())
+    same = found.pop(tuple(own), 0)
+    return (same - max(found.values(), default=0)) / len(answers)
 
 
 async def _groups(usable: Mapping[str, Action], judge: Judge | None) -> list[list[str]]:

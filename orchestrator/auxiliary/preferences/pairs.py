@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from grpo.orchestrator.auxiliary.preferences.agreement import Preference, Skipped
 from grpo.orchestrator.auxiliary.preferences.turns import Turn
+from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.packing import pair_len
 from grpo.orchestrator.rollouts.templates import ChatTemplate
 from grpo.orchestrator.seeds import mixed_seed
@@ -179,13 +180,19 @@ def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: i
     return [one.pair for one in records]
 
 
-def kept_pairs(pairs: Sequence[PreferencePair], step: int, *, max_pairs: int, seed: int) -> list[PreferencePair]:
-    """The pairs of another run that batch `step`, from 1, trains: all in an order by lot, then all again in another
-    one, and so on. They depend on the seed and the step alone, so that a run that goes on needs no state."""
-    num = min(max_pairs, len(pairs))
-    places = [divmod(place, len(pairs)) for place in range((step - 1) * num, step * num)]
-    orders = {
-        epoch: random.Random(mixed_seed(seed, "kept-pairs", epoch)).sample(range(len(pairs)), len(pairs))
-        for epoch in {epoch for epoch, _ in places}
-    }
-    return [pairs[orders[epoch][index]] for epoch, index in places]
+class PairsOfRun(Hook):
+    """Has every batch train some pairs of another run."""
+
+    def __init__(self, pairs: Sequence[PreferencePair], *, max_pairs: int, seed: int) -> None:
+        self._pairs, self._num, self._seed = pairs, min(max_pairs, len(pairs)), seed
+
+    def before_batch(self, step: int) -> list[PreferencePair]:
+        """Returns the pairs of batch `step`, from 1: all in a random order, then all again in another one, and so on.
+        They depend on the seed and the step alone, so that a run that goes on needs no state."""
+        num_pairs = len(self._pairs)
+        drawn = [divmod(number, num_pairs) for number in range((step - 1) * self._num, step * self._num)]
+        orders = {
+            epoch: random.Random(mixed_seed(self._seed, "kept-pairs", epoch)).sample(range(num_pairs), num_pairs)
+            for epoch in {epoch for epoch, _ in drawn}
+        }
+        return [self._pairs[orders[epoch][index]] for epoch, index in drawn]

@@ -1,4 +1,4 @@
-"""What a teacher says to sampled tokens, and the way of it into training samples.
+"""A teacher's log-probabilities of sampled tokens.
 
 The teacher's term of the policy loss (`trainer/loss.py`) is per token `teacher_logprob - trainer_logprob`: on-policy
 distillation (GKD, arXiv:2306.13649, with the reverse KL on the student's own samples). Its expectation is
@@ -11,14 +11,16 @@ Legend: `L` tokens of one sample.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 from grpo.orchestrator.endpoints import EndpointError
 from grpo.orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
-from grpo.transport.records import UNTAUGHT, Float32, Int32, TrainingSample
-from msgspec.structs import replace
+from grpo.orchestrator.monitoring.metrics import Figures
+from grpo.orchestrator.rollouts.records import EpisodeResult, TrainingRow
+from grpo.orchestrator.samples import RowKey, numbered_rows
+from grpo.transport.records import UNTAUGHT, Bool, Float32, Int32
 
 FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature"]
 """`unreachable`, `timeout`, `error`, `refused` and `nonsense` as of any endpoint; of a served teacher whatever may pass
@@ -87,64 +89,62 @@ class ReferenceTeacher:
             raise EndpointError(kinds.get(type(error), "error"), f"{self.name}: {error}") from error
 
 
-class Teaching:
-    """Asks a teacher about samples, and counts."""
+class Scoring:
+    """Asks a teacher how likely rollouts are, and counts."""
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
         self.num_groups = 0
         """Groups that it is being asked about."""
-        self._num: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
+        self._num = Counter({"rows": 0, "tokens": 0, "tokens_left_out": 0, "failed": 0})
 
-    async def teach(
-        self, samples: Sequence[TrainingSample]
-    ) -> tuple[list[TrainingSample], Mapping[str, EndpointError]]:
-        """The samples with `teacher_logprobs`, in their order, and by rollout id the first failure of each rollout of
-        which at least one sample could not be scored. None of its samples is among the first: a batch has the teacher's
-        log-probabilities for all of its samples or for none, and a rollout is trained as a whole. All are asked about
-        at once, each at the temperatures of its own loss tokens; equal ones once."""
-        rows = {key: sample for sample in samples for key in _rows_of(sample)}
+    async def score(self, results: Sequence[EpisodeResult]) -> tuple[dict[RowKey, Float32], dict[str, EndpointError]]:
+        """Returns [L] log-probabilities of each row's sampled tokens, 0 of its others, and by id the first failure of
+        each rollout of which any row, of those that it spawned too, could not be scored. All are asked about at once,
+        each row at the temperatures that it was sampled at; equal rows once."""
+        scored, failed = dict[RowKey, Float32](), dict[str, EndpointError]()
+        tasks = dict[tuple[bytes, float], asyncio.Task[Float32 | EndpointError]]()
+        asked = list[tuple[str, RowKey, Bool, asyncio.Task[Float32 | EndpointError]]]()
+        for root, key, result, row in numbered_rows(results):
+            scored[key] = np.zeros(len(row.token_ids), np.float32)
+            for temperature, mask in _sampled_at(result, row).items():
+                question = row.token_ids.tobytes(), temperature
+                if question not in tasks:
+                    tasks[question] = asyncio.create_task(self._ask(row.token_ids, temperature))
+                asked.append((root.id, key, mask, tasks[question]))
         self.num_groups += 1
         try:
-            asked = (self._score(sample, temperature) for (_, temperature), sample in rows.items())
-            scores = dict(zip(rows, await asyncio.gather(*asked), strict=True))
+            await asyncio.gather(*tasks.values())
         finally:
             self.num_groups -= 1
-        taught, failed = [], dict[str, EndpointError]()
-        for sample in samples:
-            logprobs = np.zeros(len(sample.token_ids), np.float32)  # 0 where the trainer reads none
-            for key in _rows_of(sample):
-                self._num["rows"] += 1
-                if isinstance(answer := scores[key], EndpointError):
-                    self._num.update(("failed", f"failed_{answer.reason}"))
-                    failed.setdefault(sample.rollout_id, answer)
-                    continue
-                places = sample.loss_mask & (np.asarray(sample.temperatures, np.float64) == key[-1])
-                logprobs[places] = answer[places]
-            self._num["tokens_left_out"] += int((logprobs == UNTAUGHT).sum())
-            taught.append(replace(sample, teacher_logprobs=logprobs))
-        return [one for one in taught if one.rollout_id not in failed], failed
+        for rollout_id, key, mask, task in asked:
+            self._num["rows"] += 1
+            if isinstance(answer := task.result(), EndpointError):
+                self._num.update(("failed", f"failed_{answer.reason}"))
+                failed.setdefault(rollout_id, answer)
+                continue
+            scored[key][mask] = answer[mask]
+            self._num["tokens_left_out"] += int((answer[mask] == UNTAUGHT).sum())
+        return scored, failed
 
-    async def _score(self, sample: TrainingSample, temperature: float) -> Float32 | EndpointError:
-        self._num["tokens"] += len(sample.token_ids)
+    async def _ask(self, token_ids: Int32, temperature: float) -> Float32 | EndpointError:
+        self._num["tokens"] += len(token_ids)
         try:
-            return await self.teacher.score(sample.token_ids, temperature)
+            return await self.teacher.score(token_ids, temperature)
         except EndpointError as failure:
             return failure
 
-    def metrics(self) -> dict[str, float]:
-        """Counts since the last call, as `teacher/NAME`; a reason once it has occurred."""
-        now = Counter({"rows": 0, "tokens": 0, "tokens_left_out": 0, "failed": 0})
-        now.update(self._num)
-        now["requests"] = self.teacher.num_requests
-        told, self._told = self._told, now
-        return {f"teacher/{name}": float(num - told[name]) for name, num in now.items()}
+    def figures(self) -> Figures:
+        """Returns counts as `teacher/NAME`; a reason once it has occurred."""
+        counts = {**self._num, "requests": self.teacher.num_requests}
+        return Figures(counts={f"teacher/{name}": num for name, num in counts.items()})
 
 
-def _rows_of(sample: TrainingSample) -> list[tuple[bytes, float]]:
-    """What is asked about a sample: its tokens, and each temperature of its loss tokens; one, but in conversations
-    during which it changed."""
-    temperatures = np.broadcast_to(np.asarray(sample.temperatures, np.float64), sample.loss_mask.shape)
-    row = sample.token_ids.tobytes()
-    return [(row, float(one)) for one in np.unique(temperatures[sample.loss_mask])]
+def _sampled_at(result: EpisodeResult, row: TrainingRow) -> dict[float, Bool]:
+    """Returns [L] masks of a row's sampled tokens by temperature; one, but in conversations during which it changed."""
+    masks = dict[float, Bool]()
+    for turn, step in zip(row.turns, row.steps, strict=True):
+        if turn.begins < turn.ends:
+            mask = masks.setdefault(result.steps[step].temperature, np.zeros(len(row.token_ids), np.bool_))
+            mask[turn.begins : turn.ends] = True
+    return masks

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from aiohttp import web
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.transport.http import ServerLoad
@@ -63,11 +64,18 @@ async def test_a_server_that_is_gone_is_neither_known_nor_asked_and_those_that_w
     assert pool.out == {}
 
 
-async def test_metrics_are_of_the_rounds_since_the_last_ones() -> None:
+async def test_the_load_of_all_servers_is_a_mean_over_the_time_since_the_last_metrics() -> None:
     one, other = FakeServer(), FakeServer()
     async with watched(one, other) as (_, _, watch):
         one.info["load"] = structs.asdict(ServerLoad(num_running=3, num_waiting=1, kv_use=0.25))
         other.info["load"] = structs.asdict(ServerLoad(num_running=5, num_waiting=0, kv_use=0.5))
         expected = {"perf/servers": 2, "perf/server_running": 8, "perf/server_waiting": 1, "perf/server_kv_use": 0.5}
-        await until(lambda: watch.metrics() == expected)
-        assert watch.metrics() == expected
+
+        async def settled() -> bool:
+            before = watch.figures()
+            await asyncio.sleep(0.05)
+            return watch.figures().since(before) == pytest.approx(expected)
+
+        async with asyncio.timeout(60):
+            while not await settled():
+                pass

@@ -18,12 +18,12 @@ from grpo.orchestrator.inference.client import Refused
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Task
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.samples import training_samples
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import Loaded, Sample, Withdraw, decode_from_worker
+from grpo.orchestrator.workers.protocol import Loaded, Mark, Outcome, Sample, Withdraw, decode_from_worker
 from grpo.orchestrator.workers.session import Answerer
 from grpo.transport.http import Choice
 from grpo.transport.traces import trace_path
@@ -219,7 +219,7 @@ class World:
         params = SamplingParams(temperature=0.7, max_tokens=16)
         group = Group(task=task, id="5", num=num, version=4, params=params, seed=11, score=score)
         with closing(Ledger(self.folder / "ledger.sqlite")) as ledger:
-            stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
+            stores = ArtifactStores(ledger, seed=1)
             given: dict[str, Any] = {"context_len": self.policy.context_len, "seed": 3, "stores": stores}
             self.engine = RolloutEngine({"e": self.pool}, cast(Any, self.policy), self.renderer, **given)
             return await self.engine.run_group(group)
@@ -286,7 +286,7 @@ async def test_who_asks_again_after_giving_up_gets_the_answer_and_it_is_trained_
     [result] = await world.group(cast(Any, Slow(lambda prompt: "a")), 1)
     assert (failures([result]), result.reward, len(result.steps), len(result.rows)) == ([""], 1.0, 1, 1)
     assert len(world.policy.asked) == 1
-    assert world.engine.newly_withdrawn() == 1
+    assert world.engine.num_withdrawn == 1
 
 
 async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(world: World) -> None:
@@ -316,7 +316,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     ]
     assert {result.extras["advice"] for result in whole} == {"be bold"}
     # Proposers: 1 and 0.5, mean 0.75. Solvers of the one: 1, 1; of the other: 0, 1, mean 0.5.
-    samples = training_samples(whole, group_credit, group="5")
+    samples = training_samples(whole, group_credit(whole), group="5")
     credits = sorted(round(float(np.max(np.abs(sample.advantages))), 4) for sample in samples)
     assert credits == [0, 0, 0.25, 0.25, 0.5, 0.5]
     assert {sample.rollout_id for sample in samples} == {"5/0", "5/1"}
@@ -404,7 +404,7 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop(monkeypatch: pytes
     renderer = ChatRenderer.of_model(MODEL)
     monkeypatch.setattr(ChatRenderer, "ids_of", slow)
     ticking = asyncio.create_task(tick())
-    pools = {"e": cast(Any, Forging(telling(0, 1)))}
+    pools = {"e": cast(Any, Forging(telling(2)))}
     engine = RolloutEngine(pools, cast(Any, Parrot(lambda prompt: "x")), renderer, context_len=100_000, seed=0)
     [result] = await engine.run_group(asking("word " * 6000))
     ticking.cancel()
@@ -416,10 +416,10 @@ class Forging:
 
     loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
 
-    def __init__(self, outcome: EpisodeResult) -> None:
+    def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
-    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> Outcome:
         answer = begin()
         for call in range(2):
             message = dict(task.messages[0])
@@ -432,7 +432,7 @@ class Forging:
 class Withdrawing(Forging):
     """Two answers of one conversation, the second of which nobody received, and one of another."""
 
-    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> EpisodeResult:
+    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> Outcome:
         answer, message = begin(), dict(task.messages[0])
         for call, conversation in ((0, 0), (1, 0), (2, 1)):
             await answer(Sample(call=call, role="policy", conversation=conversation, messages=[message]))
@@ -442,7 +442,7 @@ class Withdrawing(Forging):
 
 
 async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
-    pools = {"e": cast(Any, Withdrawing(telling(0, 2)))}
+    pools = {"e": cast(Any, Withdrawing(telling(2)))}
     engine = RolloutEngine(
         pools, cast(Any, Parrot(lambda prompt: "xy")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
     )
@@ -452,12 +452,11 @@ async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
         (1, 3, ((0, len(row.token_ids)),)) for row in result.rows
     ]
     assert len(result.rows) == 2
-    assert engine.newly_withdrawn() == 1
+    assert engine.num_withdrawn == 1
 
 
-def telling(*calls: int, children: Sequence[EpisodeResult] = ()) -> EpisodeResult:
-    steps = tuple(Step(role="policy", call=call) for call in calls)
-    return EpisodeResult(steps=steps, rewards={"policy": 1.0}, children=tuple(children))
+def telling(num_answers: int, **more: Any) -> Outcome:
+    return Outcome(rewards={"policy": 1.0}, num_answers=num_answers, **more)
 
 
 def asking(content: str) -> Group:
@@ -465,8 +464,17 @@ def asking(content: str) -> Group:
     return Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
-@pytest.mark.parametrize("outcome", [telling(0, 0), telling(1, children=[telling(0)])], ids=["twice", "another's"])
-async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(outcome: EpisodeResult) -> None:
+FORGED = {
+    "one too few": telling(1),
+    "nobody's mark": telling(2, marks={7: Mark()}),
+    "another's number": telling(0, rollout=3),
+    "a child twice": telling(2, children=[telling(0, rollout=1), telling(0, rollout=1)]),
+    "itself as its child": telling(2, children=[telling(2)]),
+}
+
+
+@pytest.mark.parametrize("outcome", FORGED.values(), ids=FORGED)
+async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(outcome: Outcome) -> None:
     policy, pools = cast(Any, Parrot(lambda prompt: "x")), {"e": cast(Any, Forging(outcome))}
     engine = RolloutEngine(pools, policy, ChatRenderer.of_model(MODEL), context_len=512, seed=0)
     assert failures(await engine.run_group(asking("hi"))) == ["env_error"]
@@ -484,7 +492,7 @@ async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
     "told", [{"rewards": {"policy": float("nan")}}, {"rewards": {"policy": -2e6}}, {"metrics": {"m": float("-inf")}}]
 )
 def test_numbers_that_a_worker_forges_are_no_message_of_a_worker(told: dict[str, Any]) -> None:
-    forged = msgspec.msgpack.encode([{"type": "Ended", "job": 0, "result": told}])
+    forged = msgspec.msgpack.encode([{"type": "Outcome", "job": 0, "rewards": {}} | told])
     with pytest.raises(msgspec.ValidationError):
         decode_from_worker(forged)
 
@@ -521,11 +529,8 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path, server: Fa
     assert [(line["rollout/num_turns"], line["rollout/num_rows"]) for line in made.steps] == [(3, 1)] * 3
     told = pq.read_table(trace_path(output_dir, 1)).to_pylist()
     ledger = Ledger(output_dir / "ledger.sqlite")
-    shipped = ledger.state_after(3)
-    assert shipped is not None
-    stores = shipped["artifacts"]
-    assert sorted(stores) == ["chat/eval/turns", "chat/train/turns"]
     assert len(ledger.artifacts("chat/train/turns")) >= 2
+    assert ledger.artifacts("chat/eval/turns")
     ledger.close()
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])

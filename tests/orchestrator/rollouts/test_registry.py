@@ -69,7 +69,7 @@ async def test_a_worker_finds_an_environment_by_the_name_that_a_package_register
     async with pool_for("shout-env") as pool:
         outcomes = [await scored(pool, text, prompt="a") for text in ("A", "a")]
     assert [reason(outcome) for outcome in outcomes] == ["", ""]
-    assert [outcome.reward for outcome in outcomes] == [1.0, 0.0]
+    assert [outcome.rewards["policy"] for outcome in outcomes] == [1.0, 0.0]
     for unknown in ("shout-en", "owner/nosuch-env", "nosuch:Class"):
         with pytest.raises(UserError, match="shout-env"):  # what there is
             check_id(unknown)

@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from grpo.orchestrator.auxiliary.preferences.agreement import Action, Preference, preferred, words
+from grpo.orchestrator.auxiliary.preferences.agreement import Action, Preference, consensus, preferred, words
 from grpo.orchestrator.endpoints import EndpointError
 
 
@@ -90,3 +90,11 @@ async def test_a_judge_decides_what_words_do_not() -> None:
     assert await decided("Xc", judge=first_letter, a="Xa", b="Xb") == "agrees_with_student"
     assert await decided("Y", judge=fails, a="Xa", b="Xb") == "judge_failed"
     assert await decided("X", judge=fails, a="X", b="X") == "agrees_with_student"
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"), [(["x", "X."], 1), (["y", "y"], -1), (["y", "z"], -0.5), (["x", "y"], 0)]
+)
+def test_consensus_is_one_minus_one_or_between(answers: list[str], expected: float) -> None:
+    said = {str(number): Action(text=text) for number, text in enumerate(answers)}
+    assert consensus(said, Action(text="x")) == expected

@@ -10,8 +10,8 @@ import pytest
 from grpo.orchestrator.auxiliary.preferences.agreement import Action, Preference, Skipped
 from grpo.orchestrator.auxiliary.preferences.pairs import (
     PairRecord,
+    PairsOfRun,
     answer_ids,
-    kept_pairs,
     make_pair,
     pair_record,
     pairs_of_run,
@@ -22,9 +22,9 @@ from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.templates import ChatTemplate
 from msgspec.structs import replace
 
-from tests.orchestrator.auxiliary.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.auxiliary.preferences.test_turns import HI, TEMPLATES, rollout_of
 from tests.orchestrator.chat_templates import PLAIN, renderer
+from tests.orchestrator.questions import END, TEMPLATE, result
 
 
 def turn(prompt: Sequence[int], rejected: Sequence[int], *, adapter: int = 0) -> Turn:
@@ -189,7 +189,8 @@ def test_pairs_that_this_run_cannot_train_are_refused(tmp_path: Path, records: l
 
 def test_kept_pairs_come_in_an_order_by_lot_each_once_in_a_round() -> None:
     pairs = [record(number).pair for number in range(10)]
-    drawn = [pair.prompt_ids[0] for step in range(1, 6) for pair in kept_pairs(pairs, step, max_pairs=4, seed=1)]
+    kept = PairsOfRun(pairs, max_pairs=4, seed=1)
+    drawn = [pair.prompt_ids[0] for step in range(1, 6) for pair in kept.before_batch(step)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == [*range(10)]
     assert drawn[:10] != drawn[10:]
-    assert len(kept_pairs(pairs, 1, max_pairs=64, seed=1)) == 10
+    assert len(PairsOfRun(pairs, max_pairs=64, seed=1).before_batch(1)) == 10

@@ -12,8 +12,8 @@ from grpo.orchestrator.rollouts.templates import ChatTemplate
 from msgspec.structs import replace
 
 from tests.orchestrator import made
-from tests.orchestrator.auxiliary.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, QWEN3, renderer
+from tests.orchestrator.questions import END, TEMPLATE, result
 
 TEMPLATES = [TEMPLATE, *(ChatTemplate.of(renderer(source)) for source in (CHATML, LLAMA3, QWEN3))]
 HI = {"role": "user", "content": "hi"}

@@ -1,13 +1,18 @@
 """What servers answer as log-probabilities of tokens, and the way of these into samples."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from grpo.orchestrator.auxiliary.teacher.scoring import ReferenceTeacher, Teaching, checked
+from grpo.orchestrator.advantage import group_credit
+from grpo.orchestrator.auxiliary.teacher.distillation import Distillation
+from grpo.orchestrator.auxiliary.teacher.scoring import ReferenceTeacher, Scoring, checked
 from grpo.orchestrator.endpoints import EndpointError
 from grpo.orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
-from grpo.transport.records import Float32, Int32, TrainingSample
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn
+from grpo.orchestrator.samples import ScoredGroup, finish_group
+from grpo.transport.records import Float32, Int32
 
 from tests.orchestrator import made
 
@@ -57,26 +62,49 @@ class Tokens:
         return (-token_ids * temperature / 10).astype(np.float32)
 
 
-def sample(rollout: str, *tokens: int, temperatures: Any = 1.0) -> TrainingSample:
-    return made.sample(rollout, tokens, temperatures=temperatures)
+def rollout(name: str, *rows: Sequence[int], temperatures: Sequence[float] = (1.0, 1.0)) -> EpisodeResult:
+    """Rows of a prompt of one token and a turn for each of the others, at these temperatures."""
+    steps, built = list[Step](), list[TrainingRow]()
+    for ids in rows:
+        first = len(steps)
+        steps += [made.step(ids=[one], temperature=at) for one, at in zip(ids[1:], temperatures, strict=False)]
+        places = range(1, len(ids))
+        turns = [Turn(index=n - 1, opens=n, begins=n, ends=n + 1, finish_reason="stop") for n in places]
+        built.append(
+            TrainingRow(
+                token_ids=np.array(ids, np.int32),
+                sampled=np.arange(len(ids)) > 0,
+                logprobs=np.zeros(len(ids), np.float32),
+                temperatures=np.ones(len(ids), np.float32),
+                versions=((0, len(ids)),),
+                turns=tuple(turns),
+                steps=tuple(range(first, len(steps))),
+            )
+        )
+    return made.result(name, *steps, rows=tuple(built))
 
 
-async def test_each_loss_token_is_scored_at_its_own_temperature_and_equal_rows_once() -> None:
+async def test_each_sampled_token_is_scored_at_its_own_temperature_and_equal_rows_once() -> None:
     teacher = Tokens()
-    teaching = Teaching(teacher)
-    mixed = np.array([1, 1, 2], np.float32)
-    taught, _ = await teaching.teach([sample("a", 9, 1, 2, temperatures=mixed), sample("b", 9, 3), sample("c", 9, 3)])
-    logprobs = [one.teacher_logprobs.tolist() for one in taught if one.teacher_logprobs is not None]
-    assert logprobs == [pytest.approx([0, -0.1, -0.4]), pytest.approx([0, -0.3]), pytest.approx([0, -0.3])]
+    scoring = Scoring(teacher)
+    group = [rollout("0/0", [9, 1, 2], temperatures=[1.0, 2.0]), rollout("0/1", [9, 3]), rollout("0/2", [9, 3])]
+    scored, _ = await scoring.score(group)
+    assert {key: logprobs.tolist() for key, logprobs in scored.items()} == {
+        ("0/0", 0): pytest.approx([0, -0.1, -0.4]),
+        ("0/1", 0): pytest.approx([0, -0.3]),
+        ("0/2", 0): pytest.approx([0, -0.3]),
+    }
     assert teacher.num_requests == 3
     names = {"rows": 4, "tokens": 8, "tokens_left_out": 0, "requests": 3, "failed": 0}
-    assert teaching.metrics() == {f"teacher/{name}": num for name, num in names.items()}
-    assert teaching.metrics()["teacher/rows"] == 0
+    assert scoring.figures().counts == {f"teacher/{name}": num for name, num in names.items()}
 
 
-async def test_a_rollout_of_which_a_sample_has_no_scores_is_withheld_as_a_whole() -> None:
-    teaching = Teaching(Tokens())
-    taught, failed = await teaching.teach([sample("a", 9, 1), sample("a", 9, 0), sample("b", 9, 1)])
-    assert [one.rollout_id for one in taught] == ["b"]
-    assert {name: failure.reason for name, failure in failed.items()} == {"a": "timeout"}
-    assert teaching.metrics()["teacher/failed_timeout"] == 1
+async def test_a_rollout_of_which_a_row_has_no_scores_is_withheld_as_a_whole() -> None:
+    scoring = Scoring(Tokens())
+    group = ScoredGroup([rollout("0/0", [9, 1], [9, 0]), rollout("0/1", [9, 1]), rollout("0/2", [9, 0])])
+    group.withheld["0/2"] = "gibberish"
+    await Distillation(scoring).before_credit(group)
+    assert group.withheld == {"0/0": "teacher_timeout", "0/2": "gibberish"}
+    [sample] = finish_group(group, group_credit, group="0").samples
+    assert (sample.rollout_id, sample.teacher_logprobs.tolist()) == ("0/1", [0, pytest.approx(-0.1)])
+    assert scoring.figures().counts["teacher/failed_timeout"] == 1

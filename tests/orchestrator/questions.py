@@ -1,4 +1,4 @@
-"""Scored rollouts of one turn, as teachers are asked about them."""
+"""Scored rollouts whose answers are to one question each."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -8,17 +8,31 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from grpo.configs.auxiliary import ApiSettings, PreferenceSettings
-from grpo.orchestrator.auxiliary.preferences.agreement import Action, Skipped, Tools, preferred, words
-from grpo.orchestrator.auxiliary.preferences.pairs import PairRecord, Reference, make_pair, pair_record
+from grpo.orchestrator.auxiliary import is_trained
+from grpo.orchestrator.auxiliary.preferences.agreement import Action, Skipped, Tools, consensus, preferred, words
+from grpo.orchestrator.auxiliary.preferences.pairs import (
+    PairRecord,
+    PairsOfRun,
+    Reference,
+    make_pair,
+    pair_record,
+    pairs_of_run,
+)
 from grpo.orchestrator.auxiliary.preferences.turns import Turn, chosen_turns, state_key
 from grpo.orchestrator.endpoints import Costs, Endpoint, EndpointError
+from grpo.orchestrator.hooks import Hook, Opening
 from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.rollouts.records import EpisodeResult, levels
-from grpo.orchestrator.rollouts.templates import ChatTemplate
+from grpo.orchestrator.rollouts.templates import ChatTemplate, Templates
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport.records import PreferencePair
 
 MAX_READY = 4096
@@ -27,8 +41,6 @@ MAX_ASKING = 16
 """Turns that are asked about at a time."""
 MAX_KNOWN = 4096
 """Answers that are kept, those that were used last: rollouts of a group are often in the same state."""
-COSTS = "preference_costs"
-"""The key of the state that is kept with a batch."""
 QUESTION = """\
 Two answers to the same request follow. Would both have the same effect: do they say the same, or call the same tools \
 with the same arguments, whatever their wording?
@@ -43,12 +55,11 @@ with the same arguments, whatever their wording?
 
 Reply with one word: yes or no."""
 _ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_answered", "questions_cached", "requests")
-"""Counts that are told also where they are 0."""
+"""Counts that are reported even where they are 0."""
 
 
-class AskedPairs:
-    """Takes scored groups, gives pairs. `offer`, `take` and `metrics` never wait and raise nothing that teachers or
-    servers do."""
+class Preferences(Hook):
+    """Takes scored groups, gives pairs. Nothing that teachers or servers do holds up training, or ends it."""
 
     def __init__(
         self,
@@ -60,19 +71,22 @@ class AskedPairs:
         *,
         base_model: str,
         sequence_len: int,
+        is_trained: Callable[[], bool] = lambda: True,
         step: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`base_model`: its identity, for the records. `step`: the batch after which the run goes on, and `state` what
-        was kept with the newest one. Raises ValueError where a teacher's key is missing."""
-        kept = (state or {}).get(COSTS) or {}
+        """`base_model`: its identity, for the records. `is_trained`: whether pairs go with the next batch. `step`: the
+        batch after which the run goes on, and `state` what was kept with the newest one. Raises ValueError where a
+        teacher's key is missing."""
+        kept = state or {}
         self._settings, self._ledger, self._reference, self._step = settings, ledger, reference, step
         self._template_of, self._base_model, self._sequence_len = template_of, base_model, sequence_len
+        self._is_trained = is_trained
         ceiling = math.inf if settings.max_cost is None else settings.max_cost
         self._costs = Costs(ceiling=ceiling, spent=kept.get("spent", 0.0))
         self._teachers = [open_api(one, self._costs) for one in settings.teachers]
         self._judge = None if settings.judge is None else open_api(settings.judge, self._costs)
-        self._known: dict[tuple[str, str], asyncio.Task[Action]] = {}
+        self._answers: dict[tuple[str, str], asyncio.Task[Action]] = {}
         """Answers, there already or under way, by teacher and state."""
         self._ready = [(number, pair_record(data)) for number, data in ledger.pairs_waiting(MAX_READY)]
         """Pairs that wait for a batch, with their numbers in the ledger."""
@@ -81,12 +95,32 @@ class AskedPairs:
         self._asking: set[asyncio.Task[None]] = set()
         self._num_rollouts: int = kept.get("num_rollouts", 0)
         """Rollouts about which anything was to be asked."""
-        self._num: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
-        self._problems: dict[str, str] = {}
+        self._num = Counter(dict.fromkeys(_ALWAYS, 0))
+        self._num_advantages = 0
+
+    async def before_credit(self, group: ScoredGroup) -> None:
+        """Queues the turns that are worth asking about; where teachers' answers are an advantage, it waits for them."""
+        if self._settings.advantage_weight:
+            await self._add_advantages(group)
+        if self._is_trained() and group.trained:
+            self.offer(group.results)
+
+    async def _add_advantages(self, group: ScoredGroup) -> None:
+        """advantage of a token  +=  advantage_weight · consensus of the teachers about its turn"""
+        turns = [turn for level in levels(group.trained) for turn in chosen_turns(level, self._settings.select)]
+        answers = await asyncio.gather(*(self.answers(turn.messages, turn.tools) for turn in turns))
+        for turn, by_teacher in zip(turns, answers, strict=True):
+            actions = {name: action for name, action in by_teacher.items() if action is not None}
+            if not actions:
+                continue
+            value = consensus(actions, turn.action)
+            added = np.full(len(turn.sampled_ids), self._settings.advantage_weight * value, np.float32)
+            written = {name: action.written() for name, action in actions.items()}
+            group.add_evidence((turn.rollout.id, turn.step), added, consensus=value, teachers=written)
+            self._num_advantages += 1
 
     def offer(self, group: Sequence[EpisodeResult]) -> None:
-        """The scored rollouts of one example, of which some turns may be worth asking about."""
+        """Queues turns of one example's scored rollouts. The oldest of those that wait make room."""
         for level in levels(group):
             chosen = chosen_turns(level, self._settings.select)
             self._num["turns_seen"] += sum(len(result.steps) for result in level)
@@ -97,8 +131,8 @@ class AskedPairs:
             self._queue.popleft()
             self._num["turns_queue_full"] += 1
 
-    def take(self, step: int) -> list[PreferencePair]:
-        """The pairs for batch `step`, of the newest versions; each is given once."""
+    def before_batch(self, step: int) -> list[PreferencePair]:
+        """Returns the pairs for batch `step`, of the newest versions; each is given once."""
         self._step = step
         fresh = [one for one in self._ready if not self._is_old(one[1].version, step)]
         self._num["too_old"] += len(self._ready) - len(fresh)
@@ -119,38 +153,35 @@ class AskedPairs:
         return len(self._queue) + len(self._asking)
 
     def state(self) -> dict[str, Any]:
-        """JSON, to be kept with a batch."""
-        return {COSTS: {"spent": self._costs.spent, "num_rollouts": self._num_rollouts}}
+        """Returns what teachers have cost, which going back to a checkpoint does not refund."""
+        return {"spent": self._costs.spent, "num_rollouts": self._num_rollouts}
 
-    def metrics(self) -> dict[str, float]:
-        """Counts since the last call as `pairs/NAME`, told in docs/auxiliary_losses.md; what ever occurred stays in the
-        set."""
-        now = Counter(dict.fromkeys(_ALWAYS, 0))
-        now.update(self._num)
+    def figures(self) -> Figures:
+        """Returns counts as `pairs/NAME`; docs/auxiliary_losses.md has them all."""
+        counts = Counter(self._num)
         for one in self._teachers:
-            now["requests"] += one.num_requests
+            counts["requests"] += one.num_requests
             for what, num in one.num.items():
-                now[f"questions_{what}"] += num
-                now[f"questions_{what}/{one.name}"] += num
+                counts[f"questions_{what}"] += num
+                counts[f"questions_{what}/{one.name}"] += num
         if self._judge is not None:
-            now.update({f"judge_{what}": num for what, num in self._judge.num.items()})
-        told, self._told = self._told, now
-        return {f"pairs/{name}": float(num - told[name]) for name, num in now.items()} | {
-            "pairs/ready": float(len(self._ready)),
-            "pairs/turns_waiting": float(self.num_turns_waiting),
-            "pairs/cost": self._costs.spent,
-            "pairs/cost_per_rollout": self._costs.spent / max(1, self._num_rollouts),
+            counts.update({f"judge_{what}": num for what, num in self._judge.num.items()})
+        values = {
+            "ready": float(len(self._ready)),
+            "turns_waiting": float(self.num_turns_waiting),
+            "cost": self._costs.spent,
+            "cost_per_rollout": self._costs.spent / max(1, self._num_rollouts),
         }
-
-    def problems(self) -> dict[str, str]:
-        """For people: the newest message of each kind since the last call."""
-        problems, self._problems = self._problems, {}
-        return problems
+        own = {"evidence/asked": self._num_advantages} if self._settings.advantage_weight else {}
+        return Figures(
+            counts=own | {f"pairs/{name}": num for name, num in counts.items()},
+            values={f"pairs/{name}": value for name, value in values.items()},
+        )
 
     async def close(self) -> None:
-        """What is not done is given up, whoever is asked."""
+        """Gives up all questions."""
         self._queue.clear()
-        tasks = [*self._asking, *self._known.values()]
+        tasks = [*self._asking, *self._answers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -209,55 +240,81 @@ class AskedPairs:
     def _problem(self, what: str, message: str) -> None:
         self._num[what] += 1
         if message:
-            self._problems[what] = message
+            self.warn(f"preferences {what}", message)
 
     # --- whoever is asked ---
 
     async def answers(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> dict[str, Action | None]:
-        """What each teacher would do after `messages`; None where it did not answer. All are asked at once. A state
-        that is known, or is being asked about, is not asked about again."""
+        """Returns what each teacher would do after `messages`; None where it did not answer. All are asked at once. A
+        state that is known, or is being asked about, is not asked about again."""
         state = state_key(messages, tools)
-        tasks = {one.name: self._asked(one, state, messages, tools) for one in self._teachers}
+        tasks = {one.name: self._answer(one, state, messages, tools) for one in self._teachers}
         answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
         for error in answers:
             if isinstance(error, EndpointError):
-                self._problems[f"questions_{error.reason}"] = f"a teacher did not answer: {error}"
+                self.warn(f"preferences questions_{error.reason}", f"a teacher did not answer: {error}")
             elif isinstance(error, BaseException):
                 raise error
         return {name: one if isinstance(one, Action) else None for name, one in zip(tasks, answers, strict=True)}
 
-    def _asked(
+    def _answer(
         self, teacher: Endpoint, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
     ) -> asyncio.Task[Action]:
         key = (teacher.name, state)
-        known = self._known.pop(key, None)
-        if known is not None and not (known.done() and known.exception()):
+        answer = self._answers.pop(key, None)
+        if answer is not None and not (answer.done() and answer.exception()):
             teacher.num["cached"] += 1
         else:
-            known = asyncio.create_task(_action(teacher, messages, tools))
-        self._known[key] = known  # the last, as it was used last
-        while len(self._known) > MAX_KNOWN and next(iter(self._known.values())).done():
-            del self._known[next(iter(self._known))]
-        return known
+            answer = asyncio.create_task(_action(teacher, messages, tools))
+        self._answers[key] = answer  # the last, as it was used last
+        while len(self._answers) > MAX_KNOWN and next(iter(self._answers.values())).done():
+            del self._answers[next(iter(self._answers))]
+        return answer
 
     async def _judged(self, one: str, other: str) -> bool:
-        """By the only one of the words yes and no that the judge answers. Raises EndpointError."""
+        """Returns which of the words yes and no is the only one in the judge's answer. Raises EndpointError."""
         assert self._judge is not None
         answer = await self._judge.ask([{"role": "user", "content": QUESTION.format(one=one, other=other)}])
-        said = {"yes", "no"}.intersection(words(answer.text))
-        if len(said) != 1:
+        found = {"yes", "no"}.intersection(words(answer.text))
+        if len(found) != 1:
             raise EndpointError("nonsense", f"{self._judge.name} was asked for yes or no: {answer.text[:200]!r}")
-        return said == {"yes"}
+        return found == {"yes"}
 
 
 async def _action(teacher: Endpoint, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Action:
-    """What a teacher would do. Hosted APIs take a tool's messages only after calls of their own format: they are the
-    user's. Raises EndpointError."""
-    told = [{**one, "role": "user"} if one["role"] == "tool" and "tool_call_id" not in one else one for one in messages]
-    answer = await teacher.ask(told, tools)
+    """Returns what a teacher would do. Hosted APIs take a tool's messages only after calls of their own format: they
+    are sent as the user's. Raises EndpointError."""
+    sent = [{**one, "role": "user"} if one["role"] == "tool" and "tool_call_id" not in one else one for one in messages]
+    answer = await teacher.ask(sent, tools)
     try:
-        calls = [(name, msgspec.json.decode(given, type=dict[str, Any])) for name, given in answer.tool_calls]
+        calls = [(name, msgspec.json.decode(text, type=dict[str, Any])) for name, text in answer.tool_calls]
     except (msgspec.MsgspecError, RecursionError) as error:
         teacher.num.update(answered=-1, nonsense=1)
         raise EndpointError("nonsense", f"{teacher.name}: arguments of a call are no JSON object: {error}") from None
     return Action(text=answer.text, tool_calls=tuple(calls))
+
+
+async def open(opening: Opening) -> Hook:
+    """Returns the hook of `preferences`. Raises ValueError for what cannot be honoured."""
+    settings, ready, loss = opening.settings, opening.ready, opening.trainer.loss
+    chosen = settings.preferences
+    if chosen.pairs is not None:
+        pairs = pairs_of_run(
+            Path(chosen.pairs),
+            base_model=ready.model_identity,
+            seq_len=settings.seq_len,
+            num_adapters=max(1, len(settings.model.lora_adapters)),
+        )
+        return PairsOfRun(pairs, max_pairs=chosen.max_pairs, seed=settings.seed)
+    return Preferences(
+        chosen,
+        opening.ledger,
+        partial(opening.client.score, version=None),
+        Templates(ready.renderer).of,
+        opening.endpoint,
+        base_model=ready.model_identity,
+        sequence_len=settings.seq_len,
+        is_trained=lambda: is_trained(loss.beta_replay, loss.dpo, num_shipped=opening.scheduler.shipped),
+        step=opening.progress.step,
+        state=opening.state,
+    )

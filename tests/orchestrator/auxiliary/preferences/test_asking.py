@@ -8,18 +8,20 @@ import msgspec
 import pytest
 import pytest_asyncio
 from grpo.configs.auxiliary import ApiSettings, PreferenceSettings
-from grpo.orchestrator.auxiliary.preferences import asked as asking
-from grpo.orchestrator.auxiliary.preferences.asked import AskedPairs
+from grpo.orchestrator.auxiliary.preferences import asking
+from grpo.orchestrator.auxiliary.preferences.asking import Preferences
 from grpo.orchestrator.endpoints import Costs, Endpoint
 from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.metrics import Figures
+from grpo.orchestrator.samples import ScoredGroup
 
-from tests.orchestrator.auxiliary.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.auxiliary.preferences.test_pairs import record
 from tests.orchestrator.chat_server import FakeChatServer, Say, completion, says, slow
 from tests.orchestrator.fakes import until
+from tests.orchestrator.questions import END, TEMPLATE, result
 
 OWN_KEY = "OWN_KEY_OF_A_TEST"
-Build = Callable[..., AskedPairs]
+Build = Callable[..., Preferences]
 
 
 async def halves(token_ids: Sequence[int]) -> Sequence[float]:
@@ -31,8 +33,12 @@ async def build(chats: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
     opened: list[Any] = []
 
     def made(
-        *teachers: dict[str, Any], state: Any = None, step: int = 0, sequence_len: int = 1000, **settings: Any
-    ) -> AskedPairs:
+        *teachers: dict[str, Any],
+        state: Any = None,
+        step: int = 0,
+        is_trained: Callable[[], bool] = lambda: True,
+        **settings: Any,
+    ) -> Preferences:
         known = {"select": ["all"], "teachers": teachers or [api(chats, name) for name in "abc"]}
         ledger = Ledger(tmp_path / "ledger.sqlite")
 
@@ -40,14 +46,15 @@ async def build(chats: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
             own = [chats.base_url.removesuffix("/v1")]
             return Endpoint(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
 
-        asked = AskedPairs(
+        asked = Preferences(
             PreferenceSettings.model_validate(known | settings),
             ledger,
             halves,
             lambda tools: TEMPLATE,
             open_one,
             base_model="identity-1",
-            sequence_len=sequence_len,
+            sequence_len=1000,
+            is_trained=is_trained,
             step=step,
             state=state,
         )
@@ -66,10 +73,14 @@ def api(chats: FakeChatServer, model: str, **settings: Any) -> dict[str, Any]:
     return known | {"requests_per_s": 10_000.0} | settings
 
 
-async def drained(asked: AskedPairs) -> dict[str, float]:
+def metrics_of(asked: Preferences) -> dict[str, float]:
+    return asked.figures().since(Figures())
+
+
+async def drained(asked: Preferences) -> dict[str, float]:
     """The metrics, once nothing is left to be asked."""
     await until(lambda: not asked.num_turns_waiting)
-    return asked.metrics()
+    return metrics_of(asked)
 
 
 async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(chats: FakeChatServer, build: Build) -> None:
@@ -77,10 +88,10 @@ async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(chats
     asked = build()
     group = [result("0/0", "Where?", "south"), result("0/1", "Where?", "North!")]
     asked.offer(group)
-    assert asked.take(8) == []
+    assert asked.before_batch(8) == []
     metrics = await drained(asked)
-    [pair] = asked.take(8)
-    assert asked.take(8) == []
+    [pair] = asked.before_batch(8)
+    assert asked.before_batch(8) == []
     assert pair.prompt_ids.tolist() == group[0].rows[0].token_ids[: group[0].rows[0].turns[0].begins].tolist()
     assert (bytes(pair.chosen_ids[:-1].tolist()), pair.rejected_ids.tolist()) == (b"North.", [*b"south", END])
     assert (pair.chosen_ref_logprob, pair.rejected_ref_logprob) == (-3.5, -3.0)  # 7 and 6 tokens of -0.5
@@ -99,7 +110,7 @@ async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(chats
     ],
 )
 async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_next_turn(
-    chats: FakeChatServer, build: Build, say: Say, reason: str
+    chats: FakeChatServer, build: Build, caplog: pytest.LogCaptureFixture, say: Say, reason: str
 ) -> None:
     chats.says["a"].append(say)
     asked = build(api(chats, "a", name="the-wise", timeout_s=2.0), api(chats, "b"))
@@ -107,7 +118,7 @@ async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_nex
     metrics = await drained(asked)
     assert metrics[f"pairs/questions_{reason}/the-wise"] == metrics["pairs/skipped_too_few_answers"] == 1
     assert metrics["pairs/made"] == 0
-    assert "the-wise" in asked.problems()[f"questions_{reason}"]
+    assert "the-wise" in caplog.text
     asked.offer([result("1/0", "Where?", "Y")])
     metrics = await drained(asked)
     assert metrics["pairs/made"] == metrics["pairs/questions_cached/b"] == 1
@@ -178,8 +189,8 @@ async def test_what_is_too_old_is_not_asked_about(chats: FakeChatServer, build: 
     asked.offer([result("0/0", "q", "Y", version=6), result("0/1", "q", "Y", version=7)])
     metrics = await drained(asked)
     assert (metrics["pairs/turns_too_old"], metrics["pairs/made"]) == (1, 1)
-    assert len(asked.take(11)) == 0
-    assert asked.metrics()["pairs/too_old"] == 1
+    assert len(asked.before_batch(11)) == 0
+    assert metrics_of(asked)["pairs/too_old"] == 1
 
 
 async def test_a_batch_takes_the_newest_pairs_and_those_that_fit(build: Build, tmp_path: Path) -> None:
@@ -188,6 +199,18 @@ async def test_a_batch_takes_the_newest_pairs_and_those_that_fit(build: Build, t
         ledger.pair_made(n, msgspec.json.encode(record(n)).decode())
     ledger.close()
     asked = build(max_off_policy_steps=2, max_pairs=1)
-    taken = [[pair.prompt_ids.tolist() for pair in asked.take(step)] for step in (3, 4, 5)]
+    taken = [[pair.prompt_ids.tolist() for pair in asked.before_batch(step)] for step in (3, 4, 5)]
     assert taken == [[[3]], [[2]], []]
-    assert asked.metrics()["pairs/too_old"] == 2
+    assert metrics_of(asked)["pairs/too_old"] == 2
+
+
+async def test_what_teachers_agree_on_is_an_advantage_of_what_is_trained(chats: FakeChatServer, build: Build) -> None:
+    chats.does |= {"a": lambda _: "c", "b": lambda _: "c.", "d": lambda _: "d"}
+    chats.says["e"].append(says(lambda: completion("x", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])))
+    asked = build(*(api(chats, name) for name in "abde"), advantage_weight=0.3, is_trained=lambda: False)
+    group = ScoredGroup([result("0/0", "q", "c"), result("0/1", "q", "z")], withheld={"0/1": "gibberish"})
+    await asked.before_credit(group)
+    assert {key: added.tolist() for key, added in group.added.items()} == {("0/0", 0): [pytest.approx(0.1)] * 2}
+    evidence = group.evidence["0/0", 0]
+    assert (evidence.consensus, evidence.teachers) == (pytest.approx(1 / 3), {"a": "c", "b": "c.", "d": "d"})
+    assert (asked.num_turns_waiting, asked.figures().counts["evidence/asked"]) == (0, 1)
