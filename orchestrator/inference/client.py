@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import aiohttp
@@ -75,8 +74,6 @@ class InferenceClient:
         """Whether the log says already that there are too many open files."""
         self._released = asyncio.Event()
         self._released.set()
-        self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
-        """A context that is entered while a server has a request for an answer."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         max_connections = raise_file_limit() * 3 // 4  # the rest is for what else the program opens
 
@@ -187,8 +184,7 @@ class InferenceClient:
                 self._answered_s = clock()
             self._num_in_flight[server] += 1
             try:
-                with self.busy(server):
-                    answer = await self._ask(self._session, "POST", server, path, answer_type, body, deadline_s)
+                answer = await self._ask(self._session, "POST", server, path, answer_type, body, deadline_s)
                 self._answered_s = clock()
                 if (wrong := fault(answer)) is None:
                     return answer
