@@ -13,7 +13,7 @@ from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import REWARD, STEP
 from grpo.transport.folders import write_atomic
 from grpo.transport.logs import printable
-from grpo.transport.run_warnings import RunWarning, told
+from grpo.transport.run_warnings import RunWarning, as_line
 
 ACCURACY, MEASURE = "eval/accuracy/", "eval/measure/"
 """Before the names of environments, and of what their rubrics measure."""
@@ -90,7 +90,7 @@ class Summary:
             if measures.row_count > 1:
                 Console().print(measures)
         for warning in self.warnings:
-            print(f"warning: {told(RunWarning(**warning))}")
+            print(f"warning: {as_line(RunWarning(**warning))}")
 
 
 def what_next(folder: Path) -> str:
