@@ -1,4 +1,4 @@
-"""Small helpers for asyncio: waking waiters, blocking calls, and what really went wrong."""
+"""Small helpers for asyncio: blocking calls, and what really went wrong."""
 
 import asyncio
 import threading
@@ -10,15 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Bell(asyncio.Event):
-    """Wakes all who wait. Whoever checks a condition and then waits, without awaiting in between, misses nothing."""
-
-    def ring(self) -> None:
-        """Wakes all."""
-        self.set()
-        self.clear()
 
 
 class _DaemonExecutor(Executor):

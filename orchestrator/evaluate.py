@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from grpo.configs.evaluation import HeldOut
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, SamplingParams, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
 from grpo.orchestrator.rollouts.roles import RoleAdapters
 from grpo.orchestrator.seeds import group_seed
 from grpo.orchestrator.workers.failures import EnvironmentFailed
@@ -114,8 +114,7 @@ async def _answered(
             try:
                 return await engine.run_group(group)
             except PromptTooLong as error:
-                failure = Failure(reason=TOO_LONG, message=str(error))
-                return [EpisodeResult(id=f"{group.id}/{n}", task=group.task, failure=failure) for n in range(num)]
+                return group.failed(TOO_LONG, str(error))
 
     async with asyncio.TaskGroup() as asking:
         tasks = [asking.create_task(ask(index, messages)) for index, messages in enumerate(prompts)]

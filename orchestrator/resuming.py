@@ -41,11 +41,6 @@ class Progress:
     """Of the batches whose version may not have been written down yet. None: a new run."""
 
     @property
-    def artifacts(self) -> Mapping[str, Any] | None:
-        """How many draws each artifact store had made after that batch. None: a new run."""
-        return (self.state or {}).get("artifacts", {}) if self.resumed else None
-
-    @property
     def resumed(self) -> bool:
         """Whether an earlier process has begun it."""
         return self.metrics is not None

@@ -7,10 +7,9 @@ are kept in memory and written together once a step, so that telling one costs m
 import json
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ TIMELINE_FILE = "timeline.jsonl"
 MAX_PENDING = 10_000
 """Spans that are kept before they are written, should no step come."""
 MIN_BREAK_S = 0.02
-"""Shorter breaks between busy times are left out, so that there are few spans."""
+"""Shorter breaks between the times in which servers are busy are left out, so that there are few spans."""
 ORCHESTRATOR = "grpo-orch"
 TRAINER = "grpo-train"
 SERVERS = "grpo-infer"
@@ -51,19 +50,14 @@ class Span:
 class Timeline:
     """The writer. Only the orchestrator's event loop uses it.
 
-    Of generation it tells three things: for each batch the time from the start of its first group to the end of its
-    last (batches overlap); the times in which any group was sampled or scored; and of each server those in which it had
-    anything to answer.
+    Generation is told from the ledger: for each batch the time from the start of its first rollout to the end of its
+    last (batches overlap), and the times in which any rollout was sampled or scored.
     """
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the run's."""
         self._path = folder / TIMELINE_FILE
         self._pending: list[str] = []
-        self._groups: dict[int, tuple[float, float]] = {}
-        """When each group that waits for its batch was started, and when it was complete."""
-        self._busy: defaultdict[str, BusySpans] = defaultdict(BusySpans)
-        """Of all servers together, by `SERVERS`, and of each."""
         self._lanes: dict[str, int] = {}
 
     def add(self, who: str, what: str, *, start_s: float, end_s: float, step: int | None = None) -> None:
@@ -90,35 +84,14 @@ class Timeline:
         finally:
             self.add(who, what, start_s=start_s, end_s=time.time(), step=step)
 
-    @contextmanager
-    def group(self, group: int) -> Iterator[None]:
-        """A group is sampled and scored within it."""
-        start_s = time.time()
-        with self._busy[SERVERS]:
-            yield
-        self._groups[group] = (start_s, time.time())
-
-    def came_to_nothing(self, group: int) -> None:
-        """A group will be in no batch."""
-        self._groups.pop(group, None)
-
-    def generated(self, step: int, groups: Iterable[int]) -> float:
-        """All groups of batch `step` are complete. Returns for how many seconds any group was sampled or scored since
-        the last call."""
-        seconds = 0.0
-        times = [self._groups.pop(group) for group in groups if group in self._groups]
-        if times:
-            starts_s, ends_s = zip(*times, strict=True)
-            self.add(SERVERS, "generate", start_s=min(starts_s), end_s=max(ends_s), step=step)
-        for who, busy in self._busy.items():
-            for start_s, end_s in busy.take():
-                self.add(who, "busy", start_s=start_s, end_s=end_s)
-                seconds += end_s - start_s if who == SERVERS else 0.0
-        return seconds
-
-    def busy(self, server: str) -> AbstractContextManager[None]:
-        """A server has a request for an answer within it."""
-        return self._busy[f"{SERVERS} {server}"]
+    def generated(self, step: int, of_batch_s: tuple[float, float], rollouts_s: Iterable[tuple[float, float]]) -> float:
+        """Batch `step` was sampled and scored in the span `of_batch_s`, and all rollouts since the last call in
+        `rollouts_s`. Returns for how many seconds there was any."""
+        self.add(SERVERS, "generate", start_s=of_batch_s[0], end_s=of_batch_s[1], step=step)
+        busy_s = merged(rollouts_s, min_break_s=MIN_BREAK_S)
+        for start_s, end_s in busy_s:
+            self.add(SERVERS, "busy", start_s=start_s, end_s=end_s)
+        return sum(end_s - start_s for start_s, end_s in busy_s)
 
     def loading(self, server: str, version: int) -> AbstractContextManager[None]:
         """A server loads and proves a version within it."""
@@ -153,35 +126,6 @@ class Timeline:
         self.flush()
 
 
-@dataclass(slots=True)
-class BusySpans:
-    """When at least one of many overlapping things was going on."""
-
-    _num: int = 0
-    _over: list[tuple[float, float]] = field(default_factory=list)
-    """Start and end; of the last one, which may go on, the end so far."""
-
-    def __enter__(self) -> None:
-        now_s = time.time()
-        if self._num == 0 and not (self._over and now_s - self._over[-1][1] < MIN_BREAK_S):
-            self._over.append((now_s, now_s))
-        self._num += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._num -= 1
-        if self._num == 0:
-            self._over[-1] = (self._over[-1][0], max(self._over[-1][1], time.time()))
-
-    def take(self) -> list[tuple[float, float]]:
-        """Start and end of the spans since the last call; one that goes on is cut here."""
-        taken, self._over = self._over, []
-        if self._num:
-            now_s = time.time()
-            taken[-1] = (taken[-1][0], now_s)
-            self._over = [(now_s, now_s)]
-        return [(start_s, end_s) for start_s, end_s in taken if end_s > start_s]
-
-
 def read_timeline(folder: Path) -> list[Span]:
     """Returns the spans of a run, in the order of their start. A torn or foreign line is left out."""
     try:
@@ -201,10 +145,17 @@ def _parsed(line: bytes) -> Span | None:
         return None
 
 
+def merged(spans_s: Iterable[tuple[float, float]], *, min_break_s: float = 0.0) -> list[tuple[float, float]]:
+    """Returns the times in which at least one of the spans went on; shorter breaks are left out."""
+    found: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(spans_s):
+        if found and start_s - found[-1][1] <= min_break_s:
+            found[-1] = found[-1][0], max(found[-1][1], end_s)
+        else:
+            found.append((start_s, end_s))
+    return found
+
+
 def covered_s(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of the spans went on."""
-    total, end_s = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda one: one.start_s):
-        total += max(0.0, span.end_s - max(span.start_s, end_s))
-        end_s = max(end_s, span.end_s)
-    return total
+    """Returns the seconds in which at least one of the spans went on."""
+    return sum(end_s - start_s for start_s, end_s in merged((span.start_s, span.end_s) for span in spans))

@@ -82,7 +82,10 @@ class RolloutEngine:
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
         of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
-        self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
+        self.context_len, self.stores, self._seed = context_len, stores, seed
+        self._pools = dict[str, EpisodePool]()
+        for env, pool in pools.items():
+            self.add_pool(env, pool)
         self.num_withdrawn = 0
         """Answers that nobody received."""
         self._max_prompt_length = max_prompt_length
@@ -114,6 +117,12 @@ class RolloutEngine:
         if len(full) == group.num and not any(one.steps for one in results):
             raise PromptTooLong(full[-1].message)
         return results
+
+    def add_pool(self, env: str, pool: EpisodePool) -> None:
+        """Has the episodes of one more environment run in `pool`."""
+        self._pools[env] = pool
+        if self.stores is not None:
+            self.stores.open(env, pool.loaded.stores)
 
     def is_single_turn(self, env: str) -> bool:
         """Whether each rollout of the environment with this key is one answer to its prompt."""
@@ -147,8 +156,7 @@ class RolloutEngine:
         try:
             answers = await self._sample_group(group)
         except TimedOut as error:
-            failed = Failure(reason=SERVER_TIMEOUT, message=str(error))
-            return [self._rollout(group, number, waits).result(failed) for number in range(group.num)]
+            return group.failed(SERVER_TIMEOUT, str(error))
         sampled()
         rollouts = [self._rollout(group, number, waits, one) for number, one in enumerate(answers)]
         try:

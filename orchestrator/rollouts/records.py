@@ -81,6 +81,11 @@ class Group:
     first: int = 0
     """Number of the first of its rollouts."""
 
+    def failed(self, reason: str, message: str) -> "list[EpisodeResult]":
+        """Returns its rollouts where all of them have failed for one reason."""
+        failure, numbers = Failure(reason=reason, message=message), range(self.first, self.first + self.num)
+        return [EpisodeResult(id=f"{self.id}/{number}", task=self.task, failure=failure) for number in numbers]
+
 
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What hints and teachers say of a step (`hints.advantage_weight`, `preferences.advantage_weight`)."""
