@@ -17,11 +17,11 @@ from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.loops.sample import training_params
 from grpo.orchestrator.rollouts.clients import InferenceClient
 from grpo.orchestrator.rollouts.clock import together
-from grpo.orchestrator.rollouts.engine import PromptTooLong
+from grpo.orchestrator.rollouts.engine import PromptTooLong, result_of
 from grpo.orchestrator.rollouts.episode import Episode
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.orchestrator.rollouts.play import ScriptedBackend
-from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Step, Task, result_of
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Step, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
 from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group

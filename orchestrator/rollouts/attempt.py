@@ -12,13 +12,11 @@ from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
 from grpo.orchestrator.rollouts.records import (
-    EpisodeResult,
     Failure,
     Group,
     SamplingParams,
     Step,
     TrainingRow,
-    result_of,
 )
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
@@ -28,7 +26,6 @@ from grpo.orchestrator.workers.protocol import (
     AnyCall,
     Ask,
     Delay,
-    Outcome,
     Refused,
     Reply,
     Sample,
@@ -88,7 +85,7 @@ class Rollout:
 
     def begin(self) -> Self:
         """Begins from the first call, also once more."""
-        self._steps: dict[int, dict[int, Step]] = {}
+        self.steps: dict[int, dict[int, Step]] = {}
         """By rollout of the tree, 0 for this one, and by call."""
         self._conversations: dict[tuple[int, int], Conversation] = {}
         """By rollout of the tree and number."""
@@ -102,7 +99,7 @@ class Rollout:
         self._numbers: dict[int, tuple[bytes, int]] = {}
         """Prompt and number of each call's answer."""
         if self._presampled is not None:
-            self._steps[0] = {0: self._presampled[0]}
+            self.steps[0] = {0: self._presampled[0]}
         return self
 
     def close(self) -> None:
@@ -138,7 +135,7 @@ class Rollout:
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
-        steps = self._steps.setdefault(call.rollout, {})
+        steps = self.steps.setdefault(call.rollout, {})
         if role is None or call.call in steps:
             raise _CallRefused(CALL_FAILED, f"call {call.call} of {call.role} is none that can be answered")
         own = (call.temperature or role.temperature) if group.task.split == "train" else None
@@ -269,8 +266,8 @@ class Rollout:
         for (rollout, _), conversation in self._conversations.items():
             if conversation.calls[-1:] == [call]:
                 conversation.take_back()
-                del self._steps[rollout][call]
-        is_kept = any(call in steps for steps in self._steps.values())
+                del self.steps[rollout][call]
+        is_kept = any(call in steps for steps in self.steps.values())
         if not is_kept and (known := self._numbers.pop(call, None)) is not None:
             digest, num = known
             self._free.setdefault(digest, []).append(num)
@@ -287,21 +284,13 @@ class Rollout:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
         return Stored(value=value)
 
-    # --- how it ended ---
-
-    def result(self, outcome: Outcome | Failure) -> EpisodeResult:
-        """Returns what it came to, as a tree with all that it spawned."""
-        name = f"{self._group.id}/{self._group.first + self.number}"
-        return result_of(outcome, self._steps, name=name, task=self._group.task, rows=self._rows)
-
-    def _rows(self, rollout: int) -> tuple[TrainingRow, ...]:
-        """The rows of one rollout of the tree."""
-        places = {call: place for place, call in enumerate(self._steps[rollout])}
-        rows = [self._presampled[1]] if self._presampled is not None and rollout == 0 else []
-        for (of, _), conversation in self._conversations.items():
-            if of == rollout:
-                rows += conversation.rows(places)
-        return tuple(rows)
+    def rows(self) -> dict[int, list[TrainingRow]]:
+        """What was sampled, for training, by rollout of the tree."""
+        rows = {} if self._presampled is None else {0: [self._presampled[1]]}
+        for (rollout, _), conversation in self._conversations.items():
+            places = {call: place for place, call in enumerate(self.steps[rollout])}
+            rows.setdefault(rollout, []).extend(conversation.rows(places))
+        return rows
 
 
 class _CallRefused(Exception):

@@ -28,17 +28,21 @@ from grpo.orchestrator.rollouts.records import (
     Step,
     Task,
     TrainingRow,
-    result_of,
     single_row,
 )
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
-from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Outcome, Reply, Score
+from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Mark, Outcome, Reply, Score
 from msgspec.structs import replace
 
 NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""
+
+
+Steps = Mapping[int, Mapping[int, Step]]
+"""By rollout of a tree, 0 for its root, and by call."""
+NO_ROWS: Mapping[int, list[TrainingRow]] = {}
 
 
 class PromptTooLong(ValueError):
@@ -156,7 +160,7 @@ class RolloutEngine:
         finally:
             rollout.close()
         waits.settled(number, over=True)
-        return self._recorded(rollout.result(outcome))
+        return self._result(group, number, outcome, rollout.steps, rollout.rows())
 
     async def _run_single_turns(
         self, group: Group, sampled: Callable[[], None], waits: "_Waits"
@@ -184,9 +188,10 @@ class RolloutEngine:
         finally:
             for rollout in rollouts.values():
                 rollout.close()
+        trees = {place: (rollout.steps, rollout.rows()) for place, rollout in rollouts.items()}
         return [
-            self._recorded(rollouts[place].result(one) if place in rollouts else _result(group, place, one, answer))
-            for place, (one, answer) in enumerate(zip(outcomes, answers, strict=True))
+            self._result(group, place, outcome, *trees.get(place, ({0: {0: step}}, {0: [row]})))
+            for place, (outcome, (step, row)) in enumerate(zip(outcomes, answers, strict=True))
         ]
 
     async def _scored(
@@ -211,11 +216,14 @@ class RolloutEngine:
         )
         return await self._pools[task.env].score(message, begin=begin, over=partial(waits.settled, over=True))
 
-    def _recorded(self, result: EpisodeResult) -> EpisodeResult:
+    def _result(
+        self, group: Group, number: int, outcome: Outcome | Failure, steps: Steps, rows: Mapping[int, list[TrainingRow]]
+    ) -> EpisodeResult:
+        result = result_of(outcome, steps, rows, name=group.name(number), task=group.task)
         failure = result.failure
         if failure is None or failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
             # neither a prompt's length nor a slow server is the environment's fault
-            self._pools[result.task.env].record(failure)
+            self._pools[group.task.env].record(failure)
         return result
 
     def _seed_of(self, task: Task, number: int) -> int:
@@ -263,11 +271,66 @@ class RolloutEngine:
         ]
 
 
-def _result(group: Group, place: int, outcome: Outcome | Failure, answer: tuple[Step, TrainingRow]) -> EpisodeResult:
-    """The result of a rollout of one answer."""
-    step, row = answer
-    name = f"{group.id}/{group.first + place}"
-    return result_of(outcome, {0: {0: step}}, name=name, task=group.task, rows=lambda _: (row,))
+def result_of(
+    outcome: Outcome | Failure,
+    steps: Steps,
+    rows: Mapping[int, list[TrainingRow]] = NO_ROWS,
+    *,
+    name: str,
+    task: Task,
+) -> EpisodeResult:
+    """Returns the results of a rollout and of all that it spawned, or one that says why it failed. `outcome`: what its
+    worker says; `steps`: what was sampled, by rollout of the tree and by call; `rows`: by rollout of the tree. It has
+    failed where credit could not be given for each answer, too, or where there is none."""
+    failure = outcome if isinstance(outcome, Failure) else None
+    if not isinstance(outcome, Failure):
+        try:
+            return _result_tree(outcome, steps, rows, name, task)
+        except ValueError as error:
+            failure = Failure(reason="env_error", message=str(error))
+    known = tuple(step for of_one in steps.values() for step in of_one.values())
+    return EpisodeResult(id=name, task=task, steps=known, failure=failure)
+
+
+def _result_tree(
+    outcome: Outcome, steps: Steps, rows: Mapping[int, list[TrainingRow]], name: str, task: Task
+) -> EpisodeResult:
+    seen: set[int] = set()
+
+    def result(of: Outcome, name: str) -> EpisodeResult:
+        own = steps.get(of.rollout, {})
+        if of.rollout in seen or not of.marks.keys() <= own.keys():
+            raise ValueError("state.children or the replies in state.trajectory are not as the context put them there")
+        seen.add(of.rollout)
+        if len(own) != of.num_answers:
+            raise ValueError(
+                f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
+                "leave it as ctx.sample made it, let no call be cancelled, and await each"
+            )
+        return EpisodeResult(
+            id=name,
+            task=task,
+            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
+            rows=tuple(rows.get(of.rollout, ())),
+            rewards=of.rewards,
+            accuracy=of.accuracy,
+            metrics=of.metrics,
+            extras=of.extras,
+            context_full=of.truncated,
+            children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
+        )
+
+    made = result(outcome, name)
+    if any(own and rollout not in seen for rollout, own in steps.items()):
+        raise ValueError("the policy gave answers to sub-episodes that came to no end; let no spawn be cancelled")
+    if not any(steps.values()):
+        raise ValueError("the episode ended without an answer of the policy")
+    return made
+
+
+def marked(step: Step, mark: Mark | None) -> Step:
+    """Returns a step with what the environment said about it."""
+    return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
 
 
 class _Waits:

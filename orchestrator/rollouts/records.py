@@ -6,9 +6,9 @@ Legend: `L` tokens of one completion or row.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,9 +16,6 @@ from grpo.orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from grpo.orchestrator.rollouts.state import StepError
 from grpo.transport.http import Choice
 from grpo.transport.records import Bool, Float32, Int32
-
-if TYPE_CHECKING:
-    from grpo.orchestrator.workers.protocol import Mark, Outcome
 
 MAX_REWARD = 1e6
 """Rewards and advantages are at most so large, either way: the trainer computes with float32, and their squares, sums
@@ -84,10 +81,14 @@ class Group:
     first: int = 0
     """Number of the first of its rollouts."""
 
+    def name(self, place: int) -> str:
+        """The id of one of its rollouts."""
+        return f"{self.id}/{self.first + place}"
+
     def failed(self, reason: str, message: str) -> "list[EpisodeResult]":
         """Returns its rollouts where all of them have failed for one reason."""
-        failure, numbers = Failure(reason=reason, message=message), range(self.first, self.first + self.num)
-        return [EpisodeResult(id=f"{self.id}/{number}", task=self.task, failure=failure) for number in numbers]
+        failure, names = Failure(reason=reason, message=message), map(self.name, range(self.num))
+        return [EpisodeResult(id=name, task=self.task, failure=failure) for name in names]
 
 
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,72 +320,6 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
         yield self
         for child in self.children:
             yield from child.walk()
-
-
-def result_of(
-    outcome: "Outcome | Failure",
-    steps: Mapping[int, Mapping[int, Step]],
-    *,
-    name: str,
-    task: Task,
-    rows: Callable[[int], tuple[TrainingRow, ...]] = lambda rollout: (),
-) -> EpisodeResult:
-    """Returns the results of a rollout and of all that it spawned, or one that says why it failed. `outcome`: what its
-    worker says; `steps`: what was sampled, by rollout of the tree and by call; `rows` gives those of one of the tree's
-    rollouts. It has failed where credit could not be given for each answer, too, or where there is none."""
-    failure = outcome if isinstance(outcome, Failure) else None
-    if not isinstance(outcome, Failure):
-        try:
-            return _result_tree(outcome, steps, name, task, rows)
-        except ValueError as error:
-            failure = Failure(reason="env_error", message=str(error))
-    known = tuple(step for of_one in steps.values() for step in of_one.values())
-    return EpisodeResult(id=name, task=task, steps=known, failure=failure)
-
-
-def _result_tree(
-    outcome: "Outcome",
-    steps: Mapping[int, Mapping[int, Step]],
-    name: str,
-    task: Task,
-    rows: Callable[[int], tuple[TrainingRow, ...]],
-) -> EpisodeResult:
-    seen: set[int] = set()
-
-    def result(of: "Outcome", name: str) -> EpisodeResult:
-        own = steps.get(of.rollout, {})
-        if of.rollout in seen or not of.marks.keys() <= own.keys():
-            raise ValueError("state.children or the replies in state.trajectory are not as the context put them there")
-        seen.add(of.rollout)
-        if len(own) != of.num_answers:
-            raise ValueError(
-                f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
-                "leave it as ctx.sample made it, let no call be cancelled, and await each"
-            )
-        return EpisodeResult(
-            id=name,
-            task=task,
-            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
-            rows=rows(of.rollout) if own else (),
-            rewards=of.rewards,
-            accuracy=of.accuracy,
-            metrics=of.metrics,
-            extras=of.extras,
-            context_full=of.truncated,
-            children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
-        )
-
-    made = result(outcome, name)
-    if any(own and rollout not in seen for rollout, own in steps.items()):
-        raise ValueError("the policy gave answers to sub-episodes that came to no end; let no spawn be cancelled")
-    if not any(steps.values()):
-        raise ValueError("the episode ended without an answer of the policy")
-    return made
-
-
-def marked(step: Step, mark: "Mark | None") -> Step:
-    """Returns a step with what the environment said about it."""
-    return step if mark is None else msgspec.structs.replace(step, error=mark.error, observed=mark.observed)
 
 
 def check_numbers(who: str, rewards: Mapping[str, float], metrics: Mapping[str, float], accuracy: float) -> None:
