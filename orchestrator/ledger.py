@@ -45,6 +45,9 @@ CREATE TABLE IF NOT EXISTS artifacts (
     store TEXT NOT NULL, id TEXT NOT NULL, weight REAL NOT NULL, data TEXT NOT NULL, PRIMARY KEY (store, id)
 );
 """
+LEDGER_FILE = "ledger.sqlite"
+STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
+"""States of a rollout."""
 NUM_STATES = 64
 """States of the newest batches that are kept; more than a channel holds unreceived."""
 BUSY_S = 30.0
@@ -54,24 +57,44 @@ RESTARTED, SUPERSEDED = "restarted", "superseded"
 a checkpoint before the step that had trained it."""
 
 
-class _Rollout(msgspec.Struct, kw_only=True):
-    """A row of the table, its fields in the order of the columns."""
+class RolloutRow(msgspec.Struct, kw_only=True):
+    """The fate of one rollout: a row, in the order in which it is written.
+    Example: ``RolloutRow(group_id=17, number=3, env="reverse-text", state="trained", step=2, ...)``"""
 
     group_id: int
     number: int
+    """Number in its group."""
     env: str
     example: int
+    """Number of the example in the environment's `train` split."""
     version: int
+    """Policy version that it was started under."""
     issued_at: float
+    """Wall clock, seconds since 1970."""
     changed_at: float
+    """When it came into this state; wall clock, seconds since 1970."""
     state: str = "issued"
+    """One of `STATES`."""
     reason: str | None = None
+    """Why it was dropped."""
     step: int | None = None
+    """The batch that it is part of."""
     reward: float | None = None
     num_tokens: int | None = None
+    """Sampled tokens."""
+
+    @property
+    def id(self) -> str:
+        """`group/number`."""
+        return f"{self.group_id}/{self.number}"
+
+    @property
+    def lag(self) -> int | None:
+        """Versions that the policy had moved on by, where it is part of a batch."""
+        return None if self.step is None else self.step - 1 - self.version
 
 
-_COLUMNS = _Rollout.__struct_fields__
+_COLUMNS = RolloutRow.__struct_fields__
 _UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _NOW = "UPDATE rollouts SET changed_at = max(?, changed_at),"  # a clock may go back
 _KEEP_STATE = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)"
@@ -106,8 +129,8 @@ class Ledger:
         self._queue: deque[tuple[str, list[tuple[object, ...]]]] = deque()
         """Statements with their rows as they were when they were handed over, in order, whichever thread comes to write
         them."""
-        self._open: dict[str, _Rollout] = {}
-        self._changed: dict[str, _Rollout] = {}
+        self._open: dict[str, RolloutRow] = {}
+        self._changed: dict[str, RolloutRow] = {}
         self._sampled_s: dict[tuple[int, float], float] = {}
         """When the last rollout was scored or dropped, by group and time of issue, since the last `sampled_s`."""
         self._asked_at = 0.0
@@ -124,7 +147,7 @@ class Ledger:
         now = time.time()
         for number in range(first, first + num):
             rollout_id = f"{group}/{number}"
-            self._open[rollout_id] = self._changed[rollout_id] = _Rollout(
+            self._open[rollout_id] = self._changed[rollout_id] = RolloutRow(
                 group_id=group,
                 number=number,
                 env=env,
@@ -189,7 +212,7 @@ class Ledger:
         times = [(max(since, issued_at), end) for (_, issued_at), end in (ended | going_on).items()]
         return [(start, end) for start, end in times if end > start]
 
-    def _advance(self, rollout_id: str, state: str) -> _Rollout:
+    def _advance(self, rollout_id: str, state: str) -> RolloutRow:
         row = self._changed[rollout_id] = self._open[rollout_id]
         if row.state == "issued":
             self._sampled_s[row.group_id, row.issued_at] = time.time()

@@ -56,7 +56,7 @@ class LocalPool:
 
         async def answered(call: AnyCall) -> Any:
             try:
-                with waiting(anew=True):
+                with waiting(restart=True):
                     return await backend(call)
             except ServerError as error:  # whatever user code makes of it
                 broken.append(error)

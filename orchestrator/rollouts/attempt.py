@@ -7,8 +7,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from grpo.orchestrator.background import in_thread
-from grpo.orchestrator.inference.client import InferenceClient, ServerError, TimedOut
-from grpo.orchestrator.inference.client import Refused as RefusedByServer
+from grpo.orchestrator.inference.client import InferenceClient, RequestRefused, ServerError, TimedOut
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
@@ -252,7 +251,7 @@ class Rollout:
             self._generating[key] = asyncio.create_task(asked)
         try:
             [completion] = await asyncio.shield(self._generating[key])
-        except RefusedByServer as error:
+        except RequestRefused as error:
             if error.status in FOR_ALL:
                 raise
             raise _CallRefused(CALL_FAILED, str(error)) from None

@@ -118,10 +118,10 @@ async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_
 ) -> None:
     async with serving(f"{env_file}:Talk") as server:
         with pytest.raises(EnvironmentFailed, match=r"env\.id"):
-            async with pool_for("reverse-text", address=server.address):
+            async with pool_for("another:Environment", address=server.address):
                 pass
     with pytest.raises(EnvironmentFailed, match=server.address):
-        async with pool_for("reverse-text", address=server.address, start_timeout_s=0.3):
+        async with pool_for("another:Environment", address=server.address, start_timeout_s=0.3):
             pass
 
 

@@ -17,7 +17,7 @@ from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step
 
 from tests.orchestrator import made
-from tests.orchestrator.fakes import FakeServer, settings_for, until
+from tests.orchestrator.fakes import WORDS, FakeServer, settings_for, until
 from tests.orchestrator.running import check_drops, rows_of, run
 
 # --- figures ---
@@ -142,9 +142,9 @@ async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: 
         return word[::-1] if given[prompt] % 2 else "x"
 
     server.answer = half_right
-    other = {"id": "reverse-text", "name": "other", "args": {"num_eval": 9, "min_len": 5, "max_len": 6}}
+    other = WORDS | {"name": "other", "args": {"num_eval": 9, "min_len": 5, "max_len": 6}}
     common = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.25, "max_tokens": 12}}
-    evaluation = {"env": [{"id": "reverse-text"}, other], "interval": 2} | common
+    evaluation = {"env": [WORDS, other], "interval": 2} | common
 
     made = await run(tmp_path, server, eval=evaluation, sampling={"max_tokens": 16, "seed": 1})
 
@@ -165,7 +165,7 @@ async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: 
     last = lines[3]
     assert (last["eval/accuracy/other"], last["eval/accuracy_stderr/other"]) == (0.5, 0.0)
     assert (last["eval/pass@1/other"], last["eval/pass@2/other"]) == (0.5, 1.0)
-    assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/reverse-text"] + 0.5) / 2)
+    assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/words"] + 0.5) / 2)
     assert made.summary.evaluations["3"] == {key: value for key, value in last.items() if key != "progress/step"}
     assert made.summary.accuracy_after == last["eval/accuracy"]
 

@@ -23,7 +23,7 @@ from grpo.transport.status import read_status
 from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
 from grpo.commands.status import run_status, text
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.fakes import WORDS, FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.running import check_drops, rows_of, run
 
 
@@ -171,7 +171,7 @@ async def test_the_trainers_time_runs_from_the_version_before_however_many_batch
     assert max(waits_s) < 3.0
 
 
-LONG_WORDS = {"id": "reverse-text", "args": {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}}
+LONG_WORDS = WORDS | {"args": {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}}
 
 
 async def test_a_trainer_with_other_settings_is_an_error_before_it_has_loaded_its_model(
@@ -198,7 +198,7 @@ async def test_a_trainer_with_other_settings_is_an_error_before_it_has_loaded_it
         ({"refuses": 2}, {}, {}, ServerError, "409"),
         ({"away": True}, {}, {}, ServerError, r"client\.timeout"),
         ({}, {}, {"sampling": {"max_tokens": 120}, "eval": {"num_examples": 0}}, ValueError, "50"),
-        ({}, {}, {"eval": {"env": [LONG_WORDS]}, "sampling": {"max_tokens": 80}}, ValueError, "eval:reverse-text"),
+        ({}, {}, {"eval": {"env": [LONG_WORDS]}, "sampling": {"max_tokens": 80}}, ValueError, "eval:words"),
     ],
 )
 async def test_what_does_not_fit_or_never_comes_is_an_error_that_names_it(

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from tests.orchestrator import made
 
 IDS = np.array([5, 6, 8, 9], np.int32)
-TASK = replace(made.TASK, env="reverse-text", index=3)
+TASK = replace(made.TASK, env="words", index=3)
 
 
 def result(name: str, reward: float) -> EpisodeResult:

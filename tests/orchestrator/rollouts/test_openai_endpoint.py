@@ -178,7 +178,7 @@ async def test_nothing_that_an_agent_asks_is_an_error_of_the_server(
 async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
     class Slow(OpenBackend):
         async def __call__(self, call: Call) -> Any:
-            with waiting(anew=True):
+            with waiting(restart=True):
                 await asyncio.sleep(1.2)
             return await super().__call__(call)
 
