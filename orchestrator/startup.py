@@ -16,6 +16,7 @@ from grpo.configs.resuming import changes, record_of
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.checks import check_roles
+from grpo.orchestrator.evaluate import environments_of, held_out
 from grpo.orchestrator.inference.weight_sync import WeightSync
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.records import Messages, Task
@@ -152,10 +153,9 @@ async def _check_scoring(
 
 
 async def held_out_prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, list[Messages]]:
-    """Returns the prompts to evaluate on, by environment. Raises EnvironmentFailed."""
-    prompts = {one.key: await environments[one.key].prompts("eval") for one in settings.held_out}
-    limits = {one.key: None if one.num_examples < 0 else one.num_examples for one in settings.held_out}
-    return {key: of_one[: limits[key]] for key, of_one in prompts.items()}
+    """Returns the held-out prompts by the key of their environment. Raises EnvironmentFailed."""
+    num = None if settings.eval.num_examples < 0 else settings.eval.num_examples
+    return {one.key: (await environments[one.key].prompts("eval"))[:num] for one in held_out(settings)}
 
 
 # --- environments ---
@@ -177,7 +177,7 @@ def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
             memory_bytes=None if env.memory_gb is None else int(env.memory_gb * 1e9),
             hidden=keys_of_run(settings) - _strings(env.args),
         )
-        for key, env in settings.environments.items()
+        for key, env in environments_of(settings).items()
     }
 
 
