@@ -5,8 +5,8 @@ import contextlib
 import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -103,23 +103,8 @@ class RemoteWorker:
         self.socket.close()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
-    """Something that was asked of the worker."""
-
-    answer: Answerer | None
-    """Answers a rollout's calls."""
-    settle: Callable[[Any], None]
-    """Called once, with what the worker answers, or with an error."""
-    is_over: bool = False
-    answering: dict[asyncio.Task[None], int] = field(default_factory=dict)
-    """Its calls that wait for us, and their numbers."""
-
-    def end(self, outcome: Any) -> None:
-        """Says what came of it, for whom waits. What comes later does not count."""
-        if not self.is_over:
-            self.is_over = True
-            self.settle(outcome)
+Settle = Callable[[Any], None]
+"""Is called once with what came of a job: what the worker says, or an error."""
 
 
 class Session:
@@ -143,7 +128,10 @@ class Session:
         """How long the environment's code may take: until it is constructed, also for a worker elsewhere to come up."""
         self._worker: WorkerProcess | RemoteWorker | None = None
         self._opening: asyncio.Task[Loaded] | None = None
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, tuple[Answerer | None, Settle]] = {}
+        """Jobs that are not over, with what answers their calls."""
+        self._answering = defaultdict[int, dict[asyncio.Task[None], int]](dict)
+        """Calls that wait for us, by job, with their numbers."""
         self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,7 +145,7 @@ class Session:
     @property
     def num_in_environment(self) -> int:
         """Rollouts that wait for no answer of ours, but for the environment."""
-        return self.num_running - sum(bool(job.answering) for job in self._jobs.values())
+        return self.num_running - sum(map(bool, self._answering.values()))
 
     async def open(self) -> Loaded:
         """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
@@ -220,7 +208,7 @@ class Session:
                 if len(known) == len(answers):
                     _set(all_known, None)
 
-            jobs = [_Job(answer=answer, settle=partial(settle, place)) for place, answer in enumerate(answers)]
+            jobs = [(answer, partial(settle, place)) for place, answer in enumerate(answers)]
             numbers = self._begin(score, jobs)
             await all_known
             return [known[place] for place in range(len(answers))]
@@ -294,13 +282,15 @@ class Session:
     async def _do(self, message: Load | Dataset | Run | Score, answer: Answerer | None = None) -> Any:
         """What comes of a job. Raises WorkerLost, and what `answer` raises."""
         outcome = asyncio.get_running_loop().create_future()
-        [number] = self._begin(message, [_Job(answer=answer, settle=partial(_set, outcome))])
+        [number] = self._begin(message, [(answer, partial(_set, outcome))])
         try:
             return await outcome
         finally:
             self._forget(number)
 
-    def _begin(self, message: Load | Dataset | Run | Score, jobs: Sequence[_Job]) -> list[int]:
+    def _begin(
+        self, message: Load | Dataset | Run | Score, jobs: Sequence[tuple[Answerer | None, Settle]]
+    ) -> list[int]:
         """Sends what begins these jobs. Returns their numbers."""
         numbers = [next(self._numbers) for _ in jobs]
         message.job = numbers[0]
@@ -310,11 +300,16 @@ class Session:
 
     def _forget(self, number: int) -> None:
         """Ends a job that is not over, and its calls."""
-        job = self._jobs.pop(number)
-        if not job.is_over:
+        if self._jobs.pop(number, None) is not None:
             self._send(Cancel(job=number))
-        for task in job.answering:
+        for task in self._answering.pop(number, ()):
             task.cancel()
+
+    def _settle(self, number: int, outcome: Any) -> None:
+        """A job is over. What is said about it later does not count."""
+        if (job := self._jobs.pop(number, None)) is not None:
+            _, settle = job
+            settle(outcome)
 
     def _send(self, message: ToWorker) -> None:
         """What is sent at one time goes out together. Who watches notices a worker that has ended."""
@@ -352,20 +347,21 @@ class Session:
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Alive | ServerAlive | Left):
             return
-        if (job := self._jobs.get(message.job)) is None or job.is_over:
+        if (job := self._jobs.get(message.job)) is None:
             return  # nobody waits for it any more
         if isinstance(message, Failed):
-            job.end(Failure(reason=message.reason, message=message.message))
+            self._settle(message.job, Failure(reason=message.reason, message=message.message))
         elif isinstance(message, Loaded | Prompts | Outcome):
-            job.end(message)
-        elif job.answer is not None:
+            self._settle(message.job, message)
+        elif (answer := job[0]) is not None:
+            answering = self._answering[message.job]
             if isinstance(message, Withdraw):
-                for task, number in job.answering.items():
+                for task, number in answering.items():
                     if number == message.call:
                         task.cancel()
-            job.answering[asyncio.create_task(self._answer(job, message, job.answer))] = message.call
+            answering[asyncio.create_task(self._answer(message, answer))] = message.call
 
-    async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
+    async def _answer(self, call: AnyCall, answer: Answerer) -> None:
         try:
             reply = await answer(call)
             reply.job, reply.call = call.job, call.call
@@ -375,10 +371,10 @@ class Session:
                 self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
         except Exception as error:
             self._send(Cancel(job=call.job))
-            job.end(error.failure if isinstance(error, GivenUp) else error)
+            self._settle(call.job, error.failure if isinstance(error, GivenUp) else error)
         finally:
             if (task := asyncio.current_task()) is not None:
-                job.answering.pop(task, None)
+                self._answering.get(call.job, {}).pop(task, None)
 
     # --- how it ends ---
 
@@ -408,8 +404,8 @@ class Session:
         self.over = True
         killed = killed or (self._worker is not None and self._worker.was_killed)
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
-        for job in self._jobs.values():
-            job.end(WorkerLost(failure, killed=killed, waited=bool(job.answering)))
+        for number in list(self._jobs):
+            self._settle(number, WorkerLost(failure, killed=killed, waited=bool(self._answering.get(number))))
         await self._release()
         for task in self._tasks:
             task.cancel()
