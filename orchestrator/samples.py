@@ -89,8 +89,8 @@ class FinishedGroup:
 
 
 def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> tuple[list[str], dict[str, str]]:
-    """Returns what filters find in a group's rollouts, as `found` and `withheld` of a ScoredGroup. Each answer is looked
-    at alone."""
+    """Returns what filters find in a group's rollouts, as `found` and `withheld` of a ScoredGroup. They see each answer
+    alone."""
     found, withheld = list[str](), dict[str, str]()
     for result in results if filters else ():
         answers = [step.completion for one in result.walk() for step in one.steps]
@@ -129,8 +129,8 @@ def _with_evidence(result: EpisodeResult, found: Mapping[StepKey, StepEvidence])
 
 
 def unfit(samples: Sequence[TrainingSample]) -> str | None:
-    """Returns why the trainer would refuse one of these samples: a number that float32 does not hold, or a temperature by which
-    nothing can be divided. None where it would take them all."""
+    """Returns why the trainer would refuse one of these samples: a number that float32 does not hold, or a temperature
+    by which nothing can be divided. None where it would take them all."""
     for sample in samples:
         for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
             with np.errstate(over="ignore"):
