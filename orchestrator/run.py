@@ -22,7 +22,7 @@ from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
-from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.ledger import LEDGER_FILE, Ledger
 from grpo.orchestrator.loops.assemble import Assembling
 from grpo.orchestrator.loops.evaluate import Evaluating
 from grpo.orchestrator.loops.report import Reporting
@@ -136,7 +136,7 @@ async def _train(
     run, client = ready.run, sync.client
     async with AsyncExitStack() as files:
         # What is remembered.
-        ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
+        ledger = files.enter_context(closing(Ledger(run.path / LEDGER_FILE)))
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
         sync.timed, sync.noted = timeline.loading, ledger.proved

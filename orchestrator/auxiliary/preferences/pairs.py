@@ -12,7 +12,6 @@ import math
 import random
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ import numpy as np
 from grpo.orchestrator.auxiliary.preferences.agreement import Preference, Skipped
 from grpo.orchestrator.auxiliary.preferences.turns import Turn
 from grpo.orchestrator.hooks import Hook
+from grpo.orchestrator.ledger import LEDGER_FILE
+from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.packing import pair_len
 from grpo.orchestrator.rollouts.templates import ChatTemplate
 from grpo.orchestrator.seeds import mixed_seed
@@ -159,15 +160,14 @@ async def _logprob(prompt_ids: Sequence[int], continuation_ids: Sequence[int], r
 def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: int = 1) -> list[PreferencePair]:
     """All pairs that another run has kept, for a run with the same base model and so many adapters, whose trainer takes
     `seq_len` tokens for a pair. Raises ValueError where there are none, or one that cannot be trained."""
-    path = folder / "ledger.sqlite"
+    path = folder / LEDGER_FILE
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            rows = database.execute("SELECT record FROM pairs ORDER BY id").fetchall()
+        with open_ledger(folder) as ledger:
+            records = [pair_record(data) for data in ledger.pairs()]
     except sqlite3.Error as error:
         raise ValueError(f"{path} cannot be read: {error}; give the folder of a run that has kept pairs") from error
-    if not rows:
+    if not records:
         raise ValueError(f"{path} has no pairs; give the folder of a run that has kept some")
-    records = [pair_record(data) for (data,) in rows]
     for one in records:
         for what, value, expected, fits in (
             ("base_model", one.base_model, base_model, one.base_model == base_model),

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 from grpo.orchestrator.endpoints import EndpointError
-from grpo.orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
+from grpo.orchestrator.inference.client import RequestRefused, ServerError, ServersAway, TimedOut, Unreachable
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.rollouts.records import EpisodeResult, TrainingRow
 from grpo.orchestrator.samples import RowKey, numbered_rows
@@ -85,7 +85,12 @@ class ReferenceTeacher:
         try:
             return checked(await self._score(token_ids.tolist(), None, temperature), len(token_ids))
         except ServerError as error:
-            kinds = {Refused: "refused", TimedOut: "timeout", Unreachable: "unreachable", ServersAway: "unreachable"}
+            kinds = {
+                RequestRefused: "refused",
+                TimedOut: "timeout",
+                Unreachable: "unreachable",
+                ServersAway: "unreachable",
+            }
             raise EndpointError(kinds.get(type(error), "error"), f"{self.name}: {error}") from error
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 from grpo.orchestrator.advantage import group_credit
-from grpo.orchestrator.inference.client import Refused
+from grpo.orchestrator.inference.client import RequestRefused
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
@@ -187,7 +187,7 @@ class Parrot:
     ) -> list[Choice]:
         prompt = bytes(i for i in prompt_token_ids if i < 256).decode()
         if "refused" in prompt:
-            raise Refused(400, "bad_request", "cannot be sampled")
+            raise RequestRefused(400, "bad_request", "cannot be sampled")
         self.asked.append((list(prompt_token_ids), params, version, seed))
         if seed not in self._given:
             self._given[seed] = self.answer(prompt)
@@ -356,7 +356,7 @@ async def test_after_a_delay_a_rollout_is_sampled_on_by_the_newest_version(world
 
         async def generate(self, prompt_token_ids: Sequence[int], **given: Any) -> list[Choice]:
             if self.asked and not given["params"].follow:
-                raise Refused(404, "not_live", "4 not live")
+                raise RequestRefused(404, "not_live", "4 not live")
             choices = await super().generate(prompt_token_ids, **given)
             follows = given["params"].follow
             return [replace(one, versions=((9, len(one.token_ids)),)) if follows else one for one in choices]
