@@ -15,14 +15,13 @@ from typing import Any
 from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
 from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.loops.sample import training_params
-from grpo.orchestrator.rollouts.attempt import result_tree
 from grpo.orchestrator.rollouts.clients import InferenceClient
 from grpo.orchestrator.rollouts.clock import together
-from grpo.orchestrator.rollouts.engine import PromptTooLong
+from grpo.orchestrator.rollouts.engine import PromptTooLong, result_of
 from grpo.orchestrator.rollouts.episode import Episode
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.orchestrator.rollouts.play import ScriptedBackend
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Step, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
 from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
@@ -342,10 +341,7 @@ class Arena:
         task = Task(env=ARENA, split="train", index=index, messages=())
         backend = ClientBackend(self._client, self.roles, self.stores)
         outcome = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
-        name = self._name(number)
-        if isinstance(outcome, Failure):
-            return EpisodeResult(id=name, task=task, failure=outcome)
-        return result_tree(outcome, backend.steps, name=name, task=task)
+        return result_of(outcome, backend.steps, name=self._name(number), task=task)
 
 
 class ClientBackend(ScriptedBackend):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from grpo.environments import proposer_solver as task
 from grpo.environments.proposer_solver import ProposerSolver
-from grpo.orchestrator.rollouts.context import RolloutContext, Shared
+from grpo.orchestrator.rollouts.context import RolloutContext
 from grpo.orchestrator.rollouts.play import ScriptedBackend, play
 from grpo.orchestrator.rollouts.state import EpisodeState
 from grpo.orchestrator.workers.protocol import Call, Store
@@ -87,8 +87,16 @@ async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
 ) -> None:
     environment = ProposerSolver()
     backend = Recording(environment.stores, players("Question: 6*7", answers))
-    stage = Shared(backend=backend, split=split, episodes=environment.episodes, stores=("questions",))
-    await environment.run(RolloutContext(stage, state=EpisodeState(example=EXAMPLE), roles=environment.roles, seed=0))
+    ctx = RolloutContext(
+        backend,
+        state=EpisodeState(example=EXAMPLE),
+        roles=environment.roles,
+        split=split,
+        seed=0,
+        episodes=environment.episodes,
+        stores=environment.stores,
+    )
+    await environment.run(ctx)
     assert backend.done == stored
 
 
