@@ -30,12 +30,12 @@ class PolicyTurn:
     @property
     def prompt_ids(self) -> list[int]:
         """Returns [Lp] the conversation as tokens, as the server was given and sampled them."""
-        return self.row.token_ids[: self.turn.begins].tolist()
+        return [*self.row.token_ids[: self.turn.begins].tolist()]
 
     @property
     def sampled_ids(self) -> list[int]:
         """Returns [Lr] what the policy sampled, its end-of-turn token included where it was sampled."""
-        return self.row.token_ids[self.turn.begins : self.turn.ends].tolist()
+        return [*self.row.token_ids[self.turn.begins : self.turn.ends].tolist()]
 
     @property
     def answer(self) -> Step:
