@@ -1,5 +1,4 @@
-"""README.md and docs/: commands are taken by their programs, code is code, paths and links are there. What they do is run
-by tests of each page."""
+"""README.md and docs/: commands are taken by their programs, code can be read, and paths and links are there."""
 
 import ast
 import re
