@@ -1,4 +1,4 @@
-"""Whether servers, environments and trainer fit together, as far as only they themselves can tell."""
+"""Checks that servers, environments and trainer fit together, as far as only they themselves can tell."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,10 +52,10 @@ def check_server(
 
 
 def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> None:
-    """Raises Mismatch where an adapter is given to a role that its environment has not."""
-    given = [(env.label, env.label, env.adapters) for env in settings.env]
-    given += [(one.key, one.env.label, one.env.adapters) for one in held_out(settings)]
-    for key, label, adapters in given:
+    """Raises Mismatch where settings give an adapter to a role that its environment does not have."""
+    assigned = [(env.label, env.label, env.adapters) for env in settings.env]
+    assigned += [(one.key, one.env.label, one.env.adapters) for one in held_out(settings)]
+    for key, label, adapters in assigned:
         roles = [role.id for role in environments[key].loaded.roles]
         if unknown := sorted(set(adapters) - set(roles)):
             raise Mismatch(
@@ -65,8 +65,7 @@ def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) 
 
 
 def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:
-    """Raises Mismatch where version 0 is of another policy than the one that is configured here: what only the files
-    of the models and the manifest can tell, whatever the settings say."""
+    """Raises Mismatch where the manifest of version 0 names another base model than the one configured here."""
     if spec.base_model != identity:
         raise Mismatch(
             f"the trainer has a model with identity {spec.base_model}, the orchestrator model.name = "

@@ -29,9 +29,9 @@ class Evaluating:
 
     settings: OrchSettings
     prompts: Mapping[str, Sequence[Messages]]
-    """Of the held-out examples, by environment."""
+    """The prompts of the held-out examples, by environment."""
     passed_over: int | None
-    """The version that the run goes on with, where that is not to be evaluated."""
+    """The version that a resumed run begins with, where it is not evaluated again."""
     scheduler: Scheduler
     engine: RolloutEngine
     fates: Fates

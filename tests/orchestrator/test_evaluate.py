@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,7 @@ from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, St
 
 from tests.orchestrator import made
 from tests.orchestrator.fakes import WORDS, FakeServer, settings_for, until
-from tests.orchestrator.running import run
+from tests.orchestrator.running import check_drops, rows_of, run
 
 # --- figures ---
 
@@ -260,9 +259,9 @@ async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evalua
     # Under version 0 the groups of batch 1 came back. Those of batch 2 had begun when version 1 was to be evaluated.
     assert made.summary.rollouts_dropped == {"cancelled_for_eval": 16}
     assert len(made.trained) == made.summary.rollouts_trained == 2 * 16
-    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT group_id, example, reason FROM rollouts")
+    assert check_drops(tmp_path) == {"cancelled_for_eval"}
     cancelled, asked_after = set(), set()
-    for group, example, reason in rows:
+    for group, example, reason in rows_of(tmp_path, "SELECT group_id, example, reason FROM rollouts"):
         assert (reason == "cancelled_for_eval") == (4 <= group < 8)
         if reason is not None:
             cancelled.add(example)

@@ -11,7 +11,6 @@ import aiohttp
 import openai
 import pytest
 from grpo.orchestrator.rollouts.clock import OwnTimeout, waiting
-from grpo.orchestrator.rollouts.context import Shared
 from grpo.orchestrator.rollouts.openai_endpoint import Endpoint, endpoint_of
 from grpo.orchestrator.rollouts.play import ScriptedBackend
 from grpo.orchestrator.workers.protocol import Call
@@ -66,7 +65,7 @@ class Watched(ScriptedBackend):
 @asynccontextmanager
 async def desk_of(answers: Answers) -> AsyncIterator[Desk]:
     backend = Watched(answers)
-    ctx = RolloutContext(Shared(backend=backend, split="train"), state=EpisodeState(example={}), roles=[Role(id="p")])
+    ctx = RolloutContext(backend, state=EpisodeState(example={}), roles=[Role(id="p")])
     async with endpoint_of(ctx) as endpoint:
         desk = Desk(endpoint, backend)
         async with desk.client:
