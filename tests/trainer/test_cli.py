@@ -9,7 +9,7 @@ from pathlib import Path
 import grpo.trainer.startup
 import pytest
 import torch
-from grpo.trainer.cli import _is_worker, main
+from grpo.trainer.cli import main
 from grpo.trainer.errors import ExporterGone
 from grpo.trainer.startup import set_threads
 from grpo.transport.cores import NUMERIC_DEFAULTS
@@ -32,11 +32,6 @@ def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Pa
     assert str(tmp_path / "none") in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_a_rank_that_a_job_scheduler_has_set_makes_no_worker() -> None:
-    assert not _is_worker({"RANK": "0"})
-    assert not _is_worker({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1"})
 
 
 def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path) -> None:
