@@ -38,7 +38,7 @@ from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
 from grpo.orchestrator.rollouts.records import SamplingParams
-from grpo.orchestrator.scheduler import Scheduler, Ticket
+from grpo.orchestrator.scheduler import GroupLease, Scheduler
 from grpo.transport.http import CanaryFigures, Choice, Generated, LoadReport, ServerInfo, ServerLoad, Unloaded
 
 SLOTS, GROUP, GROUPS_A_SERVER = 64, 16, 7
@@ -267,24 +267,24 @@ class Simulation:
 
     async def _sample(self, group: asyncio.TaskGroup) -> None:
         while not self.scheduler.finished:
-            while (ticket := self.scheduler.start()) is not None:
-                group.create_task(self._roll_out(ticket))
+            while (lease := self.scheduler.start()) is not None:
+                group.create_task(self._roll_out(lease))
                 self.most_in_flight = max(self.most_in_flight, self.scheduler.num_in_flight)
             while (shipment := self.scheduler.ship()) is not None:
-                self.lags += [shipment.lag(ticket) for ticket in shipment.tickets]
+                self.lags += [shipment.lag(lease) for lease in shipment.leases]
                 self.shipped.put_nowait(shipment.step)
             await self.scheduler.changed.wait()
 
-    async def _roll_out(self, ticket: Ticket) -> None:
+    async def _roll_out(self, lease: GroupLease) -> None:
         params = SamplingParams(temperature=1.0, max_tokens=LONGEST)
         try:
-            await self.client.generate(PROMPT, params=params, num=GROUP, version=ticket.version, seed=ticket.group)
+            await self.client.generate(PROMPT, params=params, num=GROUP, version=lease.version, seed=lease.group)
         except Exception:
             self.num_failed += 1
-            self.scheduler.failed(ticket.group)
+            self.scheduler.failed(lease.group)
             raise
         self.num_done += 1
-        self.scheduler.completed(ticket.group)
+        self.scheduler.completed(lease.group)
 
 
 def simulated_ms(num_groups: int = 1000) -> float:

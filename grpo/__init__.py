@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from grpo.commands.status import RunStatus as RunStatus
     from grpo.configs.errors import Problem as Problem
     from grpo.configs.errors import SettingsError as SettingsError
+    from grpo.environments.mcp_tools import McpServer as McpServer
+    from grpo.environments.sandbox.local import LocalSandbox as LocalSandbox
+    from grpo.environments.sandbox.records import Limits as Limits
+    from grpo.environments.sandbox.records import Sandbox as Sandbox
     from grpo.environments.sandbox.records import SandboxError as SandboxError
     from grpo.environments.sandbox.records import SandboxMissing as SandboxMissing
+    from grpo.environments.sandbox.remote import RemoteSandbox as RemoteSandbox
     from grpo.orchestrator.advantage import CreditAssigner as CreditAssigner
     from grpo.orchestrator.advantage import constant_credit as constant_credit
     from grpo.orchestrator.advantage import episodic_credit as episodic_credit
@@ -122,11 +127,16 @@ _HOMES = {
     "EpisodeRequest": "grpo.orchestrator.arena.arena",
     "EpisodeResult": "grpo.orchestrator.rollouts.records",
     "Evaluation": "grpo.orchestrator.evaluate",
+    "Limits": "grpo.environments.sandbox.records",
+    "LocalSandbox": "grpo.environments.sandbox.local",
+    "McpServer": "grpo.environments.mcp_tools",
     "NoRun": "grpo.run_files",
     "Problem": "grpo.configs.errors",
+    "RemoteSandbox": "grpo.environments.sandbox.remote",
     "Run": "grpo.run",
     "RunFailed": "grpo.run",
     "RunStatus": "grpo.commands.status",
+    "Sandbox": "grpo.environments.sandbox.records",
     "SandboxError": "grpo.environments.sandbox.records",
     "SandboxMissing": "grpo.environments.sandbox.records",
     "ServerError": "grpo.orchestrator.inference.client",
@@ -141,7 +151,8 @@ _HOMES = {
     "group_credit": "grpo.orchestrator.advantage",
     "train": "grpo.start",
 }
-"""The modules of the names that `grpo.api` does not have, which would make its import slow."""
+"""The modules of the names that `grpo.api` does not have: those that take long to import, and those of environments,
+which import `grpo` themselves."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,5 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from grpo.orchestrator.rollouts.clients import (
     InferenceClient,
     MockClient,
@@ -42,12 +39,6 @@ from grpo.orchestrator.rollouts.tool_episode import ToolEpisode
 from grpo.transport.errors import UserError
 from grpo.transport.importing import load_object
 
-if TYPE_CHECKING:
-    from grpo.environments.mcp_tools import McpServer
-    from grpo.environments.sandbox.local import LocalSandbox
-    from grpo.environments.sandbox.records import Limits, Sandbox, SandboxError, SandboxMissing
-    from grpo.environments.sandbox.remote import RemoteSandbox
-
 __all__ = [
     "AlternatingRolesEpisode",
     "CallFailed",
@@ -57,25 +48,18 @@ __all__ = [
     "Episode",
     "EpisodeState",
     "InferenceClient",
-    "Limits",
-    "LocalSandbox",
-    "McpServer",
     "Message",
     "MockClient",
     "ModelResponse",
     "MultiTurnEpisode",
     "OpenAIClient",
     "OwnClient",
-    "RemoteSandbox",
     "Reply",
     "RewardNotFinite",
     "RewardTooLarge",
     "Role",
     "RolloutContext",
     "Rubric",
-    "Sandbox",
-    "SandboxError",
-    "SandboxMissing",
     "Scores",
     "SingleTurnEpisode",
     "StepError",
@@ -101,17 +85,3 @@ __all__ = [
     "tools_of",
     "waiting",
 ]
-
-_OF_ENVIRONMENTS = {
-    "McpServer": "grpo.environments.mcp_tools",
-    "LocalSandbox": "grpo.environments.sandbox.local",
-    "RemoteSandbox": "grpo.environments.sandbox.remote",
-    **dict.fromkeys(("Limits", "Sandbox", "SandboxError", "SandboxMissing"), "grpo.environments.sandbox.records"),
-}
-"""Names whose modules import the others of this one, and are imported when they are asked for."""
-
-
-def __getattr__(name: str) -> Any:
-    if (module := _OF_ENVIRONMENTS.get(name)) is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)

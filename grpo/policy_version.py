@@ -1,4 +1,4 @@
-"""A published version of a run's policy, as the commands read it that take it elsewhere."""
+"""A published version of a run's policy, for the commands that take it elsewhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ def open_version(run: Path, step: int | None, *, lora: str | None = None) -> Ver
     """Returns the version of a step, None: the newest, checked. Raises `NoRun`, `CannotExport`, `TransportError` and
     OSError."""
     run_id = read_run(run).run_id
-    settings = settings_of(run, "train")
+    settings = program_settings(run, "train")
     broadcasts = run / "broadcasts"
     there = steps_in(broadcasts, part=STABLE)
     step = max(there, default=0) if step is None else step
@@ -75,7 +75,7 @@ def open_version(run: Path, step: int | None, *, lora: str | None = None) -> Ver
     )
 
 
-def settings_of(run: Path, role: Role) -> dict[str, Any]:
+def program_settings(run: Path, role: Role) -> dict[str, Any]:
     """Returns the settings with which a program has joined the run. Raises `CannotExport` where it has not."""
     if (settings := recorded_settings(run, role)) is None:
         raise CannotExport(f"{run} has no settings of grpo-{role}: it has not joined this run")

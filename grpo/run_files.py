@@ -17,8 +17,6 @@ T = TypeVar("T")
 METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
 STEP, REWARD, EVALUATED = "progress/step", "reward/mean", "eval/failed"
 """Keys in `metrics.jsonl`: of every line, of those that are of a training step with rollouts, and of evaluations."""
-STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
-"""Of a rollout in the ledger."""
 
 
 class NoRun(UserError):

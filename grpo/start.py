@@ -66,7 +66,7 @@ def train(
         folder = Path(given.get("output_dir") or read_yaml(run_file(preset)).get("output_dir") or "outputs")
         if env is not None:
             overwrite = bool(given.get("overwrite_output_dir") or given.get("resume_with_changed_code"))
-            given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in _several(env)]
+            given["orch.env"] = [env_settings(one, folder, overwrite=overwrite) for one in listed_envs(env)]
         words = [f"--{key}={text}" for key, text in _texts(given)]
         folder = Path(load_run(preset, words).train.settings.output_dir)
     except SettingsError as error:
@@ -78,7 +78,8 @@ def _from_python(problem: Problem) -> Problem:
     return replace(problem, origin="grpo.train") if problem.origin == COMMAND_LINE else problem
 
 
-def _several(env: Env | Sequence[Env]) -> Sequence[Env]:
+def listed_envs(env: Env | Sequence[Env]) -> Sequence[Env]:
+    """Returns the environments as a list; one may stand for a list of one."""
     return [env] if isinstance(env, (str, Mapping, Environment, type)) else list(env)
 
 

@@ -1,4 +1,4 @@
-"""Who may send requests to the server: whoever has the API key, or, without one, no web page."""
+"""Decides who may send requests to the server: whoever has the API key, or, without a key, everybody but web pages."""
 
 import ipaddress
 import secrets
@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def guarded(app: ASGIApp, *, key: str | None, host: str, key_var: str) -> ASGIApp:
-    """Returns the application behind its key, or, without one, closed to web pages; `key_var` could hold a key."""
+    """Returns the application, guarded by its key or, without one, closed to web pages. `key_var` names the environment
+    variable for a key, for messages."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
@@ -33,7 +34,7 @@ def guarded(app: ASGIApp, *, key: str | None, host: str, key_var: str) -> ASGIAp
 
 
 def _without_key(headers: Mapping[str, str], path: str, key: str) -> str | None:
-    """Every route but /health asks for `Authorization: Bearer KEY`."""
+    """Returns why a request without `Authorization: Bearer KEY` is refused; None for /health and the right key."""
     scheme, _, sent = headers.get("authorization", "").partition(" ")
     right = secrets.compare_digest(sent.strip().encode("latin-1"), key.encode())
     if path == "/health" or (scheme.lower() == "bearer" and right):
@@ -42,8 +43,8 @@ def _without_key(headers: Mapping[str, str], path: str, key: str) -> str | None:
 
 
 def _of_a_web_page(headers: Mapping[str, str], own_host: str, key_var: str) -> str | None:
-    """Refuses what a web page in somebody's browser can send, by its Origin, and what DNS rebinding makes of one, by a
-    Host that is neither an address nor this server's own name."""
+    """Returns why a request is refused that comes from a web page: its Origin is another site, or, after DNS rebinding,
+    its Host is neither an address nor this server's own name. None for all others."""
     host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
     name = urlsplit(f"//{host}").hostname or ""
     known = not host or name in ("localhost", own_host)

@@ -1,5 +1,5 @@
-"""What our settings stand for on the command line of vLLM's own server, parsed by its own parser; and what vLLM reads
-from the environment."""
+"""Translates our settings into the command line of vLLM's own server, parsed by its own parser; and what vLLM reads
+from the environment while it is imported."""
 
 import importlib
 import json
@@ -100,8 +100,8 @@ def checkpoint_dtype(model_dir: Path) -> str:
 
 def served_rank(settings: InferSettings) -> int:
     """Returns the largest LoRA rank, rounded up to one that vLLM knows; above those, vLLM's parser refuses it."""
-    asked = settings.max_lora_rank or DEFAULT_LORA_RANK
-    return next((rank for rank in LORA_RANKS if rank >= asked), asked)
+    wanted = settings.max_lora_rank or DEFAULT_LORA_RANK
+    return next((rank for rank in LORA_RANKS if rank >= wanted), wanted)
 
 
 def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> dict[str, Any]:

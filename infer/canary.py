@@ -52,10 +52,10 @@ def check_effect(
     )
     what, kind = ("its noise", "noise_") if noise else ("its adapter or weights", "")
     trained_change, served_change = largest_gap(expected, unchanged), largest_gap(served, without)
-    told = tolerance_of(dtype, canary.dtype, device=device, setting=None)  # smaller changes may be lost in rounding
-    told = told / 10 if exact else told
+    visible = tolerance_of(dtype, canary.dtype, device=device, setting=None)  # smaller changes may be lost in rounding
+    visible = visible / 10 if exact else visible
     may_be_none = canary.is_zero and not noise
-    if trained_change > told and served_change < trained_change / 10 and not may_be_none:
+    if trained_change > visible and served_change < trained_change / 10 and not may_be_none:
         raise PolicyRefused(
             f"{kind}not_applied",
             f"version {canary.version}: {what} changes the canary by {trained_change:.3g} nats in the trainer, but by "

@@ -38,13 +38,13 @@ _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """What a version must fit."""
+    """The served base model, which a version must fit."""
 
     identity: str
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors of the checkpoint, by their names."""
+    """Shape of each tensor of the checkpoint, by name."""
     quantization: Quantization | None = None
-    """The base's values are those of this format."""
+    """Format that the base's values were rounded to; None for a plain base."""
     vocab_size: int
     max_model_len: int
     max_rank: int | None
@@ -52,7 +52,7 @@ class BaseModel:
     dtype: torch.dtype
     """Type that the server casts weights to."""
     noisy_norms: Mapping[str, int] = field(default_factory=dict)
-    """Norm weights that can carry a version's noise, by the checkpoint's names, and their sizes."""
+    """Size of each norm weight that can carry a version's noise, by the checkpoint's name."""
 
     @property
     def kinds(self) -> list[str]:
@@ -67,8 +67,8 @@ def is_stored_quantized(model_dir: Path) -> bool:
 
 
 def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors of the checkpoint by name; of one that is stored quantized those of the model's
-    plain weights. Raises FileNotFoundError if it has no safetensors files, and ValueError for a damaged one."""
+    """Returns the shapes of all tensors of the checkpoint by name; for one that is stored quantized, the shapes of the
+    model's plain weights. Raises FileNotFoundError if it has no safetensors files, and ValueError for a damaged one."""
     if not (files := sorted(model_dir.glob("*.safetensors"))):
         raise FileNotFoundError(f"{model_dir} has no .safetensors weights; convert the model to safetensors")
     if is_stored_quantized(model_dir):
@@ -92,7 +92,7 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_tokenizer(model_dir: Path) -> None:
-    """Raises FileNotFoundError for a model without any file of a tokenizer, of which vLLM says only that a list is
+    """Raises FileNotFoundError for a model without any file of a tokenizer; vLLM would only say that a list is
     empty."""
     if not any(file for pattern in _TOKENIZERS for file in model_dir.glob(pattern)):
         raise FileNotFoundError(
@@ -107,7 +107,7 @@ def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:
     if here is None:
         raise PolicyRefused("missing", f"there is no run in {output_dir}; give all programs one output_dir")
     if here != run_id:
-        raise PolicyRefused("stale_run", f"run {run_id} was asked for, {output_dir} holds run {here}")
+        raise PolicyRefused("stale_run", f"the request names run {run_id}, and {output_dir} holds run {here}")
     folder = step_folder(output_dir.resolve() / "broadcasts", version)
     if not folder.is_symlink() and not folder.exists():
         raise PolicyRefused("missing", f"version {version} is not published: no folder {folder}")
@@ -128,7 +128,7 @@ def read_version(folder: Path, *, run_id: str, version: int) -> tuple[PolicyMani
 
 
 def check_version(manifest: PolicyManifest, folder: Path, files: Mapping[str, bytes], base: BaseModel) -> list[Canary]:
-    """Returns the canaries of the version's adapters, or the one of its weights, once all files have passed. Raises
+    """Checks all files, and returns the canaries of the version's adapters, or the one canary of its weights. Raises
     `PolicyRefused`."""
     _check_spec(manifest, base)
     folders = adapter_folders(manifest.spec.adapters)
@@ -243,7 +243,8 @@ def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: B
 
 
 def _check_config(data: bytes, spec: PolicySpec) -> None:
-    """PEFT's configuration, from which vLLM takes rank and scaling, must say what the manifest says and no more."""
+    """Checks that PEFT's configuration, from which vLLM takes rank and scaling, says what the manifest says and no
+    more."""
     try:
         found = read_adapter_config(data)
     except CorruptError as error:
@@ -265,7 +266,7 @@ def _targets(spec: PolicySpec, base: BaseModel) -> dict[str, tuple[int, ...]]:
 
 
 def _check_weights(manifest: PolicyManifest, folder: Path, files: Mapping[str, bytes], base: BaseModel) -> None:
-    """Checks merged or full weights. Of those that will be broadcast there are names and shapes only."""
+    """Checks merged or full weights; where they will be broadcast, their names and shapes only."""
     spec, expected = manifest.spec, set(base.shapes)
     if spec.kind == "merged":
         expected = {f"{module}.weight" for module in _targets(spec, base)}

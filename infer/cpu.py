@@ -1,4 +1,4 @@
-"""What vLLM's build for CPUs needs mended, inside its engine process: the LoRA product, seeded requests, ranks, AMX.
+"""Mends vLLM's build for CPUs inside its engine process: the LoRA product, seeded requests, ranks, AMX.
 
 vLLM's own LoRA path (`punica_cpu`) gives base rows in a mixed batch the last adapter (slot -1 is used as an index), and
 gathers A and B once per token, which makes decoding three times slower.
@@ -27,7 +27,7 @@ def group_rows(slots: Sequence[int]) -> list[tuple[int, slice | torch.Tensor]]:
 
 
 class GroupedLora:
-    """Stands where vLLM's layers expect their punica wrapper: adds each row's own adapter to its output."""
+    """Takes the place of vLLM's punica wrapper: adds each row's own adapter to the layer's output."""
 
     def __init__(self) -> None:
         self.groups: list[tuple[int, slice | torch.Tensor]] = []
@@ -49,8 +49,8 @@ class GroupedLora:
         output_slices: Sequence[int],
         **kwargs: Any,
     ) -> None:
-        """`y[row, slice i] += scale * x[row] @ A_i.T @ B_i.T` with the row's own A [L, 1, r, I] and B [L, 1, O_i, r],
-        for y [R, O], x [R, I]."""
+        """Computes `y[row, slice i] += scale * x[row] @ A_i.T @ B_i.T` with the row's own A [L, 1, r, I] and B
+        [L, 1, O_i, r], for y [R, O], x [R, I]."""
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         for slot, rows in self.groups:
             own, start = x[rows], 0
@@ -80,7 +80,7 @@ def allow_amx() -> None:
 
 
 class RestoredGenerators(dict[int, torch.Generator]):
-    """The random numbers of requests with a seed.
+    """The random generators of requests with a seed, by row.
 
     vLLM samples from a prompt of which only a part has been read, throws the token away, and takes the generator back
     by an offset, which a CPU's does not have. The sampler's hooks put it back, and vLLM, asking for it, finds none."""
@@ -90,18 +90,18 @@ class RestoredGenerators(dict[int, torch.Generator]):
         super().__init__(generators)
         self._discarded = discarded
         self._before: dict[int, torch.Tensor] = {}
-        """States of rows whose tokens are thrown away; once put back, until vLLM asks for them."""
+        """Generator states of rows whose tokens are thrown away; an entry stays until vLLM asks for that row."""
 
     def get(self, row: int, default: Any = None) -> Any:
         """Returns the generator of a row; nothing the first time after it has been put back."""
         return default if self._before.pop(row, None) is not None else super().get(row, default)
 
     def remember(self, *_: object) -> None:
-        """Called before the sampler."""
+        """Keeps the states; called before the sampler."""
         self._before = {row: self[row].get_state() for row in self._discarded() if row in self}
 
     def restore(self, *_: object) -> None:
-        """Called after it."""
+        """Puts the states back; called after the sampler."""
         for row, state in self._before.items():
             self[row].set_state(state)
 
@@ -126,8 +126,8 @@ def install_ranks() -> None:
 
 
 def num_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Returns [R] i64 how many numbers of a row of x [R, V] are at least its one of values [R, 1]. As many rows at a
-    time as fit into a cache, in float32, which is exact up to 2^24: quick, and no third copy of all logits."""
+    """Returns [R] i64: how many numbers of each row of x [R, V] are at least the row's value in `values` [R, 1]. Counts
+    in float32, which is exact up to 2^24, and as many rows at a time as fit into a cache."""
     rows = max(1, 2**18 // x.shape[1])
     parts = zip(x.split(rows), values.split(rows), strict=True)
     return torch.cat([torch.ge(x, value, out=torch.empty(x.shape)).sum(-1) for x, value in parts]).long()

@@ -67,7 +67,7 @@ class Engine:
         self._models: Any = None
         self._numbers = itertools.count(1)
         self._session: str | None = None
-        """Of the trainer whose group the workers are in."""
+        """Session of the trainer whose NCCL group the workers have joined; None before the first."""
         self._fault = ""
         self.ended = asyncio.Event()
         """Set once the engine cannot answer any more."""
@@ -80,7 +80,7 @@ class Engine:
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
 
     def end(self, why: str) -> None:
-        """Has the server end, to be started again."""
+        """Ends the server, which is then started again."""
         log.error("%s", why)
         self._fault = why
         self.ended.set()
@@ -97,8 +97,8 @@ class Engine:
         return EngineEnded(self._fault or "vLLM's engine process has ended")
 
     async def or_end(self, work: Awaitable[T]) -> T:
-        """Returns the work's result. Raises `EngineEnded` as soon as the engine has ended: what vLLM has asked an
-        engine that ends before it answers, it would wait for for ever."""
+        """Awaits `work`, and returns its result. Raises `EngineEnded` as soon as the engine ends: vLLM itself would
+        wait for ever."""
         task, ended = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
         try:
             await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -40,7 +40,7 @@ class FollowServer:
         return follow, (os.getpid(), self.server_pid, self.norm_noise, self.plain_weights, starter_stays)
 
     def compute_hash(self) -> str:
-        """What vLLM's cache of compiled models depends on, besides its own settings."""
+        """Returns what vLLM's cache of compiled models depends on, besides its own settings."""
         return "norm_noise" if self.norm_noise else ""
 
     def at_forks(self, sockets: Sequence[socket.socket]) -> None:
@@ -69,7 +69,7 @@ class FollowServer:
 
 
 def follow(parent: int, server_pid: int, norm_noise: bool, plain_weights: bool, starter_stays: bool) -> FollowServer:
-    """A FollowServer on its arrival in another process, which `parent` has started."""
+    """Returns the FollowServer that arrives in another process, which `parent` has started."""
     arrived = FollowServer(server_pid, norm_noise, plain_weights)
     arrived.act(parent, starter_stays=starter_stays)
 

@@ -30,8 +30,8 @@ async def follow(engine: Engine, table: VersionTable, wanted: GenerateRequest) -
 
 
 def _rest(wanted: GenerateRequest, place: int, begun: Choice, version: int) -> GenerateRequest:
-    """What asks a version for the tokens that an answer lacks. A seed serves once: continued with the same one, an
-    answer would get the random numbers again that have made its beginning."""
+    """Returns the request for the tokens that an answer lacks. A seed serves once: continued with the same one, an
+    answer would get the random numbers of its beginning again."""
     num, seed = len(begun.token_ids), None if wanted.seed is None else wanted.seed + place
     return replace(
         wanted,
@@ -44,7 +44,7 @@ def _rest(wanted: GenerateRequest, place: int, begun: Choice, version: int) -> G
 
 
 def _joined(begun: Choice, part: Choice, version: int, max_tokens: int) -> Choice:
-    """An answer with what a version has sampled."""
+    """Returns an answer, extended by what a version has sampled."""
     token_ids, versions = [*begun.token_ids, *part.token_ids], list(begun.versions or ())
     if part.token_ids:
         before = versions.pop()[1] if versions and versions[-1][0] == version else 0

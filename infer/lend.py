@@ -1,4 +1,4 @@
-"""Exporting the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
+"""Exports the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
 
 On a CPU the weights move into memory that another process can map, and the server computes with them as they are
 instead of with vLLM's packed copies; on a GPU they stay where they are. Rows of layers that vLLM fuses are exported as
@@ -31,8 +31,9 @@ def keep_plain_weights() -> None:
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in], weight [out, in], bias [out] → [..., out], in float32 by oneDNN, as vLLM's packed product is: torch
-    takes it by itself for 16-bit types only, and MKL makes about half as many products a second from 8 rows on."""
+    """Returns `x @ weight.T + bias` [..., out] for x [..., in], weight [out, in], bias [out]. In float32 it calls
+    oneDNN, as vLLM's packed product does: torch takes that by itself for 16-bit types only, and MKL makes about half as
+    many products a second from 8 rows on."""
     if x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return output
@@ -103,7 +104,7 @@ def rows_of_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def by_checkpoint(
     model: Any, held: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What the model holds, by the checkpoint's names, and the names that it does not, with the reasons. Raises
+    """Returns what the model holds, by the checkpoint's names, and the names that it lacks, with the reasons. Raises
     `SharedBaseError` for tensors that are missing, surplus or of another shape."""
     views: dict[str, torch.Tensor] = {}
     left: dict[str, str] = {}
@@ -128,7 +129,7 @@ def by_checkpoint(
 
 
 def _unfused_name(model: Any, name: str) -> str:
-    """What `rows_of_parameters` calls a tensor of the checkpoint. vLLM renames tensors, and in newer versions names
+    """Returns what `rows_of_parameters` calls a tensor of the checkpoint. vLLM renames tensors, and newer versions name
     parts by what they are fused into."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     own: list[str] = [name] if mapper is None else mapper.apply_list([name])

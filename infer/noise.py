@@ -38,7 +38,7 @@ def with_noise(
 
 
 class NoiseTable:
-    """Which adapters have noise, and which tokens of the coming step belong to them."""
+    """The adapters that have noise, and the tokens of the coming step that belong to them."""
 
     def __init__(self, rows: torch.Tensor, banks: Mapping[str, torch.Tensor]) -> None:
         """`rows` [the most tokens of a step] i64, zeros; `banks` [1 + L, H] float32 by the names of the norms' weights
@@ -72,7 +72,7 @@ class NoiseTable:
         self.rows[: len(rows)].copy_(rows)
 
 
-def _tell(table: NoiseTable, wrapper: Any) -> None:
+def _follow_mapping(table: NoiseTable, wrapper: Any) -> None:
     """Lets the table know each batch's mapping of adapters before vLLM's punica wrapper does."""
     update = wrapper.update_metadata
 
@@ -110,7 +110,7 @@ class NoisyRMSNorm(RMSNorm):  # type: ignore[misc]
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As vLLM's, for x and residual [T, H]."""
+        """Does what vLLM's does, for x and residual [T, H]."""
         output = super().forward(x, residual)
         if not self.can_be_noisy or x.dim() != 2:
             return output  # type: ignore[no-any-return]
@@ -143,7 +143,7 @@ class NoisyPolicyWorker(PolicyWorker):
         rows = next(iter(found.values())).rows
         self.noise_table = NoiseTable(rows, {name: norm.bank for name, norm in found.items()})
         for wrapper in set(model.lora_manager.punica_wrapper_mapping.values()):
-            _tell(self.noise_table, wrapper)
+            _follow_mapping(self.noise_table, wrapper)
         return {name: norm.hidden_size for name, norm in found.items()}
 
     def load_norm_noise(self, adapter_id: int, folder: str) -> None:

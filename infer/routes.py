@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 
 class BadRequest(ValueError):
-    """A request's value that cannot be served; the message says which and what is expected."""
+    """A value of a request that cannot be served; the message says which one, and what is expected."""
 
 
 class Asleep(RuntimeError):
     """A request came while the engine sleeps."""
 
 
-TELL_S = 1.0
+ANNOUNCE_S = 1.0
 ERRORS: dict[type[Exception], tuple[int, str]] = {
     BadRequest: (400, "bad_request"),
     UnknownAdapter: (400, "bad_request"),
@@ -129,7 +129,7 @@ class PolicyRoutes:
     async def load(self, body: LoadRequest) -> LoadReport:
         """Makes a version live; see VersionTable.load."""
         require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
-        self._tell(f"loading version {body.version}")
+        self._report(f"loading version {body.version}")
         refused = None
         try:
             return await self.table.load(
@@ -139,7 +139,7 @@ class PolicyRoutes:
             refused = f"version {body.version}: {error}"
             raise
         finally:
-            self._tell("serving", refused)
+            self._report("serving", refused)
 
     async def unload(self, body: UnloadRequest) -> Unloaded:
         """Routes no more to a version."""
@@ -180,29 +180,29 @@ class PolicyRoutes:
         limit_s = self.settings.canary_timeout_s
         async with self._changing:
             started_s = time.monotonic()
-            self._tell(state)
+            self._report(state)
             try:
                 await asyncio.wait_for(change(), limit_s)
             except TimeoutError:
                 message = f"{state} took longer than canary_timeout_s = {limit_s:g} s; set that higher, or start the "
                 raise DeadlineError(f"{message}server again if its engine hangs") from None
-            self._tell(then)
+            self._report(then)
         return {"seconds": time.monotonic() - started_s}
 
-    async def tell_where(self) -> None:
-        """Says in the folder of a run that this server is there, also in that of a later run. Consumes nothing. Waits
-        for: the run. Ends when: it is cancelled."""
+    async def announce(self) -> None:
+        """The loop that notes this server in the folder of its run, and again in that of a later run. Consumes nothing.
+        Waits for the run. Ends when it is cancelled."""
         while True:
             if not self._status_path.exists():
-                self._tell("serving")
-            await asyncio.sleep(TELL_S)
+                self._report("serving")
+            await asyncio.sleep(ANNOUNCE_S)
 
-    def tell_end(self, error: BaseException | None) -> None:
-        """Says that the server ends, because it is told to, or of an error."""
-        told = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
-        self._tell(FINISHED if told else FAILED, None if told else f"{type(error).__name__}: {error}")
+    def report_end(self, error: BaseException | None) -> None:
+        """Records that the server ends, by a signal or by an error."""
+        wanted = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
+        self._report(FINISHED if wanted else FAILED, None if wanted else f"{type(error).__name__}: {error}")
 
-    def _tell(self, state: str, message: str | None = None) -> None:
+    def _report(self, state: str, message: str | None = None) -> None:
         """Writes the status file, where the folder holds a run and it can be written."""
         with contextlib.suppress(OSError, RunFolderError):
             if current_run_id(Path(self.settings.output_dir)) is not None:
@@ -224,7 +224,7 @@ def as_json(content: object, status: int = 200) -> Response:
 
 
 def answer_to(error: Exception) -> Response:
-    """Returns the response that says an error; raises those that are not expected."""
+    """Returns the response for an error; raises errors that are not expected."""
     known = [(409, error.reason)] if isinstance(error, PolicyRefused) else []
     known += [answer for kind, answer in ERRORS.items() if isinstance(error, kind)]
     if not known:

@@ -63,7 +63,7 @@ def _all_together(worker: Any) -> None:
     """The second runner computes the logits of all tokens of a step in pieces, in their order."""
     add, compute = worker.add_request, worker.compute_prompt_logprobs
     temperatures: dict[int, float] = {}
-    """Of the runner's places for requests. Each new request sets its place's anew."""
+    """One temperature for each of the runner's places for requests; each new request sets that of its place."""
 
     def add_request(name: str, place: int, params: Any) -> None:
         temperatures[place] = temperature_in(params)

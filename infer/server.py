@@ -122,7 +122,7 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         app.state.server = server = uvicorn.Server(config)
-        ended, telling = asyncio.create_task(engine.ended.wait()), asyncio.create_task(routes.tell_where())
+        ended, announcing = asyncio.create_task(engine.ended.wait()), asyncio.create_task(routes.announce())
         ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
         try:
             log.info("serving on %s:%d", *sock.getsockname()[:2])
@@ -131,10 +131,10 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
                 raise engine.fault()
         finally:
             ended.cancel()
-            telling.cancel()
+            announcing.cancel()
             if fetched is not None:
                 fetched.close()
-            routes.tell_end(sys.exception())
+            routes.report_end(sys.exception())
 
 
 def base_folder(settings: InferSettings, model_dir: Path, identity: str, device: str) -> Path:

@@ -1,4 +1,4 @@
-"""Which policy versions this server serves: loading with proof, routing, and dropping them when they have drained.
+"""The policy versions that this server serves: loading with proof, routing, and dropping them when they have drained.
 
 Adapters are served several at once. Merged and full weights replace the model's own, one version at a time, while no
 request runs. Where loading or proof fails, the earlier weights are loaded again and must score as before; where they
@@ -35,11 +35,11 @@ Scores = Sequence[Sequence[float]]
 
 
 class NotLive(LookupError):
-    """A version was asked for that is not served."""
+    """A request named a version that is not served."""
 
 
 class UnknownAdapter(ValueError):
-    """An adapter was asked for that the version has not."""
+    """A request named an adapter that the version does not have."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,16 +49,16 @@ class Served:
     version: int | None = None
     """None: the base model."""
     adapters: Mapping[str, Adapter | None] = field(default_factory=lambda: {"": None})
-    """By name, an only one under an empty one, the default first. None: the model itself."""
+    """Adapters by name, the default first; an only one has an empty name. None stands for the model itself."""
     noisy: Adapter | None = None
-    """An only adapter with the version's noise, if it has any."""
+    """The version's only adapter together with its noise, if it has any."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """All but metrics: with others, it is another policy of the same version."""
+    """All files but the metrics; with other files it is another policy of the same version."""
     report: LoadReport | None = None
     folder: Path | None = None
-    """With weights that can be loaded again; None for the base's, and for a broadcast."""
+    """Folder from which the weights can be loaded again; None for the base's, and for a broadcast."""
     scores: Scores = ()
-    """Of the canary, where the version has taken the place of the model's weights."""
+    """Scores of the canary, where the version has taken the place of the model's weights."""
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once requests that follow must move on: a newer version is live, or this one is about to be replaced."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,11 +66,11 @@ class Served:
     num_in_flight: int = 0
 
     def all_adapters(self) -> list[Adapter]:
-        """Returns those with noise and without."""
+        """Returns the adapters with noise and without."""
         return [adapter for adapter in (*self.adapters.values(), self.noisy) if adapter is not None]
 
     def adapter(self, name: str | None, *, noisy: bool) -> Adapter | None:
-        """Returns the one of this name, None: the first, or the model itself. Raises `UnknownAdapter`."""
+        """Returns the adapter of this name; for None the first one, or the model itself. Raises `UnknownAdapter`."""
         if name is None:
             return (self.noisy if noisy else None) or next(iter(self.adapters.values()))
         if name not in self.adapters:
@@ -105,7 +105,7 @@ class VersionTable:
         self._last_key = 0
         self._lock = asyncio.Lock()
         self._open = asyncio.Event()
-        """Set but while the model's weights are replaced."""
+        """Cleared while the model's weights are replaced."""
         self._open.set()
 
     @property
@@ -131,8 +131,8 @@ class VersionTable:
     async def using(
         self, version: int | None, *, noisy: bool = False, adapter: str | None = None, follow: bool = False
     ) -> AsyncIterator[tuple[Served, Adapter | None]]:
-        """What serves one request, which is counted in flight: a live version (None: the base model) and its adapter,
-        `noisy` with the version's noise, where it has any. With `follow` it is the newest version that is live, which
+        """Yields what serves one request, which is counted in flight: a live version (None: the base model) and its
+        adapter, `noisy` with the version's noise, where it has any. With `follow` it is the newest live version, which
         must be at least `version`. Raises `NotLive` and `UnknownAdapter`."""
         while not self._open.is_set():
             await self._open.wait()
@@ -153,8 +153,8 @@ class VersionTable:
             return self._live[version]
         if version is None and not (self.in_place and self._live):
             return self._base
-        asked = "the base model" if version is None else f"version {version}"
-        raise NotLive(f"{asked} is not live; live are {self.live or 'no versions'}")
+        name = "the base model" if version is None else f"version {version}"
+        raise NotLive(f"{name} is not live; live are {self.live or 'no versions'}")
 
     async def load(self, *, run_id: str, version: int, alias: str | None = None, rank_offset: int = 1) -> LoadReport:
         """Makes a published version live, after its files and its effect have been checked; at once if it is already.
@@ -202,7 +202,7 @@ class VersionTable:
         return served
 
     async def _begin_run(self, run_id: str) -> None:
-        """Drops what is of another run, whose versions carry the same names."""
+        """Drops the versions of another run, which carry the same names."""
         for served in list(self._live.values()):
             if self.in_place:
                 async with self._drained(served):
@@ -229,7 +229,7 @@ class VersionTable:
         )
 
     def _effect(self, canary: Canary, scores: Scores, without: Scores, *, noise: bool = False) -> CanaryFigures:
-        """Of the replica that is farthest from the trainer."""
+        """Returns the figures of the replica that is farthest from the trainer."""
         settings: dict[str, Any] = {"dtype": self.engine.dtype, "device": self.engine.device, "noise": noise}
         settings |= {"tolerance": self.tolerance}
         both = zip(scores, without, strict=True)

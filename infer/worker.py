@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 
 class PolicyWorker:
-    """What the engine asks of a worker by `collective_rpc`."""
+    """The methods that the engine calls on its workers by `collective_rpc`."""
 
     def install_ours(self, on_cpu: bool, lora: bool, norms: Sequence[str]) -> dict[str, int]:
         """Puts our parts in the place of vLLM's, once the model is loaded. `norms` are candidates of norm weights that

@@ -1,6 +1,6 @@
 """The run's one store: the fate of every rollout (issued, scored, shipping, shipped, trained in a step, or dropped with
-its reason), preference pairs with the step that took them, which examples are easy and hard and what artifact stores
-hold from which step on, and with each batch the state from which a later process goes on after it.
+its reason), preference pairs with the step that took them, which examples are easy and hard from which step on, what
+artifact stores hold, and with each batch the state from which a later process goes on after it.
 
 Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. A rollout is written
 before any server is asked for it, so that one that a killed process had issued is known to the next, and its number is
@@ -42,45 +42,66 @@ CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS artifacts (
-    store TEXT NOT NULL, id TEXT NOT NULL, place INTEGER NOT NULL, weight REAL NOT NULL, data TEXT NOT NULL,
-    added_step INTEGER NOT NULL, removed_step INTEGER
+    store TEXT NOT NULL, id TEXT NOT NULL, weight REAL NOT NULL, data TEXT NOT NULL, PRIMARY KEY (store, id)
 );
-CREATE INDEX IF NOT EXISTS artifacts_there ON artifacts (store, id) WHERE removed_step IS NULL;
 """
+LEDGER_FILE = "ledger.sqlite"
+STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
+"""States of a rollout."""
 NUM_STATES = 64
 """States of the newest batches that are kept; more than a channel holds unreceived."""
 BUSY_S = 30.0
 """How long to wait where another process writes."""
 RESTARTED, SUPERSEDED = "restarted", "superseded"
-"""Reasons: the orchestrator ended before the rollout was trained, and its prompt is asked again; the run went on from a
-checkpoint before the step that had trained it."""
+"""Reasons: the orchestrator ended before the rollout was trained, and its prompt is sampled again; the run went on from
+a checkpoint before the step that had trained it."""
 
 
-class _Rollout(msgspec.Struct, kw_only=True):
-    """A row, in the order in which it is written."""
+class RolloutRow(msgspec.Struct, kw_only=True):
+    """The fate of one rollout: a row, in the order in which it is written.
+    Example: ``RolloutRow(group_id=17, number=3, env="reverse-text", state="trained", step=2, ...)``"""
 
     group_id: int
     number: int
+    """Number in its group."""
     env: str
     example: int
+    """Number of the example in the environment's `train` split."""
     version: int
+    """Policy version that it was started under."""
     issued_at: float
+    """Wall clock, seconds since 1970."""
     changed_at: float
+    """When it came into this state; wall clock, seconds since 1970."""
     state: str = "issued"
+    """One of `STATES`."""
     reason: str | None = None
+    """Why it was dropped."""
     step: int | None = None
+    """The batch that it is part of."""
     reward: float | None = None
     num_tokens: int | None = None
+    """Sampled tokens."""
+
+    @property
+    def id(self) -> str:
+        """`group/number`."""
+        return f"{self.group_id}/{self.number}"
+
+    @property
+    def lag(self) -> int | None:
+        """Versions that the policy had moved on by, where it is part of a batch."""
+        return None if self.step is None else self.step - 1 - self.version
 
 
-_COLUMNS = _Rollout.__struct_fields__
+_COLUMNS = RolloutRow.__struct_fields__
 _UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _NOW = "UPDATE rollouts SET changed_at = max(?, changed_at),"  # a clock may go back
 _KEEP_STATE = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """By which a file is known, whatever its name; None where there is none."""
+    """Returns device and inode of a file, which stay its own whatever its name; None where there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -96,7 +117,7 @@ class Ledger:
         self.path = path
         self._database = sqlite3.connect(path, check_same_thread=False, timeout=BUSY_S)
         self._lock = threading.Lock()
-        """Of the database: what has changed is written by other threads."""
+        """Guards the database: other threads write to it."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.executescript(_TABLES)
@@ -108,8 +129,11 @@ class Ledger:
         self._queue: deque[tuple[str, list[tuple[object, ...]]]] = deque()
         """Statements with their rows as they were when they were handed over, in order, whichever thread comes to write
         them."""
-        self._open: dict[str, _Rollout] = {}
-        self._changed: dict[str, _Rollout] = {}
+        self._open: dict[str, RolloutRow] = {}
+        self._changed: dict[str, RolloutRow] = {}
+        self._sampled_s: dict[tuple[int, float], float] = {}
+        """When the last rollout was scored or dropped, by group and time of issue, since the last `sampled_s`."""
+        self._asked_at = 0.0
         self._num_shipped: dict[int, int] = {}
         """Rollouts of steps that are not known to be trained."""
         self.num_issued = 0
@@ -123,7 +147,7 @@ class Ledger:
         now = time.time()
         for number in range(first, first + num):
             rollout_id = f"{group}/{number}"
-            self._open[rollout_id] = self._changed[rollout_id] = _Rollout(
+            self._open[rollout_id] = self._changed[rollout_id] = RolloutRow(
                 group_id=group,
                 number=number,
                 env=env,
@@ -140,7 +164,7 @@ class Ledger:
         row.reward, row.num_tokens = reward, num_tokens
 
     def dropped(self, rollout_ids: Iterable[str], reason: str) -> None:
-        """Rollouts that are not trained."""
+        """Rollouts are not trained."""
         for rollout_id in rollout_ids:
             self._advance(rollout_id, "dropped").reason = reason
             self.num_dropped[reason] += 1
@@ -173,8 +197,25 @@ class Ledger:
         """Whatever is not on its way to the trainer when a run ends."""
         self.dropped(list(self._open), reason)
 
-    def _advance(self, rollout_id: str, state: str) -> _Rollout:
+    def span_s(self, rollout_ids: Iterable[str]) -> tuple[float, float]:
+        """Returns when the first of these rollouts was issued and the last one scored. They must be scored, and not be
+        about to leave."""
+        rows = [self._open[rollout_id] for rollout_id in rollout_ids]
+        return min(row.issued_at for row in rows), max(row.changed_at for row in rows)
+
+    def sampled_s(self) -> list[tuple[float, float]]:
+        """Returns when rollouts were sampled and scored, by group, since the last call; up to now where they still
+        are."""
+        now, since = time.time(), self._asked_at
+        ended, self._sampled_s, self._asked_at = self._sampled_s, {}, now
+        going_on = {(row.group_id, row.issued_at): now for row in self._open.values() if row.state == "issued"}
+        times = [(max(since, issued_at), end) for (_, issued_at), end in (ended | going_on).items()]
+        return [(start, end) for start, end in times if end > start]
+
+    def _advance(self, rollout_id: str, state: str) -> RolloutRow:
         row = self._changed[rollout_id] = self._open[rollout_id]
+        if row.state == "issued":
+            self._sampled_s[row.group_id, row.issued_at] = time.time()
         row.state, row.changed_at = state, max(time.time(), row.changed_at)  # a clock may go back
         return row
 
@@ -191,7 +232,7 @@ class Ledger:
         self._hand_over("UPDATE pairs SET taken_step = ? WHERE id = ?", *((step, number) for number in numbers))
 
     def pairs_waiting(self, most: int) -> list[tuple[int, str]]:
-        """(number, JSON) of pairs that no batch has taken, those of the newest versions."""
+        """Returns (number, JSON) of pairs that no batch has taken, newest versions first."""
         query = "SELECT id, record FROM pairs WHERE taken_step IS NULL ORDER BY version DESC, id DESC LIMIT ?"
         return self._read(query, most)
 
@@ -211,36 +252,33 @@ class Ledger:
         self._hand_over("INSERT OR REPLACE INTO pools VALUES (?, ?, ?)", *rows)
 
     def pools(self) -> dict[str, str]:
-        """The pool of each example by key that was ever in another than the first."""
+        """Returns the pools of examples that were ever in another than the first, by key."""
         rows = self._read("SELECT example, pool, max(step) FROM pools GROUP BY example")
         return {example: pool for example, pool, _ in rows}
 
     # --- artifacts ---
 
-    def artifacts_changed(
-        self, store: str, changed: Iterable[str], there: Iterable[tuple[str, int, float, str]], step: int
-    ) -> None:
-        """Artifacts `changed` since the last batch, by id, of which (id, place, weight, data) are `there` now: written
-        in the transaction of batch `step`."""
-        gone = "UPDATE artifacts SET removed_step = ? WHERE store = ? AND id = ? AND removed_step IS NULL"
-        self._hand_over(gone, *((step, store, artifact_id) for artifact_id in changed))
-        added = "INSERT INTO artifacts VALUES (?, ?, ?, ?, ?, ?, NULL)"
-        self._hand_over(added, *((store, *one, step) for one in there))
+    def artifact_changed(self, store: str, artifact_id: str, kept: tuple[float, str] | None) -> None:
+        """An artifact has this weight and this data now, or is gone."""
+        if kept is None:
+            self._hand_over("DELETE FROM artifacts WHERE store = ? AND id = ?", (store, artifact_id))
+        else:  # one that is there keeps its place among the others
+            upsert = "INSERT INTO artifacts VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET weight = excluded.weight"
+            self._hand_over(upsert, (store, artifact_id, *kept))
 
-    def artifacts(self, store: str) -> list[tuple[str, int, float, str]]:
-        """(id, place, weight, data) of what a store holds, by place."""
-        query = "SELECT id, place, weight, data FROM artifacts WHERE store = ? AND removed_step IS NULL ORDER BY place"
-        return self._read(query, store)
+    def artifacts(self, store: str) -> list[tuple[str, float, str]]:
+        """Returns (id, weight, data) of what a store holds, oldest first."""
+        return self._read("SELECT id, weight, data FROM artifacts WHERE store = ? ORDER BY rowid", store)
 
     # --- the database ---
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether anything that was told is not in the database yet."""
+        """Whether any change is not in the database yet."""
         return bool(self._changed or self._queue)
 
     def changes(self) -> Callable[[], None]:
-        """A blocking call that writes what has changed until now."""
+        """Returns a blocking call that writes what has changed until now."""
         self._hand_over()
         return self._write
 
@@ -310,17 +348,17 @@ class Ledger:
         return not self._read("SELECT 1 FROM rollouts LIMIT 1")
 
     def state_after(self, step: int) -> Mapping[str, Any] | None:
-        """What was kept with batch `step`; None where nothing is."""
+        """Returns what was kept with batch `step`; None where nothing is."""
         rows = self._read("SELECT state FROM steps WHERE step = ?", step)
         return json.loads(rows[0][0]) if rows else None
 
     def newest_state(self) -> Mapping[str, Any] | None:
-        """What was kept with the newest batch of all; None without any."""
+        """Returns what was kept with the newest batch; None without any."""
         rows = self._read("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
         return json.loads(rows[0][0]) if rows else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Those of the newest batches, by step."""
+        """Returns the metrics of the newest batches, by step."""
         rows = self._read("SELECT step, metrics FROM steps ORDER BY step DESC LIMIT ?", NUM_STATES)
         return {step: json.loads(metrics) for step, metrics in reversed(rows)}
 
@@ -330,12 +368,11 @@ class Ledger:
         old = f"DELETE FROM steps WHERE step <= (SELECT max(step) FROM steps) - {NUM_STATES} AND step < ?"
         others = f"{old} AND step NOT IN ({', '.join('?' * len(checkpoints))})"
         with self._lock, self._transaction() as database:
-            database.execute("DELETE FROM artifacts WHERE removed_step <= ?", (checkpoints[0],))
             database.execute(others, (checkpoints[-1], *checkpoints))
 
     def resume(self, step: int, *, count: bool = True) -> int:
-        """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
-        prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.
+        """Goes on after batch `step`, the newest that the trainer has or can have: rollouts that were open then and
+        those of later batches are dropped, because their prompts are sampled again. Returns the next group's number.
 
         `count`: the totals include what earlier processes did.
         """
@@ -349,15 +386,9 @@ class Ledger:
                 fate = f"state = :state, reason = :reason, step = {of_step}, changed_at = max(:now, changed_at)"
                 values = {"state": state, "reason": reason, "step": step, "now": time.time()}
                 database.execute(f"UPDATE rollouts SET {fate} WHERE {which}", values)
-            for table, column in (
-                ("steps", "step"),
-                ("pools", "step"),
-                ("artifacts", "added_step"),
-                ("pairs", "version"),
-            ):
+            for table, column in (("steps", "step"), ("pools", "step"), ("pairs", "version")):
                 database.execute(f"DELETE FROM {table} WHERE {column} > ?", (step,))
-            for table, column in (("artifacts", "removed_step"), ("pairs", "taken_step")):
-                database.execute(f"UPDATE {table} SET {column} = NULL WHERE {column} > ?", (step,))
+            database.execute("UPDATE pairs SET taken_step = NULL WHERE taken_step > ?", (step,))
         by_step = "SELECT step, count(*) FROM rollouts WHERE state = 'shipped' GROUP BY step"
         self._num_shipped = dict(self._read(by_step))
         [(newest, num)] = self._read("SELECT max(group_id), count(*) FROM rollouts")

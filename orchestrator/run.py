@@ -5,45 +5,45 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 from pathlib import Path
 
 from grpo.configs.common import HttpBroadcast
 from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.arena.arena import ARENA, Arena, find_arena
 from grpo.orchestrator.background import in_thread, root_cause
 from grpo.orchestrator.buffer import make_buffer
 from grpo.orchestrator.checks import check_server
 from grpo.orchestrator.filters import make_filters
-from grpo.orchestrator.hooks import Hook, close_hooks, open_hooks
+from grpo.orchestrator.hooks import close_hooks, open_hooks
 from grpo.orchestrator.inference.client import InferenceClient
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
-from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.ledger import LEDGER_FILE, Ledger
 from grpo.orchestrator.loops.assemble import Assembling
 from grpo.orchestrator.loops.evaluate import Evaluating
 from grpo.orchestrator.loops.report import Reporting
-from grpo.orchestrator.loops.sample import Intake, Sampling
+from grpo.orchestrator.loops.sample import Sampling, Schedule
 from grpo.orchestrator.loops.versions import Versions
+from grpo.orchestrator.monitoring.fates import Fates
 from grpo.orchestrator.monitoring.recorder import Recorder
 from grpo.orchestrator.monitoring.summary import Summary
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.monitoring.trackers import Reporter, check_reports
 from grpo.orchestrator.resuming import Progress, resume
-from grpo.orchestrator.rollouts.engine import EpisodePool, RolloutEngine
+from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.scheduler import make_scheduler
 from grpo.orchestrator.shaping import BatchAdvantages, shaping_hooks
-from grpo.orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
+from grpo.orchestrator.sink import RolloutSink
+from grpo.orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.batches.channel import open_sender
 from grpo.transport.batches.filesystem import BatchSender
-from grpo.transport.checkpoints import Checkpoints
 from grpo.transport.hidden import hide_environment
 from grpo.transport.status import FINISHED, StatusFile, read_status
 from grpo.transport.weights.identity import base_identity, resolve_model
@@ -131,15 +131,15 @@ async def _train(
     *,
     began_s: float,
 ) -> Summary:
-    """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over. `began_s`:
-    when the program started, on the monotonic clock."""
+    """Runs all loops until the last version is live and evaluated. Then tells the trainer that the run is over.
+    `began_s`: when the program started, on the monotonic clock."""
     run, client = ready.run, sync.client
     async with AsyncExitStack() as files:
         # What is remembered.
-        ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
+        ledger = files.enter_context(closing(Ledger(run.path / LEDGER_FILE)))
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
-        client.busy, sync.timed, sync.noted = timeline.busy, timeline.loading, ledger.proved
+        sync.timed, sync.noted = timeline.loading, ledger.proved
         traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.num_ranks)))
         traces.vocabulary(ready.renderer.vocabulary())
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
@@ -149,24 +149,28 @@ async def _train(
             recorder.resume(progress, dropped=ledger.num_dropped, count=not settings.ckpt.skip_progress)
 
         # What makes rollouts, and what is learned from.
-        arena = None if settings.arena is None else find_arena(settings.arena)
-        pools: dict[str, EpisodePool] = dict(environments)
-        if arena is not None:
-            pools[ARENA] = arena.pool(settings, partial(failure_rate(settings).record, ARENA))
         scheduler = make_scheduler(settings, progress)
         opened = await open_hooks(settings, ready, client, environments, scheduler, ledger, progress)
         files.push_async_callback(close_hooks, opened)
         hooks = [*shaping_hooks(settings), *opened]
         _admit(sync, settings, ready, room=max((hook.server_room for hook in hooks), default=0))
-        engine = _make_engine(settings, ready, client, pools, ledger, progress, hooks)
-        intake = Intake(
+        # No sample gets longer than servers, trainer and hooks take.
+        limits = [ready.context_len, *(hook.longest for hook in hooks if hook.longest is not None)]
+        limits += [ready.server_len - hook.server_room for hook in hooks]
+        engine = RolloutEngine(
+            environments,
+            client,
+            ready.renderer,
+            context_len=min(limits),
+            seed=settings.seed,
+            max_prompt_length=settings.buffer.max_prompt_length,
+            stores=ArtifactStores(ledger, seed=f"{settings.seed}/{progress.num_groups}"),
+        )
+        sink = RolloutSink(
             settings=settings,
             engine=engine,
             scheduler=scheduler,
-            timeline=timeline,
-            ledger=ledger,
-            recorder=recorder,
-            traces=traces,
+            fates=Fates(ledger, recorder, timeline, traces),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             hooks=hooks,
         )
@@ -182,7 +186,7 @@ async def _train(
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
         gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either
         try:
-            await _run_loops(intake, ready, watch, sync, environments, sender, progress, arena)
+            await _run_loops(sink, ready, watch, sync, environments, sender, progress)
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)
             await in_thread(ledger.changes())
@@ -191,106 +195,71 @@ async def _train(
             await in_thread(sender.close)
 
 
-def _make_engine(
-    settings: OrchSettings,
-    ready: Ready,
-    client: InferenceClient,
-    pools: Mapping[str, EpisodePool],
-    ledger: Ledger,
-    progress: Progress,
-    hooks: Sequence[Hook],
-) -> RolloutEngine:
-    """Returns the engine, with the artifact stores of all environments. No sample gets longer than servers, trainer and
-    hooks take."""
-    limits = [hook.longest for hook in hooks if hook.longest is not None]
-    limits += [ready.context_len, *(ready.server_len - hook.server_room for hook in hooks)]
-    sizes = {key: pool.loaded.stores for key, pool in pools.items()}
-    return RolloutEngine(
-        pools,
-        client,
-        ready.renderer,
-        context_len=min(limits),
-        seed=settings.seed,
-        max_prompt_length=settings.buffer.max_prompt_length,
-        stores=ArtifactStores(sizes, ledger, seed=settings.seed, state=progress.artifacts),
-    )
-
-
 async def _run_loops(
-    intake: Intake,
+    sink: RolloutSink,
     ready: Ready,
     watch: ServerWatch,
     sync: WeightSync,
     environments: Mapping[str, WorkerPool],
     sender: BatchSender,
     progress: Progress,
-    arena: Arena | None,
 ) -> None:
-    """Until the last version is live and evaluated. `arena`: starts rollouts in place of a loop of ours."""
-    settings, scheduler, shipped_at_s = intake.settings, intake.scheduler, dict[int, float]()
+    """Runs all loops until the last version is live and evaluated."""
+    settings, scheduler, fates = sink.settings, sink.scheduler, sink.fates
+    sleep = SleepScheduler(sync.client, slept=fates.timeline.slept) if settings.sleep_mode else None
     keys = {env.label: environments[env.label].identities for env in settings.env}
     buffer = make_buffer(settings, keys, progress)
-    sleep = SleepScheduler(sync.client, slept=intake.timeline.slept) if settings.sleep_mode else None
-    sampling = Sampling(
-        settings=settings,
-        prompts=ready.train_prompts,
-        solutions={env.label: environments[env.label].solutions for env in settings.env},
-        buffer=buffer,
-        intake=intake,
-    )
+    solutions = {env.label: environments[env.label].solutions for env in settings.env}
+    sampling = Sampling(prompts=ready.train_prompts, solutions=solutions, buffer=buffer, sink=sink)
+    schedule = sampling if settings.arena is None else _arena_schedule(sink)
     assembling = Assembling(
-        intake=intake,
-        run_folder=ready.run,
-        num_ranks=ready.trainer.num_ranks,
+        ready=ready,
+        sink=sink,
         buffer=buffer,
         advantages=BatchAdvantages(settings.advantage, progress.state),
         watch=watch,
         sleep=sleep,
         sender=sender,
-        shipped_at_s=shipped_at_s,
     )
     evaluating = Evaluating(
         settings=settings,
         prompts=ready.eval_prompts,
         passed_over=progress.first_version if progress.resumed and settings.eval.skip_eval_on_resume else None,
         scheduler=scheduler,
-        engine=intake.engine,
-        recorder=intake.recorder,
-        timeline=intake.timeline,
-        traces=intake.traces,
-        cancel_rollouts=sampling.cancel,
+        engine=sink.engine,
+        fates=fates,
+        cancel_rollouts=schedule.cancel,
     )
     versions = Versions(
         settings=settings,
-        run_folder=ready.run,
-        model_identity=ready.model_identity,
+        ready=ready,
         first_version=progress.first_version,
         scheduler=scheduler,
         sync=sync,
         sleep=sleep,
-        ledger=intake.ledger,
-        recorder=intake.recorder,
-        timeline=intake.timeline,
-        traces=intake.traces,
+        fates=fates,
         evaluating=evaluating,
-        shipped_at_s=shipped_at_s,
     )
     reporting = Reporting(
         settings=settings,
-        status=ready.status,
+        ready=ready,
         first_version=progress.first_version,
         scheduler=scheduler,
-        client=sync.client,
         sync=sync,
         sleep=sleep,
         environments=environments,
-        hooks=intake.hooks,
-        ledger=intake.ledger,
-        checkpoints=Checkpoints(ready.run),
+        hooks=sink.hooks,
+        ledger=fates.ledger,
     )
     async with asyncio.TaskGroup() as group:
         background = group.create_task(reporting.run())
-        sampled = sampling.run() if arena is None else arena.work(intake)
-        loops = (sampled, assembling.run(), evaluating.run(), versions.run())
+        loops = (schedule.run(), assembling.run(), evaluating.run(), versions.run())
         await asyncio.gather(*map(group.create_task, loops))
         background.cancel()
+
+
+def _arena_schedule(sink: RolloutSink) -> Schedule:
+    """Returns the schedule that `orch.arena` names. Raises UserError."""
+    from grpo.orchestrator.arena.schedule import open_schedule  # the rest knows of no arena
+
+    return open_schedule(sink)

@@ -1,4 +1,4 @@
-"""Who may start, what ships when: a state machine over groups, batches and policy versions, without clock or I/O.
+"""The scheduler decides which groups may start, and when batches ship. It has neither clock nor I/O.
 
 Step n trains batch n and yields version n. A group that is started under version v and ships in batch n has the lag
 n - 1 - v. Batch n ships when version n - 1 - max_async_level is live on all servers and enough groups are complete.
@@ -8,18 +8,20 @@ exceeds max_off_policy_steps. So long answers are waited for and never age out, 
 max_async_level batches ship in the order in which their groups were started.
 """
 
+import asyncio
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.background import Bell
 from grpo.orchestrator.resuming import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    """Leave to sample one group. Example: ``Ticket(group=17, version=3)``"""
+class GroupLease:
+    """Permission to start one group. Example: ``GroupLease(group=17, version=3)``"""
 
     group: int
     """Number of the group, from 0 in the order of starting."""
@@ -33,16 +35,16 @@ class Shipment:
 
     step: int
     """The batch's number, from 1."""
-    tickets: tuple[Ticket, ...]
+    leases: tuple[GroupLease, ...]
     """Oldest versions first, in the order of starting; each with the version by which its lag is counted."""
 
-    def lag(self, ticket: Ticket) -> int:
-        """Lag of a group of this batch."""
-        return self.step - 1 - ticket.version
+    def lag(self, lease: GroupLease) -> int:
+        """Returns the lag of a group of this batch."""
+        return self.step - 1 - lease.version
 
 
 class Scheduler:
-    """Stepped by events (`version_live`, `completed`, `failed`), asked by `start` and `ship`."""
+    """A state machine over groups, batches and policy versions: events change it, `start` and `ship` decide."""
 
     def __init__(
         self,
@@ -73,159 +75,148 @@ class Scheduler:
         self._max_steps = max_steps
         self._oversampling_factor = oversampling_factor
         self._follows = follows
-        self._in_flight: dict[int, Ticket] = {}
-        self._parked: dict[int, Ticket] = {}
-        self._complete: dict[int, Ticket] = {}
+        self._in_flight: dict[int, GroupLease] = {}
+        self._delayed: set[int] = set()
+        """Groups in flight that wait for a reward: they hold no slot and no version, and no batch waits for them."""
+        self._complete: dict[int, GroupLease] = {}
         self._num_unshipped: Counter[int] = Counter()
-        """Groups in flight and complete ones, by version."""
+        """Groups in flight that are not delayed and complete ones, by version."""
         self._num_complete: Counter[int] = Counter()
         self._pins: Counter[int] = Counter()
         self._num_started = num_started
-        self._held = False
-        self._num_pauses = 0
+        self.blocks: Counter[str] = Counter()
+        """How many block the start of groups now, by reason."""
         self.shipped = shipped
         """Number of the newest batch that has left."""
         self.live: int | None = None
         """Newest version that all servers serve."""
-        self.num_claims = 0
-        """Evaluations that are due or going on, and versions that are being loaded: who wants the servers awake."""
-        self.changed = Bell()
-        """Rings at every event."""
+        self.changed = asyncio.Event()
+        """Wakes all who wait for it at every event. Whoever asks and then waits, without awaiting in between, misses
+        none."""
 
     # --- events ---
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed.clear()
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`, the one after the newest; the first may be any that a batch has given."""
         expected = range(self.shipped + 1) if self.live is None else range(self.live + 1, self.live + 2)
         if version not in expected:
             raise ValueError(f"version {version} became live, expected {expected[-1]}: versions come in order")
-        self.live, self._held = version, False
+        self.live = version
         self._num_unshipped, self._num_complete = +self._num_unshipped, +self._num_complete
-        self.changed.ring()
+        self._notify()
 
-    def completed(self, group: int, *, oldest: int | None = None) -> None:
+    def completed(self, group: int, *, oldest: int | None = None) -> bool:
         """A group has been sampled and scored. `oldest`: the oldest version that sampled any of it, by which its lag is
-        counted (None: the one it was started under)."""
-        ticket = self._in_flight.pop(group)
-        if oldest is not None and oldest != ticket.version:
-            self._num_unshipped[ticket.version] -= 1
-            self._num_unshipped[oldest] += 1
-            ticket = Ticket(group=group, version=oldest)
-        self._complete[group] = ticket
-        self._num_complete[ticket.version] += 1
-        self.changed.ring()
+        counted (None: the one it was started under). Returns whether it will ship: a delayed one does not where it has
+        become too old, would make others too old, or others have taken its place in the last batches."""
+        was_delayed, version = group in self._delayed, self._in_flight[group].version if oldest is None else oldest
+        self._leave(group)
+        self._num_unshipped[version] += 1
+        if ships := not was_delayed or self._rest_can_ship(after=self.shipped):
+            self._complete[group] = GroupLease(group=group, version=version)
+            self._num_complete[version] += 1
+        else:
+            self._num_unshipped[version] -= 1
+        self._notify()
+        return ships
 
     def failed(self, group: int) -> None:
-        """A group has come to nothing; another one may start in its place."""
-        self._num_unshipped[self._in_flight.pop(group).version] -= 1
-        self.changed.ring()
+        """A group in flight is dropped; another one may start in its place."""
+        self._leave(group)
+        self._notify()
 
-    def park(self, group: int) -> None:
-        """A group in flight waits for rewards that come later: it holds no slot, and nobody waits for it."""
-        ticket = self._parked[group] = self._in_flight.pop(group)
-        self._num_unshipped[ticket.version] -= 1
-        self.changed.ring()
+    def _leave(self, group: int) -> None:
+        self._num_unshipped[self._in_flight.pop(group).version] -= group not in self._delayed
+        self._delayed.discard(group)
 
-    def unpark(self, group: int) -> bool:
-        """A group that was parked is in flight again. Returns whether it can be completed: not where it has become too
-        old, would make others too old, or others have taken its place in the last batches."""
-        ticket = self._in_flight[group] = self._parked.pop(group)
-        self._num_unshipped[ticket.version] += 1
-        num_due = 0
-        for version in sorted(self._num_unshipped):
-            num_due += self._num_unshipped[version]
-            if num_due > (self._last_batch(version) - self.shipped) * self._groups_per_batch:
-                return False
-        return True
+    def delay(self, group: int) -> None:
+        """A group in flight waits for rewards that come later."""
+        if group not in self._delayed:
+            self._delayed.add(group)
+            self._num_unshipped[self._in_flight[group].version] -= 1
+            self._notify()
 
-    def pin(self, version: int) -> None:
-        """Somebody outside, an evaluation, needs `version` to stay."""
+    @contextmanager
+    def pin(self, version: int) -> Iterator[None]:
+        """Within it servers keep `version`, and stay awake."""
         self._pins[version] += 1
+        try:
+            yield
+        finally:
+            self._pins[version] -= 1
+            self._notify()
 
-    def unpin(self, version: int) -> None:
-        """Takes back one `pin`."""
-        self._pins[version] -= 1
-        self.changed.ring()
-
-    def claim(self) -> None:
-        """Somebody besides rollouts wants the servers awake."""
-        self.num_claims += 1
-
-    def unclaim(self) -> None:
-        """Takes back one `claim`."""
-        self.num_claims -= 1
-        self.changed.ring()
-
-    def hold(self) -> None:
-        """Starts nothing until the next version is live: servers that hold one version must drain first. Groups that
-        follow wait at the servers instead."""
-        self._held = not self._follows
-
-    def pause(self) -> None:
-        """Starts nothing until `unpause`: somebody outside, an evaluation, wants the servers for itself."""
-        self._num_pauses += 1
-
-    def unpause(self) -> None:
-        """Takes back one `pause`."""
-        self._num_pauses -= 1
-        self.changed.ring()
+    @contextmanager
+    def block(self, reason: str) -> Iterator[None]:
+        """Within it no group starts, and servers stay awake."""
+        self.blocks[reason] += 1
+        try:
+            yield
+        finally:
+            self.blocks[reason] -= 1
+            self._notify()
 
     # --- decisions ---
 
-    def start(self) -> Ticket | None:
-        """Leave to start one more group under the newest version, or None where it must wait: where the batches up to
-        the newest reachable one lack no more, oversampled, and within concurrency."""
-        if self.live is None or self._held or self._num_pauses or len(self._in_flight) >= self.max_in_flight:
+    def start(self) -> GroupLease | None:
+        """Returns permission to start one more group under the newest version, or None where it must wait: where the
+        batches up to the newest reachable one lack no more, oversampled, and within concurrency."""
+        if self.live is None or self.blocked or self.num_in_flight >= self.max_in_flight:
             return None
-        if len(self._complete) + len(self._in_flight) >= self._num_wanted(self.live):
+        if len(self._complete) + self.num_in_flight >= self._num_wanted(self.live):
             return None
-        ticket = Ticket(group=self._num_started, version=self.live)
+        lease = GroupLease(group=self._num_started, version=self.live)
         self._num_started += 1
-        self._in_flight[ticket.group] = ticket
-        self._num_unshipped[ticket.version] += 1
-        return ticket
+        self._in_flight[lease.group] = lease
+        self._num_unshipped[lease.version] += 1
+        return lease
 
     def _num_wanted(self, live: int) -> int:
-        """Groups that may be on their way: never so many that one could not ship before it is too old, or at all."""
+        """Returns how many groups may be on their way: never so many that one could not ship, or not before it is too
+        old."""
         reachable = live + 1 + self._max_async_level - self.shipped
         wanted = math.ceil(self._oversampling_factor * reachable * self._groups_per_batch)
         return min(wanted, (self._last_batch(live) - self.shipped) * self._groups_per_batch)
 
     def _last_batch(self, version: int) -> int:
-        """The newest batch that may have a group of this version."""
+        """Returns the newest batch that may have a group of this version."""
         newest = version + 1 + self._max_off_policy_steps
         return newest if self._max_steps is None else min(newest, self._max_steps)
 
     def ship(self) -> Shipment | None:
-        """The next batch, oldest groups first, or None where it must wait."""
+        """Returns the next batch, oldest groups first, or None where it must wait."""
         step = self.shipped + 1
         if self.live is None or self.live < step - 1 - self._max_async_level:
             return None
         if len(self._complete) < self._groups_per_batch:
             return None
-        if not self._others_can_wait(step):
+        if not self._rest_can_ship(after=step, num_leaving=self._groups_per_batch):
             return None
         self.shipped = step
-        oldest_first = sorted(self._complete.values(), key=lambda ticket: (ticket.version, ticket.group))
-        tickets = tuple(oldest_first[: self._groups_per_batch])
-        for ticket in tickets:
-            del self._complete[ticket.group]
+        oldest_first = sorted(self._complete.values(), key=lambda lease: (lease.version, lease.group))
+        leases = tuple(oldest_first[: self._groups_per_batch])
+        for lease in leases:
+            del self._complete[lease.group]
         for counts in (self._num_unshipped, self._num_complete):
-            counts.subtract(ticket.version for ticket in tickets)
-        self.changed.ring()
-        return Shipment(step=step, tickets=tickets)
+            counts.subtract(lease.version for lease in leases)
+        self._notify()
+        return Shipment(step=step, leases=leases)
 
-    def _others_can_wait(self, step: int) -> bool:
-        """Whether all groups but the oldest complete ones can ship in the batches after `step` without exceeding the
-        lag. Counts by version only: it is asked whenever a group completes, however many there are."""
-        num_to_choose, num_due = self._groups_per_batch, 0
+    def _rest_can_ship(self, *, after: int, num_leaving: int = 0) -> bool:
+        """Whether all groups but the `num_leaving` oldest complete ones can ship in the batches after number `after`
+        without exceeding the lag. Counts by version only: it is asked whenever a group completes."""
+        num_due = 0
         for version in sorted(self._num_unshipped):
-            num_chosen = min(self._num_complete[version], num_to_choose)
-            num_to_choose -= num_chosen
+            num_chosen = min(self._num_complete[version], num_leaving)
+            num_leaving -= num_chosen
             if (num_others := self._num_unshipped[version] - num_chosen) == 0:
                 continue
             num_due += num_others
-            if num_due > (self._last_batch(version) - step) * self._groups_per_batch:
+            if num_due > (self._last_batch(version) - after) * self._groups_per_batch:
                 return False
         return True
 
@@ -237,31 +228,37 @@ class Scheduler:
         return self._max_steps is not None and self.shipped >= self._max_steps
 
     @property
-    def paused(self) -> bool:
-        """Somebody outside, an evaluation, has the servers for itself."""
-        return self._num_pauses > 0
+    def blocked(self) -> bool:
+        """Somebody lets no group start."""
+        return any(self.blocks.values())
+
+    @property
+    def servers_wanted(self) -> bool:
+        """An evaluation is due or goes on, or somebody blocks the start of groups: servers stay awake."""
+        return self.blocked or any(self._pins.values())
 
     @property
     def num_in_flight(self) -> int:
-        """Groups that are being sampled or scored."""
-        return len(self._in_flight)
+        """Groups that are being sampled or scored; those that wait for rewards are left out."""
+        return len(self._in_flight) - len(self._delayed)
 
     @property
     def drained(self) -> bool:
         """Nothing in flight, or what is goes on under any version; and nobody outside needs one."""
-        return (self._follows or not self._in_flight) and not any(self._pins.values())
+        return (self._follows or not self.num_in_flight) and not any(self._pins.values())
 
     def needed_versions(self) -> set[int]:
-        """Versions that servers must keep: the newest, and those that something in flight began with and does not
-        leave."""
+        """Returns the versions that servers must keep: the newest, and those that something in flight began with and
+        does not leave."""
         pinned = {version for version, count in self._pins.items() if count > 0}
         newest = set() if self.live is None else {self.live}
-        began = set() if self._follows else {ticket.version for ticket in self._in_flight.values()}
-        return newest | pinned | began
+        if self._follows:
+            return newest | pinned
+        return newest | pinned | {one.version for one in self._in_flight.values() if one.group not in self._delayed}
 
 
 def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:
-    """Goes on after what an earlier process had shipped and started."""
+    """Returns a scheduler that goes on after what an earlier process had shipped and started."""
     return Scheduler(
         groups_per_batch=settings.groups_per_batch,
         max_async_level=settings.max_async_level,

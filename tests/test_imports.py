@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import grpo.api
+import grpo
 
 ROOT = Path(__file__).parent.parent
 ALLOWED = {
@@ -19,7 +19,7 @@ ALLOWED = {
     "deploy": {"transport", "configs", "infer", "orchestrator", "trainer"},
     "grpo": {"transport", "configs", "environments", "infer", "orchestrator", "trainer", "deploy"},
 }
-PUBLIC = {"grpo", *(f"grpo.{name}" for name in grpo.api.__all__)}
+PUBLIC = {"grpo", *(f"grpo.{name}" for name in grpo.__all__)}
 """What environments import, as people's own files do."""
 
 

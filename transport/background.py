@@ -1,4 +1,4 @@
-"""Work beside what the caller does next: in order, in one thread, with errors that come to light at the next call."""
+"""Background work: jobs in order, in one thread, whose errors are raised by the next call."""
 
 import contextlib
 import logging
@@ -29,7 +29,7 @@ class Background:
         self._thread.start()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Has it done soon. Raises the error of an earlier job, and `DeadlineError` where those take too long."""
+        """Queues a job. Raises the error of an earlier job, and `DeadlineError` where those take too long."""
         self.check()
         try:
             self._jobs.put(job, timeout=self._timeout_s)

@@ -1,7 +1,7 @@
 """A run's checkpoints as all programs see them: `checkpoints/step_000012/trainer/`, written whole or not at all.
 
-They decide where a run goes on. What the orchestrator needs in order to go on after the same step is in its ledger,
-durable before the trainer can have the batch.
+They decide where a run goes on. The orchestrator's state after the same step is in its ledger, durable before the
+trainer can have the batch.
 """
 
 import logging
@@ -26,13 +26,13 @@ class Checkpoints:
         self._run = run
 
     def steps(self) -> list[int]:
-        """Steps that have one, ascending."""
+        """Returns the steps that have a checkpoint, ascending."""
         return steps_in(self._run.checkpoints, part=TRAINER)
 
     def go_back_to(self, step: int, *, role: Role | None, anew: bool = False) -> None:
         """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, and the batches and versions
-        after it, go to `superseded/`; nothing where it is the newest checkpoint
-        already, unless what follows it is to be made `anew`. `role` is the program that asks, None: a launcher.
+        after it, go to `superseded/`. Where it is the newest checkpoint already, nothing happens, unless the batches
+        and versions after it are to go too (`anew`). `role` is the calling program, None: a launcher.
 
         Raises `RunFolderError` where there is no such checkpoint, or another program is at work.
         """
@@ -59,8 +59,8 @@ class Checkpoints:
 
     def settle(self, *, role: Role = "orch") -> int:
         """Returns the newest batch that the trainer has or can have: the last of those that follow its newest
-        checkpoint one by one, and are whole. Later batches, and versions that they gave, go to `superseded/`. `role` is
-        the program that asks, before it works on any.
+        checkpoint one by one, and are whole. Later batches and versions go to `superseded/`. `role` is the calling
+        program, which works on none of them yet.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """
@@ -80,7 +80,7 @@ class Checkpoints:
             return step
 
     def _set_aside_after(self, step: int, *folders: Path) -> None:
-        """The newest first, so that what is left has no holes."""
+        """Moves the newest first, so that the rest has no holes."""
         aside = self._run.superseded / f"{time.strftime('%Y%m%dT%H%M%S')}_{time.time_ns() % 1_000_000:06d}"
         try:
             for folder in folders:

@@ -82,7 +82,7 @@ class _Versioned(msgspec.Struct, array_like=True):
 
 
 def _to_bytes(array: NDArray[Any]) -> bytes:
-    """Of a hint or a pair, whose arrays are all ids and places."""
+    """Encodes a hint's or a pair's arrays, which are all ids and places."""
     return array.astype("<i4", casting="same_kind").tobytes()
 
 

@@ -1,4 +1,4 @@
-"""The cores that a process may use, their division among programs, and what the numeric libraries are told of them."""
+"""The cores that a process may use, their division among programs, and the settings of numeric libraries for them."""
 
 import getpass
 import os
@@ -30,7 +30,7 @@ def available_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """The quotas, in cores, of this process's cgroups and of those around them, as far as they are seen here: a
+    """Yields the quotas, in cores, of this process's cgroups and of those around them, as far as they are visible: a
     container sees its own at the root, whatever its path is outside."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -65,19 +65,19 @@ def _v1_quota(folder: Path) -> float | None:
 
 
 def threads_each(cores: int, num_programs: int) -> int:
-    """Threads of each of the programs that compute at the same time: server, trainer, maybe a teacher's server. From
-    five cores on, one is left to the orchestrator, which needs little."""
+    """Returns the threads for each of the programs that compute at the same time: server, trainer, maybe a teacher's
+    server. From five cores on, one is left to the orchestrator, which needs little."""
     shared = cores if cores < 5 else cores - 1
     return min(MAX_THREADS, max(1, shared // num_programs))
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """Environment variables that hold the numeric libraries of a process to `num_threads`."""
+    """Returns environment variables that hold the numeric libraries of a process to `num_threads`."""
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
 
 
 def set_numeric_defaults() -> None:
-    """Sets `NUMERIC_DEFAULTS` where the user has set nothing else. To be called before torch is imported."""
+    """Sets `NUMERIC_DEFAULTS` where the user has set nothing else. Call it before torch is imported."""
     os.environ |= {name: os.environ.get(name, value) for name, value in NUMERIC_DEFAULTS.items()}
 
 

@@ -1,15 +1,15 @@
-"""What can go wrong between two programs, and what people ask for that cannot be."""
+"""Errors between two programs, and the error for what people ask for and cannot have."""
 
 START_AGAIN = 75
-"""Exit code of a program that another process's end has stopped: started again, it may go on as before. (The number is
-that of sysexits' EX_TEMPFAIL.)"""
+"""Exit code of a program that ends because another process is gone: started again, it may go on as before (sysexits'
+EX_TEMPFAIL)."""
 
 
 class UserError(ValueError):
-    """What was asked for cannot be; the message says what was found, and how to mend it."""
+    """A request of a person that cannot be met; the message says what was found, and how to mend it."""
 
     exit_code = 2
-    """Of a command that ends with it."""
+    """Exit code of a command that ends with this error."""
 
 
 class TransportError(Exception):
@@ -25,7 +25,7 @@ class SchemaVersionError(TransportError, ValueError):
 
 
 class StaleRunError(TransportError, ValueError):
-    """Something that belongs to another run."""
+    """A file or message that belongs to another run."""
 
 
 class MissingRankError(TransportError, LookupError):

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and readers that check before they use.
+"""Folders that appear whole or not at all, and readers that check before they use them.
 
 A folder is written under a temporary name, with a manifest of its files and the marker `STABLE`, which comes last and
 holds the manifest's digest; then it is renamed. Digests find accidents; they are no proof against forgery.
@@ -25,7 +25,7 @@ Content = Buffer | Callable[[], Iterable[Buffer]]
 MANIFEST = "manifest.json"
 STABLE = "STABLE"
 ANNOUNCED = "ANNOUNCED"
-"""Takes the place of `STABLE` while what a folder speaks of is still on its way."""
+"""Takes the place of `STABLE` while the weights that a folder announces are still on their way."""
 _PIECE_BYTES = 1 << 24
 _MAX_FSYNCS = 8
 
@@ -95,7 +95,7 @@ def write_atomic(path: Path, data: Buffer, *, durable: bool = True, private: boo
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what writes `path`: errors of the system become `StorageError`s that name it, its folder and the
+    """Turns errors of the system while `path` is written into `StorageError`s that name it, its folder and the
     remedy."""
     try:
         yield
@@ -121,8 +121,8 @@ def write_folder(
 ) -> dict[str, FileEntry]:
     """Makes `folder` appear, with the files (named as in it, or as `a/b/file` below it), the `manifest` that is made
     of their entries, which are returned, and the `marker`. `durable` also survives a power cut. With `replace`, one
-    that is there makes room at the end: readers see the old one, none, the new one. `reuse` is a folder of such files
-    that nobody needs any more: it goes, and writing over its files is several times as fast as new ones.
+    that is there makes room at the end: readers see the old one, none, the new one. `reuse` is an obsolete folder of
+    such files, which are overwritten in place: several times as fast as new files.
 
     Raises `StorageError` where the folder is there already, or the disk is full or forbids it; nothing is left behind
     then.
@@ -210,8 +210,8 @@ def read_checked(folder: Path, name: str, entry: FileEntry) -> bytes:
 
 
 def map_file(folder: Path, name: str, entry: FileEntry) -> memoryview:
-    """Returns one file's bytes where the system holds them, of the size that the entry says and not checked further:
-    for whoever passes them on to one who checks. Raises `CorruptError`."""
+    """Returns one file's bytes, mapped, of the size that the entry says. Their digest is not checked: the receiver does
+    that. Raises `CorruptError`."""
     with _opened(folder, name, entry) as file:
         return memoryview(mmap.mmap(file.fileno(), entry.size_bytes, access=mmap.ACCESS_READ))
 
@@ -223,7 +223,7 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def check_entry(what: str, content: Content, entry: FileEntry) -> None:
-    """Checks content that `entry` describes; `what` it is is said where they differ. Raises `CorruptError`."""
+    """Raises `CorruptError` that begins with `what` where the content differs from its `entry`."""
     if (received := file_entry(content)) != entry:
         raise CorruptError(
             f"{what} has {received.size_bytes} bytes and digest {received.digest}, the manifest says "
@@ -233,7 +233,7 @@ def check_entry(what: str, content: Content, entry: FileEntry) -> None:
 
 @contextmanager
 def _opened(folder: Path, name: str, entry: FileEntry | None = None) -> Iterator[io.BufferedReader]:
-    """The file, which has the size that the manifest says."""
+    """Yields the file. Raises `CorruptError` unless it has the size that the manifest says."""
     try:
         with (folder / name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,5 +1,5 @@
-"""Keys in the environment of this product's processes, which user code must not see: any process of the same user can
-read in /proc what another was started with."""
+"""Hides keys in the environment of this product's processes from user code: any process of the same user can read in
+/proc the environment that another was started with."""
 
 import ctypes
 import os
@@ -16,13 +16,13 @@ _ENVIRON_START = 49
 
 
 def key_variables(settings: Any) -> set[str]:
-    """Environment variables with keys of the run: those that `settings`, as plain data, name in any `…key_var`, and
-    those that are keys by their names."""
+    """Returns the environment variables with keys of the run: those that `settings`, as plain data, name in any
+    `…key_var`, and `RUN_KEYS`."""
     return named_keys(settings) | RUN_KEYS
 
 
 def named_keys(settings: Any) -> set[str]:
-    """Environment variables that `settings`, as plain data, name in any `…key_var`."""
+    """Returns the environment variables that `settings`, as plain data, name in any `…key_var`."""
     if isinstance(settings, Mapping):
         named = {one for key, one in settings.items() if str(key).endswith("key_var") and isinstance(one, str)}
         return named.union(*map(named_keys, settings.values()))
@@ -32,8 +32,7 @@ def named_keys(settings: Any) -> set[str]:
 
 
 def hide_environment(names: Collection[str]) -> None:
-    """Blanks these variables in what /proc shows of this process, which any process of the same user can read.
-    `os.environ` keeps them."""
+    """Overwrites these variables in the memory that /proc/PID/environ shows. `os.environ` keeps them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     address = int(fields[_ENVIRON_START - 2])
     if address == 0:  # a kernel that does not tell

@@ -20,7 +20,7 @@ class LoadRequest(Record, frozen=True, kw_only=True):
     alias: str | None = None
     """One more model name for vLLM's own routes."""
     rank_offset: Annotated[int, Meta(ge=1)] = 1
-    """Of this server's first worker, where weights are broadcast; the trainer is rank 0."""
+    """Rank of this server's first worker, where weights are broadcast; the trainer is rank 0."""
 
 
 class CanaryFigures(Record, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class CanaryFigures(Record, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """What is compared with the tolerance."""
+        """The figure that is compared with the tolerance."""
         return self.max_abs if self.measure == "max_abs" else self.mean_abs
 
     @property
@@ -50,9 +50,9 @@ class LoadReport(Record, frozen=True, kw_only=True):
     name: str
     canary: CanaryFigures
     noise: CanaryFigures | None = None
-    """The same with the version's noise; None for a version without."""
+    """Figures with the version's noise; None for a version without noise."""
     adapters: dict[str, CanaryFigures] = msgspec.field(default_factory=dict)
-    """The same of the version's other adapters, by name; none of a version with one."""
+    """Figures of the version's other adapters, by name; empty for a version with one adapter."""
     load_s: float
     """Seconds for checking and loading."""
     canary_s: float
@@ -130,7 +130,7 @@ class ScoreRequest(Record, frozen=True, kw_only=True):
     """None: the base model."""
     token_ids: Annotated[list[int], Meta(min_length=2)]
     temperature: Temperature = 1.0
-    """By which the logits are divided."""
+    """Temperature that divides the logits."""
     noisy: bool = False
     adapter: str | None = None
 
@@ -153,7 +153,7 @@ class Scored(Record, frozen=True, kw_only=True):
 
 
 class ServerLoad(Record, frozen=True, kw_only=True):
-    """What an engine has to do, as its scheduler saw it after its newest step. Sequences, not requests: one with
+    """How much an engine has to do, as its scheduler saw it after its newest step. Sequences, not requests: one with
     n = 16 counts 16 times. Example: ``ServerLoad(num_running=48, num_waiting=3, kv_use=0.62)``"""
 
     num_running: int
@@ -180,10 +180,10 @@ class ServerInfo(Record, frozen=True, kw_only=True):
     run_id: str | None = None
     """The run whose versions it serves."""
     live: list[int] = msgspec.field(default_factory=list)
-    """Those versions."""
+    """Versions of that run that it serves."""
     in_flight: dict[int, int] = msgspec.field(default_factory=dict)
     """Requests that run now, by version."""
     load: ServerLoad | None = None
-    """What it has to do; None where it does not say."""
+    """How much it has to do; None where it does not say."""
     asleep: bool | None = None
     """Whether it sleeps; None where it cannot."""

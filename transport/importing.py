@@ -21,12 +21,12 @@ class FunctionFailed(ValueError):
 
 
 def called(name: str, function: Callable[..., T], *given: Any) -> T:
-    """What a user's function returns. Raises FunctionFailed for what it raises, with its traceback."""
+    """Calls a user's function, and returns its result. Raises FunctionFailed with the traceback of what it raises."""
     try:
         return function(*given)
     except Exception as error:
-        told = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
-        raise FunctionFailed(f"{name} raised {type(error).__name__}\n{told}") from error
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
+        raise FunctionFailed(f"{name} raised {type(error).__name__}\n{text}") from error
 
 
 def load_object(location: str, *, setting: str) -> Any:

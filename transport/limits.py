@@ -3,7 +3,7 @@
 import resource
 
 MOST = 1 << 20
-"""More is not asked for: some programs look at every number that a file could have."""
+"""Highest limit to set: some programs look at every number that a file could have."""
 
 
 def raise_file_limit() -> int:

@@ -1,4 +1,4 @@
-"""What programs tell people: nothing that others wrote can act on a terminal."""
+"""Log and text for people: nothing that others wrote can act on a terminal."""
 
 import logging
 import re
@@ -9,11 +9,11 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""What a terminal obeys, or what hides or turns round what stands beside it; a tab and a new line are text."""
+"""Characters that a terminal obeys, that are invisible, or that reverse text; a tab and a newline are text."""
 
 
 def printable(text: str) -> str:
-    """A text that others wrote, as it may be printed: ``printable("\\x1b[2J")`` is ``"\\\\x1b[2J"``."""
+    """Returns a text that others wrote as it may be printed: ``printable("\\x1b[2J")`` is ``"\\\\x1b[2J"``."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -7,13 +7,13 @@ import signal
 import threading
 
 PARENT_VAR = "GRPO_PARENT_PID"
-"""Environment variable with the process that a program was started by and shall end with."""
+"""Environment variable with the number of the process that has started a program, and whose end must end it."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, which started it, ends; at once if it has ended already.
+    """Makes the kernel kill this process when `parent`, which started it, ends; at once if it has ended already.
 
     Strictly, the kernel watches the thread that started this process: start children from a thread that stays.
     """
@@ -24,7 +24,7 @@ def end_with(parent: int) -> None:
 
 
 def watch(parent: int) -> None:
-    """As `end_with`, for a process that a thread has started which may end before it: a thread of this process waits
+    """Does what `end_with` does for a process whose starting thread may end before it: a thread of this process waits
     for the parent's end."""
     try:
         descriptor = os.pidfd_open(parent)
@@ -41,6 +41,6 @@ def watch(parent: int) -> None:
 
 
 def end_with_starter() -> None:
-    """`end_with` for the process that `PARENT_VAR` names, if any; what this process starts does not inherit it."""
+    """Calls `end_with` for the process that `PARENT_VAR` names, if any; child processes do not inherit the variable."""
     if (parent := os.environ.pop(PARENT_VAR, None)) is not None:
         end_with(int(parent))

@@ -6,8 +6,8 @@ import secrets
 import socket
 
 _FIRST, _END = 10_000, 32_000
-"""Below the ports that Linux gives to whoever asks for any: one of those could go to a stranger before its program
-listens there, or while that is started again."""
+"""Below the ports that Linux gives to anybody who asks for a free one: a stranger could get such a port before the
+program listens there, or while it is started again."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:

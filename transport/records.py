@@ -27,7 +27,7 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that adapters may have: they become folders and names of models."""
 
 PolicyKind = Literal["adapter", "merged", "full"]
-"""What a version's weights are: a LoRA adapter; the base's changed matrices with the adapter merged into them; all
+"""The kind of a version's weights: a LoRA adapter; the base's changed matrices with the adapter merged into them; all
 weights of the model."""
 
 Quantization = Literal["nf4", "fp8", "nvfp4"]
@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all records have in common: they do not change, and decoding one with a field too many, too few or of
+    """The base of all records: they do not change, and decoding one with a field too many, too few or of
     another type fails."""
 
     def to_json(self) -> bytes:
@@ -94,7 +94,7 @@ def _check_ascending(name: str, places: Int32, last: int) -> None:
 
 
 class Hint(Record, frozen=True, kw_only=True, eq=False):
-    """The same turns in a context that holds a hint, for self-distillation.
+    """A sample's turns in a context that holds a hint, for self-distillation.
 
     Example: the sample ``[5, 6, 7]`` with hint tokens 8, 9 before its last token:
     ``Hint(teacher_token_ids=[5, 6, 8, 9, 7], student_index=[2], teacher_index=[4], weight=1.0)``
@@ -117,7 +117,7 @@ class Hint(Record, frozen=True, kw_only=True, eq=False):
         require(math.isfinite(self.weight), f"a hint has weight {self.weight}")
 
     def check_places(self, length: int) -> None:
-        """Raises `CorruptError` where it speaks of tokens that a sample of this length has not."""
+        """Raises `CorruptError` where it names tokens beyond a sample of this length."""
         _check_ascending("student_index", self.student_index, length - 1)
 
 
@@ -141,7 +141,7 @@ class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
     source: str
     """Where the preference comes from."""
     adapter: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)] = 0
-    """The adapter that it trains, by its place among the run's."""
+    """Index of the adapter that it trains."""
     score_gap: float = 1.0
     """Score of the first less that of the second: the shares of the teachers that would have done the one and the
     other."""
@@ -153,8 +153,8 @@ class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
             require(math.isfinite(getattr(self, name)), f"a preference pair has {name} = {getattr(self, name)}")
 
 
-UNTAUGHT = 1.0
-"""Stands in `teacher_logprobs` for a token that the teacher does not know: no log-probability is above 0."""
+NO_TEACHER_LOGPROB = 1.0
+"""The value in `teacher_logprobs` of a token that the teacher does not know: no log-probability is above 0."""
 
 
 class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
@@ -180,7 +180,7 @@ class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
     policy_versions: tuple[tuple[int, int], ...]
     """Runs of (version, number of tokens) in order; the numbers sum to L. A prompt has its answer's version."""
     hint: Hint | None = None
-    """The same sample with a hint; absent without one."""
+    """This sample with a hint in its context; absent without one."""
     env: str
     """Label of the environment."""
     group_id: str
@@ -192,7 +192,7 @@ class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
     stop_reason: str
     """`stop` or `length`."""
     adapter: int = 0
-    """The adapter that sampled it and that it trains, by its place among the run's."""
+    """Index of the adapter that sampled it and that it trains."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -242,7 +242,7 @@ class MicroBatch(Record, frozen=True, eq=False, gc=False):
     teacher_logprobs: Float32 | None = None
     """[T]"""
     adapters: Int32 | None = None
-    """[S] the adapter of each sample, by its place among the run's; absent where all are of the first."""
+    """[S] index of each sample's adapter; absent where all are of the first one."""
     hints: tuple[tuple[int, Hint], ...] = ()
     """(index of the sample, its hint), which trains the sample's adapter."""
     pairs: tuple[PreferencePair, ...] = ()
@@ -304,7 +304,7 @@ class Canary(Record, frozen=True, kw_only=True):
 
 
 class PolicySpec(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What all versions of a run's policy have in common; the programs compare it before they work together."""
+    """The facts that all versions of a run's policy share; the programs compare them before they work together."""
 
     base_model: str
     """Identity of the base model, see `base_identity`."""
@@ -319,7 +319,7 @@ class PolicySpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     dtype: str
     """Type of the trainer's computation."""
     kind: PolicyKind = "adapter"
-    """What the files of a version hold. Without an adapter, `full`, rank and alpha are 0 and there are no targets."""
+    """Kind of weights in a version's files. With `full` there is no adapter: rank and alpha are 0, targets empty."""
     norm_noise: bool = False
     """Versions may bring noise on the norm weights, for sampling; a server must have been started for it."""
     adapters: tuple[str, ...] = ()
@@ -335,8 +335,8 @@ class PolicySpec(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def adapter_folders(adapters: Sequence[str]) -> tuple[str, ...]:
-    """Where in a version's folder the files of each of these adapters lie, as what their names begin with: those of the
-    first, or only one, in the folder itself, those of another in `adapters/NAME/`."""
+    """Returns where in a version's folder the files of each of these adapters lie: "" for the first or only one,
+    `adapters/NAME/` for each other one."""
     return ("", *(f"adapters/{name}/" for name in adapters[1:]))
 
 
@@ -349,7 +349,7 @@ class FileEntry(Record, frozen=True, kw_only=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """What a folder holds, and by which version of the formats."""
+    """The files of a folder, and the version of the formats."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
@@ -363,7 +363,7 @@ class Manifest(Record, frozen=True, kw_only=True):
 
     @property
     def folders(self) -> Sequence[str]:
-        """Where in the delivery's folder the files lie: "", in itself, or in these in it, as `adapters/NAME/`."""
+        """The folders that files may lie in: "" for the delivery's own folder, `adapters/NAME/` below it."""
         return ("",)
 
     def __post_init__(self) -> None:
@@ -374,13 +374,13 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 
 class BatchManifest(Manifest, frozen=True, kw_only=True):
-    """What a step's folder holds. `(run_id, step)` identifies the delivery."""
+    """The manifest of a step's folder. `(run_id, step)` identifies the delivery."""
 
     step: Natural
 
 
 class PolicyManifest(Manifest, frozen=True, kw_only=True):
-    """What a policy version's folder holds."""
+    """The manifest of a policy version's folder."""
 
     version: Natural
     spec: PolicySpec

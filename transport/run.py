@@ -1,8 +1,8 @@
-"""The run folder: who made it, who takes part, and the id that everything in it carries.
+"""The run folder: the programs that take part in a run, and the id that everything in it carries.
 
 The launcher makes a run, or the trainer where it is started by hand. `run.json` appears whole; each program then
-adds its resolved settings under a lock, once more with each start: a program that is started again takes its earlier
-place, as long as the settings that decide the run's result are the same.
+adds its record under a lock, again with each start: a program that is started again takes its earlier place, unless the
+comparison with the earlier record refuses it.
 """
 
 import fcntl
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 KEY_FILE = ".key"
 LOCK_TIMEOUT_S = 10.0
-"""How long the lock of a change to the run is waited for; changes take milliseconds."""
+"""Longest wait for the lock around a change to the run; changes take milliseconds."""
 _LOOK_S = 1.0
-"""How long a lock may be held by one who only looks."""
+"""Longest time for which a process that only looks holds a lock."""
 _POLL_S = 0.05
 _FOLDERS = (
     *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "settings", "traces"),
@@ -60,11 +60,11 @@ class RunFolder:
     broadcasts: Path = field(init=False)
     """Policy versions."""
     checkpoints: Path = field(init=False)
-    """What a run can be resumed from."""
+    """Checkpoints, from which a run can be resumed."""
     superseded: Path = field(init=False)
-    """What a run that went back to a checkpoint has made anew since."""
+    """Results that a run left behind when it went back to a checkpoint."""
     status: Path = field(init=False)
-    """One small file a process: what it does, and for whom it waits."""
+    """One small file a process, with its state and whom it waits for."""
     logs: Path = field(init=False)
     """Logs of the programs that the launcher started."""
 
@@ -73,8 +73,8 @@ class RunFolder:
             object.__setattr__(self, name, self.path / name)
 
     def key(self, key_var: str) -> SharedKey:
-        """Returns the key of the run's batch sockets: that in the environment variable `key_var`, or the one that was
-        made with the run. Raises `RunFolderError` where there is neither."""
+        """Returns the key of the run's sockets: the one in the environment variable `key_var`, or else the one that
+        was made with the run. Raises `RunFolderError` where there is neither."""
         try:
             return SharedKey(os.environ.get(key_var) or (self.path / KEY_FILE).read_text())
         except OSError as error:
@@ -84,19 +84,19 @@ class RunFolder:
             ) from error
 
     def locked(self) -> AbstractContextManager[None]:
-        """Within it no other program changes what the run is; short."""
+        """Keeps other programs from changing the run meanwhile; hold it briefly."""
         return _locked(self.path)
 
 
 class RunFile(msgspec.Struct, kw_only=True):
-    """What `run.json` holds."""
+    """The contents of `run.json`."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
     created: str = "unknown"
-    """When."""
+    """Local time, ISO 8601."""
     programs: dict[str, dict[str, Any]] = {}
-    """Role → where the program of this role runs, its settings and versions, as it has joined last."""
+    """By role, where the program runs, its settings and versions, as of its newest start."""
 
 
 def current_run_id(output_dir: str | Path) -> str | None:
@@ -106,8 +106,8 @@ def current_run_id(output_dir: str | Path) -> str | None:
 
 
 def open_run(output_dir: str | Path, *, resume: Literal["auto", "never"], overwrite: bool = False) -> RunFolder:
-    """Returns the run in `output_dir` to go on with, or a new one where there is none. Raises `RunFolderError` for a
-    run that may `never` be gone on with; `overwrite` removes it first."""
+    """Returns the run in `output_dir`, or a new one where there is none. With `resume: never` or `overwrite` the run is
+    always new: `overwrite` removes an earlier one, and without it an earlier one raises `RunFolderError`."""
     if resume == "never" or overwrite or (run_id := current_run_id(output_dir)) is None:
         return create_run(output_dir, overwrite=overwrite)
     return RunFolder(path=Path(output_dir), run_id=run_id)
@@ -133,8 +133,8 @@ def create_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
 
 
 def _make_room(path: Path, *, overwrite: bool) -> None:
-    """Removes an earlier run: what a run writes, and nothing else that may lie in the folder, nor what its links lead
-    to. `run.json` goes last: who is killed meanwhile leaves a run that can be removed."""
+    """Removes an earlier run: the files that a run writes, and nothing else in the folder, nor the targets of links.
+    `run.json` goes last, so that after a kill in between there is still a run to remove."""
     earlier = _read(path)
     if earlier is None:
         if leftovers := [name for name in _FOLDERS if _holds_anything(path / name)]:
@@ -212,9 +212,9 @@ def code_changes(run: RunFile) -> dict[int, list[str]]:
 
 @contextmanager
 def only_one(output_dir: str | Path, role: Role | Literal["launcher"]) -> Iterator[None]:
-    """Within it, this process is the only one of its role that works in the folder, which it makes where there is none,
-    as far as the folder's file system can tell; the end of the process, however it comes, ends it too. Raises
-    `RunFolderError` where there is another, or where there can be no folder."""
+    """Makes this process the only one of its role in the folder, as far as its file system can tell; any end of the
+    process ends it too. Makes the folder where there is none. Raises `RunFolderError` where another process has the
+    role, or there can be no folder."""
     path, otherwise = Path(output_dir), f"another grpo-{role} is at work in {output_dir}; end it first"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -259,7 +259,7 @@ def _lock(path: Path, timeout_s: float, otherwise: str) -> Iterator[None]:
 
 
 def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | None:
-    """Returns the settings with which the program of this role has joined the run last; None where it has not."""
+    """Returns the settings of this role's newest program in the run; None where none has joined."""
     return recorded_program(output_dir, role).get("settings")
 
 

@@ -17,7 +17,7 @@ WARNINGS_FOLDER = "warnings"
 MAX_KINDS = 50
 """Warnings of different kinds that are kept of one program."""
 MAX_CHARS = 1000
-"""Of a warning that is kept."""
+"""Longest text of a warning that is kept."""
 _WRITE_S = 0.5
 
 
@@ -27,7 +27,7 @@ class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
 
     program: str
     kind: str
-    """What warnings that say the same have in common: the message without its figures."""
+    """The message without its figures, which warnings of one kind share."""
     message: str
     step: int | None
     """The step that the program was at when it came first."""
@@ -35,7 +35,7 @@ class RunWarning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_warnings(folder: Path) -> list[RunWarning]:
-    """The warnings of all programs of the run in `folder`, the first step's first."""
+    """Returns the warnings of all programs of the run in `folder`, those of the first step first."""
     found: list[RunWarning] = []
     for path in sorted((folder / WARNINGS_FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
@@ -43,8 +43,8 @@ def run_warnings(folder: Path) -> list[RunWarning]:
     return sorted(found, key=lambda one: -1 if one.step is None else one.step)
 
 
-def told(warning: RunWarning) -> str:
-    """A warning in one line, for people."""
+def as_line(warning: RunWarning) -> str:
+    """Returns a warning in one line, for people."""
     at = "" if warning.step is None else f", step {warning.step}"
     often = "" if warning.times == 1 else f", {warning.times} times"
     return printable(f"{warning.program}{at}{often}: {warning.message}".replace("\n", " "))
@@ -54,9 +54,9 @@ def told(warning: RunWarning) -> str:
 def kept_warnings(
     folder: Path, name: str, *, step: Callable[[], int | None] = lambda: None, program: str | None = None
 ) -> Iterator[None]:
-    """Within it, warnings and errors that this process's own loggers report are kept in the run's folder, each kind
-    once with its number, beside those that an earlier start has kept. `name`: of the file, without `.json`. `step`:
-    where the program is. `program`: None for `grpo-NAME`."""
+    """Keeps the warnings and errors of this process's own loggers in the run's folder, each kind once with how often it
+    came, beside those of earlier starts. `name` is the file's, without `.json`; `step` returns the step that the
+    program is at; `program` is its name, None for `grpo-NAME`."""
     handler = _Keeper(folder, name, step, program or f"grpo-{name}")
     root = logging.getLogger()
     root.addHandler(handler)

@@ -39,12 +39,12 @@ SCHEMA_VERSION = 1
 NAME = "grpo-base"
 """/proc/PID/maps shows the memory as `/memfd:grpo-base (deleted)`."""
 ALIGNMENT = 64
-"""Of each tensor in main memory, in bytes: a cache line."""
+"""Alignment of each tensor in main memory, in bytes: a cache line."""
 EXCHANGE_S = 30.0
 """Deadline of one exchange, once two processes have met."""
 ASK_AGAIN_S = 0.2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
-"""By the types that can be shared, as torch names them."""
+"""Bytes of a number, by the types that can be shared, as torch names them."""
 _LENGTH, _PEER = struct.Struct("<Q"), struct.Struct("3i")
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Memory(Record, frozen=True, kw_only=True):
 
     num_bytes: int
     cuda: tuple[bytes, int, bytes, int, bytes, bool] | None = None
-    """What `UntypedStorage._share_cuda_` gives besides device and size, in its order."""
+    """The results of `UntypedStorage._share_cuda_` besides device and size, in its order."""
 
 
 class Entry(Record, frozen=True, kw_only=True):
@@ -86,13 +86,13 @@ class Manifest(Record, frozen=True, kw_only=True):
     """Type that the server computes in, and of the plain weights."""
     memories: tuple[Memory, ...]
     tensors: dict[str, Entry]
-    """By the checkpoint's names; parts of what the server has fused have entries of their own in the same memory."""
+    """Tensors by the checkpoint's names; parts of a fused tensor have entries of their own in the same memory."""
     left: dict[str, str]
     """Tensors of the checkpoint that are not shared, each with the reason."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors' values."""
         return sum(entry.num_bytes for entry in self.tensors.values())
 
 
@@ -184,7 +184,7 @@ class CudaMemory:
 
     def __init__(self) -> None:
         self._memories: dict[int, Memory] = {}
-        """By address."""
+        """Storages by address."""
 
     @property
     def memories(self) -> tuple[Memory, ...]:
@@ -298,11 +298,11 @@ def _check_user(connection: socket.socket) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class ImportedBase:
-    """What a trainer computes on. The memory is mapped as long as one of the tensors is held."""
+    """The base weights that a trainer computes on. The memory is mapped as long as one of the tensors is held."""
 
     manifest: Manifest
     tensors: "Mapping[str, torch.Tensor]"
-    """By the checkpoint's names."""
+    """Tensors by the checkpoint's names."""
     connection: socket.socket
     """To the exporter."""
 

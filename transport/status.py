@@ -1,4 +1,4 @@
-"""What a process is doing, as a small file that others may read: who waits for whom, and who has failed."""
+"""The state of a process as a small file for the others: who waits for whom, and who has failed."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from grpo.transport.folders import remove_leftovers, write_atomic
 FAILED = "failed"
 FINISHED = "finished"
 STOPPED = "stopped"
-"""The state of a launcher that was told to end; started again, the run goes on."""
+"""The state of a launcher that a person has ended; started again, the run goes on."""
 LAUNCHER_FILE = "launcher.json"
 """The launcher's status file: whether it is at work, or how the run has ended."""
 AWAY = "ended, to be started again"
@@ -26,7 +26,7 @@ class StatusFile:
     the last change, `started` is `process_start` of the process."""
 
     def __init__(self, path: Path, *, pid: int | None = None) -> None:
-        """`pid` of the process that it is about, None: of this one."""
+        """`pid` is the process that the file describes; None for this one."""
         remove_leftovers(path.parent, path.name)
         self._path, self._pid = path, pid
         self._last: tuple[Any, ...] | None = None
@@ -34,7 +34,7 @@ class StatusFile:
     def set(
         self, state: str, *, step: int | None = None, waiting_for: str | None = None, message: str | None = None
     ) -> None:
-        """Says what this process does now. Repeating the same costs nothing."""
+        """Writes what the process does now. Repeating the same costs nothing."""
         current = (state, step, waiting_for, message)
         if current == self._last:
             return
@@ -46,17 +46,17 @@ class StatusFile:
 
     @property
     def step(self) -> int | None:
-        """Where this process is, as it has said last."""
+        """The step that was written last."""
         return None if self._last is None else self._last[1]
 
     def failed(self, error: BaseException) -> None:
-        """Says that this process ends, and why, so that nobody waits for it."""
+        """Writes that the process ends, and why, so that nobody waits for it."""
         self.set(FAILED, message=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """The fields that `StatusFile` wrote last, or None where there are none, or none can be read now: on a network
-    file system a file that is just being replaced may be stale."""
+    """Returns the fields that `StatusFile` wrote last, or None where there are none, or none can be read now: on a
+    network file system a file that is just being replaced may be stale."""
     try:
         fields: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError:
@@ -81,9 +81,8 @@ def server_of(path: Path) -> str:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process of this machine has started, in clock ticks after the boot, which no change of the wall clock
-    moves; None where it is not there, or only its exit status still is. Another process with the same number has
-    another start."""
+    """Returns when a process of this machine started, in clock ticks since the boot; None where it has ended. It tells
+    apart two processes that had the same number."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -92,14 +91,14 @@ def process_start(pid: int) -> int | None:
 
 
 class PeerWatch:
-    """Looks, about once a second, whether the process that one waits for has failed or is gone."""
+    """Looks about once a second whether another process has failed or is gone, for whoever waits for it."""
 
     interval_s = 1.0
     grace_s = 3.0
-    """A process that is gone without a word is given so long, in which a launcher that saw it end says so first."""
+    """Time after a process is gone without a word, in which its launcher may write first that it has ended."""
 
     def __init__(self, path: Path, *, name: str, resuming: bool = True) -> None:
-        """`resuming`: a process that has ended already is one of an earlier start, whose successor is still to come."""
+        """`resuming`: a process that has ended already belongs to an earlier start; its successor is still to come."""
         self._path, self._name = path, name
         fields = read_status(path) or {}
         self._before = fields if resuming and (fields.get("state") in (FAILED, FINISHED) or _is_gone(fields)) else None
@@ -107,7 +106,7 @@ class PeerWatch:
         self._gone_since_s: float | None = None
 
     def check(self) -> None:
-        """Raises `PeerFailed` where waiting is in vain. Cheap: most calls do nothing."""
+        """Raises `PeerFailed` where the process has failed or is gone. Cheap: most calls do nothing."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -127,7 +126,7 @@ class PeerWatch:
 
 
 def _is_gone(fields: dict[str, Any]) -> bool:
-    """Whether the process has ended without having finished; only this machine's can be told."""
+    """Returns whether the process has ended without having finished; never true of other machines' processes."""
     if fields.get("host") != socket.gethostname() or fields.get("state") == FINISHED:
         return False
     start = process_start(fields["pid"])

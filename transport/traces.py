@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 FOLDER = "traces"
 VOCABULARY_FILE = "vocabulary.parquet"
 ROW_GROUP_BYTES = 1 << 20
-"""Of rows that are compressed together, about: one rollout is read without all others of its step."""
+"""Approximate size of rows that are compressed together: one rollout can be read without all others of its step."""
 MASKS: Final = ("", "token_low", "token_high", "sequence_low", "sequence_high", "geo_low", "geo_high")
-"""What `masked` means: why the trainer left a sampled token out of the policy loss; 0 where it did not."""
+"""Meanings of `masked`: why the trainer left a sampled token out of the policy loss; 0 where it did not."""
 
 SCHEMA = pa.schema(
     [
@@ -72,7 +72,7 @@ TRAINED_SCHEMA = pa.schema(
         ("masked", pa.list_(pa.int8())),
     ]
 )
-"""What a rank of the trainer leaves for each sample of a step."""
+"""The columns that a rank of the trainer leaves, a row for each sample of a step."""
 TOKENS: Final = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type))
 """The columns with a value for each token."""
 _TRAINED: Final = tuple(TRAINED_SCHEMA.names[2:])
@@ -80,36 +80,36 @@ _FIGURES: Final = ("max_log_ratio", "mean_entropy", "num_masked")
 
 
 def trace_path(run: Path, step: int, *, evaluation: bool = False) -> Path:
-    """Where the trace of a step, or of the evaluation of a version, is."""
+    """Returns the path of the trace of a step, or of the evaluation of a version."""
     return run / FOLDER / f"{'eval' if evaluation else 'step'}_{step:06d}.parquet"
 
 
 def traced_steps(run: Path, *, evaluation: bool = False) -> list[int]:
-    """The steps, or evaluated versions, that there are traces of, ascending."""
+    """Returns the steps, or evaluated versions, that have traces, ascending."""
     start = "eval_" if evaluation else "step_"
     found = (path.stem.removeprefix(start) for path in (run / FOLDER).glob(f"{start}*.parquet"))
     return sorted(int(number) for number in found if number.isdecimal())
 
 
 def trained_path(run: Path, step: int, rank: int) -> Path:
-    """Where a rank of the trainer leaves its part."""
+    """Returns where a rank of the trainer leaves its part."""
     return run / FOLDER / "trained" / f"step_{step:06d}.rank_{rank}.parquet"
 
 
 def left_trained(run: Path) -> list[int]:
-    """The steps of which a rank's part is still there, ascending."""
+    """Returns the steps of which a rank's part is still there, ascending."""
     names = (path.name for path in (run / FOLDER / "trained").glob("step_*.rank_*.parquet"))
     return sorted({int(name[5:].partition(".")[0]) for name in names})
 
 
 def token_key(token_ids: Int32) -> int:
-    """A number for the tokens of a row [L]: rows that share it and their rollout have the same tokens, and so the same
-    log-probabilities."""
+    """Returns a number for the tokens [L] of a row: rows of one rollout with the same number have the same tokens, and
+    so the same log-probabilities."""
     return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes())
 
 
 def make_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    """Rows by column name as a table; columns that a row lacks are null in it."""
+    """Returns rows, given by column name, as a table; columns that a row lacks are null in it."""
     return pa.Table.from_arrays([_column([row.get(f.name) for row in rows], f.type) for f in schema], schema=schema)
 
 
@@ -154,7 +154,7 @@ def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
 def _spread(
     trained: Mapping[str, NDArray[Any]] | None, mask: NDArray[Any] | None, logprobs: NDArray[Any] | None
 ) -> Mapping[str, Any]:
-    """The trainer's values on all tokens of a row, 0 where not sampled, and their figures for the whole row."""
+    """Returns the trainer's values on all tokens of a row, 0 where not sampled, and the figures of the whole row."""
     if trained is None or mask is None or logprobs is None or len(trained[_TRAINED[0]]) != np.count_nonzero(mask):
         return {}
     sampled = mask.astype(bool)

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from grpo.commands.serve import ALIAS, Served, served, settings_alone
-from grpo.policy_version import open_version, settings_of
+from grpo.policy_version import open_version, program_settings
 from grpo.run_files import REWARD, metrics
+from grpo.server_process import ALIAS, ServerProcess, server_process, server_settings
 from grpo.transport.logs import printable
 
 EPILOG = """\
@@ -24,7 +24,7 @@ _GAP = "  |  "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
     parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, the likeliest answer")
@@ -37,8 +37,8 @@ def main(options: argparse.Namespace) -> int:
     """Returns the exit code, once the conversation has ended."""
     version = open_version(options.run, options.step)
     print(f"starting the server of version {version.manifest.version} …", flush=True)
-    with served(settings_alone(version), version.run / "logs" / "chat.log", version=version) as server:
-        sampling = settings_of(version.run, "orch").get("sampling", {})
+    with server_process(server_settings(version), version.run / "logs" / "chat.log", version=version) as server:
+        sampling = program_settings(version.run, "orch").get("sampling", {})
         options.max_tokens = options.max_tokens or sampling.get("max_tokens")
         talk(server, options, keeps=options.conversation or not has_single_answers(version.run))
     return 0
@@ -50,7 +50,7 @@ def has_single_answers(run: Path) -> bool:
     return bool(steps) and not any("rollout/num_turns" in line for line in steps)
 
 
-def talk(server: Served, options: argparse.Namespace, *, keeps: bool) -> None:
+def talk(server: ServerProcess, options: argparse.Namespace, *, keeps: bool) -> None:
     """Asks and answers, until the input ends. `keeps`: a line is asked with what was said before."""
     from openai import OpenAI, OpenAIError
 

@@ -15,25 +15,24 @@ from typing import Any
 
 import yaml
 
-from grpo.commands.serve import ALONE, Served, served
 from grpo.configs.infer import InferSettings
 from grpo.configs.loading import Values, load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_run, presets
 from grpo.notebook import env_settings, yaml_value
-from grpo.orchestrator.evaluate import Evaluation
+from grpo.orchestrator.evaluate import Evaluation, held_out
 from grpo.orchestrator.evaluate import evaluate as evaluate_version
 from grpo.orchestrator.inference.client import InferenceClient, ServerError
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
-from grpo.orchestrator.rollouts.environment import Environment
 from grpo.orchestrator.rollouts.registry import check_id
 from grpo.orchestrator.startup import held_out_prompts, make_environments
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.policy_version import Version, open_version
 from grpo.run import Run
-from grpo.start import Env
+from grpo.server_process import WITHOUT_TRAINER, ServerProcess, server_process
+from grpo.start import Env, listed_envs
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
 from grpo.transport.logs import printable
@@ -81,7 +80,7 @@ class Target:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Adds the options of the command."""
     parser.add_argument("target", help="a model, a run, or a checkpoint of a run")
     parser.add_argument("--env", action="append", help="an environment's id, or its settings as JSON; may be repeated")
     parser.add_argument("--step", type=int, help="which version of the run (the newest)")
@@ -123,8 +122,8 @@ def evaluate(
         `accuracy` by environment, all figures in `metrics`, and every answer in `results`.
 
     Raises:
-        ValueError: For what cannot be evaluated, settings that cannot be honoured, and a server that does not start.
-        ServerError: The server has ended meanwhile; it says what the server said.
+        ValueError: The target cannot be evaluated, or settings cannot be honoured.
+        ServerError: The server does not start, or has ended meanwhile; the message has the end of its log.
 
     Example:
         ```python
@@ -133,26 +132,36 @@ def evaluate(
         ```
     """
     with tempfile.TemporaryDirectory(prefix="grpo_evaluate_") as folder:
-        several = [] if env is None else [env] if isinstance(env, (str, Mapping, Environment, type)) else [*env]
-        options = argparse.Namespace(
-            env=[json.dumps(env_settings(one, Path(folder), overwrite=False)) for one in several],
+        found = find_target(str(target.folder if isinstance(target, Run) else target), step)
+        settings = evaluation_settings(
+            found,
+            env=[env_settings(one, Path(folder), overwrite=False) for one in ([] if env is None else listed_envs(env))],
             num_examples=num_examples,
             rollouts_per_example=rollouts_per_example,
             temperature=temperature,
             max_tokens=max_tokens,
             seed=seed,
-            others=[f"--{key}={value}" for key, value in server.items()],
+            server=[f"--{key}={value}" for key, value in server.items()],
         )
-        found = find_target(str(target.folder if isinstance(target, Run) else target), step)
         with ThreadPoolExecutor(1) as beside:  # a notebook has an event loop in this thread
-            return beside.submit(_figures, found, *settings_of(found, options)).result()
+            return beside.submit(_figures, found, *settings).result()
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints the figures of each environment, and returns the exit code."""
     target = find_target(options.target, options.step)
+    settings = evaluation_settings(
+        target,
+        env=[yaml_value(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env or ()],
+        num_examples=options.num_examples,
+        rollouts_per_example=options.rollouts_per_example,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        server=options.others,
+    )
     try:
-        _print(target, _figures(target, *settings_of(target, options)), options)
+        _print(target, _figures(target, *settings), options)
     except (ServerError, EnvironmentFailed) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -160,7 +169,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def find_target(text: str, step: int | None) -> Target:
-    """What a path or a name stands for. Raises UserError and FileNotFoundError."""
+    """Returns the target that a path or a name stands for. Raises UserError and FileNotFoundError."""
     path = Path(text)
     if (found := _VERSION_FOLDER.fullmatch(path.name)) and path.parent.name in ("checkpoints", "broadcasts"):
         path, step = path.parent.parent, int(found[1])
@@ -176,38 +185,46 @@ def find_target(text: str, step: int | None) -> Target:
     return Target(model=text)
 
 
-def settings_of(target: Target, options: argparse.Namespace) -> tuple[OrchSettings, InferSettings]:
-    """Of the environments with their sampling, and of the server. Raises SettingsError and UserError."""
+def evaluation_settings(
+    target: Target,
+    *,
+    env: Sequence[Mapping[str, Any]] = (),
+    num_examples: int | None = None,
+    rollouts_per_example: int | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    server: Sequence[str] = (),
+) -> tuple[OrchSettings, InferSettings]:
+    """Returns the settings of the environments with their sampling, and of the server, of which `server` are words of
+    grpo-infer's command line. None leaves a run's own setting. Raises SettingsError and UserError."""
     tree: dict[str, Any] = dict((target.run and recorded_settings(target.run, "orch")) or {})
     tree |= {"model": {**tree.get("model", {}), "name": target.model}, "report_to": None}
-    if options.env:
-        tree["env"] = [yaml_value(one) if one.lstrip().startswith("{") else {"id": one} for one in options.env]
+    evaluated = tree.get("eval", {})
+    if env:
+        tree["env"], evaluated["env"] = [dict(one) for one in env], []
     if not tree.get("env"):
         raise UserError("no environment to evaluate on; give --env ID")
-    sampled = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-    chosen = {"num_examples": options.num_examples, "rollouts_per_example": options.rollouts_per_example}
-    evaluated = tree.get("eval", {})
-    evaluated |= {"env": [] if options.env else evaluated.get("env", [])} | _given(chosen)
-    evaluated["sampling"] = evaluated.get("sampling", {}) | _given(sampled)
+    evaluated |= _given(num_examples=num_examples, rollouts_per_example=rollouts_per_example)
+    evaluated["sampling"] = evaluated.get("sampling", {}) | _given(temperature=temperature, max_tokens=max_tokens)
     tree["eval"] = evaluated
-    if options.seed is not None:
-        tree["sampling"] = tree.get("sampling", {}) | {"seed": options.seed}
-    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_port()), *options.others]
+    tree["sampling"] = tree.get("sampling", {}) | _given(seed=seed)
+    words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_port()), *server]
     recorded = None if target.run is None else recorded_settings(target.run, "infer")
     with tempfile.NamedTemporaryFile("w", prefix="grpo_infer_", suffix=".yaml") as file:
-        yaml.safe_dump({} if recorded is None else recorded | ALONE, file)
+        yaml.safe_dump({} if recorded is None else recorded | WITHOUT_TRAINER, file)
         infer = load(InferSettings, file=file.name, arguments=words).settings
     tree["client"] = {"base_url": [f"http://127.0.0.1:{infer.port}/v1"], "api_key_var": infer.api_key_var}
     orch = Values(tree=tree).validated(OrchSettings, default="grpo evaluate")
-    for env in orch.held_out:
-        if env.address is None:
-            check_id(env.id, env.args)
-    if any(env.rollouts_per_example > 1 and env.temperature == 0 for env in orch.held_out):
+    for one in held_out(orch):
+        if one.env.address is None:
+            check_id(one.env.id, one.env.args)
+    if orch.eval.rollouts_per_example > 1 and orch.eval.sampling.temperature == 0:
         raise UserError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
     return orch, infer
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def _given(**options: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
@@ -224,14 +241,14 @@ class _BaseClient(InferenceClient):
 def _figures(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
     with tempfile.TemporaryDirectory(prefix="grpo_evaluate_") as scratch:
         log = Path(scratch, "logs", "infer.log")
-        with served(infer.model_dump(mode="json"), log, version=target.version) as server:
+        with server_process(infer.model_dump(mode="json"), log, version=target.version) as server:
             try:
                 return asyncio.run(_evaluated(target, orch, server))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
 
 
-async def _evaluated(target: Target, orch: OrchSettings, server: Served) -> Evaluation:
+async def _evaluated(target: Target, orch: OrchSettings, server: ServerProcess) -> Evaluation:
     async with asyncio.TaskGroup() as group, AsyncExitStack() as opened:
         watch = group.create_task(_ended(server))
         opened.callback(watch.cancel)
@@ -253,15 +270,15 @@ async def _evaluated(target: Target, orch: OrchSettings, server: Served) -> Eval
         return await evaluate_version(engine, orch, prompts, version=target.number or 0)
 
 
-async def _ended(server: Served) -> None:
-    """Raises ServerError when the server ends."""
-    while server.process.poll() is None:  # noqa: ASYNC110 (nothing tells of it)
+async def _ended(server: ServerProcess) -> None:
+    """Raises ServerFailed when the server ends."""
+    while True:
+        server.check()
         await asyncio.sleep(_LOOK_S)
-    raise ServerError(f"grpo-infer ended with {server.process.returncode}; {server.last_words()}")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of errors that came together."""
+    """Returns the first of errors that came together."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 

@@ -2,29 +2,19 @@
 on disk, and the summary."""
 
 import math
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.run_files import REWARD, STATES, STEP, SUMMARY_FILE, Said, metrics, orch_settings, read, read_run
+from grpo.orchestrator.ledger_reader import LedgerReader
+from grpo.run_files import REWARD, STEP, SUMMARY_FILE, Said, metrics, orch_settings, read, read_run
 from grpo.transport.folders import steps_in
 from grpo.transport.status import FINISHED
 
 MAX_SHOWN = 10
 """Violations of one kind that are listed; the rest are counted."""
-_IN_A_BATCH = "('shipping', 'shipped', 'trained')"
-_FATES = {
-    "is in an unknown state": f"state NOT IN {STATES}",
-    "is dropped without a reason": "state = 'dropped' AND reason IS NULL",
-    "has a reason but is not dropped": "state != 'dropped' AND reason IS NOT NULL",
-    "is in a batch, but no step is named": f"state IN {_IN_A_BATCH} AND step IS NULL",
-    "names a step, but is in no batch": f"state NOT IN {_IN_A_BATCH} AND step IS NOT NULL",
-    "is in a batch without a reward": f"state IN {_IN_A_BATCH} AND reward IS NULL",
-    "has changed before it was issued": "changed_at < issued_at - 1",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +25,7 @@ class _Checked:
     run_id: str
     settings: Mapping[str, Any]
     """The orchestrator's."""
-    database: sqlite3.Connection
+    ledger: LedgerReader
     metrics: Mapping[int, Mapping[str, float]]
     """Of each step."""
     lines: Counter[int]
@@ -43,7 +33,7 @@ class _Checked:
     summary: Mapping[str, Any] | None
 
 
-def check(folder: Path, database: sqlite3.Connection) -> dict[str, list[str]]:
+def check(folder: Path, ledger: LedgerReader) -> dict[str, list[str]]:
     """The violations that each check has found. Those that only hold of a finished run are left out before its end: one
     that was ended early may be resumed, and has open ends. Raises `NoRun`."""
     # A living run goes on meanwhile: the metrics of a step are written after its rollouts have left.
@@ -52,12 +42,12 @@ def check(folder: Path, database: sqlite3.Connection) -> dict[str, list[str]]:
     # The orchestrator writes the rest of the ledger last.
     finished = orch is not None and orch.state == FINISHED and orch.alive is not True
     run = read_run(folder)
-    database.execute("BEGIN")
+    ledger.freeze()
     checked = _Checked(
         folder=folder,
         run_id=run.run_id,
         settings=orch_settings(run),
-        database=database,
+        ledger=ledger,
         metrics={int(record[STEP]): record for record in steps},
         lines=Counter(int(record[STEP]) for record in steps),
         summary=read(folder / SUMMARY_FILE, dict[str, Any]),
@@ -75,25 +65,15 @@ def _listed(violations: list[str]) -> list[str]:
 
 
 def _fates(checked: _Checked) -> Iterator[str]:
-    faults = [f"({where})" for where in _FATES.values()]
-    query = f"SELECT id, state, {', '.join(faults)} FROM rollouts WHERE {' OR '.join(faults)}"
-    for rollout, state, *found in checked.database.execute(query):
-        yield from (f"rollout {rollout} ({state}) {fault}" for fault, is_so in zip(_FATES, found, strict=True) if is_so)
+    yield from (f"rollout {rollout} ({state}) {fault}" for rollout, state, fault in checked.ledger.faults())
 
 
 def _groups(checked: _Checked) -> Iterator[str]:
-    columns = ("env", "example", "version", "step")
-    differs = [f"MIN({column}) != MAX({column})" for column in columns]
-    query = f"SELECT group_id, {', '.join(differs)} FROM rollouts GROUP BY group_id HAVING {' OR '.join(differs)}"
-    for group, *found in checked.database.execute(query):
-        yield from (
-            f"group {group} has more than one {name}" for name, is_so in zip(columns, found, strict=True) if is_so
-        )
+    yield from (f"group {group} has more than one {column}" for group, column in checked.ledger.mixed_groups())
 
 
 def _no_holes(checked: _Checked) -> Iterator[str]:
-    by_step = "SELECT step, MIN(state = 'trained') FROM rollouts WHERE step IS NOT NULL GROUP BY step"
-    steps = dict(checked.database.execute(by_step).fetchall())
+    steps = checked.ledger.steps()
     for missing in sorted(set(range(1, max(steps, default=0))) - steps.keys()):
         yield f"no rollout is in step {missing}, and step {max(steps)} is there"
     newest = max((step for step, trained in steps.items() if trained), default=0)
@@ -103,18 +83,13 @@ def _no_holes(checked: _Checked) -> Iterator[str]:
 
 def _lags(checked: _Checked) -> Iterator[str]:
     limit = checked.settings.get("max_off_policy_steps")
-    lagging = "SELECT id, step, step - 1 - version AS lag FROM rollouts WHERE lag < 0 OR lag > ?"
-    for rollout, step, lag in checked.database.execute(lagging, (2**62 if limit is None else limit,)):
+    for rollout, step, lag in checked.ledger.lagging(limit):
         yield f"rollout {rollout} of step {step} has lag {lag}, expected 0 to max_off_policy_steps = {limit}"
 
 
 def _as_in_metrics(checked: _Checked) -> Iterator[str]:
     """A batch's metrics count the rollouts that were scored in its groups, those that filters withheld included."""
-    of_steps = (
-        "SELECT step, SUM(num), SUM(rewards) / SUM(num) FROM (SELECT MAX(step) AS step, COUNT(reward) AS num, "
-        "SUM(reward) AS rewards FROM rollouts GROUP BY group_id) WHERE step IS NOT NULL GROUP BY step"
-    )
-    counted = {step: (num, reward) for step, num, reward in checked.database.execute(of_steps)}
+    counted = checked.ledger.scored()
     for step in sorted(
         step for step in counted.keys() - checked.metrics.keys() if step < max(checked.metrics, default=0)
     ):
@@ -138,7 +113,7 @@ def _as_in_batches(checked: _Checked) -> Iterator[str]:
     from grpo.transport.errors import TransportError
 
     store = StepStore(checked.folder / "batches", run_id=checked.run_id)
-    newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
+    newest = checked.ledger.newest_step() or 0
     for step in [step for step in steps_in(store.folder) if step <= newest]:
         try:
             batches = store.read(step, rank=0, num_ranks=1) or ()
@@ -149,7 +124,7 @@ def _as_in_batches(checked: _Checked) -> Iterator[str]:
         if step not in steps_in(store.folder):
             continue  # it has been removed meanwhile
         sent = {rollout for batch in batches for rollout in batch.rollout_ids if rollout}
-        filed = {one for (one,) in checked.database.execute("SELECT id FROM rollouts WHERE step = ?", (step,))}
+        filed = checked.ledger.ids_of(step)
         for rollout in sorted(sent ^ filed):
             where = ("its batch", "the ledger") if rollout in sent else ("the ledger", "its batch")
             yield f"rollout {rollout} is in step {step} of {where[0]}, but not of {where[1]}"
@@ -159,7 +134,7 @@ def _as_in_traces(checked: _Checked) -> Iterator[str]:
     """A step may be without a trace (`traces.every`, `keep_last`, a slow disk); one that is there has its rollouts."""
     from grpo.transport.traces import trace_path, traced_steps
 
-    newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
+    newest = checked.ledger.newest_step() or 0
     steps = [step for step in traced_steps(checked.folder) if step <= newest]
     if not steps:
         return
@@ -178,7 +153,7 @@ def _as_in_traces(checked: _Checked) -> Iterator[str]:
             yield f"the trace of step {step} has rollouts of step {others[0]}"
         rows = zip(table["rollout"].to_pylist(), table["trained"].to_pylist(), strict=True)
         traced = {rollout.partition(".")[0] for rollout, trained in rows if trained}
-        filed = {one for (one,) in checked.database.execute("SELECT id FROM rollouts WHERE step = ?", (step,))}
+        filed = checked.ledger.ids_of(step)
         for rollout in sorted(traced ^ filed):
             where = ("its trace", "the ledger") if rollout in traced else ("the ledger", "its trace")
             yield f"rollout {rollout} is in step {step} of {where[0]}, but not of {where[1]}"
@@ -188,14 +163,12 @@ def _as_in_traces(checked: _Checked) -> Iterator[str]:
 
 
 def _all_final(checked: _Checked) -> Iterator[str]:
-    is_open = "SELECT id, state FROM rollouts WHERE state NOT IN ('trained', 'dropped')"
-    for rollout, state in checked.database.execute(is_open):
+    for rollout, state in checked.ledger.unfinished():
         yield f"rollout {rollout} is {state}, and the run is over"
 
 
 def _all_steps(checked: _Checked) -> Iterator[str]:
-    found = checked.database.execute("SELECT DISTINCT step FROM rollouts WHERE step IS NOT NULL").fetchall()
-    steps = {step for (step,) in found}
+    steps = checked.ledger.steps().keys()
     for step in sorted(steps - checked.metrics.keys()):
         yield f"step {step} has no metrics"
     expected = checked.settings.get("max_steps")
@@ -209,17 +182,17 @@ def _as_in_summary(checked: _Checked) -> Iterator[str]:
     if checked.summary is None:
         yield "the run has finished, and its summary.json is missing or cannot be read"
         return
-    count = "SELECT COUNT(*), COALESCE(SUM(state = 'trained'), 0) FROM rollouts"
-    issued, trained = checked.database.execute(count).fetchone()
-    reasons = "SELECT reason, COUNT(*) FROM rollouts WHERE state = 'dropped' GROUP BY reason"
-    dropped = dict(checked.database.execute(reasons).fetchall())
-    found = {"rollouts_issued": issued, "rollouts_trained": trained, "rollouts_dropped": dropped}
+    fates = checked.ledger.fates()
+    found = {
+        "rollouts_issued": fates.total(),
+        "rollouts_trained": fates["trained", None],
+        "rollouts_dropped": {reason: num for (state, reason), num in fates.items() if state == "dropped"},
+    }
     for key, value in found.items():
         if not checked.settings.get("ckpt", {}).get("skip_progress") and checked.summary.get(key) != value:
             yield f"{key} is {value}, the summary says {checked.summary.get(key)}"
     served = checked.summary.get("versions_served")
-    sampled = "SELECT version, COUNT(*) FROM rollouts WHERE state = 'trained' GROUP BY version"
-    for version, num in checked.database.execute(sampled):
+    for version, num in checked.ledger.trained_versions().items():
         if not isinstance(served, list) or version not in served:
             yield f"{num} trained rollouts were sampled under version {version}, which was never proved to be served"
 

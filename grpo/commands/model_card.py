@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.policy_version import Version, settings_of
+from grpo.policy_version import Version, program_settings
 from grpo.run import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
 from grpo.transport.run import recorded_settings
@@ -28,7 +28,7 @@ _NUM_ROWS = 10
 def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[str, float]) -> None:
     """Writes the card and its picture. `figures` are those of the proof."""
     run, step, spec = Run(version.run), version.manifest.version, version.manifest.spec
-    train, orch = settings_of(version.run, "train"), recorded_settings(version.run, "orch") or {}
+    train, orch = program_settings(version.run, "train"), recorded_settings(version.run, "orch") or {}
     rewards = _rewards(version.run, step)
     if rewards:
         run.plot().savefig(folder / CURVE_FILE)

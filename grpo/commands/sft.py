@@ -68,7 +68,7 @@ def _positive(text: str) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
-    settings = settings_of(options.config, options.others)
+    settings = supervised_settings(options.config, options.others)
     model = resolve_model(settings.model)
     if options.data.is_dir():
         found = rollouts_of(options.data, ChatRenderer.of_model(model), min_reward=options.min_reward)
@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
     examples = fitting(found, sequence_len=settings.sequence_len)
     if settings.max_steps == -1:
         num_steps = -(-len(examples) * options.epochs // options.batch_size)
-        settings = settings_of(options.config, [*options.others, "--max_steps", str(num_steps)])
+        settings = supervised_settings(options.config, [*options.others, "--max_steps", str(num_steps)])
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         stack.enter_context(only_one(settings.output_dir, "launcher"))
@@ -114,7 +114,7 @@ def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str
     return rows
 
 
-def settings_of(file: Path | None, arguments: Sequence[str]) -> TrainSettings:
+def supervised_settings(file: Path | None, arguments: Sequence[str]) -> TrainSettings:
     """Returns the trainer's settings. Raises `SettingsError`."""
     loaded = load(TrainSettings, file=file, arguments=[*arguments, "--loss.name", "reinforce"])
     keys = sorted(f"loss.{key}" for key in loaded.settings.loss.changed - {"name", "entropy_tau"})

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from grpo.commands.ledger import open_ledger
+from grpo.commands.ledger import states_of
+from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, read, read_run
 from grpo.transport.checkpoints import TRAINER
 from grpo.transport.errors import UserError
 from grpo.transport.folders import steps_in
 from grpo.transport.logs import printable
-from grpo.transport.run_warnings import RunWarning, run_warnings, told
+from grpo.transport.run_warnings import RunWarning, as_line, run_warnings
 from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ REFRESH_S = 0.5
 CLOCKS_S = 5.0
 """The clocks of a run's machines may differ by so much."""
 _TAIL_BYTES = 256 * 1024
-_NEWEST_STEP = "SELECT step FROM rollouts WHERE step IS NOT NULL AND state != 'shipping' ORDER BY step DESC LIMIT 1"
 _AWAITED = {"orchestrator": "grpo-orch", "trainer": "grpo-train", "inference servers": "grpo-infer"}
 """What status files call those who are waited for."""
 _TOLD_TO_END = {
@@ -226,13 +226,14 @@ def _ended_with_run(process: ProcessStatus) -> ProcessStatus:
 
 
 def _ledger(folder: Path) -> tuple[dict[str, int] | None, list[int]]:
-    """Numbers of rollouts by state, and the newest step that has left; None and none where they cannot be read (yet),
-    or not in time."""
+    """Returns the numbers of rollouts by state, and the newest step that has left; None and none where they cannot be
+    read (yet), or not in time."""
     newest: list[int] = []
     try:
-        with open_ledger(folder, limit_s=COUNT_LIMIT_S) as database:
-            newest = [step for (step,) in database.execute(_NEWEST_STEP)]
-            return dict(database.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state").fetchall()), newest
+        with open_ledger(folder, limit_s=COUNT_LIMIT_S) as ledger:
+            step = ledger.newest_step(has_left=True)
+            newest = [] if step is None else [step]
+            return dict(states_of(ledger.fates())), newest
     except (UserError, sqlite3.Error):
         return None, newest
 
@@ -313,7 +314,7 @@ def text(status: RunStatus) -> str:
     lines = [f"run {status.run_id} in {status.folder}: {status.state}", ""]
     lines += [f"  {process.name:{width}}  {_line(process)}" for process in status.processes]
     lines += ["", f"  {status.waits}", "", *(f"  {name:17}  {value}" for name, value in figures.items())]
-    lines += ["", *(f"  warning: {told(one)}" for one in status.warnings)] if status.warnings else []
+    lines += ["", *(f"  warning: {as_line(one)}" for one in status.warnings)] if status.warnings else []
     return printable("\n".join(lines))
 
 
@@ -404,7 +405,7 @@ class _Lines:
         for one in status.warnings:
             if self._warned.get((one.program, one.kind), 0) < one.times:
                 self._warned[one.program, one.kind] = sys.maxsize
-                yield f"warning: {told(one)}"
+                yield f"warning: {as_line(one)}"
 
     def print_new(self, status: RunStatus, elapsed: str) -> None:
         for record in metrics(self._folder, last_bytes=_TAIL_BYTES):

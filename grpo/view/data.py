@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.commands.ledger import open_ledger, totals
+from grpo.commands.ledger import totals
 from grpo.commands.ledger_check import check
 from grpo.commands.status import as_fields, run_status
+from grpo.orchestrator.ledger import LEDGER_FILE
+from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
 from grpo.transport.errors import UserError
@@ -25,7 +27,7 @@ _CHECK_S = 5.0
 _MAX_SPANS = 4_000
 """Spans of a timeline that are sent at once, the longest."""
 _WATCHED = (
-    *(METRICS_FILE, TIMELINE_FILE, "ledger.sqlite-wal", "ledger.sqlite", "status", "traces", "summary.json"),
+    *(METRICS_FILE, TIMELINE_FILE, f"{LEDGER_FILE}-wal", LEDGER_FILE, "status", "traces", "summary.json"),
     WARNINGS_FOLDER,
 )
 
@@ -160,7 +162,10 @@ def timeline(run: Path, start_s: float | None, end_s: float | None) -> dict[str,
 
 
 def _busy(spans: Sequence[Span], seconds: float) -> float | None:
-    """Share of the time in which a program did something but wait."""
+    """Returns the share of the time in which a program did something but wait; None for a single server, of which only
+    loading and sleep are known."""
+    if all(span.what in ("load", "sleep") for span in spans):
+        return None
     working = [span for span in spans if span.what not in ("wait", "generate", "sleep")]
     return min(1.0, covered_s(working) / seconds) if seconds > 0 else None
 
@@ -182,9 +187,8 @@ def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
     """Everything that was answered to one example, in training and evaluation, by version."""
     steps = traced_steps(run)
     try:
-        with open_ledger(run, limit_s=_CHECK_S) as database:
-            asked = "SELECT DISTINCT step FROM rollouts WHERE env = ? AND example = ? AND step IS NOT NULL"
-            known = {number for (number,) in database.execute(asked, (env, example))}
+        with open_ledger(run, limit_s=_CHECK_S) as ledger:
+            known = ledger.steps_of(env, example)
         steps = [number for number in steps if number in known]
     except UserError:
         pass
@@ -237,26 +241,20 @@ def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) ->
 def proof(run: Path) -> dict[str, Any]:
     """Fates of the rollouts, the ledger's checks, and the canary's differences by version and server; nothing before
     there is a ledger."""
-    if not (run / "ledger.sqlite").exists():
+    if not (run / LEDGER_FILE).exists():
         return {"totals": {"states": {}, "dropped": {}}, "checks": {}, "proofs": []}
-    with open_ledger(run, limit_s=_CHECK_S) as database:
-        counted = totals(database).fields
-        canary = database.execute("SELECT version, server, max_abs, mean_abs, tolerance FROM proofs ORDER BY 1, 2")
-        proofs = [
-            dict(zip(("version", "server", "max_abs", "mean_abs", "tolerance"), row, strict=True)) for row in canary
-        ]
-    with open_ledger(run, limit_s=_CHECK_S) as database:
-        return {"totals": counted, "checks": check(run, database), "proofs": proofs}
+    with open_ledger(run, limit_s=_CHECK_S) as ledger:
+        counted, proofs = totals(ledger).fields, ledger.proofs()
+    with open_ledger(run, limit_s=_CHECK_S) as ledger:
+        return {"totals": counted, "checks": check(run, ledger), "proofs": proofs}
 
 
 def pairs_of(run: Path, rollout: str) -> list[dict[str, Any]]:
     """Preference pairs whose rejected part is of this rollout."""
     try:
-        with open_ledger(run, limit_s=_CHECK_S) as database:
-            found = database.execute(
-                "SELECT record FROM pairs WHERE record ->> 'rollout_id' = ?", (rollout,)
-            ).fetchall()
+        with open_ledger(run, limit_s=_CHECK_S) as ledger:
+            found = ledger.pairs_of(rollout)
     except UserError:
         return []
     names = ("messages", "chosen", "rejected", "source")
-    return [{name: json.loads(record).get(name) for name in names} for (record,) in found]
+    return [{name: pair.get(name) for name in names} for pair in found]

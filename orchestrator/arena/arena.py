@@ -7,44 +7,42 @@ the engine, the ledger, packing, versions, traces, going on after a restart. Wit
 import asyncio
 import inspect
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
 from grpo.orchestrator.arena.local import LocalPool
-from grpo.orchestrator.background import in_thread
-from grpo.orchestrator.loops.sample import Intake
-from grpo.orchestrator.rollouts.attempt import result_tree
+from grpo.orchestrator.loops.sample import training_params
 from grpo.orchestrator.rollouts.clients import InferenceClient
 from grpo.orchestrator.rollouts.clock import together
-from grpo.orchestrator.rollouts.engine import PromptTooLong
+from grpo.orchestrator.rollouts.engine import PromptTooLong, result_of
 from grpo.orchestrator.rollouts.episode import Episode
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.orchestrator.rollouts.play import ScriptedBackend
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Step, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
 from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
-from grpo.orchestrator.scheduler import Ticket
+from grpo.orchestrator.scheduler import GroupLease
+from grpo.orchestrator.sink import RolloutSink
+from grpo.orchestrator.startup import failure_rate
 from grpo.orchestrator.workers.protocol import Ask, Sample, Sampled
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
-from grpo.transport.importing import load_object
 from grpo.transport.records import TrainingSample
 
 ARENA = "arena"
-"""What its rollouts have for an environment, in the ledger and in metrics."""
+"""The environment of its rollouts, in the ledger and in metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """One rollout that is asked for. Example: ``EpisodeRequest("debate", {"topic": "tea"}, meta={"round": 3})``"""
+    """A request for one rollout. Example: ``EpisodeRequest("debate", {"topic": "tea"}, meta={"round": 3})``"""
 
     episode_type: str
-    """Name of an episode, as `add_episode` was given."""
+    """The name under which `add_episode` knows the episode."""
     artifact: Any
     """What it is about: the episode's example; what is no mapping is its `artifact`."""
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +51,7 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """What one step trains on."""
+    """The rollouts that one step trains on."""
 
     group: FinishedGroup
     meta: Mapping[str, Any]
@@ -66,7 +64,7 @@ class TrainingBatch:
 
     @property
     def records(self) -> Sequence[TrainingSample]:
-        """What the trainer gets; nothing without a run, where no tokens are known."""
+        """The samples that the trainer gets; none without a run, where no tokens are known."""
         return self.group.samples
 
 
@@ -85,9 +83,9 @@ class Arena:
     """
 
     concurrency = 64
-    """Rollouts at a time, where nothing else is said."""
+    """How many rollouts run at a time by default."""
     adapters: Mapping[str, str] = {}
-    """Which of a run's adapters a role has, by role; the others have the first."""
+    """The run's adapters by role; other roles have the first."""
 
     def __init__(
         self,
@@ -106,14 +104,15 @@ class Arena:
         self.stores: dict[str, ArtifactStore] = {}
         """Stores by name, to be filled and drawn from in `get_batch`; episodes have them as `ctx.stores`."""
         self._seeds: dict[str, list[Any]] = {}
-        self._run: Intake | None = None
-        """The run that it works in."""
-        self._ticket: Ticket | None = None
-        self._num_asked = 0
+        self._run: RolloutSink | None = None
+        """The sink of the run that it works in."""
+        self._lease: GroupLease | None = None
+        """The lease of the step that goes on."""
+        self._num_requested = 0
         self._open: dict[str, EpisodeResult] = {}
         """Rollouts of the step that no batch has taken."""
         self._requests: dict[str, EpisodeRequest] = {}
-        """By the id of the rollout."""
+        """Requests by the id of their rollout."""
         self.setup()
         sizes = {name: store.max_size for name, store in self.stores.items()}
         self._pool = LocalPool(self.episodes, sizes, timeout_s=timeout_s)
@@ -168,7 +167,7 @@ class Arena:
     def policy_version(self) -> int:
         """The version that samples this step, before it begins the newest one; 0 without a run."""
         newest = 0 if self._run is None else self._run.scheduler.live or 0
-        return newest if self._ticket is None else self._ticket.version
+        return newest if self._lease is None else self._lease.version
 
     async def generate_rollouts(
         self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
@@ -177,23 +176,20 @@ class Arena:
         In a run it waits first until a step may begin. Raises what servers raise."""
         slots, roll_out = asyncio.Semaphore(concurrency or self.concurrency), self._look
         if self._run is not None:
-            roll_out, ticket = self._roll_out, await self._begin_step(self._run)
-        first, self._num_asked = self._num_asked, self._num_asked + len(requests)
+            roll_out, lease = self._roll_out, await self._begin_step(self._run)
+        first, self._num_requested = self._num_requested, self._num_requested + len(requests)
         if self._run is not None:
-            ledger, num = self._run.ledger, len(requests)
-            ledger.issued(ticket.group, num=num, env=ARENA, example=0, version=ticket.version, first=first)
-            await in_thread(ledger.changes())
+            self._run.fates.issued(self._group(self._run, lease, 0, first=first, num=len(requests)))
+            await self._run.fates.written()
 
         async def one(number: int, request: EpisodeRequest) -> EpisodeResult:
             async with slots:
                 return await roll_out(number, request)
 
         self._requests |= {self._name(number): request for number, request in enumerate(requests, first)}
-        asked = [one(number, request) for number, request in enumerate(requests, first)]
+        results = await together([one(number, request) for number, request in enumerate(requests, first)])
         if self._run is None:
-            return await together(asked)
-        with self._run.timeline.group(ticket.group):
-            results = await together(asked)
+            return results
         self._open |= {one.id: one for one in self._run.take(results)}
         return results
 
@@ -213,15 +209,15 @@ class Arena:
         else:
             made = await run.finish(usable, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
-        told = {
+        known = {
             "policy_version": self.policy_version,
             "num_rollouts": len(usable),
             "num_failed": len(results) - len(usable),
             "reward": sum(rewards) / len(rewards) if rewards else None,
         }
         if run is not None:
-            told["step"] = run.scheduler.shipped + 1
-        return TrainingBatch(group=made, meta=told | dict(meta or {}))
+            known["step"] = run.scheduler.shipped + 1
+        return TrainingBatch(group=made, meta=known | dict(meta or {}))
 
     def _credit_by_group(self, credit: Credit, results: Sequence[EpisodeResult]) -> Mapping[StepKey, float]:
         groups: defaultdict[str, list[EpisodeResult]] = defaultdict(list)
@@ -232,18 +228,14 @@ class Arena:
     async def train(self, batch: TrainingBatch) -> None:
         """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample
         is not sent; the next one takes its place. Raises ValueError without a run."""
-        if (run := self._run) is None or self._ticket is None:
+        if (run := self._run) is None or self._lease is None:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
-        ticket, self._ticket, self._num_asked = self._ticket, None, 0
+        lease, self._lease, self._num_requested = self._lease, None, 0
         taken = {*(result.id for result in batch.results), *batch.group.dropped}
         left = [one for name, one in self._open.items() if name not in taken]
         self._open, self._requests = {}, {}
-        run.ledger.dropped([one.id for one in left], "not_in_batch")
-        run.traces.dropped(left, "not_in_batch")
-        if not batch.records:
-            run.scheduler.failed(ticket.group)
-            return
-        run.complete(ticket.group, batch.group)
+        run.fates.dropped(left, "not_in_batch")
+        run.complete(lease.group, batch.group)
 
     async def step(self, concurrency: int | None = None) -> TrainingBatch:
         """One training step: `get_batch`, its rollouts, their batch, which is handed over in a run."""
@@ -270,7 +262,7 @@ class Arena:
             yield batch
 
     async def main(self) -> None:
-        """What a run does, until its `max_steps` are trained. Override it for a schedule of your own."""
+        """Runs the whole schedule, until the `max_steps` of a run are trained. Override it for one of your own."""
         async for _ in self.run():
             pass
 
@@ -285,16 +277,16 @@ class Arena:
 
     # --- in a run ---
 
-    def pool(self, settings: OrchSettings, record: Callable[[Failure | None], None]) -> LocalPool:
-        """What rolls out its episodes in a run."""
-        self._pool = LocalPool(
-            self.episodes, self._pool.loaded.stores, timeout_s=settings.reward_timeout_s, record=record
-        )
-        return self._pool
-
-    async def work(self, run: Intake) -> None:
+    async def work(self, run: RolloutSink) -> None:
         """Runs `main` in a run. Raises ValueError where it ends before all steps are trained."""
-        self._run = run
+        self._run, settings = run, run.settings
+        self._pool = LocalPool(
+            self.episodes,
+            self._pool.loaded.stores,
+            timeout_s=settings.reward_timeout_s,
+            record=partial(failure_rate(settings).record, ARENA),
+        )
+        run.engine.add_pool(ARENA, self._pool)
         if (stores := run.engine.stores) is not None:
             self.stores = {name: stores.of(ARENA, "train", name) for name in self.stores}
         self._fill_stores()
@@ -302,38 +294,39 @@ class Arena:
         if not self.finished:
             raise ValueError(
                 f"main of {type(self).__name__} ended after {run.scheduler.shipped + len(run.finished)} steps, and "
-                f"max_steps is {run.settings.max_steps}; train as many, or lower max_steps"
+                f"max_steps is {settings.max_steps}; train as many, or lower max_steps"
             )
 
     def _name(self, number: int) -> str:
-        return f"{0 if self._ticket is None else self._ticket.group}/{number}"
+        return f"{0 if self._lease is None else self._lease.group}/{number}"
 
-    async def _begin_step(self, run: Intake) -> Ticket:
-        while self._ticket is None:
-            self._ticket = run.scheduler.start()
-            if self._ticket is None:
+    async def _begin_step(self, run: RolloutSink) -> GroupLease:
+        while self._lease is None:
+            self._lease = run.scheduler.start()
+            if self._lease is None:
                 await run.scheduler.changed.wait()
-        return self._ticket
+        return self._lease
+
+    def _group(self, run: RolloutSink, lease: GroupLease, index: int, *, first: int, num: int = 1) -> Group:
+        return Group(
+            task=Task(env=ARENA, split="train", index=index, messages=()),
+            id=str(lease.group),
+            num=num,
+            first=first,
+            version=lease.version,
+            params=training_params(run.settings, lease.version),
+            adapters=RoleAdapters(names=run.settings.model.lora_adapters, of_roles=self.adapters),
+        )
 
     async def _roll_out(self, number: int, request: EpisodeRequest) -> EpisodeResult:
         assert self._run is not None
-        assert self._ticket is not None
-        ticket = self._ticket
+        assert self._lease is not None
         index = self._pool.ask(request.episode_type, request.artifact, request.meta)
-        group = Group(
-            task=Task(env=ARENA, split="train", index=index, messages=()),
-            id=str(ticket.group),
-            num=1,
-            first=number,
-            version=ticket.version,
-            params=self._run.params(ticket.version),
-            adapters=RoleAdapters(names=self._run.settings.model.lora_adapters, of_roles=self.adapters),
-        )
+        group = self._group(self._run, self._lease, index, first=number)
         try:
             [result] = await self._run.engine.run_group(group)
         except PromptTooLong as error:
-            failure = Failure(reason="prompt_too_long", message=str(error))
-            result = EpisodeResult(id=self._name(number), task=group.task, failure=failure)
+            [result] = group.failed("prompt_too_long", str(error))
         return result
 
     # --- without a run ---
@@ -348,10 +341,7 @@ class Arena:
         task = Task(env=ARENA, split="train", index=index, messages=())
         backend = ClientBackend(self._client, self.roles, self.stores)
         outcome = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
-        name = self._name(number)
-        if isinstance(outcome, Failure):
-            return EpisodeResult(id=name, task=task, failure=outcome)
-        return result_tree(outcome, backend.steps, name=name, task=task)
+        return result_of(outcome, backend.steps, name=self._name(number), task=task)
 
 
 class ClientBackend(ScriptedBackend):
@@ -361,7 +351,7 @@ class ClientBackend(ScriptedBackend):
         super().__init__({}, ())
         self._client, self._roles, self._stores = client, roles, dict(stores)
         self.steps: dict[int, dict[int, Step]] = {}
-        """By rollout of the tree and by call."""
+        """Steps by rollout of the tree and by call."""
 
     async def answer(self, call: Sample | Ask, messages: list[dict[str, Any]]) -> Sampled:
         role = self._roles.get(call.role) if isinstance(call, Sample) else None
@@ -386,11 +376,3 @@ class ClientBackend(ScriptedBackend):
             num_tokens=len(answer.tokens),
             tokens=list(answer.tokens),
         )
-
-
-def find_arena(location: str) -> Arena:
-    """The arena that `orch.arena` names. Raises UserError."""
-    found = load_object(location, setting="arena")
-    if not (isinstance(found, type) and issubclass(found, Arena)):
-        raise UserError(f"arena = {location!r} is {found!r}, expected a class derived from grpo.Arena")
-    return found()

@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import aiohttp
@@ -49,7 +48,7 @@ class Unreachable(ServerError):
         super().__init__(message)
 
 
-class Refused(ServerError):
+class RequestRefused(ServerError):
     """A server's answer of 4xx: `kind` is its word for the reason."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
@@ -75,8 +74,6 @@ class InferenceClient:
         """Whether the log says already that there are too many open files."""
         self._released = asyncio.Event()
         self._released.set()
-        self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
-        """A context that is entered while a server has a request for an answer."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         max_connections = raise_file_limit() * 3 // 4  # the rest is for what else the program opens
 
@@ -187,8 +184,7 @@ class InferenceClient:
                 self._answered_s = clock()
             self._num_in_flight[server] += 1
             try:
-                with self.busy(server):
-                    answer = await self._ask(self._session, "POST", server, path, answer_type, body, deadline_s)
+                answer = await self._ask(self._session, "POST", server, path, answer_type, body, deadline_s)
                 self._answered_s = clock()
                 if (wrong := fault(answer)) is None:
                     return answer
@@ -225,11 +221,11 @@ class InferenceClient:
         version, proved = request.version, self.pool.versions
         follows = isinstance(request, GenerateRequest) and request.follow and version is not None
         fitting = version in proved or (follows and any(one > (version or 0) for one in proved))
-        return isinstance(error, Refused) and error.kind == "not_live" and fitting
+        return isinstance(error, RequestRefused) and error.kind == "not_live" and fitting
 
     def can_do_without(self, server: str, error: ServerError) -> bool:
         """Whether the fault may be this server's alone, and there are others in the routing."""
-        ours = isinstance(error, Refused) and error.kind not in ("", "unauthorized")
+        ours = isinstance(error, RequestRefused) and error.kind not in ("", "unauthorized")
         return not ours and any(other != server for other in self.pool.routed)
 
     async def until_changed(self, deadline_s: float) -> None:
@@ -249,7 +245,7 @@ class InferenceClient:
     # --- one server ---
 
     async def info(self, server: str, *, within_s: float = math.inf) -> ServerInfo:
-        """Returns what the server says about itself, at the first try. Raises Unreachable, Refused and ServerError."""
+        """Returns what the server says about itself, at the first try. Raises ServerErrors."""
         return await self.once(server, "GET", "/policy/info", ServerInfo, within_s=within_s)
 
     async def once(
@@ -263,7 +259,7 @@ class InferenceClient:
         within_s: float = math.inf,
     ) -> A:
         """The answer of one server at the first try, `within_s` or `client.timeout`; ends when the server is abandoned.
-        Raises Unreachable, Refused and ServerError."""
+        Raises Unreachable, RequestRefused and ServerError."""
         body = None if request is None else msgspec.json.encode(request)
         deadline_s = asyncio.get_running_loop().time() + min(within_s, self.timeout_s)
         return await self._ask(self._control_session, method, server, path, answer_type, body, deadline_s)
@@ -329,7 +325,7 @@ class InferenceClient:
             return Unreachable(text, gone=False)
         if status == 401:
             text += "; set the variable that client.api_key_var names to the server's API key"
-        return Refused(status, kind, text) if 400 <= status < 500 else ServerError(text)
+        return RequestRefused(status, kind, text) if 400 <= status < 500 else ServerError(text)
 
 
 def _no_answer(where: str, error: Exception) -> ServerError:

@@ -4,10 +4,9 @@ A server that has just been found, cannot be reached, or has lost a version is o
 which has seen it prove the versions in use, puts it in.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
-
-from grpo.orchestrator.background import Bell
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +24,8 @@ class ServerPool:
         """Versions that every server in the routing has proved."""
         self.unknown = ""
         """Why no server is known, where they are found by name."""
-        self.changed = Bell()
-        """Rings when a server is found, gone, ejected or readmitted."""
+        self.changed = asyncio.Event()
+        """Wakes all who wait for it when a server is found, gone, ejected or readmitted."""
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -70,4 +69,5 @@ class ServerPool:
 
     def _change(self) -> None:
         self.routed = tuple(server for server in self._servers if server not in self._out)
-        self.changed.ring()
+        self.changed.set()
+        self.changed.clear()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from grpo.orchestrator.inference.client import InferenceClient, Refused, ServerError, ServersAway, Unreachable
+from grpo.orchestrator.inference.client import InferenceClient, RequestRefused, ServerError, ServersAway, Unreachable
 from grpo.transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class WeightSync:
         self._proved[server].pop(version, None)
         try:
             await self.client.once(server, "POST", "/policy/unload", Unloaded, UnloadRequest(version=version))
-        except Refused as error:
+        except RequestRefused as error:
             if error.kind != "not_live":
                 raise
 

@@ -13,7 +13,7 @@ from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import REWARD, STEP
 from grpo.transport.folders import write_atomic
 from grpo.transport.logs import printable
-from grpo.transport.run_warnings import RunWarning, told
+from grpo.transport.run_warnings import RunWarning, as_line
 
 ACCURACY, MEASURE = "eval/accuracy/", "eval/measure/"
 """Before the names of environments, and of what their rubrics measure."""
@@ -90,7 +90,7 @@ class Summary:
             if measures.row_count > 1:
                 Console().print(measures)
         for warning in self.warnings:
-            print(f"warning: {told(RunWarning(**warning))}")
+            print(f"warning: {as_line(RunWarning(**warning))}")
 
 
 def what_next(folder: Path) -> str:
@@ -123,8 +123,8 @@ def summarise(
     start_up_s: float,
     warnings: Sequence[RunWarning],
 ) -> Summary:
-    """From the lines of `metrics.jsonl`. `first`: of the version that this process began with, which has no line where
-    the run begins with it. `counted_from`: the first step that the totals count."""
+    """Returns the summary from the lines of `metrics.jsonl`. `first`: of the version that this process began with,
+    which has no line where the run begins with it. `counted_from`: the first step that the totals count."""
     steps = sorted((line for line in lines if REWARD in line), key=lambda line: line[STEP])
     evaluations = {int(line[STEP]): line for line in lines if REWARD not in line}
     counted = [line for line in steps if line[STEP] >= counted_from]

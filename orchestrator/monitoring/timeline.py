@@ -1,26 +1,23 @@
-"""Who did what when: `timeline.jsonl`, Chrome trace events on the wall clock, which Perfetto (ui.perfetto.dev) opens.
+"""`timeline.jsonl`: who did what when, as Chrome trace events on the wall clock, for Perfetto (ui.perfetto.dev).
 
 The file is a list without its end, one event a line, as the format allows: programs may add to it, and be killed. Spans
-are kept in memory and written together once a step, so that telling one costs microseconds.
+are kept in memory and written together once a step.
 """
 
 import json
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo.transport.folders import writing
 
 TIMELINE_FILE = "timeline.jsonl"
-MAX_PENDING = 10_000
-"""Spans that are kept before they are written, should no step come."""
 MIN_BREAK_S = 0.02
-"""Shorter breaks between busy times are left out, so that there are few spans."""
+"""Shorter breaks between the times in which servers are busy are left out, so that there are few spans."""
 ORCHESTRATOR = "grpo-orch"
 TRAINER = "grpo-train"
 SERVERS = "grpo-infer"
@@ -28,7 +25,7 @@ SERVERS = "grpo-infer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One thing that one program did.
+    """What one program did for a while.
     Example: ``Span(who="grpo-train", what="train", step=12, start_s=1.5, end_s=2.5)``"""
 
     who: str
@@ -49,88 +46,56 @@ class Span:
 
 
 class Timeline:
-    """The writer. Only the orchestrator's event loop uses it.
-
-    Of generation it tells three things: for each batch the time from the start of its first group to the end of its
-    last (batches overlap); the times in which any group was sampled or scored; and of each server those in which it had
-    anything to answer.
-    """
+    """Writes the timeline of a run. Only the orchestrator's event loop uses it."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the run's."""
         self._path = folder / TIMELINE_FILE
         self._pending: list[str] = []
-        self._groups: dict[int, tuple[float, float]] = {}
-        """When each group that waits for its batch was started, and when it was complete."""
-        self._busy: defaultdict[str, BusySpans] = defaultdict(BusySpans)
-        """Of all servers together, by `SERVERS`, and of each."""
         self._lanes: dict[str, int] = {}
 
     def add(self, who: str, what: str, *, start_s: float, end_s: float, step: int | None = None) -> None:
-        """Tells a span that is over. A clock that was set back meanwhile gives one of no length."""
+        """Adds a span that is over. A clock that was set back meanwhile gives one of no length."""
         if who not in self._lanes:
             self._lanes[who] = zlib.crc32(who.encode()) & 0x7FFFFFFF
-            self._tell({"name": "process_name", "ph": "M", "pid": self._lanes[who], "args": {"name": who}})
+            self._event({"name": "process_name", "ph": "M", "pid": self._lanes[who], "args": {"name": who}})
         times = {"ts": round(1e6 * start_s), "dur": round(1e6 * max(0.0, end_s - start_s))}
-        self._tell(
+        self._event(
             {"name": what, "ph": "X", **times, "pid": self._lanes[who], "tid": 1, "args": {"who": who, "step": step}}
         )
-        if len(self._pending) >= MAX_PENDING:
-            self.flush()
 
-    def _tell(self, event: Mapping[str, Any]) -> None:
+    def _event(self, event: Mapping[str, Any]) -> None:
         self._pending.append(json.dumps(event) + ",\n")
 
     @contextmanager
     def span(self, who: str, what: str, *, step: int | None = None) -> Iterator[None]:
-        """Tells of what is done within it, however it ends."""
+        """Adds what is done within it, however it ends."""
         start_s = time.time()
         try:
             yield
         finally:
             self.add(who, what, start_s=start_s, end_s=time.time(), step=step)
 
-    @contextmanager
-    def group(self, group: int) -> Iterator[None]:
-        """A group is sampled and scored within it."""
-        start_s = time.time()
-        with self._busy[SERVERS]:
-            yield
-        self._groups[group] = (start_s, time.time())
-
-    def came_to_nothing(self, group: int) -> None:
-        """A group will be in no batch."""
-        self._groups.pop(group, None)
-
-    def generated(self, step: int, groups: Iterable[int]) -> float:
-        """All groups of batch `step` are complete. Returns for how many seconds any group was sampled or scored since
-        the last call."""
-        seconds = 0.0
-        times = [self._groups.pop(group) for group in groups if group in self._groups]
-        if times:
-            starts_s, ends_s = zip(*times, strict=True)
-            self.add(SERVERS, "generate", start_s=min(starts_s), end_s=max(ends_s), step=step)
-        for who, busy in self._busy.items():
-            for start_s, end_s in busy.take():
-                self.add(who, "busy", start_s=start_s, end_s=end_s)
-                seconds += end_s - start_s if who == SERVERS else 0.0
-        return seconds
-
-    def busy(self, server: str) -> AbstractContextManager[None]:
-        """A server has a request for an answer within it."""
-        return self._busy[f"{SERVERS} {server}"]
+    def generated(self, step: int, of_batch_s: tuple[float, float], rollouts_s: Iterable[tuple[float, float]]) -> float:
+        """Adds when the rollouts of batch `step` were sampled and scored (`of_batch_s`; batches overlap), and when any
+        were since the batch before (`rollouts_s`). Returns the seconds of the latter. The ledger knows both."""
+        self.add(SERVERS, "generate", start_s=of_batch_s[0], end_s=of_batch_s[1], step=step)
+        busy_s = merged(rollouts_s, min_break_s=MIN_BREAK_S)
+        for start_s, end_s in busy_s:
+            self.add(SERVERS, "busy", start_s=start_s, end_s=end_s)
+        return sum(end_s - start_s for start_s, end_s in busy_s)
 
     def loading(self, server: str, version: int) -> AbstractContextManager[None]:
-        """A server loads and proves a version within it."""
+        """Adds that a server loads and proves a version within it."""
         return self.span(f"{SERVERS} {server}", "load", step=version)
 
     def slept(self, server: str, start_s: float, end_s: float, step: int) -> None:
-        """A server has slept while the trainer made `step`."""
+        """Adds that a server has slept while the trainer made `step`."""
         self.add(f"{SERVERS} {server}", "sleep", start_s=start_s, end_s=end_s, step=step)
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tells what the trainer did in a step, from the metrics that came with its version: each `time/NAME_s` with a
-        beginning `time/NAME_at_s`. Publishing is that of the version before."""
+        """Adds what the trainer did in a step, from the metrics that came with its version: each `time/NAME_s` begins
+        at `time/NAME_at_s`. Publishing is that of the version before."""
         for name, what, version in (
             ("wait_batch", "wait", step),
             ("train", "train", step),
@@ -141,7 +106,7 @@ class Timeline:
                 self.add(TRAINER, what, start_s=start_s, end_s=start_s + seconds, step=version)
 
     def flush(self) -> None:
-        """Writes what was told since the last time."""
+        """Writes what was added since the last time."""
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write("[\n")
@@ -151,35 +116,6 @@ class Timeline:
     def close(self) -> None:
         """Writes the rest."""
         self.flush()
-
-
-@dataclass(slots=True)
-class BusySpans:
-    """When at least one of many overlapping things was going on."""
-
-    _num: int = 0
-    _over: list[tuple[float, float]] = field(default_factory=list)
-    """Start and end; of the last one, which may go on, the end so far."""
-
-    def __enter__(self) -> None:
-        now_s = time.time()
-        if self._num == 0 and not (self._over and now_s - self._over[-1][1] < MIN_BREAK_S):
-            self._over.append((now_s, now_s))
-        self._num += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._num -= 1
-        if self._num == 0:
-            self._over[-1] = (self._over[-1][0], max(self._over[-1][1], time.time()))
-
-    def take(self) -> list[tuple[float, float]]:
-        """Start and end of the spans since the last call; one that goes on is cut here."""
-        taken, self._over = self._over, []
-        if self._num:
-            now_s = time.time()
-            taken[-1] = (taken[-1][0], now_s)
-            self._over = [(now_s, now_s)]
-        return [(start_s, end_s) for start_s, end_s in taken if end_s > start_s]
 
 
 def read_timeline(folder: Path) -> list[Span]:
@@ -201,10 +137,17 @@ def _parsed(line: bytes) -> Span | None:
         return None
 
 
+def merged(spans_s: Iterable[tuple[float, float]], *, min_break_s: float = 0.0) -> list[tuple[float, float]]:
+    """Returns the times in which at least one of the spans went on; shorter breaks are left out."""
+    found: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(spans_s):
+        if found and start_s - found[-1][1] <= min_break_s:
+            found[-1] = found[-1][0], max(found[-1][1], end_s)
+        else:
+            found.append((start_s, end_s))
+    return found
+
+
 def covered_s(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of the spans went on."""
-    total, end_s = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda one: one.start_s):
-        total += max(0.0, span.end_s - max(span.start_s, end_s))
-        end_s = max(end_s, span.end_s)
-    return total
+    """Returns the seconds in which at least one of the spans went on."""
+    return sum(end_s - start_s for start_s, end_s in merged((span.start_s, span.end_s) for span in spans))

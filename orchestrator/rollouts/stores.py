@@ -1,14 +1,16 @@
 """Artifact stores: what episodes make and use again, such as topics, proposed questions, programs.
 
-A store keeps JSON values with weights, in memory. What has changed goes to a table of the ledger in the transaction of
-each step, so that a run that goes on after a batch finds its stores as they were with it.
+A store keeps JSON values with weights, in memory, and in a table of the ledger as soon as they change. It is a cache: a
+run that goes on finds its stores as they were last, whatever batch it goes on after.
 """
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,9 @@ from grpo.orchestrator.rollouts.messages import plain, shown
 
 SPLITS = ("train", "eval")
 MAX_CONTENT_CHARACTERS = 1 << 20
-"""Of one artifact as JSON."""
+"""The longest artifact as JSON."""
 MAX_DRAWS, MAX_DRAWN_CHARACTERS = 10_000, 1 << 24
-"""Of one call."""
+"""How many artifacts one call may draw, and how long they may be together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +34,6 @@ class Artifact:
     """The value as JSON with sorted keys."""
     weight: float
     """How likely it is drawn, against the others; at least 0."""
-    place: int = field(default=0, compare=False)
-    """In the order in which the store's artifacts came."""
 
     @property
     def data(self) -> Any:
@@ -49,32 +49,30 @@ class ArtifactStore:
         name: str,
         *,
         max_size: int = 10_000,
-        seed: int = 0,
+        seed: int | str = 0,
         artifacts: Iterable[Artifact] = (),
-        num_draws: int = 0,
+        changed: Callable[[str, Artifact | None], None] = lambda artifact_id, artifact: None,
     ) -> None:
-        """Begins with `artifacts`, oldest first. Draws are those of `seed`, the store's name, and how many there
-        were."""
-        self.name, self.max_size, self._seed, self.num_draws = name, max_size, seed, num_draws
+        """Begins with `artifacts`, oldest first. Draws follow from `seed`, the store's name, and how many there were.
+        `changed` is called with the id of an artifact that has changed, and what it is now; None if it is gone."""
+        self.name, self.max_size, self._seed, self._num_draws, self._changed = name, max_size, seed, 0, changed
         self._artifacts = {artifact.id: artifact for artifact in artifacts}
-        self._next_place = 1 + max((artifact.place for artifact in self._artifacts.values()), default=-1)
-        self._changed: dict[str, None] = {}
         self._evict()
 
-    def operate(self, operation: str, given: Mapping[str, Any]) -> Any:
+    def operate(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         """Returns the result of `add` (the id), `sample` (a list of [id, data]), `get` (the data, in a list, or an
         empty one), `set_weight` (whether the artifact is still there: another rollout's may have taken its place) or
         `count`. Raises KeyError, ValueError and TypeError."""
         match operation:
             case "add":
-                return self.add(given["data"], weight=given.get("weight", 1.0))
+                return self.add(arguments["data"], weight=arguments.get("weight", 1.0))
             case "sample":
-                return [[one.id, one.data] for one in self.sample(**given)]
+                return [[one.id, one.data] for one in self.sample(**arguments)]
             case "get":
-                found = self.get(given["id"])
+                found = self.get(arguments["id"])
                 return [] if found is None else [found.data]
             case "set_weight":
-                return self.set_weight(given["id"], given["weight"])
+                return self.set_weight(arguments["id"], arguments["weight"])
             case "count":
                 return len(self._artifacts)
         raise ValueError(f"there is no operation {operation!r}")
@@ -89,11 +87,9 @@ class ArtifactStore:
                 f"a value of {len(content)} characters was to be added to the store {self.name}, expected at most "
                 f"{MAX_CONTENT_CHARACTERS} as JSON; keep what is longer in a file, and its name here"
             )
-        new = Artifact(id=_digest(content), content=content, weight=_checked_weight(weight), place=self._next_place)
+        new = Artifact(id=_digest(content), content=content, weight=_checked_weight(weight))
         if not self.set_weight(new.id, weight):
-            self._next_place += 1
-            self._artifacts[new.id] = new
-            self._changed[new.id] = None
+            self._put(new)
             self._evict()
         return new.id
 
@@ -101,15 +97,18 @@ class ArtifactStore:
         """Whether the artifact is there. Raises ValueError as `add` does."""
         weight, artifact = _checked_weight(weight), self._artifacts.get(artifact_id)
         if artifact is not None and artifact.weight != weight:
-            self._artifacts[artifact_id] = replace(artifact, weight=weight)
-            self._changed[artifact_id] = None
+            self._put(replace(artifact, weight=weight))
         return artifact is not None
+
+    def _put(self, artifact: Artifact) -> None:
+        self._artifacts[artifact.id] = artifact
+        self._changed(artifact.id, artifact)
 
     def _evict(self) -> None:
         while len(self._artifacts) > self.max_size:
             lightest = min(self._artifacts.values(), key=lambda one: one.weight).id
             del self._artifacts[lightest]
-            self._changed[lightest] = None
+            self._changed(lightest, None)
 
     def get(self, artifact_id: str) -> Artifact | None:
         """The artifact with this id; None where it is not there any more."""
@@ -133,15 +132,15 @@ class ArtifactStore:
             raise ValueError(
                 f"{num} artifacts were to be drawn from the store {self.name}, which has {len(drawable)} {kind}"
             )
-        draws = np.random.default_rng(int(_digest(f"{self._seed}/{self.name}/{self.num_draws}"), 16))
-        self.num_draws += 1
+        draws = np.random.default_rng(int(_digest(f"{self._seed}/{self.name}/{self._num_draws}"), 16))
+        self._num_draws += 1
         if not num:
             return []
         probs = None
         if weighted:
             weights = np.array([one.weight for one in drawable])
             probs = (weights := weights / weights.max()) / weights.sum()  # the largest may be close to infinity
-        drawn = [drawable[place] for place in draws.choice(len(drawable), num, replace=replace, p=probs)]
+        drawn = [drawable[index] for index in draws.choice(len(drawable), num, replace=replace, p=probs)]
         if (size := sum(len(one.content) for one in drawn)) > MAX_DRAWN_CHARACTERS:
             raise ValueError(f"{num} draws of {size} characters, at most {MAX_DRAWN_CHARACTERS} at a time; draw fewer")
         return drawn
@@ -154,53 +153,38 @@ class ArtifactStore:
         """Returns how many artifacts there are."""
         return len(self._artifacts)
 
-    def changes(self) -> list[tuple[str, Artifact | None]]:
-        """What has changed since the last call, by id, with what it is now; None for one that has gone."""
-        changed, self._changed = self._changed, {}
-        return [(artifact_id, self._artifacts.get(artifact_id)) for artifact_id in changed]
-
 
 class ArtifactStores:
     """The stores of a run's environments. What evaluation keeps is apart: it leaves what is trained as it was."""
 
-    def __init__(
-        self,
-        sizes: Mapping[str, Mapping[str, int]],
-        ledger: Ledger,
-        *,
-        seed: int = 0,
-        state: Mapping[str, int] | None = None,
-    ) -> None:
-        """`sizes`: by environment and name, how many artifacts each may hold. `ledger`: has what they hold. `state`:
-        what `save` has returned with the batch after which a run goes on. Raises ValueError for what cannot be."""
-        self._ledger, self._stores = ledger, dict[str, ArtifactStore]()
-        for env, split, name in ((env, split, name) for env in sizes for split in SPLITS for name in sizes[env]):  # noqa: B020
-            if (max_size := sizes[env][name]) < 1:
+    def __init__(self, ledger: Ledger, *, seed: int | str = 0) -> None:
+        """`ledger` keeps what they hold. Draws follow from `seed`: another one for each process of a run, so that none
+        repeats what one before it has drawn."""
+        self._ledger, self._seed, self._stores = ledger, seed, dict[str, ArtifactStore]()
+
+    def open(self, env: str, sizes: Mapping[str, int]) -> None:
+        """Opens the stores of an environment. `sizes`: by name, how many artifacts each may hold. Raises ValueError for
+        a size that cannot be."""
+        for name, split in itertools.product(sizes, SPLITS):
+            if sizes[name] < 1:
                 raise ValueError(
-                    f"environment {env} has a store {name!r} for {max_size} artifacts, expected at least 1"
+                    f"environment {env} has a store {name!r} for {sizes[name]} artifacts, expected at least 1"
                 )
             full = f"{env}/{split}/{name}"
-            there = [
-                Artifact(id=i, content=data, weight=weight, place=place)
-                for i, place, weight, data in ledger.artifacts(full)
-            ]
-            num_draws = (state or {}).get(full, 0)
-            self._stores[full] = ArtifactStore(full, max_size=max_size, seed=seed, artifacts=there, num_draws=num_draws)
+            kept = [Artifact(id=i, weight=weight, content=data) for i, weight, data in self._ledger.artifacts(full)]
+            self._stores[full] = ArtifactStore(
+                full, max_size=sizes[name], seed=self._seed, artifacts=kept, changed=partial(self._keep, full)
+            )
+
+    def _keep(self, store: str, artifact_id: str, artifact: Artifact | None) -> None:
+        kept = None if artifact is None else (artifact.weight, artifact.content)
+        self._ledger.artifact_changed(store, artifact_id, kept)
 
     def of(self, env: str, split: str, name: str) -> ArtifactStore:
         """Raises KeyError where there is none."""
         if (store := self._stores.get(f"{env}/{split}/{name}")) is None:
             raise KeyError(f"there is no store {name}")
         return store
-
-    def save(self, step: int) -> dict[str, int]:
-        """Hands what has changed to the ledger, to be written with batch `step`. Returns how many draws each store has
-        made, to be kept in its state."""
-        for name, store in self._stores.items():
-            changes = store.changes()
-            there = [(one.id, one.place, one.weight, one.content) for _, one in changes if one is not None]
-            self._ledger.artifacts_changed(name, [artifact_id for artifact_id, _ in changes], there, step)
-        return {name: store.num_draws for name, store in self._stores.items()}
 
 
 def _digest(content: str) -> str:

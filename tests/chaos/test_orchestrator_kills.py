@@ -130,7 +130,7 @@ class Run:
         """Those that a run which nobody interrupts trains."""
         settings = self.settings()
         keys = [str(index) for index in range(settings.env[0].args["num_train"])]
-        buffer = Buffer({"reverse-text": keys}, seed=settings.seed)
+        buffer = Buffer({"words": keys}, seed=settings.seed)
         return [buffer.issue(group).index for group in range(self.num_steps * GROUPS_PER_BATCH)]
 
 

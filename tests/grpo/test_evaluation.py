@@ -1,25 +1,28 @@
 """What `grpo evaluate` takes for a model, a run and a checkpoint, and by which settings it is evaluated."""
 
-import argparse
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpo.configs.errors import SettingsError
+from grpo.configs.infer import InferSettings
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.evaluate import held_out
 from grpo.transport.errors import UserError
 from grpo.transport.run import create_run, join_run
 
-from grpo.commands.evaluate import _evaluated, find_target, settings_of
-from grpo.commands.serve import Served
+from grpo.commands.evaluate import _evaluated, evaluation_settings, find_target
+from grpo.server_process import ServerFailed, ServerProcess, server_process
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
+REVERSE = {"id": "reverse-text"}
 MODEL = str(Path(__file__).parents[2] / "configs/quickstart/model")
 
 
-def options(*others: str, **given: Any) -> argparse.Namespace:
-    names = ("env", "num_examples", "rollouts_per_example", "temperature", "max_tokens", "seed")
-    return argparse.Namespace(**{name: given.get(name) for name in names}, others=list(others))
+def evaluated_by(orch: OrchSettings) -> tuple[list[str], int, int | None]:
+    """Environments, held-out examples of each, and the longest answer."""
+    return [one.env.label for one in held_out(orch)], orch.eval.num_examples, orch.longest_held_out
 
 
 @pytest.fixture
@@ -36,15 +39,10 @@ async def run(tmp_path: Path) -> Path:
 
 def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server() -> None:
     target = find_target(MODEL, None)
-    orch, infer = settings_of(
-        target,
-        options("--max_model_len", "64", env=["reverse-text", '{"id": "arithmetic", "name": "sums"}'], max_tokens=7),
-    )
+    envs = [{"id": "reverse-text"}, {"id": "arithmetic", "name": "sums"}]
+    orch, infer = evaluation_settings(target, env=envs, max_tokens=7, server=["--max_model_len", "64"])
     assert target.version is None
-    assert [(env.label, env.max_tokens, env.num_examples) for env in orch.held_out] == [
-        ("reverse-text", 7, -1),
-        ("sums", 7, -1),
-    ]
+    assert evaluated_by(orch) == (["reverse-text", "sums"], -1, 7)
     assert infer.max_model_len == 64
     assert orch.client.base_url == (f"http://127.0.0.1:{infer.port}/v1",)
 
@@ -52,11 +50,11 @@ def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server()
 async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(run: Path) -> None:
     assert find_target(str(run), None).number == 3
     assert find_target(str(run), 2).number == find_target(str(run / "broadcasts" / "step_000002"), None).number == 2
-    orch, _ = settings_of(find_target(str(run), None), options())
-    assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("reverse-text", 3, 5)]
-    orch, _ = settings_of(find_target(str(run), None), options(env=["arithmetic"], num_examples=9, seed=7))
+    orch, _ = evaluation_settings(find_target(str(run), None))
+    assert evaluated_by(orch) == (["words"], 3, 5)
+    orch, _ = evaluation_settings(find_target(str(run), None), env=[{"id": "arithmetic"}], num_examples=9, seed=7)
     assert orch.sampling.seed == 7
-    assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("arithmetic", 9, 5)]
+    assert evaluated_by(orch) == (["arithmetic"], 9, 5)
     with pytest.raises(ValueError, match=r"there are \[0, 1, 2, 3\]"):
         find_target(str(run), 9)
 
@@ -66,18 +64,24 @@ async def test_a_run_is_asked_under_its_version_and_a_model_as_it_is(run: Path) 
     server.live = {3}
     with subprocess.Popen(["sleep", "600"]) as process:  # noqa: ASYNC220 (returns at once)
         try:
-            served = Served(
+            served = ServerProcess(
                 url=server.url.removesuffix("/v1"), base="base", key=None, process=process, log=run / "infer.log"
             )
             for name, version in ((str(run), 3), (MODEL, None)):
                 server.requests.clear()
                 target = find_target(name, None)
-                orch, _ = settings_of(target, options(env=["reverse-text"], num_examples=2))
+                orch, _ = evaluation_settings(target, env=[REVERSE], num_examples=2)
                 await _evaluated(target, orch, served)
                 assert [body["version"] for body in server.requests] == [version] * 2
         finally:
             process.kill()
             await server.stop()
+
+
+def test_a_server_that_does_not_start_is_an_error_of_the_server_with_the_end_of_its_log(tmp_path: Path) -> None:
+    settings = InferSettings(model=str(tmp_path / "no-such-model")).model_dump(mode="json")
+    with pytest.raises(ServerFailed, match="no-such-model"), server_process(settings, tmp_path / "logs/infer.log"):
+        pass
 
 
 def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
@@ -89,11 +93,12 @@ def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no version"):
         find_target(str(tmp_path), None)
     found = find_target(MODEL, None)
+    given: dict[str, Any]
     for given, error in (
-        (options(), ValueError),
-        (options(env=["revers-text"]), UserError),
-        (options("--max_model_lenn", "3", env=["reverse-text"]), SettingsError),
-        (options(env=["reverse-text"], rollouts_per_example=4), ValueError),
+        ({}, ValueError),
+        ({"env": [{"id": "revers-text"}]}, UserError),
+        ({"env": [REVERSE], "server": ["--max_model_lenn", "3"]}, SettingsError),
+        ({"env": [REVERSE], "rollouts_per_example": 4}, ValueError),
     ):
         with pytest.raises(error):
-            settings_of(found, given)
+            evaluation_settings(found, **given)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from grpo.environments.reverse_text import ReverseText
+from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.transport.errors import UserError
 
-from grpo.commands.ledger import open_ledger
 from tests.grpo.run_folder import found, grpo, write_ledger
 
 Ask = Callable[..., tuple[int, Any]]
@@ -121,23 +121,22 @@ def test_a_ledger_that_is_being_written_is_read_as_it_was_last_committed(tmp_pat
     folder = found(tmp_path / "living")
     ledger = write_ledger(folder, close=False)
     ledger.issued(5, num=2, env="reverse-text", example=1, version=2)
-    with open_ledger(folder) as database:
-        count = "SELECT COUNT(*) FROM rollouts"
-        assert database.execute(count).fetchone() == (10,)
+    with open_ledger(folder) as reader:
+        assert reader.fates().total() == 10
         ledger.changes()()
-        assert database.execute(count).fetchone() == (12,)
+        assert reader.fates().total() == 12
     ledger.close()
 
 
 def test_the_ledger_cannot_be_changed_by_looking(run: Path) -> None:
-    with open_ledger(run) as database, pytest.raises(sqlite3.OperationalError):
-        database.execute("DELETE FROM rollouts")
+    with open_ledger(run) as ledger, pytest.raises(sqlite3.OperationalError):
+        ledger._rows("DELETE FROM rollouts")
 
 
 def test_a_query_that_takes_too_long_is_given_up(run: Path) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
-    with pytest.raises(sqlite3.OperationalError, match="interrupted"), open_ledger(run, limit_s=0.05) as database:
-        database.execute(endless).fetchone()
+    with pytest.raises(sqlite3.OperationalError, match="interrupted"), open_ledger(run, limit_s=0.05) as ledger:
+        ledger._rows(endless)
 
 
 def test_an_environment_that_cannot_be_constructed_is_named(run: Path) -> None:

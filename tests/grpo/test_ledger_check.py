@@ -6,9 +6,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.run import orchestrate
 
-from grpo.commands.ledger import open_ledger
 from grpo.commands.ledger_check import check
 from tests.grpo.run_folder import finish, found, gone_pid, grpo, says, write_ledger, write_metrics
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
@@ -37,8 +37,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def violations(run: Path) -> dict[str, list[str]]:
-    with open_ledger(run) as database:
-        return {name: found for name, found in check(run, database).items() if found}
+    with open_ledger(run) as ledger:
+        return {name: found for name, found in check(run, ledger).items() if found}
 
 
 def change(run: Path, statement: str) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from grpo.cli import _command
 from grpo.commands.export import export
-from grpo.commands.sft import rows_of, settings_of
+from grpo.commands.sft import rows_of, supervised_settings
 from grpo.commands.status import run_status
 from grpo.policy_version import open_version
 from grpo.view.data import curves
@@ -93,7 +93,7 @@ def test_a_row_without_a_prompt_or_an_answer_is_named(tmp_path: Path, row: Any, 
 @pytest.mark.parametrize("given", [["--loss.kl_tau", "0.1"], ["--noise_scheduler.enabled", "--max_steps", "20"]])
 def test_settings_that_a_supervised_stage_ignores_are_refused(given: list[str]) -> None:
     with pytest.raises(SettingsError, match="no effect"):
-        settings_of(None, [*ARGUMENTS, *given])
+        supervised_settings(None, [*ARGUMENTS, *given])
 
 
 def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.summary import Summary
 
 from grpo.commands.chat import has_single_answers, talk
-from grpo.commands.serve import ALIAS, Served
+from grpo.server_process import ALIAS, ServerProcess
 from tests.grpo.run_folder import found, grpo, says, write_metrics
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1;1H\u202egnp\u2066 [/bold] [red]\r"
@@ -103,7 +103,9 @@ async def test_chat_begins_anew_with_each_line_where_no_second_turn_was_trained(
     options = argparse.Namespace(system=None, temperature=0.0, max_tokens=4)
     async with TestServer(app) as server:
         process: Any = None
-        served = Served(url=str(server.make_url("")).rstrip("/"), base="base", key=None, process=process, log=tmp_path)
+        served = ServerProcess(
+            url=str(server.make_url("")).rstrip("/"), base="base", key=None, process=process, log=tmp_path
+        )
         await asyncio.to_thread(talk, served, options, keeps=keeps)
     assert [num for model, num in fake.asked if model == ALIAS] == lengths
     assert does_nothing(capsys.readouterr().out)

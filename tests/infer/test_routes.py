@@ -224,9 +224,9 @@ async def test_what_the_server_does_is_told_in_the_runs_folder(engine: SlowEngin
         assert (told()["state"], told()["step"], told()["message"]) == ("serving", 3, None)
         assert (await http.post("/load", json={"run_id": run.run_id, "version": 4})).status_code == 409
         assert (told()["state"], "version 4" in told()["message"]) == ("serving", True)
-    routes.tell_end(SystemExit(143))
+    routes.report_end(SystemExit(143))
     assert told()["state"] == "finished"
-    routes.tell_end(RuntimeError("the engine is dead"))
+    routes.report_end(RuntimeError("the engine is dead"))
     assert (told()["state"], told()["message"]) == ("failed", "RuntimeError: the engine is dead")
 
 

@@ -26,6 +26,8 @@ from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 END_OF_TURN = 258
+WORDS = {"id": f"{Path(__file__).with_name('words.py')}:Words", "name": "words"}
+"""The environment of most tests."""
 
 
 class FakeServer:
@@ -291,7 +293,7 @@ def settings_for(output_dir: Path, *servers: FakeServer, **changes: Any) -> Orch
     """Small and quick."""
     base: dict[str, Any] = {
         "model": {"name": str(MODEL)},
-        "env": [{"id": "reverse-text", "args": {"num_train": 50, "num_eval": 5, "reward": "partial"}}],
+        "env": [WORDS],
         "output_dir": str(output_dir),
         "batch_size": 16,
         "rollouts_per_example": 4,

@@ -59,7 +59,7 @@ class Place:
         )
         self.prompts = await self.pool.prompts("train")
         self.ledger = Ledger(folder / "ledger.sqlite")
-        stores = ArtifactStores({"e": self.pool.loaded.stores}, self.ledger)
+        stores = ArtifactStores(self.ledger)
         renderer = ChatRenderer.of_model(MODEL)
         self.engine = RolloutEngine({"e": self.pool}, self.client, renderer, context_len=1024, seed=0, stores=stores)
         return self

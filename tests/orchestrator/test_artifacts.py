@@ -88,42 +88,38 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     ledger.close()
 
 
-def saved(stores: ArtifactStores, ledger: Ledger, step: int) -> None:
-    ledger.shipping([], step, state=stores.save(step), metrics={})()
+def stores_of(ledger: Ledger, max_size: int = 100, seed: str = "0") -> ArtifactStores:
+    stores = ArtifactStores(ledger, seed=seed)
+    stores.open("e", {"topics": max_size})
+    return stores
 
 
-def stores_of(ledger: Ledger, max_size: int = 100, state: Any = None) -> ArtifactStores:
-    return ArtifactStores({"e": {"topics": max_size}}, ledger, state=state)
-
-
-def again(ledger: Ledger, step: int, max_size: int = 100) -> ArtifactStore:
-    """The store of a run that goes on after `step`."""
-    ledger.resume(step)
-    return stores_of(ledger, max_size, ledger.state_after(step)).of("e", "train", "topics")
-
-
-def test_a_run_that_goes_back_finds_its_stores_as_they_were_and_draws_alike(ledger: Ledger) -> None:
-    stores = stores_of(ledger, 3)
-    store = stores.of("e", "train", "topics")
+def test_a_run_that_goes_on_finds_its_stores_as_they_were_last_whatever_batch_it_goes_on_after(ledger: Ledger) -> None:
+    store = stores_of(ledger, 3).of("e", "train", "topics")
     for name, weight in (("tea", 1.0), ("rain", 2.0), ("snow", 0.5)):
         store.add({"topic": name}, weight=weight)
-    store.sample(2)
-    saved(stores, ledger, 1)
+    ledger.shipping([], 1, state={}, metrics={})()
     store.set_weight(store.all()[0].id, 4.0)
     store.add({"topic": "sun"})  # the lightest leaves
-    saved(stores, ledger, 2)
-    then, draws = store.all(), [store.sample(2, weighted=True) for _ in range(3)]
-    store.add({"topic": "of no batch"}, weight=9)
-    stores.save(3)
+    ledger.changes()()
+    ledger.resume(1)
+    assert stores_of(ledger, 3).of("e", "train", "topics").all() == store.all()
+    assert topics(store) == {"tea": 4.0, "rain": 2.0, "sun": 1.0}
+    assert topics(stores_of(ledger, 2).of("e", "train", "topics")) == {"tea": 4.0, "rain": 2.0}
+    ledger.changes()()
+    assert len(ledger.artifacts("e/train/topics")) == 2
+
+
+def test_another_process_of_a_run_does_not_draw_again_what_the_one_before_it_has_drawn(ledger: Ledger) -> None:
+    store = stores_of(ledger).of("e", "train", "topics")
+    for number in range(50):
+        store.add(number)
     ledger.changes()()
 
-    second = again(ledger, 2)
-    assert second.all() == then
-    assert topics(second) == {"tea": 4.0, "rain": 2.0, "sun": 1.0}
-    assert [second.sample(2, weighted=True) for _ in range(3)] == draws
-    assert topics(again(ledger, 1)) == {"tea": 1.0, "rain": 2.0, "snow": 0.5}
-    assert topics(again(ledger, 1, max_size=2)) == {"tea": 1.0, "rain": 2.0}
-    assert topics(again(ledger, 0)) == {}
+    def draws(seed: str) -> list[int]:
+        return [one.data for one in stores_of(ledger, seed=seed).of("e", "train", "topics").sample(20)]
+
+    assert draws("0/0") == draws("0/0") != draws("0/17")
 
 
 def test_stores_are_those_that_environments_name_and_evaluation_has_its_own(ledger: Ledger) -> None:
@@ -133,4 +129,4 @@ def test_stores_are_those_that_environments_name_and_evaluation_has_its_own(ledg
     with pytest.raises(KeyError, match="other"):
         stores.of("e", "train", "other")
     with pytest.raises(ValueError, match="up"):
-        ArtifactStores({"e": {"up": 0}}, ledger)
+        stores.open("e", {"up": 0})

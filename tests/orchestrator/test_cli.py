@@ -1,5 +1,6 @@
 """`grpo-orch` as a process: exit codes and messages."""
 
+import json
 import re
 import signal
 import socket
@@ -13,7 +14,7 @@ from grpo.orchestrator import cli
 from grpo.orchestrator.inference.client import ServerError, ServersAway
 from grpo.transport.errors import START_AGAIN, PeerFailed
 
-from tests.orchestrator.fakes import MODEL, FakeServer, settings_for
+from tests.orchestrator.fakes import MODEL, WORDS, FakeServer, settings_for
 from tests.support import until
 
 COMMAND = [sys.executable, "-m", "grpo.orchestrator.cli"]
@@ -22,7 +23,7 @@ COMMAND = [sys.executable, "-m", "grpo.orchestrator.cli"]
 def arguments(folder: Path, *more: str) -> list[str]:
     settings = folder / "orch.yaml"
     settings.write_text(
-        f"model: {{name: {MODEL}}}\nenv: [{{id: reverse-text}}]\noutput_dir: {folder}/run\n"
+        f"model: {{name: {MODEL}}}\nenv: {json.dumps([WORDS])}\noutput_dir: {folder}/run\n"
         "batch_size: 8\nrollouts_per_example: 4\nclient: {base_url: ['http://127.0.0.1:9/v1'], timeout: 60}\n"
     )
     return [*COMMAND, str(settings), *more]

@@ -5,14 +5,16 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import zmq.asyncio
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
+from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.orchestrator.workers.protocol import (
     ALIVE,
+    LEFT,
     PROTOCOL,
     Alive,
     Left,
@@ -25,7 +27,16 @@ from grpo.orchestrator.workers.server import EnvironmentServer
 
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
-from tests.orchestrator.worker_pools import pool_for, reason, rolled_out, says, scored, task
+from tests.orchestrator.worker_pools import (
+    Clock,
+    pool_for,
+    reason,
+    rolled_out,
+    says,
+    scored,
+    serving,
+    task,
+)
 from tests.support import runs, until_gone
 
 KEY = "0123456789abcdef"
@@ -39,16 +50,25 @@ def env_file(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def serving(env_id: str, port: int = 0) -> AsyncIterator[EnvironmentServer]:
-    server = EnvironmentServer(env_id, "127.0.0.1", port)
-    task = asyncio.create_task(server.serve())
-    try:
-        yield server
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await server.close()
+async def greeting(address: str, greeting: bytes = ALIVE) -> AsyncIterator[zmq.asyncio.Socket]:
+    """An orchestrator that has greeted the server."""
+    async with asyncio.timeout(60):
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
+            orchestrator.connect(address)
+            await orchestrator.send(greeting)
+            yield orchestrator
+
+
+@contextlib.contextmanager
+def program_of(env_id: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`grpo-env`, and its address."""
+    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        try:
+            yield program, program.stderr.readline().split()[-1]
+        finally:
+            program.kill()
 
 
 async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_time(env_file: Path) -> None:
@@ -67,14 +87,11 @@ async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_
 async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_server_to_others(env_file: Path) -> None:
     env_id = f"{env_file}:Talk"
     async with serving(env_id) as server:
-        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
-            orchestrator.connect(server.address)
-            await orchestrator.send(ALIVE)
-            assert await asyncio.wait_for(orchestrator.recv(), 60) == ALIVE
+        async with greeting(server.address) as orchestrator:
+            assert await orchestrator.recv() == ALIVE
             await orchestrator.send(b"for the worker")
-            await asyncio.sleep(0.1)  # the server waits for the worker
-            [who] = server._sessions
-            server._end(who, None)
+            await orchestrator.send(LEFT)
+            await until(lambda: not server._sessions)
         async with pool_for(env_id, address=server.address) as pool:
             outcome = await rolled_out(pool, "on", "bye")
             assert isinstance(outcome, Outcome)
@@ -83,24 +100,33 @@ async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_se
 async def test_an_environment_that_is_long_to_import_holds_up_no_session(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 2.5)
-    env_file.write_text(f"import time\ntime.sleep(3)\n{HOSTILE}")  # noqa: ASYNC240
+    monkeypatch.setattr("grpo.orchestrator.workers.session.ALIVE_INTERVAL_S", 0.05)
+    imports = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(env_file)!r}).with_name('go').exists(): time.sleep(0.01)"
+    )
+    env_file.write_text(f"{imports}\n{HOSTILE}")  # noqa: ASYNC240
     env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
+    async with serving(env_id) as server:
+        pool = WorkerPool(label="e", env_id=env_id, args={}, timeout_s=60.0, address=server.address)
+        loading = asyncio.create_task(pool.load())
+        await until(lambda: server._sessions)
+        [session] = server._sessions.values()
+        for _ in range(2):  # the orchestrator says that it is there although its worker says nothing
+            heard_s = session.heard_s
+            await until(lambda heard_s=heard_s: session.heard_s > heard_s)
+        env_file.with_name("go").touch()
+        await loading
         assert reason(await scored(pool, "ok")) == ""
+        await pool.close()
 
 
 async def test_an_orchestrator_that_was_silent_for_too_long_is_told_that_its_worker_was_ended(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 0.5)
-    async with serving(f"{env_file}:Talk") as server:
-        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
-            orchestrator.connect(server.address)
-            await orchestrator.send(ALIVE)
-            async with asyncio.timeout(60):
-                while not any(isinstance(said, Left) for said in decode_from_worker(await orchestrator.recv())):
-                    pass
+    monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 0.1)
+    async with serving(f"{env_file}:Talk") as server, greeting(server.address) as orchestrator:
+        while not any(isinstance(one, Left) for one in decode_from_worker(await orchestrator.recv())):
+            pass
 
 
 async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_is_not_there_is_named(
@@ -108,20 +134,11 @@ async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_
 ) -> None:
     async with serving(f"{env_file}:Talk") as server:
         with pytest.raises(EnvironmentFailed, match=r"env\.id"):
-            async with pool_for("reverse-text", address=server.address):
+            async with pool_for("another:Environment", address=server.address):
                 pass
     with pytest.raises(EnvironmentFailed, match=server.address):
-        async with pool_for("reverse-text", address=server.address, start_timeout_s=0.3):
+        async with pool_for("another:Environment", address=server.address, start_timeout_s=0.3):
             pass
-
-
-@pytest.mark.parametrize("split", ["killed", "exits"])
-async def test_a_worker_elsewhere_that_was_killed_may_be_started_again(env_file: Path, split: str) -> None:
-    env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
-        with pytest.raises(EnvironmentFailed, match="SIGKILL" if split == "killed" else "exit code 3") as failed:
-            await pool.prompts(split)
-    assert isinstance(failed.value, EnvironmentKilled) is (split == "killed")
 
 
 async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ever(
@@ -157,112 +174,90 @@ async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -
         stranger.close()
 
 
-async def test_whose_code_holds_a_worker_elsewhere_is_known(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo.orchestrator.workers.session.STILL_GRACE_S", 0.5)
-    env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address, timeout_s=3.0) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, text) for text in ("hold", "pause", "pause")))
-        assert [reason(one) for one in outcomes] == ["env_timeout", "", ""]
-        assert pool.num_restarted <= 3
-
-
 async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo.orchestrator.workers.session.SILENCE_LIMIT_S", 3.0)
+    clock = Clock()
+    monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
     env_id, went_on = f"{env_file}:Talk", asyncio.Event()
-    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
-    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
-    assert program.stderr is not None
-    address = program.stderr.readline().split()[-1]
-    async with pool_for(env_id, address=address, timeout_s=500) as pool:
-        answers = says("on", "bye", wait=went_on.wait)
-        running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
-        await until(lambda: pool.num_in_environment == 0)
-        program.kill()
-        program.wait()
-        program.stderr.close()
-        went_on.set()
-        async with serving(env_id, int(address.rpartition(":")[2])), asyncio.timeout(60):
-            assert reason(await running) == ""
-
-
-def environment_of(pid: int) -> bytes:
-    """As any process of the same user sees it."""
-    return Path(f"/proc/{pid}/environ").read_bytes()
+    with program_of(env_id) as (program, address):
+        async with pool_for(env_id, address=address, timeout_s=500) as pool:
+            answers = says("on", "bye", wait=went_on.wait)
+            running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
+            await until(lambda: pool.num_in_environment == 0)
+            program.kill()
+            program.wait()
+            went_on.set()
+            clock.ahead_s += 20
+            async with serving(env_id, int(address.rpartition(":")[2])), asyncio.timeout(60):
+                assert reason(await running) == ""
 
 
 async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_key(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env_id = f"{env_file}:Hostile"
     monkeypatch.setenv("GRPO_ENV_KEY", KEY)
     monkeypatch.setenv("WANDB_API_KEY", "of-the-run")
-    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
-    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
-    assert program.stderr is not None
-    try:
-        async with pool_for(env_id, address=program.stderr.readline().split()[-1]) as pool:
-            assert not [key for key in (KEY, "of-the-run") if key.encode() in environment_of(program.pid)]
+    env_id = f"{env_file}:Hostile"
+    with program_of(env_id) as (program, address):
+        async with pool_for(env_id, address=address) as pool:
+            as_others_see_it = Path(f"/proc/{program.pid}/environ").read_bytes()  # noqa: ASYNC240
+            assert not [key for key in (KEY, "of-the-run") if key.encode() in as_others_see_it]
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
             seen, *pids = [int(one.accuracy) for one in found if isinstance(one, Outcome)]
             assert seen == 0
             assert all(map(runs, pids))
             program.send_signal(signal.SIGTERM)
             await until(lambda: program.poll() is not None)
-        assert program.returncode == 143
-        until_gone(pids)
+    assert program.returncode == 143
+    until_gone(pids)
+
+
+@contextlib.asynccontextmanager
+async def answering(frame: bytes, *, times: int = 1000) -> AsyncIterator[str]:
+    """A server that answers the first messages with this frame; its address."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    async def answers() -> None:
+        for _ in range(times):
+            await socket.send_multipart([(await socket.recv_multipart())[0], frame])
+
+    running = asyncio.create_task(answers())
+    try:
+        async with asyncio.timeout(60):
+            yield f"tcp://127.0.0.1:{port}"
     finally:
-        program.kill()
-        program.wait()
-        program.stderr.close()
+        running.cancel()
+        socket.close(linger=0)
+
+
+OTHER_RELEASE = frame_of(encode(Alive(protocol=PROTOCOL + 1)))
 
 
 @pytest.mark.parametrize(
-    "frame", [b"\x91\x82\xa4type\xa5Alive\xa1x" + b"\x91" * 200_000, b"\xc1"], ids=["nested", "torn"]
+    ("frame", "message"),
+    [
+        (b"\x91\x82\xa4type\xa5Alive\xa1x" + b"\x91" * 200_000, "cannot be understood"),
+        (b"\xc1", "cannot be understood"),
+        (OTHER_RELEASE, "release"),
+    ],
+    ids=["nested", "torn", "another release"],
 )
-async def test_a_server_that_says_what_nobody_understands_is_a_failed_environment_at_once(frame: bytes) -> None:
-    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-
-    async def answers() -> None:
-        while True:
-            await socket.send_multipart([(await socket.recv_multipart())[0], frame])
-
-    answering = asyncio.create_task(answers())
-    try:
-        async with asyncio.timeout(60):
-            with pytest.raises(EnvironmentFailed, match="cannot be understood"):
-                async with pool_for("any:Any", address=f"tcp://127.0.0.1:{port}"):
-                    pass
-    finally:
-        answering.cancel()
-        socket.close(linger=0)
-
-
-async def test_an_end_of_another_release_is_told_so(env_file: Path) -> None:
-    env_id, theirs = f"{env_file}:Talk", frame_of(encode(Alive(protocol=PROTOCOL + 1)))
-    async with serving(env_id) as server, asyncio.timeout(60):
-        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        socket.connect(server.address)
-        await socket.send(theirs)
-        [told] = decode_from_worker(await socket.recv())
-        socket.close(linger=0)
-        assert isinstance(told, Left)
-        assert "release" in told.how
-    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-
-    async def answers() -> None:
-        await socket.send_multipart([(await socket.recv_multipart())[0], theirs])
-
-    answering = asyncio.create_task(answers())
-    async with asyncio.timeout(60):
-        with pytest.raises(EnvironmentFailed, match="release"):
-            async with pool_for("any:Any", address=f"tcp://127.0.0.1:{port}"):
+async def test_a_server_that_says_what_nobody_understands_is_a_failed_environment_at_once(
+    frame: bytes, message: str
+) -> None:
+    async with answering(frame) as address:
+        with pytest.raises(EnvironmentFailed, match=message):
+            async with pool_for("any:Any", address=address):
                 pass
-    await answering
-    socket.close(linger=0)
+
+
+async def test_an_orchestrator_of_another_release_is_told_so(env_file: Path) -> None:
+    async with serving(f"{env_file}:Talk") as server, greeting(server.address, OTHER_RELEASE) as orchestrator:
+        [message] = decode_from_worker(await orchestrator.recv())
+        assert isinstance(message, Left)
+        assert "release" in message.how
 
 
 async def test_a_server_has_so_many_workers_at_most(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,29 +273,26 @@ async def test_a_server_has_so_many_workers_at_most(env_file: Path, monkeypatch:
 async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_to_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("grpo.orchestrator.workers.session.SILENCE_LIMIT_S", 0.5)
-    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-
-    async def answers_once() -> None:
-        await socket.send_multipart([(await socket.recv_multipart())[0], ALIVE])
-
-    answering = asyncio.create_task(answers_once())
-    try:
-        async with asyncio.timeout(60):
-            with pytest.raises(EnvironmentKilled):
-                async with pool_for("any:Any", address=f"tcp://127.0.0.1:{port}"):
-                    pass
-    finally:
-        await answering
-        socket.close(linger=0)
+    monkeypatch.setattr("grpo.orchestrator.workers.session.SILENCE_LIMIT_S", 0.2)
+    async with answering(ALIVE, times=1) as address:
+        with pytest.raises(EnvironmentKilled):
+            async with pool_for("any:Any", address=address):
+                pass
 
 
-async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(env_file: Path) -> None:
+async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
     env_id = f"{env_file}:Talk"
     async with contextlib.AsyncExitStack() as while_served:
         server = await while_served.enter_async_context(serving(env_id))
-        async with pool_for(env_id, address=server.address, start_timeout_s=3.0) as pool:
+        async with pool_for(env_id, address=server.address) as pool:
             await while_served.aclose()
+            running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: says("on", "bye")))
+            while not running.done():
+                clock.ahead_s += 1
+                await asyncio.sleep(0.01)
             with pytest.raises(EnvironmentKilled, match=server.address):
-                await pool.run(task(), seed=0, begin=lambda: says("on", "bye"))
+                await running

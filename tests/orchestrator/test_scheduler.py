@@ -1,7 +1,7 @@
 """The scheduler, stepped by hand."""
 
 import pytest
-from grpo.orchestrator.scheduler import Scheduler, Shipment, Ticket
+from grpo.orchestrator.scheduler import GroupLease, Scheduler, Shipment
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -35,25 +35,25 @@ def ship(machine: Scheduler) -> Shipment:
     return shipment
 
 
-def start_all(machine: Scheduler) -> list[Ticket]:
-    tickets = []
-    while (ticket := machine.start()) is not None:
-        tickets.append(ticket)
-    return tickets
+def start_all(machine: Scheduler) -> list[GroupLease]:
+    leases = []
+    while (lease := machine.start()) is not None:
+        leases.append(lease)
+    return leases
 
 
 def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
     machine = scheduler(groups=2, level=0)
     for version in range(3):
         machine.version_live(version)
-        tickets = start_all(machine)
-        assert [ticket.version for ticket in tickets] == [version, version]
+        leases = start_all(machine)
+        assert [lease.version for lease in leases] == [version, version]
         assert machine.ship() is None
-        for ticket in tickets:
-            machine.completed(ticket.group)
+        for lease in leases:
+            machine.completed(lease.group)
         shipment = ship(machine)
         assert shipment.step == version + 1
-        assert [shipment.lag(ticket) for ticket in shipment.tickets] == [0, 0]
+        assert [shipment.lag(lease) for lease in shipment.leases] == [0, 0]
         assert start_all(machine) == []
 
 
@@ -61,20 +61,29 @@ def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
     for follows in (False, True):
         machine = scheduler(groups=2, level=1, follows=follows)
         machine.version_live(0)
-        tickets = start_all(machine)
-        for ticket in tickets[:2]:
-            machine.completed(ticket.group)
+        leases = start_all(machine)
+        for lease in leases[:2]:
+            machine.completed(lease.group)
         ship(machine)
-        machine.hold()
         assert machine.drained == follows
-        machine.pin(0)
-        assert not machine.drained, "an evaluation does not follow"
-        machine.failed(tickets[3].group)
-        assert len(start_all(machine)) == follows, "a server that is about to switch lets them wait"
-        machine.version_live(1)
-        assert machine.needed_versions() == {0, 1}
-        machine.unpin(0)
+        with machine.pin(0):
+            assert not machine.drained, "an evaluation does not follow"
+            assert machine.servers_wanted
+            machine.version_live(1)
+            assert machine.needed_versions() == {0, 1}
         assert machine.needed_versions() == ({1} if follows else {0, 1})
+        assert not machine.servers_wanted
+
+
+def test_nothing_starts_while_anybody_blocks_it() -> None:
+    machine = scheduler(groups=2)
+    machine.version_live(0)
+    with machine.block("evaluation"):
+        with machine.block("loading"), machine.block("evaluation"):
+            assert machine.start() is None
+        assert (machine.start(), machine.servers_wanted, machine.blocks["loading"]) == (None, True, 0)
+    assert len(start_all(machine)) == 2
+    assert not machine.servers_wanted
 
 
 def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
@@ -83,15 +92,15 @@ def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
     slow, first = start_all(machine)[:2]
     machine.completed(first.group, oldest=0)
     shipment = ship(machine)
-    assert [shipment.lag(ticket) for ticket in shipment.tickets] == [0]
+    assert [shipment.lag(lease) for lease in shipment.leases] == [0]
     machine.version_live(1)
     [late] = start_all(machine)
     machine.completed(late.group, oldest=1)
     assert machine.ship() is None, "the slow group might have begun under version 0, and could not wait any longer"
     machine.completed(slow.group, oldest=1)
     second, third = ship(machine), ship(machine)
-    assert [(ticket.group, second.lag(ticket)) for ticket in second.tickets] == [(slow.group, 0)]
-    assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(late.group, 1)]
+    assert [(lease.group, second.lag(lease)) for lease in second.leases] == [(slow.group, 0)]
+    assert [(lease.group, third.lag(lease)) for lease in third.leases] == [(late.group, 1)]
 
 
 def test_the_group_with_the_oldest_tokens_ships_first_though_it_was_started_later() -> None:
@@ -101,7 +110,7 @@ def test_the_group_with_the_oldest_tokens_ships_first_though_it_was_started_late
     machine.version_live(1)
     machine.completed(first.group, oldest=1)
     machine.completed(second.group, oldest=0)
-    assert [ship(machine).tickets[0].group for _ in range(2)] == [second.group, first.group]
+    assert [ship(machine).leases[0].group for _ in range(2)] == [second.group, first.group]
 
 
 def test_versions_become_live_in_their_order() -> None:
@@ -122,17 +131,17 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
     # Batches 1 and 2 are within reach: 1.5 · 2 · 2 = 6 groups.
     slow, *others = start_all(machine)
     assert len(others) == 5
-    for ticket in others[:4]:
-        machine.completed(ticket.group)
+    for lease in others[:4]:
+        machine.completed(lease.group)
     first, second = ship(machine), ship(machine)
-    assert slow.group not in {ticket.group for shipment in (first, second) for ticket in shipment.tickets}
+    assert slow.group not in {lease.group for shipment in (first, second) for lease in shipment.leases}
     machine.version_live(1)
     # Batch 3 is within reach: 1.5 · 2 = 3 groups, of which two are on their way.
     assert len(start_all(machine)) == 1
     machine.completed(slow.group)
     machine.completed(others[4].group)
     third = ship(machine)
-    assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(slow.group, 2), (others[4].group, 2)]
+    assert [(lease.group, third.lag(lease)) for lease in third.leases] == [(slow.group, 2), (others[4].group, 2)]
 
 
 @given(
@@ -141,7 +150,7 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
     patience=st.integers(0, 3),
     oversampling=st.sampled_from([1.0, 1.3, 2.0, 5.0]),
     choices=st.lists(
-        st.tuples(st.sampled_from(["complete", "fail", "train", "park", "unpark"]), st.integers(0, 1000)), max_size=200
+        st.tuples(st.sampled_from(["complete", "fail", "train", "delay", "return"]), st.integers(0, 1000)), max_size=200
     ),
 )
 # What returns late finds the last batches taken.
@@ -150,16 +159,16 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
     level=3,
     patience=1,
     oversampling=1.0,
-    choices=[(event, 0) for event in ("complete", "complete", "train", "train", "park", "unpark")],
+    choices=[(event, 0) for event in ("complete", "complete", "train", "train", "delay", "return")],
 )
 def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
     groups: int, level: int, patience: int, oversampling: float, choices: list[tuple[str, int]]
 ) -> None:
     machine = scheduler(groups=groups, level=level, off_policy=level + patience, steps=6, oversampling=oversampling)
     machine.version_live(0)
-    in_flight: list[Ticket] = []
+    in_flight: list[GroupLease] = []
     shipped: list[int] = []
-    parked: list[Ticket] = []
+    delayed: list[GroupLease] = []
 
     def settle() -> None:
         while True:
@@ -170,8 +179,8 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
             assert shipment.step == len(shipped) // groups + 1
             assert machine.live is not None
             assert machine.live >= shipment.step - 1 - level
-            assert all(0 <= shipment.lag(ticket) <= level + patience for ticket in shipment.tickets)
-            shipped.extend(ticket.group for ticket in shipment.tickets)
+            assert all(0 <= shipment.lag(lease) <= level + patience for lease in shipment.leases)
+            shipped.extend(lease.group for lease in shipment.leases)
 
     def train() -> None:
         assert machine.live is not None
@@ -182,16 +191,20 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
     for event, number in choices:
         if event == "train":
             train()
-        elif event == "unpark":
-            if parked:
-                group = parked.pop(number % len(parked)).group
-                (machine.completed if machine.unpark(group) else machine.failed)(group)
-        elif event == "park" and in_flight:
-            parked.append(in_flight.pop(number % len(in_flight)))
-            machine.park(parked[-1].group)
+        elif event == "return":
+            if delayed:
+                group = delayed.pop(number % len(delayed)).group
+                machine.failed(group) if number % 5 == 4 else machine.completed(group)
+        elif event == "delay" and in_flight:
+            delayed.append(in_flight.pop(number % len(in_flight)))
+            machine.delay(delayed[-1].group)
+            machine.delay(delayed[-1].group)
         elif in_flight:
-            ticket = in_flight.pop(number % len(in_flight))
-            (machine.completed if event == "complete" else machine.failed)(ticket.group)
+            lease = in_flight.pop(number % len(in_flight))
+            if event == "complete":
+                assert machine.completed(lease.group), "only what was delayed may be too late"
+            else:
+                machine.failed(lease.group)
         settle()
     while not machine.finished:
         if in_flight:
@@ -199,3 +212,4 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
         train()
         settle()
     assert len(shipped) == len(set(shipped)) == 6 * groups
+    assert machine.num_in_flight == 0

@@ -123,4 +123,4 @@ async def test_a_run_with_a_running_baseline_keeps_it_with_its_batches(tmp_path:
     assert sum(x for batch in made.batches[1] for x in batch.advantages.tolist()) == pytest.approx(0, abs=1e-5)
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
         [(state,)] = database.execute("SELECT state FROM steps WHERE step = 3")
-    assert list(json.loads(state)[BASELINES]) == ["reverse-text"]
+    assert list(json.loads(state)[BASELINES]) == ["words"]

@@ -4,18 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from grpo.orchestrator.monitoring.timeline import Span, Timeline, read_timeline
-
-from tests.orchestrator.fakes import FakeServer
-from tests.orchestrator.running import run
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The wall clock, to be set."""
-    now_s = [100.0]
-    monkeypatch.setattr("grpo.orchestrator.monitoring.timeline.time.time", lambda: now_s[0])
-    return now_s
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.timeline import Span, Timeline, covered_s, merged, read_timeline
 
 
 def span(who: str, what: str, start_s: float, end_s: float, step: int | None = None) -> Span:
@@ -34,25 +24,52 @@ def test_the_file_is_a_list_of_chrome_trace_events_without_its_end(tmp_path: Pat
     assert event["pid"] == name["pid"]
 
 
-def test_a_group_counts_for_its_batch_from_the_first_start_to_the_last_end(tmp_path: Path, clock: list[float]) -> None:
-    timeline = Timeline(tmp_path)
-    with timeline.group(0):
-        clock[0] = 101.0
-    clock[0] = 102.0
-    with timeline.group(1):
-        clock[0] = 104.0
-    clock[0] = 110.0
-    with timeline.group(2):
-        clock[0] = 111.0
-    timeline.came_to_nothing(2)
-    timeline.generated(1, [0, 1])
+def test_generation_is_told_from_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, ledger, timeline = 100.0, Ledger(tmp_path / "ledger.sqlite"), Timeline(tmp_path)
+    monkeypatch.setattr("grpo.orchestrator.ledger.time.time", lambda: now_s)
+
+    def issued(at_s: float, group: int, num: int = 1) -> None:
+        nonlocal now_s
+        now_s = at_s
+        ledger.issued(group, num=num, env="e", example=0, version=0)
+
+    def scored(at_s: float, rollout_id: str) -> None:
+        nonlocal now_s
+        now_s = at_s
+        ledger.scored(rollout_id, reward=1.0, num_tokens=1)
+
+    issued(100.0, 0, num=2)
+    scored(100.5, "0/0")
+    scored(101.0, "0/1")
+    issued(102.0, 1)
+    issued(103.0, 2)
+    scored(104.0, "1/0")
+    now_s = 105.0
+    ledger.dropped(["2/0"], "env_error")
+    issued(110.0, 3)
+    now_s = 111.0  # which group 3 is sampled beyond
+    assert timeline.generated(1, ledger.span_s(["0/0", "1/0"]), ledger.sampled_s()) == 5.0
+    scored(112.5, "3/0")
+    now_s = 120.0
+    assert timeline.generated(2, ledger.span_s(["3/0"]), ledger.sampled_s()) == 1.5
+    assert ledger.sampled_s() == []
     timeline.close()
+    ledger.close()
+    busy = [(100.0, 101.0), (102.0, 105.0), (110.0, 111.0), (111.0, 112.5)]
     assert read_timeline(tmp_path) == [
         span("grpo-infer", "generate", 100.0, 104.0, step=1),
-        span("grpo-infer", "busy", 100.0, 101.0),
-        span("grpo-infer", "busy", 102.0, 104.0),
-        span("grpo-infer", "busy", 110.0, 111.0),
+        *(span("grpo-infer", "busy", *times) for times in busy[:2]),
+        span("grpo-infer", "busy", *busy[2]),
+        span("grpo-infer", "generate", 110.0, 112.5, step=2),
+        span("grpo-infer", "busy", *busy[3]),
     ]
+
+
+def test_spans_that_overlap_or_almost_touch_are_one() -> None:
+    spans = [(5.0, 6.0), (1.0, 3.0), (2.0, 2.5), (3.01, 4.0)]
+    assert merged(spans, min_break_s=0.02) == [(1.0, 4.0), (5.0, 6.0)]
+    assert merged(spans) == [(1.0, 3.0), (3.01, 4.0), (5.0, 6.0)]
+    assert covered_s([span("a", "b", *one) for one in spans]) == pytest.approx(3.99)
 
 
 def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
@@ -66,18 +83,3 @@ def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
         span("grpo-train", "wait", 49.0, 50.0, step=3),
         span("grpo-train", "train", 50.0, 52.0, step=3),
     ]
-
-
-async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path, server: FakeServer) -> None:
-    await run(tmp_path, server)
-    spans = read_timeline(tmp_path)
-    steps = {what: [one.step for one in spans if one.what == what] for what in ("load", "generate", "pack", "ship")}
-    assert steps == {"load": [0, 1, 2, 3], "generate": [1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3]}
-    assert [one.step for one in spans if one.what == "evaluate"] == [0, 3]
-    assert {one.who for one in spans if one.what in ("load", "busy")} - {"grpo-infer"} == {
-        f"grpo-infer {server.url.removesuffix('/v1')}"
-    }
-    generated = {one.step: one for one in spans if one.what == "generate"}
-    for shipped in [one for one in spans if one.what == "ship"]:
-        assert generated[shipped.step].end_s <= shipped.start_s
-    assert all(one.seconds >= 0 for one in spans)

@@ -56,7 +56,7 @@ async def test_an_offline_run_logs_metrics_and_settings_under_its_own_name_whate
     assert sorted(row[0] for table in told for row in table["data"]) == [2, 2, 2, 4, 4, 4]
     row = dict(zip(told[0]["columns"], told[0]["data"][0], strict=True))
     assert row["prompt"].startswith("user: ***")
-    assert (row["env"], row["answer"], row["num_tokens"], row["stop_reason"]) == ("reverse-text", "x", 2, "stop")
+    assert (row["env"], row["answer"], row["num_tokens"], row["stop_reason"]) == ("words", "x", 2, "stop")
     for written in (records, events.read_bytes()):
         assert written.count(b"reward/distribution") >= 2
         assert b"rollout/samples" in written

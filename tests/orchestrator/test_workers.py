@@ -18,6 +18,7 @@ from grpo.transport.importing import load_object
 
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
+    Clock,
     pool_of,
     reason,
     rolled_out,
@@ -71,7 +72,9 @@ async def waits(completion):
         while True:
             try: await asyncio.sleep(1000)
             except asyncio.CancelledError: pass
-    if completion == "hold": time.sleep(1000)
+    if completion == "hold":
+        print("holds", file=open(f"{__file__}.holds", "a"))
+        time.sleep(1000)
     if completion == "meet": await tasks.wait()
     if completion == "pause": await asyncio.sleep(0.2)
     if completion == "exit later": await exits()
@@ -93,20 +96,6 @@ class Hostile(Environment):
         if split == "exits": os._exit(3)
         return [{"prompt": self.prompt}]
 
-slot = asyncio.Semaphore(1)
-
-async def judged(completion):
-    with waiting():
-        await slot.acquire()
-    try:
-        await asyncio.sleep(0.3)
-    finally:
-        slot.release()
-    return 1.0
-
-class Judged(Hostile):
-    rubric = Rubric([judged])
-
 class Talk(MultiTurnEpisode, Environment):
     rubric = Rubric([lambda state: float(state.turn)])
     def dataset(self, split):
@@ -117,60 +106,94 @@ class Talk(MultiTurnEpisode, Environment):
 """
 
 
-@pytest.mark.parametrize(
-    ("completion", "why"),
-    [
-        ("raise", "env_error"),
-        ("half", "env_error"),
-        ("nan", "reward_not_finite"),
-        ("stubborn", "env_timeout"),
-        ("kill", "env_crashed"),
-        ("memory", "env_memory"),
-        ("forge", "env_error"),
-    ],
-)
-async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, completion: str, why: str) -> None:
-    timeout_s = 3.0 if why == "env_timeout" else 60.0
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=timeout_s, memory_bytes=512 << 20) as pool:
-        before, broken, beside = await asyncio.gather(*(scored(pool, text) for text in ("ok", completion, "sleep")))
-        after = await scored(pool, "flood")
-    assert [reason(one) for one in (before, broken, beside, after)] == ["", why, "", ""]
+async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path) -> None:
+    reasons = {
+        "raise": "env_error",
+        "half": "env_error",
+        "nan": "reward_not_finite",
+        "kill": "env_crashed",
+        "exit later": "env_crashed",
+        "exit in a task": "env_crashed",
+        "memory": "env_memory",
+        "forge": "env_error",
+        "flood": "",
+    }
+    async with pool_of(tmp_path, HOSTILE, "Hostile", memory_bytes=512 << 20) as pool:
+        for completion, expected in reasons.items():
+            outcomes = await asyncio.gather(*(scored(pool, text) for text in ("ok", completion, "sleep", "pause")))
+            assert [reason(one) for one in outcomes] == ["", expected, "", ""], completion
 
 
-@pytest.mark.parametrize("completion", ["hold", "spin"])
-async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str
-) -> None:
-    monkeypatch.setattr("grpo.orchestrator.workers.session.STILL_GRACE_S", 0.5)
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
-        assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
+@pytest.mark.parametrize("completion", ["stubborn", "spin"])
+async def test_code_that_takes_too_long_is_dropped(tmp_path: Path, completion: str) -> None:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=0.3) as pool:
+        assert reason(await scored(pool, completion)) == "env_timeout"
 
 
-@pytest.mark.parametrize("completion", ["exit later", "exit in a task"])
-async def test_who_ends_the_worker_after_it_has_waited_is_known_and_takes_it_along_once(
-    tmp_path: Path, completion: str
-) -> None:
+async def test_all_rollouts_of_a_worker_that_ends_begin_once_more_alone(tmp_path: Path) -> None:
+    texts = ["exit later", "pause", "sleep", "kill", "pause", "exit in a task", "sleep", "pause"]
     async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
-        outcomes = await asyncio.gather(*(scored(pool, text) for text in (completion, "pause", "pause")))
-        assert [reason(one) for one in outcomes] == ["env_crashed", "", ""]
-        assert pool.num_restarted <= 3
+        outcomes = await asyncio.gather(*(scored(pool, text) for text in texts))
+        expected = ["env_crashed" if text in ("exit later", "kill", "exit in a task") else "" for text in texts]
+        assert [reason(one) for one in outcomes] == expected
+        assert pool.num_restarted == len(texts)
+        assert reason(await scored(pool, "ok")) == ""
+        assert pool.num_restarted == len(texts)
 
 
-async def test_who_breaks_what_its_worker_speaks_through_costs_a_few_deadlines(
+async def test_who_waited_for_a_model_when_the_worker_ended_begins_again_among_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo.orchestrator.workers.session.STILL_GRACE_S", 1.0)
+    monkeypatch.setattr("grpo.orchestrator.workers.pool.MAX_ALONE", 1)
+    async with pool_of(tmp_path, HOSTILE, "Talk") as pool:
+        crashed, together = asyncio.Event(), asyncio.Barrier(4)
+
+        async def wait() -> None:
+            await crashed.wait()
+            await together.wait()
+
+        others = [asyncio.create_task(pool.run(task(), seed=0, begin=lambda: says("bye", wait=wait))) for _ in range(4)]
+        await until(lambda: pool.num_in_environment == 0)
+        assert reason(await rolled_out(pool, "exit")) == "env_crashed"
+        crashed.set()
+        assert [reason(one) for one in await asyncio.gather(*others)] == [""] * 4
+
+
+@pytest.mark.parametrize("served", [False, True])
+async def test_a_worker_that_stands_still_is_ended_and_who_holds_it_up_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
+    held = tmp_path / "environment.py.holds"
+
+    def num_held() -> int:
+        return len(held.read_text().split()) if held.exists() else 0
+
+    async with pool_of(tmp_path, HOSTILE, "Hostile", served=served) as pool:
+        holds, *others = (asyncio.create_task(scored(pool, text)) for text in ("hold", "pause", "pause"))
+        await until(lambda: num_held() == 1)
+        clock.ahead_s += 100
+        assert [reason(one) for one in await asyncio.gather(*others)] == ["", ""]
+        await until(lambda: num_held() == 2)
+        clock.ahead_s += 100
+        assert reason(await holds) == "env_timeout"
+
+
+async def test_who_breaks_what_its_worker_speaks_through_is_tried_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo.orchestrator.workers.session.STILL_GRACE_S", 0.5)
     begun: list[int] = []
 
     def begin() -> Answerer:
         begun.append(1)
         return says()
 
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3.0) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=1.0) as pool:
         [outcome] = await pool.score(scoring("garbage"), begin=lambda place: begin())
     assert reason(outcome) in ("env_timeout", "env_error", "env_crashed")
-    assert len(begun) <= 3
+    assert len(begun) == 2
 
 
 async def test_what_user_code_prints_is_bounded(
@@ -197,32 +220,10 @@ async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> Non
         assert len({one.accuracy for one in outcomes if isinstance(one, Outcome)}) == 2
 
 
-async def test_waiting_for_a_slot_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=2.5) as pool:
-        outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(11)))  # the last one waits for 3 s
-        assert [reason(one) for one in outcomes] == [""] * 11
-
-
 async def test_waiting_for_a_model_is_not_the_environments_time(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=2.0) as pool:
-        slow = says("on", "bye", wait=lambda: asyncio.sleep(1.1))
-        outcome = await pool.run(task(), seed=0, begin=lambda: slow)
-        assert isinstance(outcome, Outcome)
-        assert outcome.rewards == {"policy": 2.0}
-
-
-async def test_who_waited_for_a_model_when_the_worker_ended_begins_again_among_the_others(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Talk") as pool:
-        crashed = asyncio.Event()
-
-        def begin() -> object:
-            return says("on", "bye", wait=crashed.wait)
-
-        others = [asyncio.create_task(pool.run(task(), seed=0, begin=begin)) for _ in range(4)]  # type: ignore[arg-type]
-        await until(lambda: pool.num_in_environment == 0)
-        assert reason(await rolled_out(pool, "exit")) == "env_crashed"
-        crashed.set()
-        assert [reason(one) for one in await asyncio.gather(*others)] == [""] * 4
+    async with pool_of(tmp_path, HOSTILE, "Talk", timeout_s=1.0) as pool:
+        slow = says("bye", wait=lambda: asyncio.sleep(1.1))
+        assert reason(await pool.run(task(), seed=0, begin=lambda: slow)) == ""
 
 
 async def test_user_code_sees_no_key_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,20 +277,20 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 # --- what cannot work at all ---
 
 
-async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3) as pool:
-        with pytest.raises(EnvironmentFailed, match="empty"):
-            await pool.prompts("empty")
-        with pytest.raises(EnvironmentFailed, match="reward_timeout_s"):
-            await pool.prompts("slow")
+@pytest.mark.parametrize(("split", "message"), [("empty", "empty"), ("slow", "reward_timeout_s")])
+async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path, split: str, message: str) -> None:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=0.3 if split == "slow" else 60.0) as pool:
+        with pytest.raises(EnvironmentFailed, match=message):
+            await pool.prompts(split)
 
 
-@pytest.mark.parametrize("split", ["killed", "exits"])
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize(("split", "how"), [("killed", "SIGKILL"), ("exits", "exit code 3")])
 async def test_a_process_that_was_killed_before_it_said_anything_may_be_started_again(
-    tmp_path: Path, split: str
+    tmp_path: Path, split: str, how: str, served: bool
 ) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
-        with pytest.raises(EnvironmentFailed) as failed:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", served=served) as pool:
+        with pytest.raises(EnvironmentFailed, match=how) as failed:
             await pool.prompts(split)
     assert isinstance(failed.value, EnvironmentKilled) is (split == "killed")
 

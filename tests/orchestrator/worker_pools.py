@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,33 @@ from typing import Any
 from grpo.orchestrator.rollouts.records import Failure, Task
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.orchestrator.workers.protocol import AnyCall, Outcome, Reply, Sample, Sampled, Score
+from grpo.orchestrator.workers.server import EnvironmentServer
 from grpo.orchestrator.workers.session import Answerer
 
 LIMIT_S = 120.0
 
 
-def pool_of(folder: Path, code: str, name: str, **given: Any) -> contextlib.AbstractAsyncContextManager[WorkerPool]:
-    """The workers of a class in `code`, loaded."""
+class Clock:
+    """Stands for the module `time` where a test puts the clock forward instead of waiting."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@contextlib.asynccontextmanager
+async def pool_of(
+    folder: Path, code: str, name: str, *, served: bool = False, **given: Any
+) -> AsyncIterator[WorkerPool]:
+    """The workers of a class in `code`, loaded; `served`: by an environment server."""
     path = folder / "environment.py"
     path.write_text(code)
-    return pool_for(f"{path}:{name}", **given)
+    env_id = f"{path}:{name}"
+    async with contextlib.AsyncExitStack() as stack:
+        if served:
+            given["address"] = (await stack.enter_async_context(serving(env_id))).address
+        yield await stack.enter_async_context(pool_for(env_id, **given))
 
 
 @contextlib.asynccontextmanager
@@ -31,6 +49,20 @@ async def pool_for(env_id: str, **given: Any) -> AsyncIterator[WorkerPool]:
         yield pool
     finally:
         await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(env_id: str, port: int = 0) -> AsyncIterator[EnvironmentServer]:
+    """A server of environments in this process."""
+    server = EnvironmentServer(env_id, "127.0.0.1", port)
+    running = asyncio.create_task(server.serve())
+    try:
+        yield server
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await server.close()
 
 
 async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> Outcome | Failure:

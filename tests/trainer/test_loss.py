@@ -8,7 +8,7 @@ import torch
 from grpo.configs.loss import PRESETS, LossName, LossSettings
 from grpo.trainer.batch import StepCounts
 from grpo.trainer.loss import MAX_LOG_RATIO, PolicyTokens, policy_loss
-from grpo.transport.records import UNTAUGHT
+from grpo.transport.records import NO_TEACHER_LOGPROB
 
 from tests.trainer.models import as_floats
 
@@ -79,7 +79,7 @@ def test_the_entropy_bonus_raises_the_entropy_of_the_tokens_that_are_kept() -> N
 
 def test_a_token_that_the_teacher_does_not_know_has_no_teachers_term() -> None:
     for estimate, pull in (("k1", -0.5), ("k3", math.exp(-0.5) - 1)):
-        options = {"adv_tau": 0.0, "teacher_tau": 1.0, "teacher_kl": estimate, "teacher": [UNTAUGHT, -1.5]}
+        options = {"adv_tau": 0.0, "teacher_tau": 1.0, "teacher_kl": estimate, "teacher": [NO_TEACHER_LOGPROB, -1.5]}
         _, grad, metrics = loss_of([-1.0] * 2, [-1.0] * 2, [1.0] * 2, [0, 0], **options)
         assert grad == pytest.approx([0.0, -pull / 2])
         assert metrics["policy/teacher_kl"] == pytest.approx(0.5)

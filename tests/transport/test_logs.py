@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from grpo.transport.logs import printable, start_log
-from grpo.transport.run_warnings import MAX_KINDS, RunWarning, kept_warnings, run_warnings, told
+from grpo.transport.run_warnings import MAX_KINDS, RunWarning, as_line, kept_warnings, run_warnings
 
 OSC, CSI, C1 = "\x1b]0;title\x07", "\x1b[2J\x1b[1;1H", "\x9b2J\x90q\x9c"
 HOSTILE = f"a{OSC}b{CSI}c{C1}d\u202ee\u2066f\rg\x7fh\u200bi\udce9"
@@ -54,7 +54,7 @@ def test_each_kind_of_warning_is_kept_once_with_its_first_step_and_its_number(ru
     assert (groups.program, groups.step, groups.times) == ("grpo-orch", 1, 3)
     assert groups.message == "in 100.0 % of the groups of batch 1 all rewards are equal"
     assert (other.step, other.times) == (2, 1)
-    assert told(other).isprintable()
+    assert as_line(other).isprintable()
 
 
 def test_a_program_that_is_started_again_goes_on_counting(run: Path) -> None:
@@ -90,4 +90,4 @@ def test_where_there_is_no_run_nothing_is_written(tmp_path: Path) -> None:
 
 def test_a_line_names_program_step_and_number() -> None:
     one = RunWarning(program="grpo-orch", kind="k", message="m\nn", step=3, times=2)
-    assert told(one) == "grpo-orch, step 3, 2 times: m n"
+    assert as_line(one) == "grpo-orch, step 3, 2 times: m n"

@@ -29,11 +29,11 @@ _POLL_S = 0.005
 
 
 def nothing() -> None:
-    """A check that finds nothing wrong."""
+    """Checks nothing."""
 
 
 class Closing:
-    """What ends when its context does."""
+    """A context manager that closes itself."""
 
     def close(self) -> None:
         """Ends threads and sockets."""
@@ -58,8 +58,8 @@ class BatchSender(Closing):
         send_timeout_s: float = 1200.0,
         checkpointed: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`folder` is the run's `batches` folder. `checkpointed` gives the newest step of which the trainer has a
-        complete checkpoint; of batches up to it one goes for each new one. `num_ranks` ranks are waited for."""
+        """`folder` is the run's `batches` folder. `checkpointed` returns the newest step with a complete checkpoint of
+        the trainer; each new batch replaces one up to it. The sender waits for `num_ranks` ranks."""
         self._store, self._num_ranks, self._checkpointed = StepStore(folder, run_id=run_id), num_ranks, checkpointed
         self._hwm, self._send_timeout_s, self._memory = hwm, send_timeout_s, np.empty(0, np.uint8)
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,9 +68,9 @@ class BatchSender(Closing):
     def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
         """Delivers the micro-batches of `step`, one sequence for each data-parallel rank.
 
-        Returns when they are on disk, which is not when they were received. Raises `DeadlineError` where `hwm` batches
-        wait already and the trainer receives none in time, `StorageError` for the disk, `CorruptError` or
-        `StaleRunError` for micro-batches of another step, rank or run.
+        Returns when they are on disk, not when they were received. Raises `DeadlineError` where `hwm` batches wait
+        already and the trainer receives none in time, `StorageError` for the disk, `CorruptError` or `StaleRunError`
+        for micro-batches of another step, rank or run.
         """
         for rank, batches in enumerate(ranks):
             require(len(batches) > 0, f"rank {rank} has no micro-batches in step {step}")
@@ -88,8 +88,8 @@ class BatchSender(Closing):
         return min(self._store.received(rank) for rank in range(self._num_ranks))
 
     def _memory_of(self, num_bytes: int) -> NDArray[np.uint8]:
-        """The same for all messages, of which one is made at a time: what the system gives anew it clears first, which
-        takes longer than all else."""
+        """Returns the memory that every message is encoded into, one at a time: the system clears new memory first, and
+        that takes longer than all else."""
         if len(self._memory) < num_bytes:
             self._memory = np.empty(num_bytes, np.uint8)
         return self._memory[:num_bytes]

@@ -20,7 +20,7 @@ from grpo.transport.folders import (
 from grpo.transport.records import BatchManifest, FileEntry, MicroBatch, require
 
 _FINISHED, _RECEIVED = "finished", "received"
-MADE_ANEW = "end the programs and start them again: the orchestrator sets the batch aside and makes it anew"
+REMEDY = "end the programs and start them again: the orchestrator sets the batch aside and makes another"
 
 
 class StepStore:
@@ -30,11 +30,11 @@ class StepStore:
         self.folder, self.run_id = folder, run_id
 
     def write(self, step: int, messages: Sequence[Content], *, checkpointed: int = 0) -> None:
-        """Writes a step whole, a message for each rank. The oldest one goes for it, if it is not after `checkpointed`.
+        """Writes a step whole, a message for each rank, over the oldest step if that is not after `checkpointed`.
         Raises `StorageError` for the disk, and where the step is there already.
 
-        It outlives this process, whatever ends it. It is not synced: a step that a power cut has damaged is no step,
-        and is made anew, with the versions that it gave.
+        It outlives this process, however that ends. It is not synced: a step that a power cut has damaged is not
+        there for readers, and the orchestrator makes it again.
         """
 
         def manifest(entries: dict[str, FileEntry]) -> bytes:
@@ -66,7 +66,7 @@ class StepStore:
             names = [_file_name(part) for part in parts_of(step, len(files), rank, num_ranks)]
             return [(read(folder, name, files[name]), files[name]) for name in names]
         except CorruptError as error:
-            raise CorruptError(f"batch {step} is corrupt: {error}; {MADE_ANEW}") from error
+            raise CorruptError(f"batch {step} is corrupt: {error}; {REMEDY}") from error
 
     def is_whole(self, step: int) -> bool:
         """Returns whether the step is there with all that its manifest lists."""

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, nothing
-from grpo.transport.batches.store import MADE_ANEW, decode_checked, parts_of
+from grpo.transport.batches.store import REMEDY, decode_checked, parts_of
 from grpo.transport.codec import MAX_MESSAGE_BYTES
 from grpo.transport.errors import CorruptError, DeadlineError, StaleRunError, TransportError
 from grpo.transport.folders import Buffer, file_entry, map_file
@@ -90,7 +90,7 @@ class ZmqBatchSender(BatchSender):
         super().__init__(folder, **options)
         self._received = dict.fromkeys(range(self._num_ranks), 0)
         self._open: dict[int, tuple[bytes, Ask]] = {}
-        """The question of each rank that has no answer yet, and from whom it came."""
+        """By rank, the question that has no answer yet, and the identity of the socket that sent it."""
         self._error: BaseException | None = None
         self._last_step: int | None = None
         self._closing = threading.Event()
@@ -137,7 +137,7 @@ class ZmqBatchSender(BatchSender):
         os.eventfd_write(self._news, 1)
 
     def _somebody_waits(self) -> bool:
-        """Whether a rank that has asked has not been told that no more steps come."""
+        """Returns whether a rank that has asked does not know yet that no more steps come."""
         if self._last_step is None or self._error is not None or not any(self._received.values()):
             return False
         return bool(self._open) or min(self._received.values()) < self._last_step
@@ -170,7 +170,7 @@ class ZmqBatchSender(BatchSender):
             self._error = error
 
     def _answer(self, ask: Ask) -> tuple[Answer, Sequence[Buffer]] | None:
-        """The answer to a question, if there is one by now."""
+        """Returns the answer to a question and its messages, or None where there is none yet."""
         try:
             if ask.run_id != self._store.run_id:
                 raise StaleRunError("it serves another run")
@@ -228,7 +228,7 @@ class ZmqBatchReceiver(BatchReceiver):
         self._ask(step + 1)  # it travels while this one is trained
         for message, entry in zip(messages, answer.entries, strict=True):
             if file_entry(message) != entry:
-                raise CorruptError(f"batch {step} from {self._where} is corrupt; {MADE_ANEW}")
+                raise CorruptError(f"batch {step} from {self._where} is corrupt; {REMEDY}")
         place = {"rank": self._rank, "num_ranks": self._num_ranks}
         return decode_checked(messages, run_id=self._run_id, step=step, **place)
 
@@ -239,7 +239,7 @@ class ZmqBatchReceiver(BatchReceiver):
             self._socket.context.destroy(linger=0)
 
     def _ask(self, step: int) -> None:
-        """Asks, where there is a connection."""
+        """Asks for `step`, where there is a connection."""
         place = {"rank": self._rank, "num_ranks": self._num_ranks}
         ask = Ask(run_id=self._run_id, step=step, **place)
         with contextlib.suppress(zmq.Again):
@@ -247,7 +247,7 @@ class ZmqBatchReceiver(BatchReceiver):
             self._asked, self._state = ask, "connected"
 
     def _answer(self, step: int) -> tuple[Answer, Sequence[Buffer]] | None:
-        """The answer to a question for `step`, or None where none has come within 0.2 s."""
+        """Returns the answer to a question for `step`, or None where none has come within 0.2 s."""
         while self._events.poll(0):
             self._on_event(zmq.utils.monitor.recv_monitor_message(self._events)["event"])
         if self._asked is None or self._asked.step != step:

@@ -16,7 +16,7 @@ _LOOK_AGAIN_S = 0.2
 
 
 class DequantizedManifest(Manifest, frozen=True, kw_only=True):
-    """What the folder holds."""
+    """The manifest of the folder."""
 
     base_model: str
     """Identity of the checkpoint that was quantized."""
@@ -34,10 +34,10 @@ def write_dequantized(
     files: Mapping[str, Content],
     weights: Sequence[Weight],
 ) -> Path:
-    """Returns the folder with these values, which is written unless it is there already, whole. `files` are what else
-    belongs to a checkpoint, its config.json and tokenizer. Raises `StorageError`."""
-    folder, said = run.path / FOLDER, {"base_model": base_model, "quantization": quantization, "dtype": dtype}
-    if _is_there(folder, said):
+    """Writes the folder with these values, unless it is there already, whole, and returns it. `files` are the rest of
+    a checkpoint, its config.json and tokenizer. Raises `StorageError`."""
+    folder, about = run.path / FOLDER, {"base_model": base_model, "quantization": quantization, "dtype": dtype}
+    if _is_there(folder, about):
         return folder
 
     def manifest(entries: dict[str, FileEntry]) -> bytes:
@@ -62,11 +62,11 @@ def wait_for_dequantized(output_dir: Path, *, base_model: str, quantization: Qua
     return folder
 
 
-def _is_there(folder: Path, said: Mapping[str, str]) -> bool:
+def _is_there(folder: Path, about: Mapping[str, str]) -> bool:
     """Whether the folder is there, of this base and format, and whole."""
     try:
         manifest = DequantizedManifest.from_json(read_manifest(folder))
-        if any(getattr(manifest, key) != value for key, value in said.items()):
+        if any(getattr(manifest, key) != value for key, value in about.items()):
             return False
         for name, entry in manifest.files.items():
             check_file(folder, name, entry)

@@ -49,7 +49,7 @@ class VersionServer:
     """The orchestrator's end: serves the `folder` of a run's versions at host and port, in a thread of its own."""
 
     def __init__(self, folder: Path, *, run_id: str, address: tuple[str, int], key: SharedKey) -> None:
-        """Raises `TransportError` where the address cannot be had."""
+        """Raises `TransportError` where the address cannot be bound."""
         self._folder, self._run_id, self._token = folder, run_id, key.token.encode()
         app = Starlette(routes=[Route("/{run_id}/{version:int}/{name:path}", self._file)])
         try:
@@ -88,10 +88,10 @@ class VersionServer:
 
 
 class FetchedVersions:
-    """A server's end: the versions below `folder` are its own copies of those in the store at `url`."""
+    """A server's end: the versions below `folder` are its copies of the versions in the store at `url`."""
 
     def __init__(self, folder: Path, *, url: str, key: SharedKey, timeout_s: float) -> None:
-        """`timeout_s`: for one version, whatever breaks."""
+        """`timeout_s` is the limit for one version, however often the connection breaks."""
         self._folder, self._url, self._timeout_s = folder.absolute(), url.rstrip("/"), timeout_s
         self._headers = {"Authorization": f"Bearer {key.token}"}
         self._one, self._closing = threading.Lock(), threading.Event()
@@ -142,7 +142,7 @@ class FetchedVersions:
                     raise DeadlineError(f"{waited}: {why}") from error
 
     def close(self) -> None:
-        """Tries no more to reach the store."""
+        """Ends all attempts to reach the store."""
         self._closing.set()
 
     def keep_only(self, versions: Collection[int]) -> None:
@@ -152,7 +152,7 @@ class FetchedVersions:
 
 
 def _as_listed(received: Mapping[str, FileEntry], listed: Mapping[str, FileEntry], about: bytes) -> bytes:
-    """The manifest's bytes, where the files are those that it lists. Raises `CorruptError`."""
+    """Returns the manifest's bytes, where the received files are those that it lists. Raises `CorruptError`."""
     for name, entry in listed.items():
         if received[name] != entry:
             raise CorruptError(f"{name} is {received[name]}, the manifest says {entry}")

@@ -1,4 +1,4 @@
-"""Which base model is it: a digest that trainer, server and orchestrator compute alike, without loading weights."""
+"""The identity of a base model: a digest that all programs compute alike, without loading weights."""
 
 import contextlib
 import hashlib
@@ -12,9 +12,9 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 
 def resolve_model(name: str) -> Path:
-    """The folder of a base model: `name` itself where it is a folder, or a hub id's snapshot in the local cache.
+    """Returns the folder of a base model: `name` itself where it is one, or a hub id's snapshot in the local cache.
 
-    Raises `FileNotFoundError` that says where was looked.
+    Raises `FileNotFoundError` with the places that were searched.
     """
     path = Path(name)
     if (path / "config.json").is_file():
@@ -40,7 +40,7 @@ def resolve_model(name: str) -> Path:
 
 
 def base_identity(folder: Path) -> str:
-    """A digest of the model's configuration and of each weight file's name, size, first and last mebibyte."""
+    """Returns a digest of the model's configuration and of each weight file's name, size, first and last mebibyte."""
     digest = hashlib.sha256()
     config = json.loads((folder / "config.json").read_bytes())
     plain = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}

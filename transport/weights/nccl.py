@@ -31,14 +31,14 @@ class Rendezvous(Record, frozen=True, kw_only=True):
 
 
 class Announcement(Record, frozen=True, kw_only=True):
-    """What is going to be sent, in this order. Lists of equal length."""
+    """The weights that are going to be sent, in this order. Lists of equal length."""
 
     rendezvous: Rendezvous
     session: str
-    """Of one start of the trainer: with another one the servers meet it anew, and receive what they have had."""
+    """Names one start of the trainer: with another session the servers join its group again, and receive everything."""
     names: tuple[str, ...]
     dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...]
-    """As torch names them."""
+    """Types as torch names them."""
     shapes: tuple[tuple[Natural, ...], ...]
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Engine(Protocol):
 
 
 class WeightSender:
-    """Rank 0 of the group: says what it is going to send, and sends it."""
+    """Rank 0 of the group: announces weights, and sends them."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class WeightSender:
         """Stays behind where NCCL waits for a member that never comes."""
 
     def announcement(self, weights: Sequence[Weight]) -> Announcement:
-        """Returns what the servers must know beforehand."""
+        """Returns what servers must know before they receive `weights`."""
         return Announcement(
             rendezvous=self._rendezvous,
             session=self._session,
@@ -133,7 +133,7 @@ class Source:
 
 
 class _ServersByThemselves:
-    """What vLLM's trainer side would tell the servers they know already, from the announcement."""
+    """Stands for the servers before vLLM's trainer side, whose messages they know already from the announcement."""
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Says nothing."""

@@ -1,4 +1,4 @@
-"""Weights that are no adapter, and how they lie in files: sharded safetensors with an index like Hugging Face's. One
+"""Weights that are no adapter, and their files: sharded safetensors with an index like Hugging Face's. One
 shard at a time is in memory."""
 
 import json
@@ -31,12 +31,12 @@ class Weight:
     ``Weight(name="model.norm.weight", dtype="float32", shape=(128,), tensor=lambda: norm)``"""
 
     name: str
-    """As in the base model's checkpoint."""
+    """Name in the base model's checkpoint."""
     dtype: str
-    """As torch names it: `float32`, `float16`, `bfloat16`."""
+    """Type as torch names it: `float32`, `float16`, `bfloat16`."""
     shape: tuple[int, ...]
     tensor: Callable[[], Any]
-    """Gives it as a tensor where the trainer computes; called when it is written or sent."""
+    """Returns it as a tensor where the trainer computes; called when it is written or sent."""
 
     @property
     def num_bytes(self) -> int:

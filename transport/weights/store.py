@@ -59,17 +59,17 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What PEFT's configuration says of a plain adapter."""
+    """A plain adapter as PEFT's configuration describes it."""
 
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
-    """In the order of their names."""
+    """Sorted."""
 
 
 def read_adapter_config(data: bytes) -> AdapterConfig:
-    """Returns what PEFT's `adapter_config.json` says. Raises `CorruptError` where it is none, or sets anything else
-    that changes what is computed, as rsLoRA does."""
+    """Returns the adapter that PEFT's `adapter_config.json` describes. Raises `CorruptError` where it is no such file,
+    or sets anything else that changes what is computed, as rsLoRA does."""
     try:
         config = json.loads(data)
         targets = tuple(sorted(config["target_modules"]))
@@ -93,7 +93,7 @@ def policy_name(version: int, *, noisy: bool = False, adapter: str = "") -> str:
 
 
 class InUse(Record, frozen=True, kw_only=True):
-    """What must stay. Example: ``InUse(run_id="5f0c", versions=frozenset({3, 7, 8}), newest=8)``"""
+    """The versions that must stay. Example: ``InUse(run_id="5f0c", versions=frozenset({3, 7, 8}), newest=8)``"""
 
     run_id: str
     versions: frozenset[Natural]
@@ -189,7 +189,7 @@ class PolicyPublisher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedPolicy:
-    """A version as it was read, with the bytes of its small files."""
+    """A version, with the bytes of its small files."""
 
     manifest: PolicyManifest
     small_files: Mapping[str, bytes]
@@ -234,7 +234,7 @@ def verify_policy(folder: Path, *, run_id: str, version: int) -> tuple[PolicyMan
 
 
 def _read(folder: Path, run_id: str, version: int, *, weights: bool) -> tuple[PolicyManifest, dict[str, bytes]]:
-    """What a version's folder holds, with or without its weights."""
+    """Returns what `verify_policy` does, with or without the weights."""
     manifest = PolicyManifest.from_json(read_manifest(folder))
     if manifest.run_id != run_id:
         raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {run_id}")

@@ -91,10 +91,7 @@ async def test_a_run_trains_what_the_schedule_chooses_and_says_what_became_of_th
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["rollout/num"] for line in lines if "rollout/num" in line] == [8, 8, 8]
     assert (summary.rollouts_trained, summary.rollouts_dropped) == (24, {"not_in_batch": 6})
-    state = ledger.state_after(3)
-    assert state is not None
-    [store] = [name for name in state["artifacts"] if "/train/" in name]
-    assert len(ledger.artifacts(store)) == 2
+    assert sorted(weight for _, weight, _ in ledger.artifacts("arena/train/words"))[1] > 1
     ledger.close()
     rows = pq.read_table(trace_path(tmp_path / "run", 2)).to_pylist()
     assert all("version" in json.loads(row["extras"])["meta"] for row in rows)

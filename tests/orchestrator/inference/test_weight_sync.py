@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from grpo.orchestrator.inference.client import Refused, ServerError
+from grpo.orchestrator.inference.client import RequestRefused, ServerError
 from grpo.orchestrator.inference.weight_sync import check_proof
 from grpo.transport.http import LoadReport, ServerInfo
 from grpo.transport.weights.store import InUse, read_in_use
@@ -86,10 +86,10 @@ async def test_the_only_servers_fault_is_an_error_and_so_is_a_request_that_is_re
             await sync.keep_only(set())
         error = b'{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
         faulty.faulty = web.Response(status=409, body=error)
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             await sync.keep_only(set())
         faulty.refuse_version = 1
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             await sync.load(1)
 
 
@@ -100,7 +100,7 @@ async def test_a_server_that_was_restarted_unnoticed_is_found_out_by_its_first_r
         server.live.clear()
         assert await ask(client, 7) == 1
         assert [load["version"] for load in server.loads] == [7, 7]
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             await ask(client, 8)  # which was never live
         assert not client.pool.out
 

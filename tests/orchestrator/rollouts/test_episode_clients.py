@@ -1,7 +1,7 @@
 """Models beside the policy."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -47,13 +47,15 @@ async def test_an_answer_that_is_none_is_an_error_of_the_rollout_and_names_no_ke
     assert "secret" not in str(failed.value)
 
 
-async def test_the_answer_is_not_waited_for_on_the_environments_time(chats: FakeChatServer) -> None:
+async def test_the_answer_is_not_waited_for_on_the_environments_time(
+    chats: FakeChatServer, advance: Callable[[float], Awaitable[None]]
+) -> None:
     async def late(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.8)
+        await advance(100)
         return completion("late")
 
     chats.says["judge"] = [late] * 3
-    async with OpenAIClient(chats.base_url, "judge", num_parallel=1) as client, OwnTimeout(2.0):
+    async with OpenAIClient(chats.base_url, "judge", num_parallel=1, timeout_s=1e6) as client, OwnTimeout(50.0):
         assert await asyncio.gather(*(client.complete([user("hi")]) for _ in range(3))) == ["late"] * 3
 
 

@@ -6,6 +6,7 @@ import pytest
 from grpo.orchestrator.rollouts.registry import check_arena, check_id, make_environment
 from grpo.transport.errors import UserError
 
+from tests.orchestrator.registered import install
 from tests.orchestrator.worker_pools import pool_for, reason, scored
 
 SHOUT = """
@@ -16,12 +17,6 @@ class Shout(Environment):
     def dataset(self, split):
         return [{{"prompt": "a"}}]
 """
-
-
-@pytest.mark.parametrize("env_id", ["arithmetc", "owner/nosuch-env", "nosuch:Class"])
-def test_an_unknown_id_is_told_what_there_is_and_how_to_install_one(env_id: str) -> None:
-    with pytest.raises(UserError, match="arithmetic"):
-        check_id(env_id)
 
 
 def test_a_file_that_is_not_there_is_named_where_it_was_looked_for() -> None:
@@ -42,26 +37,11 @@ def test_a_class_that_a_file_does_not_have_is_refused_before_the_file_runs(tmp_p
         check_id(f"{file}:Mine")
 
 
-@pytest.mark.parametrize("env_id", ["arithmetic", "mine.py:Shout", "mine:Shout"])
+@pytest.mark.parametrize("env_id", ["mine.py:Shout", "mine:Shout"])
 def test_what_there_is_is_found(env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(SHOUT.format("rubric = Rubric([lambda completion: 1.0])"))
     monkeypatch.chdir(tmp_path)
     check_id(env_id)
-
-
-CLASSIC = "import verifiers as vf\n\ndef load_environment(**kwargs):\n    raise SystemExit('it runs')\n"
-
-
-@pytest.mark.parametrize(("env_id", "args"), [("me/classic-sums@1.0", {}), ("verifiers", {"env_id": "classic-sums"})])
-def test_a_package_for_an_older_verifiers_is_refused_before_it_is_imported(
-    env_id: str, args: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "classic_sums.py").write_text(CLASSIC)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"0\.4"):
-        check_id(env_id, args)
-    (tmp_path / "classic_sums.py").write_text(f"__all__ = ['Sums']\n{CLASSIC}")  # both
-    check_id(env_id, args)
 
 
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
@@ -73,16 +53,6 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
 
 
 # --- names that installed packages register ---
-
-
-def install(folder: Path, package: str, names: str, code: str | None = None) -> None:
-    """A package that registers names, as pip leaves it in site-packages."""
-    about = folder / f"{package}-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[grpo.environments]\n{names}\n")
-    if code is not None:
-        (folder / f"{package}.py").write_text(code)
 
 
 @pytest.fixture
@@ -100,16 +70,17 @@ async def test_a_worker_finds_an_environment_by_the_name_that_a_package_register
         outcomes = [await scored(pool, text, prompt="a") for text in ("A", "a")]
     assert [reason(outcome) for outcome in outcomes] == ["", ""]
     assert [outcome.rewards["policy"] for outcome in outcomes] == [1.0, 0.0]
-    with pytest.raises(UserError, match="shout-env"):
-        check_id("shout-en")
+    for unknown in ("shout-en", "owner/nosuch-env", "nosuch:Class"):
+        with pytest.raises(UserError, match="shout-env"):  # what there is
+            check_id(unknown)
 
 
-@pytest.mark.parametrize(("name", "owners"), [("twice", r"one\b.*\btwo\b"), ("arithmetic", r"one\b.*\bgrpo\b")])
-def test_a_name_that_is_registered_twice_is_refused_with_both_packages(name: str, owners: str, site: Path) -> None:
-    for package in ("one", "two") if name == "twice" else ("one",):
-        install(site, package, f"{name} = {package}:Shout", SHOUT.format("rubric = Rubric([lambda completion: 1.0])"))
-    with pytest.raises(UserError, match=owners):
-        check_id(name)
+def test_a_name_that_two_packages_register_is_refused_with_both(site: Path) -> None:
+    for package in ("one", "two"):
+        install(site, package, f"twice = {package}:Shout", SHOUT.format("rubric = Rubric([lambda completion: 1.0])"))
+    for ask in (check_id, lambda name: make_environment(name, {})):
+        with pytest.raises(UserError, match=r"\bone\b.*\btwo\b"):
+            ask("twice")
     check_id("one:Shout")
 
 

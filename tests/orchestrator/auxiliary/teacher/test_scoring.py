@@ -9,7 +9,7 @@ from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.auxiliary.teacher.distillation import Distillation
 from grpo.orchestrator.auxiliary.teacher.scoring import ReferenceTeacher, Scoring, checked
 from grpo.orchestrator.endpoints import EndpointError
-from grpo.orchestrator.inference.client import Refused, ServerError, ServersAway, TimedOut, Unreachable
+from grpo.orchestrator.inference.client import RequestRefused, ServerError, ServersAway, TimedOut, Unreachable
 from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn
 from grpo.orchestrator.samples import ScoredGroup, finish_group
 from grpo.transport.records import Float32, Int32
@@ -37,7 +37,7 @@ def test_what_rounding_brings_above_0_is_0() -> None:
         (Unreachable("gone"), "unreachable"),
         (ServersAway("none"), "unreachable"),
         (TimedOut("late"), "timeout"),
-        (Refused(400, "x", "no"), "refused"),
+        (RequestRefused(400, "x", "no"), "refused"),
         (ServerError("oops"), "error"),
     ],
 )

@@ -1,0 +1,105 @@
+"""Hands on what becomes of rollouts, batches and versions to all who keep it."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.evaluate import Evaluation
+from grpo.orchestrator.inference.weight_sync import CanaryReport
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.metrics import Figures
+from grpo.orchestrator.monitoring.recorder import Recorder
+from grpo.orchestrator.monitoring.timeline import Timeline
+from grpo.orchestrator.monitoring.traces import Traces
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group
+from grpo.orchestrator.samples import FinishedGroup
+
+
+class Fates:
+    """Is told once of each event, and tells the ledger, the metrics, the timeline and the traces."""
+
+    def __init__(self, ledger: Ledger, recorder: Recorder, timeline: Timeline, traces: Traces) -> None:
+        self.ledger, self.recorder, self.timeline, self.traces = ledger, recorder, timeline, traces
+        self.shipped_at_s: dict[int, float] = {}
+        """When batches left whose version is not live yet, on the monotonic clock."""
+        self._writing = asyncio.Lock()
+
+    # --- rollouts ---
+
+    def issued(self, group: Group) -> None:
+        """A group is about to be sampled."""
+        self.ledger.issued(
+            int(group.id),
+            num=group.num,
+            env=group.task.env,
+            example=group.task.index,
+            version=group.version,
+            first=group.first,
+        )
+
+    async def written(self) -> None:
+        """Returns when the ledger's database has every rollout that was issued until now. Groups that begin together
+        share a transaction."""
+        async with self._writing:
+            if self.ledger.has_unwritten:
+                await in_thread(self.ledger.changes())
+
+    def scored(self, result: EpisodeResult) -> None:
+        """A rollout has its reward."""
+        num_tokens = result.num_tokens
+        self.recorder.sampled(num_tokens)
+        self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
+
+    def dropped(self, results: Iterable[EpisodeResult], reason: str) -> None:
+        """Rollouts are not trained, and will be in no batch's trace of their own."""
+        results = list(results)
+        self.ledger.dropped([result.id for result in results], reason)
+        self.traces.dropped(results, reason)
+
+    def withheld(self, group: FinishedGroup) -> None:
+        """Some rollouts of a group are not trained; the trace of the group's batch has them."""
+        for rollout_id, reason in group.withheld.items():
+            self.ledger.dropped([rollout_id], reason)
+
+    # --- batches ---
+
+    def shipping(
+        self,
+        step: int,
+        groups: Sequence[FinishedGroup],
+        *,
+        metrics: Mapping[str, float],
+        parts: Iterable[Figures],
+        state: Mapping[str, Any],
+        pools: Mapping[str, str],
+    ) -> Callable[[], None]:
+        """A batch is about to leave. `metrics`: its own. `parts`: what parts of the program have counted until now.
+        `state` and `pools`: what a later process needs to go on after it, and which examples have become easy or hard.
+        The batch may leave once what is returned, a blocking call, has made this durable."""
+        ledger, rollout_ids = self.ledger, [rollout_id for group in groups for rollout_id in group.trained]
+        generate_s = self.timeline.generated(step, ledger.span_s(rollout_ids), ledger.sampled_s())
+        dropped = ledger.num_dropped
+        metrics = self.recorder.shipped(step, metrics, parts=parts, dropped=dropped, generate_s=generate_s)
+        self.recorder.batch(step, groups)
+        self.traces.shipped(step, groups)
+        ledger.examples_moved(pools, step)
+        return ledger.shipping(rollout_ids, step, state=state, metrics=metrics)
+
+    # --- versions ---
+
+    def live(self, proof: CanaryReport, metrics: Mapping[str, float], *, wait_trainer_s: float) -> None:
+        """All servers serve a version. `metrics`: the trainer's, of the step that gave it."""
+        if (version := proof.version) > 0:
+            self.shipped_at_s.pop(version, None)
+            self.ledger.trained(version)
+            self.recorder.trained(version, metrics, wait_trainer_s=wait_trainer_s)
+            self.timeline.trained(version, metrics)
+            self.traces.trained(version)
+        self.recorder.live(proof)
+        self.timeline.flush()
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A version has been evaluated."""
+        self.recorder.evaluated(evaluation)
+        self.traces.evaluated(evaluation.version, evaluation.results)

@@ -1,0 +1,44 @@
+"""Names of built-in environments, and of packages of the `verifiers` registry."""
+
+from pathlib import Path
+
+import pytest
+from grpo.environments import BUILT_IN
+from grpo.orchestrator.rollouts.registry import check_id, find_class
+from grpo.transport.errors import UserError
+
+from tests.orchestrator.registered import install
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"verifiers"}))
+def test_what_is_built_in_is_found(name: str) -> None:
+    check_id(name)
+    assert f"{find_class(name).__module__}:{find_class(name).__name__}" == BUILT_IN[name]
+
+
+@pytest.mark.parametrize("env_id", ["arithmetc", "owner/nosuch-env", "nosuch:Class"])
+def test_an_unknown_id_is_told_what_there_is(env_id: str) -> None:
+    with pytest.raises(UserError, match="arithmetic"):
+        check_id(env_id)
+
+
+def test_a_package_that_registers_a_built_in_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "sums", "arithmetic = sums:Sums")
+    with pytest.raises(UserError, match=r"\bsums\b.*\bgrpo\b"):
+        check_id("arithmetic")
+
+
+CLASSIC = "import verifiers as vf\n\ndef load_environment(**kwargs):\n    raise SystemExit('it runs')\n"
+
+
+@pytest.mark.parametrize(("env_id", "args"), [("me/classic-sums@1.0", {}), ("verifiers", {"env_id": "classic-sums"})])
+def test_a_package_for_an_older_verifiers_is_refused_before_it_is_imported(
+    env_id: str, args: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "classic_sums.py").write_text(CLASSIC)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"0\.4"):
+        check_id(env_id, args)
+    (tmp_path / "classic_sums.py").write_text(f"__all__ = ['Sums']\n{CLASSIC}")  # both
+    check_id(env_id, args)
