@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 PARTS := configs deploy environments infer orchestrator trainer transport
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check types docs contracts size gpu format clean
+.PHONY: help demo test core check types docs contracts size gpu format clean
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
 	@echo 'make test    all tests but those that need a GPU, 11 to 15 minutes on two cores; with ARGS="tests/trainer -x" those that these words choose'
+	@echo 'make core    tests of the core in a copy of the tree without what stands on it, 2 minutes on two cores'
 	@echo 'make check   formatting, lint, types, and which package imports which'
 	@echo 'make docs    the documentation as a site in site/; a broken link is an error'
 	@echo 'make contracts  names of vLLM that are used, in the sources of its oldest and newest CUDA build (600 MB, once)'
@@ -44,6 +45,10 @@ ifdef ARGS
 else
 	$(BIN)/python -m pytest -m 'not gpu' -n 3 --dist loadfile --no-loadscope-reorder
 endif
+
+# What tells whether the core has come to need what stands on it.
+core: $(STAMP)
+	$(BIN)/python .ci/core.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -60,22 +60,6 @@ class EvalSamplingSettings(Section):
     """Longest answer in tokens (null: `sampling.max_tokens`)."""
 
 
-class HeldOut(EnvSettings):
-    """One environment that is evaluated, with all that applies to it."""
-
-    key: str
-    """Its process's key: the label, or where a training environment of the same name is another one, with a prefix."""
-    num_examples: int
-    """Held-out examples; -1 for all, never 0."""
-    rollouts_per_example: int
-    interval: int
-    """In steps."""
-    temperature: float
-    """0 is greedy."""
-    max_tokens: int | None
-    """Longest answer in tokens; None for what the context leaves."""
-
-
 class EvalSettings(Section):
     """Evaluation on held-out prompts, before the first and after the last step, and in between. Training goes on
     meanwhile, unless it is told to wait."""
@@ -98,21 +82,6 @@ class EvalSettings(Section):
     cancel_inflight_rollouts_on_eval: bool = False
     """Training waits while a version is evaluated: rollouts in flight are cancelled and counted, and their prompts are
     asked again afterwards. false: both share the servers."""
-
-    def held_out(self, training: Sequence[EnvSettings], *, max_tokens: int | None) -> list[HeldOut]:
-        """The environments that are evaluated. `max_tokens`: of training."""
-        same = {env.label: env for env in training}
-        common = self.model_dump(include={"num_examples", "rollouts_per_example", "interval"})
-        common |= {"temperature": self.sampling.temperature, "max_tokens": self.sampling.max_tokens or max_tokens}
-        found = []
-        for env in (self.env or training) if self.num_examples else ():
-            other = same.get(env.label)
-            fields = env.model_dump() | common
-            if other is not None and not env.adapters:
-                fields["adapters"] = other.adapters
-            apart = other is None or fields | {"name": None} != other.model_dump() | common | {"name": None}
-            found.append(HeldOut(**fields, key=f"{EVAL_PREFIX}{env.label}" if apart else env.label))
-        return found
 
     def conflicts(self) -> Conflicts:
         yield from label_conflicts("env", self.env)

@@ -21,7 +21,7 @@ from grpo.configs.common import (
     adapter_conflicts,
     changed_keys,
 )
-from grpo.configs.evaluation import Environments, EnvSettings, EvalSettings, HeldOut, label_conflicts
+from grpo.configs.evaluation import Environments, EvalSettings, label_conflicts
 from grpo.configs.reporting import ReportSettings, TraceSettings
 from grpo.configs.rollouts import (
     BATCH_ADVANTAGES,
@@ -156,14 +156,9 @@ class OrchSettings(ProcessSettings, Shared):
         return self.max_concurrent_groups or math.ceil(self.oversampling_factor * self.groups_per_batch)
 
     @property
-    def held_out(self) -> list[HeldOut]:
-        """The environments that are evaluated."""
-        return self.eval.held_out(self.env, max_tokens=self.sampling.max_tokens)
-
-    @property
-    def environments(self) -> dict[str, EnvSettings]:
-        """All environments by the key of their workers; one of evaluation that equals a training one is that."""
-        return {one.key: one for one in self.held_out} | {env.label: env for env in self.env}
+    def longest_held_out(self) -> int | None:
+        """Longest held-out answer in tokens; None for what the context leaves."""
+        return self.eval.sampling.max_tokens or self.sampling.max_tokens
 
     def conflicts(self) -> Conflicts:
         if self.rollouts_per_example < fewest_rollouts(self.advantage):

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class _DaemonExecutor(Executor):
-    """Starts a thread where all others are busy. None keeps an ending program alive, as those of asyncio.to_thread
-    would."""
+    """Runs calls in threads, and starts one more where all are busy. No thread keeps an ending program alive, as those
+    of asyncio.to_thread would."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -54,12 +54,12 @@ def start_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of a blocking call."""
+    """Returns the result of a blocking call."""
     return await start_in_thread(partial(function, *args, **kwargs))
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first exception that is no group, in a group of those that a task group raised."""
+    """Returns the first exception that is no group, of those that a task group raised."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,9 +1,9 @@
-"""Which example is asked next, and which groups are worth training: a state machine without clock or I/O.
+"""The buffer decides which example is next, and which groups are worth training. It has neither clock nor I/O.
 
 Each environment's examples come in a seeded order, which changes with every epoch; environments take turns by their
-ratios. By the mean reward of its groups an example is normal, easy or hard, and only normal ones are asked. What is
-decided depends on the seed and on the order of calls alone, and `state` holds all that is needed to go on from there,
-with the pools, of which `moved` tells what has changed: neither grows with the number of examples.
+ratios. The mean reward of its groups makes an example normal, easy or hard, and only normal ones are sampled. All
+decisions follow from the seed and the order of calls. `state` and the pools are what a later process needs to go on;
+`moved` returns the pools' changes. Neither grows with the number of examples.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
 ALL_ZERO, ALL_ONE, ALL_EQUAL = "all_rewards_0", "all_rewards_1", "all_rewards_equal"
 """Reasons why a group is not trained."""
 MAX_REFILLS = 8
-"""So many groups without spread may be dropped for each one with spread."""
+"""How many groups without spread may be dropped for each one with spread."""
 
 
 class NothingToAsk(ValueError):
-    """No example is left that may be asked."""
+    """All examples are easy or hard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class Example:
     env: str
     """Label of the environment."""
     index: int
-    """Its place in the environment's dataset."""
+    """Its index in the environment's dataset."""
     key: str
     """Its identity, which outlives a restart and a change of the dataset's order."""
     epoch: int = 0
-    """In which pass over its environment's examples it is asked."""
+    """The pass over its environment's examples, from 0."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,19 +58,19 @@ class _Environment:
     label: str
     ratio: float
     seed: str
-    """Of the orders of all epochs."""
+    """The seed of the orders of all epochs."""
     examples: dict[str, int]
-    """Places in the dataset by key, without duplicates, in the dataset's order."""
+    """Indices in the dataset by key, without duplicates, in the dataset's order."""
     keys: list[str] = field(init=False)
     digest: str = field(init=False)
-    """Of all that the orders depend on."""
+    """A digest of what the orders follow from: the seed and the keys."""
     epoch: int = 0
     position: int = 0
-    """Place in the epoch's order of the next example."""
+    """The next example's index in the epoch's order."""
     credit: float = 0.0
-    """Turns that are owed to it."""
+    """The share of turns that it has waited for."""
     pools: dict[str, str] = field(default_factory=dict)
-    """Of the examples that are not normal, by key."""
+    """The pools of examples that are not normal, by key."""
     sizes: Counter[str] = field(init=False)
     """Examples by pool."""
     _order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
@@ -81,7 +81,7 @@ class _Environment:
         self.digest = hashlib.sha256("\0".join((self.seed, *self.keys)).encode()).hexdigest()
 
     def next(self) -> Example:
-        """The next normal example. There must be one."""
+        """Returns the next normal example. There must be one."""
         while True:
             if self.position == len(self.keys):
                 self.epoch, self.position = self.epoch + 1, 0
@@ -94,7 +94,7 @@ class _Environment:
                 return self.example(key, self.epoch)
 
     def example(self, key: str, epoch: int) -> Example:
-        """The one with this key, asked in this epoch."""
+        """Returns the example with this key, in this epoch."""
         return Example(env=self.label, index=self.examples[key], key=key, epoch=epoch)
 
     def put(self, key: str, pool: str) -> bool:
@@ -134,17 +134,17 @@ class Buffer:
         self._filters_online = online_difficulty_filtering
         self._environments: dict[str, _Environment] = {}
         self._env_of: dict[str, _Environment] = {}
-        """By an example's key."""
+        """Environments by the keys of their examples."""
         self.num_duplicates: Counter[str] = Counter()
         """Examples that were left out, by environment."""
-        for (label, given), ratio in zip(keys.items(), env_ratios or [1.0] * len(keys), strict=True):
+        for (label, known), ratio in zip(keys.items(), env_ratios or [1.0] * len(keys), strict=True):
             own: dict[str, int] = {}
-            for index, key in enumerate(given):
+            for index, key in enumerate(known):
                 if key not in self._env_of:
                     own.setdefault(key, index)
             if not own:
-                raise ValueError(f"environment {label}: all {len(given)} examples are duplicates; see hash_keys")
-            self.num_duplicates += Counter({label: len(given) - len(own)})
+                raise ValueError(f"environment {label}: all {len(known)} examples are duplicates; see hash_keys")
+            self.num_duplicates += Counter({label: len(known) - len(own)})
             env = _Environment(label=label, ratio=ratio, seed=f"{seed}/{label}", examples=own)
             self._environments[label] = env
             self._env_of |= dict.fromkeys(own, env)
@@ -157,7 +157,7 @@ class Buffer:
     # --- groups ---
 
     def issue(self, group: int) -> Example:
-        """The example that `group` asks. Those that were open when the state was saved come first, in their order, and
+        """Returns the example of `group`. Those that were open when the state was saved come first, in their order, and
         so do those that were withdrawn.
 
         Raises NothingToAsk where all examples are easy or hard.
@@ -167,7 +167,7 @@ class Buffer:
         return example
 
     def _turn(self) -> _Environment:
-        """The environment whose turn it is: over time each gets its share, never off by more than a turn."""
+        """Returns the environment whose turn it is: over time each gets its share, never off by more than a turn."""
         askable = [one for one in self._environments.values() if one.sizes[NORMAL] and one.ratio]
         if not askable:
             sizes = ", ".join(f"{num} {pool}" for pool, num in self.num_examples().items())
@@ -206,11 +206,11 @@ class Buffer:
         return reason
 
     def closed(self, group: int) -> None:
-        """The group is trained, or has come to nothing, and need not be asked again after a restart."""
+        """The group is shipped or dropped; a later process does not sample its example again first."""
         self._open.pop(group, None)  # groups of an arena are not known here
 
     def withdrawn(self, group: int) -> None:
-        """The group was cancelled before it had rewards; its example is asked again before any other."""
+        """The group was cancelled before it had rewards; its example comes again before any other."""
         self._again.append(self._open.pop(group))
 
     def _put(self, key: str, pool: str) -> None:
@@ -220,40 +220,39 @@ class Buffer:
     # --- what others ask ---
 
     def num_examples(self, label: str | None = None) -> dict[str, int]:
-        """Examples by pool, of one environment or of all."""
+        """Returns how many examples there are by pool, in one environment or in all."""
         chosen = [one for name, one in self._environments.items() if label in (None, name)]
         return {pool: sum(one.sizes[pool] for one in chosen) for pool in POOLS}
 
     def metrics(self) -> dict[str, float]:
-        """Examples by pool, and those left out as duplicates."""
+        """Returns how many examples there are by pool, and how many were left out as duplicates."""
         sizes = {f"progress/examples_{pool}": float(num) for pool, num in self.num_examples().items()}
         return sizes | {"progress/examples_duplicate": float(self.num_duplicates.total())}
 
     # --- restarts ---
 
     def state(self) -> dict[str, Any]:
-        """All but the pools that decides what is asked from here on, as plain JSON."""
-        places = ("digest", "epoch", "position", "credit")
+        """Returns as plain JSON what decides, with the pools, which examples come from here on."""
+        fields = ("digest", "epoch", "position", "credit")
         return {
             "version": STATE_VERSION,
             "environments": {
-                label: {place: getattr(one, place) for place in places} for label, one in self._environments.items()
+                label: {name: getattr(one, name) for name in fields} for label, one in self._environments.items()
             },
             "open": [(example.key, example.epoch) for example in (*self._open.values(), *self._again)],
             "num_refills": self._num_refills,
         }
 
     def moved(self) -> dict[str, str]:
-        """Examples by key that are in another pool than at the last call, with the pool."""
+        """Returns the pools of examples that have changed theirs since the last call, by key."""
         moved, self._moved = self._moved, {}
         return moved
 
     def restore(self, state: Mapping[str, Any], pools: Mapping[str, str]) -> int:
-        """Goes on from where `state` was taken, with the `pools` of examples by key; what was open then is asked again
-        first, as of its own epoch. Returns how many of the examples that the two know are no longer there. An
-        environment with other examples or another seed begins a new epoch, and what was easy or hard by a threshold
-        that is null now is normal again. Raises ValueError for a state of another release, and after anything has been
-        issued."""
+        """Goes on from where `state` was taken, with the `pools` of examples by key. Examples that were open then come
+        first, in their own epoch. An environment with other examples or another seed begins a new epoch, and examples
+        that a threshold made easy or hard are normal again where it is null now. Returns how many of the examples in
+        both are no longer there. Raises ValueError for a state of another release, and after anything was issued."""
         if (version := state.get("version")) != STATE_VERSION:
             raise ValueError(f"the buffer's state has version {version!r}, this program reads {STATE_VERSION}")
         if self._open or self._again:
@@ -278,7 +277,7 @@ class Buffer:
         return num_lost + len(state["open"]) - len(known)
 
     def forget(self, pools: Mapping[str, str]) -> None:
-        """The examples in `pools` that an earlier process has found easy or hard are normal from here on."""
+        """Makes the examples in `pools` normal that an earlier process has found easy or hard."""
         self._moved |= {key: NORMAL for key, pool in pools.items() if pool != NORMAL}
 
     def promote(self, *, easy_fraction: float, hard_fraction: float) -> int:
@@ -296,8 +295,8 @@ class Buffer:
 
 
 def without_spread(rewards_G: Sequence[float]) -> str | None:
-    """The reason why nothing is learned from a group by comparing its rollouts; None where their rewards differ by more
-    than rounding. A single rollout is compared with none, and has nothing to teach where it failed or succeeded."""
+    """Returns why nothing is learned from comparing a group's rollouts; None where their rewards differ by more than
+    rounding. A single rollout is compared with none; it teaches nothing where its reward is 0 or 1."""
     if not are_equal(rewards_G):
         return None
     reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(min(rewards_G))
@@ -305,8 +304,8 @@ def without_spread(rewards_G: Sequence[float]) -> str | None:
 
 
 def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]], progress: Progress) -> Buffer:
-    """`keys`: the identities of each environment's examples. Goes on after what an earlier process had asked; a share
-    of the easy and of the hard examples is asked again."""
+    """Returns the buffer of a run, which goes on where an earlier process stood; a share of the easy and of the hard
+    examples is normal again. `keys`: the identities of each environment's examples."""
     chosen = settings.buffer
     buffer = Buffer(
         keys,

@@ -1,9 +1,10 @@
-"""Whether servers, environments and trainer fit together, as far as only they themselves can tell."""
+"""Checks that servers, environments and trainer fit together, as far as only they themselves can tell."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.evaluate import held_out
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.http import ServerInfo
 from grpo.transport.records import PolicySpec
@@ -36,7 +37,7 @@ def check_server(
     if settings.sleep_mode and info.asleep is None:
         raise Mismatch(f"{server} cannot sleep, and sleep_mode is true; set sleep_mode: true for grpo-infer")
     answers = {"sampling.max_tokens": settings.sampling.max_tokens or 1}
-    answers |= {f"eval's max_tokens of {one.label}": one.max_tokens or 1 for one in settings.held_out}
+    answers |= {"eval's max_tokens": settings.longest_held_out or 1} if settings.eval.num_examples else {}
     for what, max_tokens in answers.items():
         if info.max_model_len <= max_tokens:
             raise Mismatch(
@@ -51,10 +52,10 @@ def check_server(
 
 
 def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> None:
-    """Raises Mismatch where an adapter is given to a role that its environment has not."""
-    given = [(env.label, env.label, env.adapters) for env in settings.env]
-    given += [(one.key, one.label, one.adapters) for one in settings.held_out]
-    for key, label, adapters in given:
+    """Raises Mismatch where settings give an adapter to a role that its environment does not have."""
+    assigned = [(env.label, env.label, env.adapters) for env in settings.env]
+    assigned += [(one.key, one.env.label, one.env.adapters) for one in held_out(settings)]
+    for key, label, adapters in assigned:
         roles = [role.id for role in environments[key].loaded.roles]
         if unknown := sorted(set(adapters) - set(roles)):
             raise Mismatch(
@@ -64,8 +65,7 @@ def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) 
 
 
 def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:
-    """Raises Mismatch where version 0 is of another policy than the one that is configured here: what only the files
-    of the models and the manifest can tell, whatever the settings say."""
+    """Raises Mismatch where the manifest of version 0 names another base model than the one configured here."""
     if spec.base_model != identity:
         raise Mismatch(
             f"the trainer has a model with identity {spec.base_model}, the orchestrator model.name = "

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 MAX_ECHO = 300
-"""Characters of a server's answer that an error message repeats."""
+"""An error message repeats so many characters of a server's answer."""
 CONNECT_TIMEOUT_S = 10.0
 PASSED_OVER_S = 5.0
-"""How long a server that has failed is passed over, where others serve the same."""
+"""A server that has failed is left out so long if others serve the same."""
 NUM_PARALLEL = 32
 MAX_REQUESTS_PER_S = 1e6
 _ANY = "http://any.invalid"
@@ -39,7 +39,7 @@ _SENT_HEADERS = ("content-type", "content-length", "accept", "accept-encoding", 
 
 A = TypeVar("A")
 Addresses = Callable[[], Sequence[str]]
-"""Base addresses, without /v1, of servers that serve the same, as they are now."""
+"""Returns the base addresses, without /v1, of the servers that serve the same now."""
 Reason = Literal["timeout", "unreachable", "error", "refused", "nonsense", "withheld", "over_budget"]
 """Why there is no answer, after all retries.
 
@@ -52,10 +52,10 @@ Reason = Literal["timeout", "unreachable", "error", "refused", "nonsense", "with
 
 
 class EndpointError(Exception):
-    """An endpoint gave no answer. The message is for people, names the endpoint and holds no key."""
+    """An endpoint gave no answer. The message names the endpoint and holds no key."""
 
     def __init__(self, reason: str, message: str) -> None:
-        """`reason`: a `Reason`, or one of whoever asked."""
+        """`reason`: a `Reason`, or one of the caller's own."""
         super().__init__(message)
         self.reason = reason
 
@@ -100,9 +100,9 @@ class ApiClient(httpx.AsyncClient):
         self._slots, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
         self._limiter = AsyncLimiter(burst, burst / requests_per_s)
         self._failed_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        """When an address has failed last."""
+        """Time of the last failure by address."""
         self.num_requests = 0
-        """Requests that were sent, tries after failures included."""
+        """Requests that were sent, retries included."""
         self.newest_failure = ""
         """Address and reason of the newest failed try, for people."""
         self._openai = AsyncOpenAI(
@@ -179,7 +179,7 @@ class ApiClient(httpx.AsyncClient):
 
 
 class Endpoint:
-    """One model behind `/chat/completions`. It belongs to the event loop in which it is asked first.
+    """One model behind `/chat/completions`. It belongs to the event loop that uses it first.
 
     Example: ``await Endpoint(ApiSettings(name="a", base_url="https://a.example.com/v1", model="large")).ask(messages)``
     """
@@ -194,12 +194,12 @@ class Endpoint:
         own_key_var: str | None = None,
         own_model: str = "",
     ) -> None:
-        """`num_parallel`: requests at a time. Without a `base_url` it is the base model `own_model` on the run's
-        `own_servers`, without /v1, whose key is in `own_key_var`. Raises ValueError for what cannot be an address, and
-        where a key is missing."""
+        """`num_parallel`: requests at a time. Without a `base_url` the run's `own_servers` are asked for the base model
+        `own_model`, with the key in `own_key_var`. Raises ValueError for what cannot be an address, and for a missing
+        key."""
         self.settings, self.name, self.costs = settings, settings.name, costs or Costs()
         self.num: Counter[str] = Counter()
-        """Questions that were `asked`, `answered`, or not, by reason."""
+        """Questions that were `asked`, `answered`, or failed, by reason."""
         self._own_model = own_model
         base_url = settings.base_url
         if base_url is not None:
@@ -221,7 +221,7 @@ class Endpoint:
 
     @property
     def num_requests(self) -> int:
-        """Requests that were sent, tries after failures included."""
+        """Requests that were sent, retries included."""
         return self._client.num_requests
 
     async def ask(
@@ -230,13 +230,13 @@ class Endpoint:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> ModelResponse:
-        """The answer to `messages`. `options` replace fields of the request, such as `temperature` and `max_tokens`,
-        that the settings give; those that are None are left out. Raises EndpointError."""
+        """Returns the answer to `messages`. `options` replace fields of the request that the settings give, such as
+        `temperature` and `max_tokens`; None leaves a field out. Raises EndpointError."""
         self.num["asked"] += 1
-        chosen = self.settings
-        body: dict[str, Any] = {"model": chosen.model or self._own_model, "messages": list(messages)}
-        body |= {"tools": list(tools or ()) or None, "temperature": chosen.temperature}
-        body |= {chosen.max_tokens_field: chosen.max_tokens} | chosen.extra | options
+        settings = self.settings
+        body: dict[str, Any] = {"model": settings.model or self._own_model, "messages": list(messages)}
+        body |= {"tools": list(tools or ()) or None, "temperature": settings.temperature}
+        body |= {settings.max_tokens_field: settings.max_tokens} | settings.extra | options
         try:
             completion = await self._completion({key: value for key, value in body.items() if value is not None})
             answer = self._chat_answer(completion)
@@ -267,8 +267,8 @@ class Endpoint:
         try:
             choice = completion.choices[0]
             text, refusal, finish_reason = choice.message.content or "", choice.message.refusal, choice.finish_reason
-            called: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
-            calls = tuple((one.name, one.arguments or "{}") for one in called)
+            functions: list[Any] = [vars(one)["function"] for one in choice.message.tool_calls or ()]
+            calls = tuple((one.name, one.arguments or "{}") for one in functions)
             "".join([text, *itertools.chain(*calls)]).encode()
             tokens = tuple(
                 (str(one.token), float(one.logprob)) for one in getattr(choice.logprobs, "content", None) or ()
@@ -295,13 +295,13 @@ class Endpoint:
 
 
 def _check_address(base_url: str) -> None:
-    """Raises ValueError. What may be a secret is not repeated."""
+    """Raises ValueError, whose message repeats nothing that may be a secret."""
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL:
         url = httpx.URL("")
     if not url.host or url.userinfo or url.query or url.fragment:
         raise ValueError(
-            f"a base_url at the host {url.host!r} is none, or has a user, a query or a fragment; expected an address "
+            f"a base_url, of the host {url.host!r}, is no address, or has a user, a query or a fragment; expected one "
             "such as http://127.0.0.1:8000/v1, and a key by api_key_var"
         )

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo.configs.evaluation import HeldOut
+from grpo.configs.evaluation import EVAL_PREFIX, EnvSettings
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
@@ -32,21 +32,46 @@ class Evaluation:
 
     version: int
     accuracy: Mapping[str, float]
-    """Accuracy by environment, for the environments that were due."""
+    """Accuracy by environment."""
     metrics: Mapping[str, float]
     """One line, told in docs/metrics.md."""
     results: Sequence[EpisodeResult]
     """All answers."""
 
 
-def due(settings: OrchSettings, version: int, *, passed_over: int | None) -> list[HeldOut]:
-    """Returns the environments that `version` is to be evaluated on: all of them before the first step, if
-    `eval_base_model`, and after the last one. `passed_over`: a version that is not evaluated unless it is the last."""
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One environment that is evaluated."""
+
+    key: str
+    """Its workers' key: the label, or with a prefix where a training environment of the same name is another one."""
+    env: EnvSettings
+
+
+def held_out(settings: OrchSettings) -> list[HeldOut]:
+    """Returns the environments that are evaluated. One that is a training environment shares its workers, and one of
+    the same name its adapters, unless it gives its own."""
+    training, found = {env.label: env for env in settings.env}, []
+    for env in (settings.eval.env or settings.env) if settings.eval.num_examples else ():
+        same = training.get(env.label)
+        if same is not None and not env.adapters:
+            env = env.model_copy(update={"adapters": same.adapters})
+        is_training = same is not None and env.model_dump(exclude={"name"}) == same.model_dump(exclude={"name"})
+        found.append(HeldOut(env.label if is_training else f"{EVAL_PREFIX}{env.label}", env))
+    return found
+
+
+def environments_of(settings: OrchSettings) -> dict[str, EnvSettings]:
+    """Returns all environments, those of training and of evaluation, by the key of their workers."""
+    return {one.key: one.env for one in held_out(settings)} | {env.label: env for env in settings.env}
+
+
+def is_due(settings: OrchSettings, version: int, *, passed_over: int | None) -> bool:
+    """Returns whether `version` is to be evaluated: before the first step, if `eval_base_model`, at each interval, and
+    after the last step. `passed_over` is a version that is not evaluated unless it is the last."""
     if version == 0:
-        return settings.held_out if settings.eval.eval_base_model else []
-    if version == settings.max_steps:
-        return settings.held_out
-    return [one for one in settings.held_out if version != passed_over and version % one.interval == 0]
+        return settings.eval.eval_base_model
+    return version == settings.max_steps or (version != passed_over and version % settings.eval.interval == 0)
 
 
 async def evaluate(
@@ -55,20 +80,18 @@ async def evaluate(
     prompts: Mapping[str, Sequence[Messages]],
     *,
     version: int,
-    held_out: Sequence[HeldOut] | None = None,
 ) -> Evaluation:
-    """Answers every prompt as often as the settings say, in all environments at the same time. `prompts`: of the
-    held-out examples, by environment. `held_out`: None for all environments; the mean over them is left out where some
-    are not due, because it would be the mean of other things.
+    """Answers every prompt as often as the settings say, in all environments at the same time. `prompts` are those of
+    the held-out examples, by the key of their environment.
 
     Raises what servers and broken environments raise, EnvironmentFailed where all answers of an environment fail,
     which is no accuracy of 0, and ValueError where all its prompts are too long.
     """
-    chosen = settings.held_out if held_out is None else held_out
     since_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
         asked = {
-            one.label: group.create_task(_answered(engine, settings, one, prompts[one.key], version)) for one in chosen
+            one.env.label: group.create_task(_answered(engine, settings, one, prompts[one.key], version))
+            for one in held_out(settings)
         }
     answers = {env: task.result()[0] for env, task in asked.items()}
     metrics = {
@@ -82,8 +105,7 @@ async def evaluate(
         metrics |= {f"{name}/{env}": value for name, value in figures_of(own).items()}
         metrics[f"time/evaluate_s/{env}"] = seconds
     accuracy = {env: metrics[f"eval/accuracy/{env}"] for env in asked}
-    if len(chosen) == len(settings.held_out):
-        metrics["eval/accuracy"] = statistics.fmean(accuracy.values())
+    metrics["eval/accuracy"] = statistics.fmean(accuracy.values())
     results = [one for own in answers.values() for of_one in own for one in of_one]
     return Evaluation(version=version, accuracy=accuracy, metrics=metrics, results=results)
 
@@ -95,9 +117,11 @@ Answers = Sequence[Sequence[EpisodeResult]]
 async def _answered(
     engine: RolloutEngine, settings: OrchSettings, asked: HeldOut, prompts: Sequence[Messages], version: int
 ) -> tuple[Answers, float]:
-    """With the seconds from the first question to the last answer. Seeds do not depend on the version."""
-    env, num, since_s = asked.key, asked.rollouts_per_example, time.monotonic()
-    seed = settings.sampling.seed if asked.temperature > 0 else None
+    """Returns the answers, and the seconds from the first question to the last answer. Seeds do not depend on the
+    version."""
+    env, num, since_s = asked.key, settings.eval.rollouts_per_example, time.monotonic()
+    temperature = settings.eval.sampling.temperature
+    seed = settings.sampling.seed if temperature > 0 else None
     slots = asyncio.Semaphore(max(1, CONCURRENCY // num))
 
     async def ask(index: int, messages: Messages) -> Sequence[EpisodeResult]:
@@ -106,8 +130,8 @@ async def _answered(
             id=f"eval-{version}/{env}/{index}",
             num=num,
             version=version,
-            params=SamplingParams(temperature=asked.temperature, max_tokens=asked.max_tokens),
-            adapters=RoleAdapters(names=settings.model.lora_adapters, of_roles=asked.adapters),
+            params=SamplingParams(temperature=temperature, max_tokens=settings.longest_held_out),
+            adapters=RoleAdapters(names=settings.model.lora_adapters, of_roles=asked.env.adapters),
             seed=group_seed(seed, f"eval/{env}/{index}"),
         )
         async with slots:

@@ -53,8 +53,8 @@ NUM_STATES = 64
 BUSY_S = 30.0
 """How long to wait where another process writes."""
 RESTARTED, SUPERSEDED = "restarted", "superseded"
-"""Reasons: the orchestrator ended before the rollout was trained, and its prompt is asked again; the run went on from a
-checkpoint before the step that had trained it."""
+"""Reasons: the orchestrator ended before the rollout was trained, and its prompt is sampled again; the run went on from
+a checkpoint before the step that had trained it."""
 
 
 class RolloutRow(msgspec.Struct, kw_only=True):
@@ -101,7 +101,7 @@ _KEEP_STATE = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """By which a file is known, whatever its name; None where there is none."""
+    """Returns device and inode of a file, which stay its own whatever its name; None where there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -117,7 +117,7 @@ class Ledger:
         self.path = path
         self._database = sqlite3.connect(path, check_same_thread=False, timeout=BUSY_S)
         self._lock = threading.Lock()
-        """Of the database: what has changed is written by other threads."""
+        """Guards the database: other threads write to it."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.executescript(_TABLES)
@@ -132,7 +132,7 @@ class Ledger:
         self._open: dict[str, RolloutRow] = {}
         self._changed: dict[str, RolloutRow] = {}
         self._sampled_s: dict[tuple[int, float], float] = {}
-        """When the last rollout of a group that was issued at a moment was scored, since `sampled_s` was asked."""
+        """When the last rollout was scored or dropped, by group and time of issue, since the last `sampled_s`."""
         self._asked_at = 0.0
         self._num_shipped: dict[int, int] = {}
         """Rollouts of steps that are not known to be trained."""
@@ -232,7 +232,7 @@ class Ledger:
         self._hand_over("UPDATE pairs SET taken_step = ? WHERE id = ?", *((step, number) for number in numbers))
 
     def pairs_waiting(self, most: int) -> list[tuple[int, str]]:
-        """(number, JSON) of pairs that no batch has taken, those of the newest versions."""
+        """Returns (number, JSON) of pairs that no batch has taken, newest versions first."""
         query = "SELECT id, record FROM pairs WHERE taken_step IS NULL ORDER BY version DESC, id DESC LIMIT ?"
         return self._read(query, most)
 
@@ -252,7 +252,7 @@ class Ledger:
         self._hand_over("INSERT OR REPLACE INTO pools VALUES (?, ?, ?)", *rows)
 
     def pools(self) -> dict[str, str]:
-        """The pool of each example by key that was ever in another than the first."""
+        """Returns the pools of examples that were ever in another than the first, by key."""
         rows = self._read("SELECT example, pool, max(step) FROM pools GROUP BY example")
         return {example: pool for example, pool, _ in rows}
 
@@ -274,11 +274,11 @@ class Ledger:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether anything that was told is not in the database yet."""
+        """Whether any change is not in the database yet."""
         return bool(self._changed or self._queue)
 
     def changes(self) -> Callable[[], None]:
-        """A blocking call that writes what has changed until now."""
+        """Returns a blocking call that writes what has changed until now."""
         self._hand_over()
         return self._write
 
@@ -348,17 +348,17 @@ class Ledger:
         return not self._read("SELECT 1 FROM rollouts LIMIT 1")
 
     def state_after(self, step: int) -> Mapping[str, Any] | None:
-        """What was kept with batch `step`; None where nothing is."""
+        """Returns what was kept with batch `step`; None where nothing is."""
         rows = self._read("SELECT state FROM steps WHERE step = ?", step)
         return json.loads(rows[0][0]) if rows else None
 
     def newest_state(self) -> Mapping[str, Any] | None:
-        """What was kept with the newest batch of all; None without any."""
+        """Returns what was kept with the newest batch; None without any."""
         rows = self._read("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
         return json.loads(rows[0][0]) if rows else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Those of the newest batches, by step."""
+        """Returns the metrics of the newest batches, by step."""
         rows = self._read("SELECT step, metrics FROM steps ORDER BY step DESC LIMIT ?", NUM_STATES)
         return {step: json.loads(metrics) for step, metrics in reversed(rows)}
 
@@ -371,8 +371,8 @@ class Ledger:
             database.execute(others, (checkpoints[-1], *checkpoints))
 
     def resume(self, step: int, *, count: bool = True) -> int:
-        """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
-        prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.
+        """Goes on after batch `step`, the newest that the trainer has or can have: rollouts that were open then and
+        those of later batches are dropped, because their prompts are sampled again. Returns the next group's number.
 
         `count`: the totals include what earlier processes did.
         """

@@ -1,4 +1,4 @@
-"""What an orchestrator that goes on with a run begins with.
+"""Resuming: finds out where a run stands.
 
 The channel and the trainer's checkpoints tell what the trainer has or can have: batches are kept until a checkpoint has
 passed them. The state that belongs to the newest of these batches was durable in the ledger before the batch was. So a
@@ -27,9 +27,9 @@ class Progress:
     step: int = 0
     """The newest batch that has left."""
     num_groups: int = 0
-    """Groups that have been issued; the number of the next one."""
+    """How many groups have been issued, which is the next one's number."""
     state: Mapping[str, Any] | None = None
-    """What the ledger keeps with that batch; None before the first."""
+    """The state that the ledger keeps with that batch; None before the first."""
     pools: Mapping[str, str] = field(default_factory=dict)
     """The pool of each example that was easy or hard after it, by key."""
     newest_state: Mapping[str, Any] | None = None
@@ -38,11 +38,11 @@ class Progress:
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
-    """Of the batches whose version may not have been written down yet. None: a new run."""
+    """The metrics of batches whose version may not have been written down yet. None: a new run."""
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier process has begun it."""
+        """Whether an earlier process has begun the run."""
         return self.metrics is not None
 
 

@@ -1,4 +1,4 @@
-"""Who may start, what ships when: a state machine over groups, batches and policy versions, without clock or I/O.
+"""The scheduler decides which groups may start, and when batches ship. It has neither clock nor I/O.
 
 Step n trains batch n and yields version n. A group that is started under version v and ships in batch n has the lag
 n - 1 - v. Batch n ships when version n - 1 - max_async_level is live on all servers and enough groups are complete.
@@ -44,7 +44,7 @@ class Shipment:
 
 
 class Scheduler:
-    """Stepped by events (`version_live`, `completed`, `failed`), asked by `start` and `ship`."""
+    """A state machine over groups, batches and policy versions: events change it, `start` and `ship` decide."""
 
     def __init__(
         self,
@@ -176,18 +176,19 @@ class Scheduler:
         return lease
 
     def _num_wanted(self, live: int) -> int:
-        """Groups that may be on their way: never so many that one could not ship before it is too old, or at all."""
+        """Returns how many groups may be on their way: never so many that one could not ship, or not before it is too
+        old."""
         reachable = live + 1 + self._max_async_level - self.shipped
         wanted = math.ceil(self._oversampling_factor * reachable * self._groups_per_batch)
         return min(wanted, (self._last_batch(live) - self.shipped) * self._groups_per_batch)
 
     def _last_batch(self, version: int) -> int:
-        """The newest batch that may have a group of this version."""
+        """Returns the newest batch that may have a group of this version."""
         newest = version + 1 + self._max_off_policy_steps
         return newest if self._max_steps is None else min(newest, self._max_steps)
 
     def ship(self) -> Shipment | None:
-        """The next batch, oldest groups first, or None where it must wait."""
+        """Returns the next batch, oldest groups first, or None where it must wait."""
         step = self.shipped + 1
         if self.live is None or self.live < step - 1 - self._max_async_level:
             return None
@@ -257,7 +258,7 @@ class Scheduler:
 
 
 def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:
-    """Goes on after what an earlier process had shipped and started."""
+    """Returns a scheduler that goes on after what an earlier process had shipped and started."""
     return Scheduler(
         groups_per_batch=settings.groups_per_batch,
         max_async_level=settings.max_async_level,

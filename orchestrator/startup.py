@@ -1,4 +1,4 @@
-"""What must be there before the first rollout: the run with its trainer, servers, tokenizer, environments."""
+"""Start-up: waits for the run with its trainer, the servers, the tokenizer and the environments."""
 
 import asyncio
 import logging
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo.configs.cross import joined_check, recorded
-from grpo.configs.loading import Loaded
+from grpo.configs.loading import LoadedSettings
 from grpo.configs.orch import OrchSettings
 from grpo.configs.resuming import changes, record_of
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.checks import check_roles
+from grpo.orchestrator.evaluate import environments_of, held_out
 from grpo.orchestrator.inference.weight_sync import WeightSync
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.records import Messages, Task
@@ -34,24 +35,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What start-up leaves to the loops."""
+    """What start-up hands to the loops."""
 
     run: RunFolder
     status: StatusFile
     model_identity: str
     model_folder: Path
-    """Of the base model, on this machine."""
+    """The base model's folder on this machine."""
     context_len: int
-    """Longest prompt with answer that every server and the trainer take, in tokens."""
+    """The longest prompt with its answer that every server and the trainer take, in tokens."""
     server_len: int
-    """Longest sequence that every server takes, in tokens."""
+    """The longest sequence that every server takes, in tokens."""
     trainer: TrainSettings
     """The settings that the trainer has recorded in the run."""
     renderer: ChatRenderer
     train_prompts: Mapping[str, Sequence[Messages]]
-    """By environment."""
+    """The prompts of the training examples, by environment."""
     eval_prompts: Mapping[str, Sequence[Messages]]
-    """By environment."""
+    """The prompts of the held-out examples, by environment."""
 
 
 async def get_ready(
@@ -63,8 +64,8 @@ async def get_ready(
     model_folder: Path,
     model_identity: str,
 ) -> Ready:
-    """Waits for what others start and starts what is ours, all at once; then checks that it fits together. Until
-    `alone` is closed, no other orchestrator can work in the run."""
+    """Waits for what others start and starts workers, all at once; then checks that it fits together. Until `alone` is
+    closed, no other orchestrator can work in the run."""
     async with asyncio.TaskGroup() as group:
         run = group.create_task(_join(settings, alone))
         renderer = group.create_task(in_thread(ChatRenderer.of_model, model_folder))
@@ -90,8 +91,8 @@ async def get_ready(
 
 
 async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, StatusFile, TrainSettings]:
-    """The run, our status in it, and the trainer's settings. The trainer joins first: it may found the run, or go back
-    in it."""
+    """Joins the run. Returns its folder, our status in it, and the trainer's settings. The trainer joins first: it may
+    found the run, or go back in it."""
     ours = settings.model_dump(mode="json")
     trainer = await in_thread(_trainer_of, settings)
     joined_check(trainer, recorded(OrchSettings, ours))
@@ -122,9 +123,9 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
     return run, status, trainer.settings
 
 
-def _trainer_of(settings: OrchSettings) -> Loaded[TrainSettings]:
-    """The settings of the trainer, once it has joined. It does so before it loads its model. One that has published the
-    last version may have ended."""
+def _trainer_of(settings: OrchSettings) -> LoadedSettings[TrainSettings]:
+    """Waits until the trainer has joined, which it does before it loads its model, and returns its settings. A trainer
+    that has published the last version may have ended."""
     path, theirs = Path(settings.output_dir), None
     if (run_id := current_run_id(path)) is not None and settings.max_steps is not None:
         newest = PolicyReader(RunFolder(path=path, run_id=run_id).broadcasts, run_id=run_id).latest() or 0
@@ -143,7 +144,7 @@ async def _check_scoring(
     train: Awaitable[Mapping[str, Sequence[Messages]]],
     held_out: Awaitable[object],
 ) -> None:
-    """While servers are waited for. Raises EnvironmentFailed where an environment can score no answer."""
+    """Raises EnvironmentFailed where an environment can score no answer; meanwhile servers are waited for."""
     prompts = await train
     await held_out  # whose worker the trial may end
     if not settings.buffer.skip_verification:
@@ -152,17 +153,16 @@ async def _check_scoring(
 
 
 async def held_out_prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, list[Messages]]:
-    """What is evaluated on, by environment. Raises EnvironmentFailed."""
-    prompts = {one.key: await environments[one.key].prompts("eval") for one in settings.held_out}
-    limits = {one.key: None if one.num_examples < 0 else one.num_examples for one in settings.held_out}
-    return {key: of_one[: limits[key]] for key, of_one in prompts.items()}
+    """Returns the held-out prompts by the key of their environment. Raises EnvironmentFailed."""
+    num = None if settings.eval.num_examples < 0 else settings.eval.num_examples
+    return {one.key: (await environments[one.key].prompts("eval"))[:num] for one in held_out(settings)}
 
 
 # --- environments ---
 
 
 def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
-    """The workers of all environments by key, not yet started."""
+    """Returns the workers of all environments by key, not yet started."""
     failures = failure_rate(settings)
     return {
         key: WorkerPool(
@@ -177,18 +177,18 @@ def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
             memory_bytes=None if env.memory_gb is None else int(env.memory_gb * 1e9),
             hidden=keys_of_run(settings) - _strings(env.args),
         )
-        for key, env in settings.environments.items()
+        for key, env in environments_of(settings).items()
     }
 
 
 def failure_rate(settings: OrchSettings) -> FailureRate:
-    """How many rollouts may fail."""
+    """Returns what ends the run where too many rollouts fail."""
     return FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
 
 
 def keys_of_run(settings: OrchSettings) -> set[str]:
-    """Environment variables with keys that are the run's, which user code does not get unless its own arguments name
-    them."""
+    """Returns the environment variables with the run's keys. User code gets none but those that its own arguments
+    name."""
     return key_variables(settings.model_dump(exclude={"env", "eval"}))
 
 

@@ -20,7 +20,7 @@ from grpo.configs.loading import Values, load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_run, presets
 from grpo.notebook import env_settings, yaml_value
-from grpo.orchestrator.evaluate import Evaluation
+from grpo.orchestrator.evaluate import Evaluation, held_out
 from grpo.orchestrator.evaluate import evaluate as evaluate_version
 from grpo.orchestrator.inference.client import InferenceClient, ServerError
 from grpo.orchestrator.inference.pool import ServerPool
@@ -216,10 +216,10 @@ def evaluation_settings(
         infer = load(InferSettings, file=file.name, arguments=words).settings
     tree["client"] = {"base_url": [f"http://127.0.0.1:{infer.port}/v1"], "api_key_var": infer.api_key_var}
     orch = Values(tree=tree).validated(OrchSettings, default="grpo evaluate")
-    for one in orch.held_out:
-        if one.address is None:
-            check_id(one.id, one.args)
-    if any(one.rollouts_per_example > 1 and one.temperature == 0 for one in orch.held_out):
+    for one in held_out(orch):
+        if one.env.address is None:
+            check_id(one.env.id, one.env.args)
+    if orch.eval.rollouts_per_example > 1 and orch.eval.sampling.temperature == 0:
         raise UserError("--rollouts_per_example makes the same answer again and again at --temperature 0; raise that")
     return orch, infer
 

@@ -15,14 +15,13 @@ from typing import Any
 from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
 from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.loops.sample import training_params
-from grpo.orchestrator.rollouts.attempt import result_tree
 from grpo.orchestrator.rollouts.clients import InferenceClient
 from grpo.orchestrator.rollouts.clock import together
-from grpo.orchestrator.rollouts.engine import PromptTooLong
+from grpo.orchestrator.rollouts.engine import PromptTooLong, result_of
 from grpo.orchestrator.rollouts.episode import Episode
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.orchestrator.rollouts.play import ScriptedBackend
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step, Task
+from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Step, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
 from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
@@ -35,15 +34,15 @@ from grpo.transport.http import Choice
 from grpo.transport.records import TrainingSample
 
 ARENA = "arena"
-"""What its rollouts have for an environment, in the ledger and in metrics."""
+"""The environment of its rollouts, in the ledger and in metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """One rollout that is asked for. Example: ``EpisodeRequest("debate", {"topic": "tea"}, meta={"round": 3})``"""
+    """A request for one rollout. Example: ``EpisodeRequest("debate", {"topic": "tea"}, meta={"round": 3})``"""
 
     episode_type: str
-    """Name of an episode, as `add_episode` was given."""
+    """The name under which `add_episode` knows the episode."""
     artifact: Any
     """What it is about: the episode's example; what is no mapping is its `artifact`."""
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +51,7 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """What one step trains on."""
+    """The rollouts that one step trains on."""
 
     group: FinishedGroup
     meta: Mapping[str, Any]
@@ -65,7 +64,7 @@ class TrainingBatch:
 
     @property
     def records(self) -> Sequence[TrainingSample]:
-        """What the trainer gets; nothing without a run, where no tokens are known."""
+        """The samples that the trainer gets; none without a run, where no tokens are known."""
         return self.group.samples
 
 
@@ -84,9 +83,9 @@ class Arena:
     """
 
     concurrency = 64
-    """Rollouts at a time, where nothing else is said."""
+    """How many rollouts run at a time by default."""
     adapters: Mapping[str, str] = {}
-    """Which of a run's adapters a role has, by role; the others have the first."""
+    """The run's adapters by role; other roles have the first."""
 
     def __init__(
         self,
@@ -106,14 +105,14 @@ class Arena:
         """Stores by name, to be filled and drawn from in `get_batch`; episodes have them as `ctx.stores`."""
         self._seeds: dict[str, list[Any]] = {}
         self._run: RolloutSink | None = None
-        """Of the run that it works in."""
+        """The sink of the run that it works in."""
         self._lease: GroupLease | None = None
-        """Of the step that goes on."""
-        self._num_asked = 0
+        """The lease of the step that goes on."""
+        self._num_requested = 0
         self._open: dict[str, EpisodeResult] = {}
         """Rollouts of the step that no batch has taken."""
         self._requests: dict[str, EpisodeRequest] = {}
-        """By the id of the rollout."""
+        """Requests by the id of their rollout."""
         self.setup()
         sizes = {name: store.max_size for name, store in self.stores.items()}
         self._pool = LocalPool(self.episodes, sizes, timeout_s=timeout_s)
@@ -178,7 +177,7 @@ class Arena:
         slots, roll_out = asyncio.Semaphore(concurrency or self.concurrency), self._look
         if self._run is not None:
             roll_out, lease = self._roll_out, await self._begin_step(self._run)
-        first, self._num_asked = self._num_asked, self._num_asked + len(requests)
+        first, self._num_requested = self._num_requested, self._num_requested + len(requests)
         if self._run is not None:
             self._run.fates.issued(self._group(self._run, lease, 0, first=first, num=len(requests)))
             await self._run.fates.written()
@@ -188,8 +187,7 @@ class Arena:
                 return await roll_out(number, request)
 
         self._requests |= {self._name(number): request for number, request in enumerate(requests, first)}
-        asked = [one(number, request) for number, request in enumerate(requests, first)]
-        results = await together(asked)
+        results = await together([one(number, request) for number, request in enumerate(requests, first)])
         if self._run is None:
             return results
         self._open |= {one.id: one for one in self._run.take(results)}
@@ -211,15 +209,15 @@ class Arena:
         else:
             made = await run.finish(usable, credit, group=str((await self._begin_step(run)).group))
         rewards = [result.reward for result in usable]
-        told = {
+        known = {
             "policy_version": self.policy_version,
             "num_rollouts": len(usable),
             "num_failed": len(results) - len(usable),
             "reward": sum(rewards) / len(rewards) if rewards else None,
         }
         if run is not None:
-            told["step"] = run.scheduler.shipped + 1
-        return TrainingBatch(group=made, meta=told | dict(meta or {}))
+            known["step"] = run.scheduler.shipped + 1
+        return TrainingBatch(group=made, meta=known | dict(meta or {}))
 
     def _credit_by_group(self, credit: Credit, results: Sequence[EpisodeResult]) -> Mapping[StepKey, float]:
         groups: defaultdict[str, list[EpisodeResult]] = defaultdict(list)
@@ -232,7 +230,7 @@ class Arena:
         is not sent; the next one takes its place. Raises ValueError without a run."""
         if (run := self._run) is None or self._lease is None:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
-        lease, self._lease, self._num_asked = self._lease, None, 0
+        lease, self._lease, self._num_requested = self._lease, None, 0
         taken = {*(result.id for result in batch.results), *batch.group.dropped}
         left = [one for name, one in self._open.items() if name not in taken]
         self._open, self._requests = {}, {}
@@ -264,7 +262,7 @@ class Arena:
             yield batch
 
     async def main(self) -> None:
-        """What a run does, until its `max_steps` are trained. Override it for a schedule of your own."""
+        """Runs the whole schedule, until the `max_steps` of a run are trained. Override it for one of your own."""
         async for _ in self.run():
             pass
 
@@ -343,10 +341,7 @@ class Arena:
         task = Task(env=ARENA, split="train", index=index, messages=())
         backend = ClientBackend(self._client, self.roles, self.stores)
         outcome = await self._pool.run(task, seed=self._seed + number, begin=lambda: backend)
-        name = self._name(number)
-        if isinstance(outcome, Failure):
-            return EpisodeResult(id=name, task=task, failure=outcome)
-        return result_tree(outcome, backend.steps, name=name, task=task)
+        return result_of(outcome, backend.steps, name=self._name(number), task=task)
 
 
 class ClientBackend(ScriptedBackend):
@@ -356,7 +351,7 @@ class ClientBackend(ScriptedBackend):
         super().__init__({}, ())
         self._client, self._roles, self._stores = client, roles, dict(stores)
         self.steps: dict[int, dict[int, Step]] = {}
-        """By rollout of the tree and by call."""
+        """Steps by rollout of the tree and by call."""
 
     async def answer(self, call: Sample | Ask, messages: list[dict[str, Any]]) -> Sampled:
         role = self._roles.get(call.role) if isinstance(call, Sample) else None

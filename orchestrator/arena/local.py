@@ -32,14 +32,14 @@ class LocalPool:
         self._episodes, self._timeout_s, self.record = episodes, timeout_s, record
         roles = all_roles(episode.roles for episode in episodes.values())
         self.loaded = Loaded(single_turn=False, roles=roles, stores=dict(stores))
-        self._asked: dict[int, tuple[str, Any, Mapping[str, Any]]] = {}
+        self._requested: dict[int, tuple[str, Any, Mapping[str, Any]]] = {}
         self._numbers = itertools.count()
 
     def ask(self, episode: str, artifact: Any, meta: Mapping[str, Any]) -> int:
         """The `index` by which a task asks for an episode about an artifact. Raises ValueError for an unknown one."""
         if episode not in self._episodes:
             raise ValueError(f"there is no episode {episode!r}; there are {sorted(self._episodes)}; see add_episode")
-        self._asked[number := next(self._numbers)] = episode, artifact, meta
+        self._requested[number := next(self._numbers)] = episode, artifact, meta
         return number
 
     async def run(
@@ -50,13 +50,13 @@ class LocalPool:
         begin: Callable[[], Callable[[AnyCall], Awaitable[Any]]],
         score: bool = True,
     ) -> Outcome | Failure:
-        """Rolls out what was asked for. Raises ServerError."""
-        name, artifact, meta = self._asked.pop(task.index)
+        """Rolls out the episode that `ask` was called for. Raises ServerError."""
+        name, artifact, meta = self._requested.pop(task.index)
         episode, backend, broken = self._episodes[name], begin(), list[ServerError]()
 
         async def answered(call: AnyCall) -> Any:
             try:
-                with waiting(anew=True):
+                with waiting(restart=True):
                     return await backend(call)
             except ServerError as error:  # whatever user code makes of it
                 broken.append(error)

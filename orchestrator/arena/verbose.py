@@ -8,7 +8,7 @@ from types import TracebackType
 from grpo.orchestrator.rollouts.records import EpisodeResult
 
 MAX_CHARACTERS = 2000
-"""Of one message."""
+"""How much of one message is logged."""
 
 
 class VerboseLogger:

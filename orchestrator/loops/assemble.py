@@ -56,7 +56,7 @@ class Assembling:
             await self._send(shipment)
 
     async def _send(self, shipment: Shipment) -> None:
-        """What a later process needs in order to go on after this batch is on disk before the batch can be received."""
+        """Packs and sends a batch, once what a later process needs to go on after it is on disk."""
         sink, step, began_s = self.sink, shipment.step, time.time()
         fates, timeline = sink.fates, sink.fates.timeline
         slept = {} if self.sleep is None else await self.sleep.sleep(step)
@@ -90,7 +90,7 @@ class Assembling:
         fates.ledger.shipped(step)
 
     def _warn_of_little_spread(self, step: int, share: float) -> None:
-        """Once for each time that it begins."""
+        """Warns once each time that it begins."""
         before, self._little_spread = self._little_spread, share > LITTLE_SPREAD
         if self._little_spread and not before and fewest_rollouts(self.sink.settings.advantage) > 1:
             log.warning(

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from grpo.configs.evaluation import HeldOut
 from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.evaluate import due, evaluate
+from grpo.orchestrator.evaluate import evaluate, held_out, is_due
 from grpo.orchestrator.monitoring.fates import Fates
 from grpo.orchestrator.monitoring.timeline import ORCHESTRATOR
 from grpo.orchestrator.rollouts.engine import RolloutEngine
@@ -30,16 +29,16 @@ class Evaluating:
 
     settings: OrchSettings
     prompts: Mapping[str, Sequence[Messages]]
-    """Of the held-out examples, by environment."""
+    """The prompts of the held-out examples, by environment."""
     passed_over: int | None
-    """The version that the run goes on with, where that is not to be evaluated."""
+    """The version that a resumed run begins with, where it is not evaluated again."""
     scheduler: Scheduler
     engine: RolloutEngine
     fates: Fates
     cancel_rollouts: Callable[[str], int]
     """Cancels what is being sampled for training, for a reason, and returns how many groups that were; called before an
     evaluation where the settings say so."""
-    _due: asyncio.Queue[tuple[int, list[HeldOut], ExitStack] | None] = field(default_factory=asyncio.Queue, init=False)
+    _due: asyncio.Queue[tuple[int, ExitStack] | None] = field(default_factory=asyncio.Queue, init=False)
     _num_skipped: int = field(default=0, init=False)
     """Versions that were due and are not evaluated."""
     _num_skipped_before: int = field(default=0, init=False)
@@ -47,8 +46,9 @@ class Evaluating:
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`; it stays until it is evaluated, where that is due."""
-        scheduler, held_out = self.scheduler, due(self.settings, version, passed_over=self.passed_over)
-        if not held_out or self.fates.recorder.has_evaluated(version):
+        scheduler, settings = self.scheduler, self.settings
+        due = bool(held_out(settings)) and is_due(settings, version, passed_over=self.passed_over)
+        if not due or self.fates.recorder.has_evaluated(version):
             return
         if self._due.qsize() and version != self.settings.max_steps:  # servers hold each version that waits
             self._num_skipped += 1
@@ -66,7 +66,7 @@ class Evaluating:
             until_evaluated.enter_context(scheduler.block(EVALUATION))
             if num := self.cancel_rollouts(CANCELLED):
                 log.info("version %d: cancelled %d groups in flight, for the evaluation", version, num)
-        self._due.put_nowait((version, held_out, until_evaluated))
+        self._due.put_nowait((version, until_evaluated))
 
     def no_more_versions(self) -> None:
         """The last version is live."""
@@ -76,12 +76,10 @@ class Evaluating:
         """Consumes: versions that are due. Waits for: them, and the servers' answers. Unblocked by: versions, servers.
         Ends when: there are no more versions."""
         while (due := await self._due.get()) is not None:
-            version, held_out, until_evaluated = due
+            version, until_evaluated = due
             with until_evaluated:
                 with self.fates.timeline.span(ORCHESTRATOR, "evaluate", step=version):
-                    evaluation = await evaluate(
-                        self.engine, self.settings, self.prompts, version=version, held_out=held_out
-                    )
+                    evaluation = await evaluate(self.engine, self.settings, self.prompts, version=version)
                 skipped = float(self._num_skipped - self._num_skipped_before)
                 self._num_skipped_before = self._num_skipped
                 self.fates.evaluated(replace(evaluation, metrics={**evaluation.metrics, "eval/skipped": skipped}))

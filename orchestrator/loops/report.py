@@ -1,4 +1,4 @@
-"""Says what goes on, for whoever looks from outside, and keeps the ledger's database."""
+"""Writes the status file, and keeps the ledger's database up to date."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class Reporting:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _state(self) -> tuple[str, str | None]:
-        """What goes on, and whom it waits for."""
+        """Returns what goes on, and whom it waits for."""
         scheduler, client = self.scheduler, self.sync.client
         if not client.pool.routed:
             return "waiting", f"inference servers: {', '.join(client.pool.out)}"
@@ -57,9 +57,9 @@ class Reporting:
         environments = sorted(key for key, one in self.environments.items() if one.num_in_environment)
         if environments and client.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
-        asked = [hook.waits_for for hook in self.hooks if hook.waits_for is not None]
-        if asked and client.num_in_flight == 0:
-            return "scoring", ", ".join(asked)
+        awaited = [hook.waits_for for hook in self.hooks if hook.waits_for is not None]
+        if awaited and client.num_in_flight == 0:
+            return "scoring", ", ".join(awaited)
         if scheduler.num_in_flight > 0:
             return "sampling", None
         if scheduler.blocks[EVALUATION]:

@@ -29,7 +29,7 @@ MAX_FAILED = 8
 MAX_BEGINNING = 8
 """Groups that begin in one turn of the event loop, and share the ledger's transaction."""
 MAX_TOO_LONG = 1000
-"""So many prompts in a row that are too long are an error, or all where there are fewer."""
+"""How many prompts in a row may be too long, in an environment with more examples than that."""
 
 
 class Schedule(Protocol):
@@ -47,9 +47,9 @@ class Sampling:
     """Groups of examples, from the buffer to the sink."""
 
     prompts: Mapping[str, Sequence[Messages]]
-    """Of the training examples, by environment."""
+    """The prompts of the training examples, by environment."""
     solutions: Mapping[str, Sequence[str]]
-    """The same of their own solutions; none where an environment has none."""
+    """The examples' own solutions, by environment; none where an environment has none."""
     buffer: Buffer
     sink: RolloutSink
     _running: dict[asyncio.Task[None], Group] = field(default_factory=dict, init=False)
@@ -126,7 +126,7 @@ class Sampling:
         return group
 
     async def _roll_out(self, group: Group) -> None:
-        """One group: sampled by a server, scored by its environment's workers, given advantages."""
+        """Has one group sampled by a server, scored by its environment's workers, and given advantages."""
         rolling, env = asyncio.current_task(), group.task.env
         assert rolling is not None
         sampled = partial(self._sampled.add, rolling)

@@ -43,7 +43,7 @@ class Versions:
     fates: Fates
     evaluating: Evaluating
     _digest: bytes | None = field(default=None, init=False)
-    """Of the newest version, as it was when servers were told to load it."""
+    """The newest version's digest when servers began to load it."""
 
     def __post_init__(self) -> None:
         run = self.ready.run
@@ -93,7 +93,7 @@ class Versions:
             await self.scheduler.changed.wait()
 
     def _say_what_is_in_use(self, versions: frozenset[int], newest: int) -> None:
-        """For whoever removes old versions. Where it cannot be written, they stay."""
+        """Writes down which versions servers hold, for whoever removes old ones. Where that fails, all stay."""
         run = self.ready.run
         try:
             write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=versions, newest=newest))
@@ -120,15 +120,15 @@ class Versions:
         return policy, self._waited_s(version, earlier_s)
 
     def _waited_s(self, version: int, earlier_s: float) -> float:
-        """Seconds since the batch of `version` left, or since `earlier_s` where that is later. A batch of an earlier
-        process is there already."""
+        """Returns the seconds since the batch of `version` left, or since `earlier_s` where that is later. The batch of
+        an earlier process is there already."""
         now_s = time.monotonic()
         shipped_s = self.fates.shipped_at_s.get(version, earlier_s if version <= self.scheduler.shipped else now_s)
         return now_s - max(earlier_s, shipped_s)
 
     async def _load_again(self, newest: int) -> None:
-        """Has servers prove the newest version once more where a trainer that went back has published it with other
-        bytes: at once or, where they sleep, when they are awake again."""
+        """Has servers load and prove the newest version again where a trainer that went back has published it with
+        other bytes: at once or, where they sleep, when they are awake again."""
         digest = self._reader.digest(newest)
         if None in (digest, self._digest) or digest == self._digest:
             return
@@ -140,7 +140,7 @@ class Versions:
 
 
 def trainer_metrics(policy: PublishedPolicy) -> Mapping[str, float]:
-    """The trainer's metrics of the step that gave this version. Raises CorruptError."""
+    """Returns the trainer's metrics of the step that gave this version. Raises CorruptError."""
     version = policy.manifest.version
     if METRICS_FILE not in policy.small_files:
         raise CorruptError(f"version {version} has no {METRICS_FILE}; have it published again")

@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, timeline, traces, the summary."""
+"""Monitoring: metrics, the timeline, traces and the summary of a run."""

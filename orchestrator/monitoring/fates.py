@@ -1,4 +1,4 @@
-"""What becomes of rollouts, batches and versions: told once, and handed on to all who keep it."""
+"""Hands on what becomes of rollouts, batches and versions to all who keep it."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from grpo.orchestrator.samples import FinishedGroup
 
 
 class Fates:
-    """Tells the ledger, the metrics, the timeline and the traces."""
+    """Is told once of each event, and tells the ledger, the metrics, the timeline and the traces."""
 
     def __init__(self, ledger: Ledger, recorder: Recorder, timeline: Timeline, traces: Traces) -> None:
         self.ledger, self.recorder, self.timeline, self.traces = ledger, recorder, timeline, traces

@@ -24,11 +24,11 @@ class Recorder:
     """The only writer of `metrics.jsonl` and `summary.json`."""
 
     def __init__(self, folder: Path, *, run_id: str, began_s: float, reporter: Reporter | None = None) -> None:
-        """`reporter` is told too what is written."""
+        """`reporter` gets what is written."""
         self._folder, self._run_id, self._began_s = folder, run_id, began_s
         self._file, self._reporter = MetricsFile(folder / "metrics.jsonl"), reporter or Reporter(None, None)
         self._pending: dict[int, dict[str, float]] = {}
-        """Of steps whose version is not live yet."""
+        """Metrics of steps whose version is not live yet."""
         self._evaluated: set[int] = set()
         self._first: CanaryReport | None = None
         self._last_live_s = began_s
@@ -38,7 +38,7 @@ class Recorder:
         self._num_tokens = 0
         """Sampled in this process."""
         self._figures = Figures()
-        """As they were when the last batch left."""
+        """The figures when the last batch left."""
 
     # --- an earlier process's part of the run ---
 

@@ -123,8 +123,8 @@ def summarise(
     start_up_s: float,
     warnings: Sequence[RunWarning],
 ) -> Summary:
-    """From the lines of `metrics.jsonl`. `first`: of the version that this process began with, which has no line where
-    the run begins with it. `counted_from`: the first step that the totals count."""
+    """Returns the summary from the lines of `metrics.jsonl`. `first`: of the version that this process began with,
+    which has no line where the run begins with it. `counted_from`: the first step that the totals count."""
     steps = sorted((line for line in lines if REWARD in line), key=lambda line: line[STEP])
     evaluations = {int(line[STEP]): line for line in lines if REWARD not in line}
     counted = [line for line in steps if line[STEP] >= counted_from]

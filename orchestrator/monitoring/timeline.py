@@ -1,7 +1,7 @@
-"""Who did what when: `timeline.jsonl`, Chrome trace events on the wall clock, which Perfetto (ui.perfetto.dev) opens.
+"""`timeline.jsonl`: who did what when, as Chrome trace events on the wall clock, for Perfetto (ui.perfetto.dev).
 
 The file is a list without its end, one event a line, as the format allows: programs may add to it, and be killed. Spans
-are kept in memory and written together once a step, so that telling one costs microseconds.
+are kept in memory and written together once a step.
 """
 
 import json
@@ -16,8 +16,6 @@ from typing import Any
 from grpo.transport.folders import writing
 
 TIMELINE_FILE = "timeline.jsonl"
-MAX_PENDING = 10_000
-"""Spans that are kept before they are written, should no step come."""
 MIN_BREAK_S = 0.02
 """Shorter breaks between the times in which servers are busy are left out, so that there are few spans."""
 ORCHESTRATOR = "grpo-orch"
@@ -27,7 +25,7 @@ SERVERS = "grpo-infer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One thing that one program did.
+    """What one program did for a while.
     Example: ``Span(who="grpo-train", what="train", step=12, start_s=1.5, end_s=2.5)``"""
 
     who: str
@@ -48,11 +46,7 @@ class Span:
 
 
 class Timeline:
-    """The writer. Only the orchestrator's event loop uses it.
-
-    Generation is told from the ledger: for each batch the time from the start of its first rollout to the end of its
-    last (batches overlap), and the times in which any rollout was sampled or scored.
-    """
+    """Writes the timeline of a run. Only the orchestrator's event loop uses it."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the run's."""
@@ -61,23 +55,21 @@ class Timeline:
         self._lanes: dict[str, int] = {}
 
     def add(self, who: str, what: str, *, start_s: float, end_s: float, step: int | None = None) -> None:
-        """Tells a span that is over. A clock that was set back meanwhile gives one of no length."""
+        """Adds a span that is over. A clock that was set back meanwhile gives one of no length."""
         if who not in self._lanes:
             self._lanes[who] = zlib.crc32(who.encode()) & 0x7FFFFFFF
-            self._tell({"name": "process_name", "ph": "M", "pid": self._lanes[who], "args": {"name": who}})
+            self._event({"name": "process_name", "ph": "M", "pid": self._lanes[who], "args": {"name": who}})
         times = {"ts": round(1e6 * start_s), "dur": round(1e6 * max(0.0, end_s - start_s))}
-        self._tell(
+        self._event(
             {"name": what, "ph": "X", **times, "pid": self._lanes[who], "tid": 1, "args": {"who": who, "step": step}}
         )
-        if len(self._pending) >= MAX_PENDING:
-            self.flush()
 
-    def _tell(self, event: Mapping[str, Any]) -> None:
+    def _event(self, event: Mapping[str, Any]) -> None:
         self._pending.append(json.dumps(event) + ",\n")
 
     @contextmanager
     def span(self, who: str, what: str, *, step: int | None = None) -> Iterator[None]:
-        """Tells of what is done within it, however it ends."""
+        """Adds what is done within it, however it ends."""
         start_s = time.time()
         try:
             yield
@@ -85,8 +77,8 @@ class Timeline:
             self.add(who, what, start_s=start_s, end_s=time.time(), step=step)
 
     def generated(self, step: int, of_batch_s: tuple[float, float], rollouts_s: Iterable[tuple[float, float]]) -> float:
-        """Batch `step` was sampled and scored in the span `of_batch_s`, and all rollouts since the last call in
-        `rollouts_s`. Returns for how many seconds there was any."""
+        """Adds when the rollouts of batch `step` were sampled and scored (`of_batch_s`; batches overlap), and when any
+        were since the batch before (`rollouts_s`). Returns the seconds of the latter. The ledger knows both."""
         self.add(SERVERS, "generate", start_s=of_batch_s[0], end_s=of_batch_s[1], step=step)
         busy_s = merged(rollouts_s, min_break_s=MIN_BREAK_S)
         for start_s, end_s in busy_s:
@@ -94,16 +86,16 @@ class Timeline:
         return sum(end_s - start_s for start_s, end_s in busy_s)
 
     def loading(self, server: str, version: int) -> AbstractContextManager[None]:
-        """A server loads and proves a version within it."""
+        """Adds that a server loads and proves a version within it."""
         return self.span(f"{SERVERS} {server}", "load", step=version)
 
     def slept(self, server: str, start_s: float, end_s: float, step: int) -> None:
-        """A server has slept while the trainer made `step`."""
+        """Adds that a server has slept while the trainer made `step`."""
         self.add(f"{SERVERS} {server}", "sleep", start_s=start_s, end_s=end_s, step=step)
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tells what the trainer did in a step, from the metrics that came with its version: each `time/NAME_s` with a
-        beginning `time/NAME_at_s`. Publishing is that of the version before."""
+        """Adds what the trainer did in a step, from the metrics that came with its version: each `time/NAME_s` begins
+        at `time/NAME_at_s`. Publishing is that of the version before."""
         for name, what, version in (
             ("wait_batch", "wait", step),
             ("train", "train", step),
@@ -114,7 +106,7 @@ class Timeline:
                 self.add(TRAINER, what, start_s=start_s, end_s=start_s + seconds, step=version)
 
     def flush(self) -> None:
-        """Writes what was told since the last time."""
+        """Writes what was added since the last time."""
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write("[\n")

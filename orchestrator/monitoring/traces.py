@@ -39,8 +39,8 @@ MAX_DROPPED = 4096
 
 
 class Traces:
-    """The traces of a run, written by a thread of their own in the order in which they are told. Where that is slower
-    than the run, or the disk refuses, traces are missing, which is said once; nobody waits for them."""
+    """The traces of a run, written in order by a thread of their own. Where that is slower than the run, or the disk
+    refuses, traces are missing, of which one warning is logged; nobody waits for them."""
 
     def __init__(self, run: Path, settings: TraceSettings, *, num_ranks: int) -> None:
         """`num_ranks`: processes of the trainer."""
@@ -55,27 +55,27 @@ class Traces:
         self._warned = False
 
     def vocabulary(self, texts: Sequence[str]) -> None:
-        """The text of each token id, from 0. That the file is there tells the trainer that its part is wanted."""
+        """Writes the text of each token id, from 0. The file also tells the trainer that its part is wanted."""
         if self._settings.every is not None:
             table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
             self._later(write_table, table, self._run / FOLDER / VOCABULARY_FILE)
 
     def dropped(self, results: Iterable[EpisodeResult], reason: str) -> None:
-        """Rollouts that no batch will have; they are in the next step's trace."""
+        """Takes rollouts that no batch will have; they are in the next step's trace."""
         if self._settings.every is not None:
             self._dropped.extend((result, reason) for result in results)
             if len(self._dropped) == MAX_DROPPED:
                 self._warn(f"{MAX_DROPPED} dropped rollouts wait for a step that is kept, and the oldest go")
 
     def shipped(self, step: int, groups: Sequence[FinishedGroup]) -> None:
-        """The rollouts of batch `step`, and those that were dropped since the trace before."""
+        """Writes the rollouts of batch `step`, and those that were dropped since the trace before."""
         every = self._settings.every
         if every is not None and (step == 1 or step % every == 0):
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             self._later(self._write_step, step, groups, dropped)
 
     def evaluated(self, version: int, results: Sequence[EpisodeResult]) -> None:
-        """The answers to held-out examples."""
+        """Writes the answers to held-out examples."""
         if self._settings.every is not None:
             self._later(self._write_evaluation, version, results)
 
@@ -159,7 +159,7 @@ class Traces:
 
 
 def group_rows(step: int, group: FinishedGroup) -> Iterator[dict[str, Any]]:
-    """The rows of a group that has gone into a batch, those included that were withheld from it."""
+    """Yields the rows of a group in a batch, including rollouts that were withheld from training."""
     samples = iter(group.samples)
     for root in group.results:
         reason = group.withheld.get(root.id)
@@ -169,7 +169,7 @@ def group_rows(step: int, group: FinishedGroup) -> Iterator[dict[str, Any]]:
 
 
 def _numbered(root: EpisodeResult) -> Iterator[tuple[EpisodeResult, int | None]]:
-    """Every row of a rollout and of those it spawned, by its number; None for one without any."""
+    """Yields every row of a rollout and of those that it spawned, by its number; None for one without any."""
     for result in root.walk():
         if not result.rows:
             yield result, None
@@ -187,7 +187,7 @@ def _row(
     sample: TrainingSample | None = None,
     hints: Mapping[tuple[str, int], str] | None = None,
 ) -> dict[str, Any]:
-    """One row of the trace."""
+    """Returns one row of the trace."""
     row = None if number is None else result.rows[number]
     steps = range(len(result.steps)) if row is None else row.steps
     roles = list(dict.fromkeys(result.steps[index].role for index in steps))
@@ -229,7 +229,7 @@ def _stop_reason(result: EpisodeResult, steps: Sequence[int]) -> str | None:
 
 
 def _tokens(row: TrainingRow, sample: TrainingSample | None) -> dict[str, Any]:
-    """What there is for each token; without a sample no advantage is known."""
+    """Returns the columns with a value for each token; without a sample there are no advantages."""
     versions, lengths = zip(*row.versions, strict=True)
     tokens = {
         "token_ids": row.token_ids,
@@ -245,14 +245,13 @@ def _tokens(row: TrainingRow, sample: TrainingSample | None) -> dict[str, Any]:
 
 
 def _conversation(result: EpisodeResult, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """The messages of these steps, each answer after what was new to the policy; errors and what a tool said are in
-    them."""
-    told: list[dict[str, Any]] = []
+    """Returns the messages of these steps: each answer after what was new to the policy, with its error."""
+    messages: list[dict[str, Any]] = []
     for index in steps:
         step = result.steps[index]
-        told += [dict(message) for message in step.messages or (result.task.messages if index == 0 else ())]
+        messages += [dict(message) for message in step.messages or (result.task.messages if index == 0 else ())]
         answer: dict[str, Any] = {"role": "assistant", "content": step.text}
         if step.error is not None:
             answer["error"] = step.error.message
-        told.append(answer)
-    return told or [dict(message) for message in result.task.messages]
+        messages.append(answer)
+    return messages or [dict(message) for message in result.task.messages]

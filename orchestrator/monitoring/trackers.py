@@ -35,7 +35,7 @@ KNOWN_TEXTS = frozenset(
     optimizer ratio_type recipe resume role run_id select sources teacher to type weight_broadcast_type
     """.split()  # noqa: SIM905
 )
-"""The settings whose texts are reported. Of all others, numbers and switches are; of those that are free, nothing."""
+"""Text settings that are reported. Of other settings only numbers and switches are; of free-form mappings nothing."""
 _FREE = frozenset({"args", "env_args", "extra", "kwargs"})
 
 
@@ -56,7 +56,7 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """Weights & Biases. Nothing of the machine is told but the run."""
+    """Weights & Biases, without anything about the machine."""
 
     def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
         import wandb
@@ -143,7 +143,7 @@ class Reporter:
         """Without `settings` nothing leaves the machine."""
         self._run, self._settings, self._makers = run, settings, trackers
         self._queue: queue.Queue[_Line | Rollouts | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
-        self._num_told = self._num_logged = 0
+        self._num_reports = self._num_logged = 0
         self._warned = False
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
         self._over = run is None or settings is None
@@ -153,7 +153,7 @@ class Reporter:
     @property
     def num_lost(self) -> int:
         """Reports that not every tracker has taken; while the run goes on, those on their way too."""
-        return self._num_told - self._num_logged
+        return self._num_reports - self._num_logged
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Takes one line of metrics, with its step."""
@@ -168,12 +168,12 @@ class Reporter:
             if (rollouts := rollouts_of(step, groups, self._settings, key_names=names)) is not None:
                 self._tell(rollouts)
 
-    def _tell(self, told: "_Line | Rollouts") -> None:
+    def _tell(self, report: "_Line | Rollouts") -> None:
         if self._over:
             return
-        self._num_told += 1
+        self._num_reports += 1
         try:
-            self._queue.put_nowait(told)
+            self._queue.put_nowait(report)
         except queue.Full:
             self._warn(f"{QUEUE_SIZE} reports wait already")
 
@@ -193,7 +193,7 @@ class Reporter:
                 if child.name() == "wandb-core":
                     child.kill()
         if num := self.num_lost:
-            log.warning("%d of %d reports to trackers were lost", num, self._num_told)
+            log.warning("%d of %d reports to trackers were lost", num, self._num_reports)
 
     def _warn(self, why: str) -> None:
         """Once: a run of many steps would say the same many times."""
@@ -273,15 +273,15 @@ def config_of(run: RunFolder) -> dict[str, Any]:
 def known(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers and switches of settings, and the texts of KNOWN_TEXTS that are no address. What else there
     is may be a secret, whatever its key is called."""
-    return {key: told for key, value in settings.items() if key not in _FREE and (told := _told(key, value)) != {}}
+    return {key: kept for key, value in settings.items() if key not in _FREE and (kept := _public(key, value)) != {}}
 
 
-def _told(key: str, value: Any) -> Any:
+def _public(key: str, value: Any) -> Any:
     """Returns an empty mapping for what is not reported."""
     if isinstance(value, Mapping):
         return known(value)
     if isinstance(value, list | tuple):
-        return [told for one in value if (told := _told(key, one)) != {}]
+        return [kept for one in value if (kept := _public(key, one)) != {}]
     if isinstance(value, str):
         return value if key in KNOWN_TEXTS and "://" not in value else {}
     return value

@@ -11,7 +11,13 @@ from grpo.orchestrator.inference.client import InferenceClient, RequestRefused, 
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Step, Task, TrainingRow
+from grpo.orchestrator.rollouts.records import (
+    Failure,
+    Group,
+    SamplingParams,
+    Step,
+    TrainingRow,
+)
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
@@ -20,8 +26,6 @@ from grpo.orchestrator.workers.protocol import (
     AnyCall,
     Ask,
     Delay,
-    Mark,
-    Outcome,
     Refused,
     Reply,
     Sample,
@@ -81,7 +85,7 @@ class Rollout:
 
     def begin(self) -> Self:
         """Begins from the first call, also once more."""
-        self._steps: dict[int, dict[int, Step]] = {}
+        self.steps: dict[int, dict[int, Step]] = {}
         """By rollout of the tree, 0 for this one, and by call."""
         self._conversations: dict[tuple[int, int], Conversation] = {}
         """By rollout of the tree and number."""
@@ -95,7 +99,7 @@ class Rollout:
         self._numbers: dict[int, tuple[bytes, int]] = {}
         """Prompt and number of each call's answer."""
         if self._presampled is not None:
-            self._steps[0] = {0: self._presampled[0]}
+            self.steps[0] = {0: self._presampled[0]}
         return self
 
     def close(self) -> None:
@@ -131,7 +135,7 @@ class Rollout:
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
-        steps = self._steps.setdefault(call.rollout, {})
+        steps = self.steps.setdefault(call.rollout, {})
         if role is None or call.call in steps:
             raise _CallRefused(CALL_FAILED, f"call {call.call} of {call.role} is none that can be answered")
         own = (call.temperature or role.temperature) if group.task.split == "train" else None
@@ -262,8 +266,8 @@ class Rollout:
         for (rollout, _), conversation in self._conversations.items():
             if conversation.calls[-1:] == [call]:
                 conversation.take_back()
-                del self._steps[rollout][call]
-        is_kept = any(call in steps for steps in self._steps.values())
+                del self.steps[rollout][call]
+        is_kept = any(call in steps for steps in self.steps.values())
         if not is_kept and (known := self._numbers.pop(call, None)) is not None:
             digest, num = known
             self._free.setdefault(digest, []).append(num)
@@ -280,79 +284,13 @@ class Rollout:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
         return Stored(value=value)
 
-    # --- how it ended ---
-
-    def result(self, outcome: Outcome | Failure) -> EpisodeResult:
-        """Returns the tree of results, or one result with the reason why the rollout has none."""
-        group, name = self._group, f"{self._group.id}/{self._group.first + self.number}"
-        failure = outcome if isinstance(outcome, Failure) else None
-        try:
-            if isinstance(outcome, Outcome):
-                return result_tree(outcome, self._steps, name=name, task=group.task, rows=self._rows)
-        except ValueError as error:
-            failure = Failure(reason="env_error", message=str(error))
-        steps = tuple(step for of_one in self._steps.values() for step in of_one.values())
-        return EpisodeResult(id=name, task=group.task, steps=steps, failure=failure)
-
-    def _rows(self, rollout: int) -> tuple[TrainingRow, ...]:
-        """The rows of one rollout of the tree."""
-        places = {call: place for place, call in enumerate(self._steps[rollout])}
-        rows = [self._presampled[1]] if self._presampled is not None and rollout == 0 else []
-        for (of, _), conversation in self._conversations.items():
-            if of == rollout:
-                rows += conversation.rows(places)
-        return tuple(rows)
-
-
-def result_tree(
-    outcome: Outcome,
-    steps: Mapping[int, Mapping[int, Step]],
-    *,
-    name: str,
-    task: Task,
-    rows: Callable[[int], tuple[TrainingRow, ...]] = lambda rollout: (),
-) -> EpisodeResult:
-    """Returns the results of a rollout and of all that it spawned. `steps`: what was sampled, by rollout of the tree
-    and by call; `rows` gives those of a rollout of the tree.
-
-    Raises ValueError where credit could not be given for each answer, or there is none.
-    """
-    seen: set[int] = set()
-
-    def result(of: Outcome, name: str) -> EpisodeResult:
-        own = steps.get(of.rollout, {})
-        if of.rollout in seen or not of.marks.keys() <= own.keys():
-            raise ValueError("state.children or the replies in state.trajectory are not as the context put them there")
-        seen.add(of.rollout)
-        if len(own) != of.num_answers:
-            raise ValueError(
-                f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
-                "leave it as ctx.sample made it, let no call be cancelled, and await each"
-            )
-        return EpisodeResult(
-            id=name,
-            task=task,
-            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
-            rows=rows(of.rollout) if own else (),
-            rewards=of.rewards,
-            accuracy=of.accuracy,
-            metrics=of.metrics,
-            extras=of.extras,
-            context_full=of.truncated,
-            children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
-        )
-
-    made = result(outcome, name)
-    if any(own and rollout not in seen for rollout, own in steps.items()):
-        raise ValueError("the policy gave answers to sub-episodes that came to no end; let no spawn be cancelled")
-    if not any(steps.values()):
-        raise ValueError("the episode ended without an answer of the policy")
-    return made
-
-
-def marked(step: Step, mark: Mark | None) -> Step:
-    """Returns a step with what the environment said about it."""
-    return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
+    def rows(self) -> dict[int, list[TrainingRow]]:
+        """What was sampled, for training, by rollout of the tree."""
+        rows = {} if self._presampled is None else {0: [self._presampled[1]]}
+        for (rollout, _), conversation in self._conversations.items():
+            places = {call: place for place, call in enumerate(self.steps[rollout])}
+            rows.setdefault(rollout, []).extend(conversation.rows(places))
+        return rows
 
 
 class _CallRefused(Exception):

@@ -16,22 +16,22 @@ from grpo.orchestrator.rollouts.messages import Message, ModelResponse, checked_
 
 
 class InferenceClient(ABC):
-    """Someone who answers messages."""
+    """A model that answers messages."""
 
     @abstractmethod
     async def complete(
         self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
     ) -> str:
-        """The answer's text. Raises CallFailed."""
+        """Returns the answer's text. Raises CallFailed."""
 
     async def respond(
         self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
     ) -> ModelResponse:
-        """The answer with its tokens and the policy's version, as far as they are known. Raises CallFailed."""
+        """Returns the answer with its tokens and the policy's version, as far as they are known. Raises CallFailed."""
         return ModelResponse(text=await self.complete(messages, temperature=temperature, max_tokens=max_tokens))
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Gives back what it holds."""
+        """Closes its connections."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -43,7 +43,7 @@ class InferenceClient(ABC):
 
 
 class MockClient(InferenceClient):
-    """Says what it was given, for tests and for trying things out.
+    """Gives prepared answers, for tests and for trying things out.
 
     Example: ``MockClient(["yes", "no"])`` says yes, no, yes, ...; ``MockClient(lambda messages: "yes")``
     """
@@ -54,7 +54,7 @@ class MockClient(InferenceClient):
             raise ValueError(f"responses are {responses!r}, expected a list of at least one text, or a function")
         self._responses = responses
         self.asked: list[list[dict[str, Any]]] = []
-        """All messages that it was given."""
+        """The messages of each question."""
 
     async def complete(
         self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
@@ -66,10 +66,10 @@ class MockClient(InferenceClient):
 
 
 class OwnClient(InferenceClient):
-    """The model that is trained, by our own servers: as it was before training (`base`), or as it is now (`policy`)."""
+    """Asks our own servers for the model that is trained: before training (`base`), or as it is now (`policy`)."""
 
     def __init__(self, ctx: RolloutContext | None = None, model: Literal["base", "policy"] = "base") -> None:
-        """`ctx`: None for that of the rollout whose code asks."""
+        """`ctx`: None takes that of the rollout whose code asks."""
         if model not in ("base", "policy"):
             raise ValueError(f"model is {model!r}, expected base or policy")
         self._ctx, self._model = ctx, model
@@ -101,11 +101,11 @@ class OpenAIClient(InferenceClient):
         retries: int = 3,
         num_parallel: int = 32,
     ) -> None:
-        """`api_key_var`: the environment variable that has the key. `timeout_s`: for one try; what fails for a reason
-        that may pass is tried `retries` times more, with growing pauses. `num_parallel`: requests at a time; others
-        wait for their turn. Neither counts as the environment's time.
+        """`api_key_var`: the environment variable that has the key. `timeout_s`: for one try; what may pass is tried up
+        to `retries` times more, with growing pauses. `num_parallel`: requests at a time; others wait for their turn.
+        Neither counts as the environment's time.
 
-        Raises ValueError for what cannot be an address, and where the key is missing.
+        Raises ValueError for what cannot be an address, and for a missing key.
         """
         from grpo.configs.auxiliary import ApiSettings  # these take most of a worker's start
         from grpo.orchestrator.endpoints import Endpoint
@@ -121,23 +121,23 @@ class OpenAIClient(InferenceClient):
         )
         self._open = partial(Endpoint, settings, num_parallel=num_parallel)
         self._endpoint: Endpoint = self._open()
-        self._is_ours = True
-        """As far as is known."""
+        self._may_be_ours = True
+        """Whether the server may be a grpo-infer."""
 
     @classmethod
     def for_local(cls, port: int = 8000, model: str = "default", **options: Any) -> Self:
-        """A server on this machine, such as `grpo-infer`; with the key in VLLM_API_KEY, where that is set."""
+        """Asks a server on this machine, such as `grpo-infer`, with the key in VLLM_API_KEY if that is set."""
         key_var = "VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else None
         return cls(f"http://127.0.0.1:{port}/v1", model, api_key_var=key_var, **options)
 
     @classmethod
     def for_openrouter(cls, model: str = "openai/gpt-4o-mini", **options: Any) -> Self:
-        """OpenRouter, with the key in OPENROUTER_API_KEY. Raises ValueError where there is none."""
+        """Asks OpenRouter, with the key in OPENROUTER_API_KEY. Raises ValueError if there is none."""
         return cls("https://openrouter.ai/api/v1", model, api_key_var="OPENROUTER_API_KEY", **options)
 
     @classmethod
     def for_openai(cls, model: str = "gpt-4o-mini", **options: Any) -> Self:
-        """OpenAI, with the key in OPENAI_API_KEY. Raises ValueError where there is none."""
+        """Asks OpenAI, with the key in OPENAI_API_KEY. Raises ValueError if there is none."""
         return cls("https://api.openai.com/v1", model, api_key_var="OPENAI_API_KEY", **options)
 
     async def complete(
@@ -154,20 +154,20 @@ class OpenAIClient(InferenceClient):
         return replace(answer, version=version)
 
     async def policy_version(self) -> int | None:
-        """The newest policy version that a `grpo-infer` serves; None for other servers."""
-        if not self._is_ours:
+        """Returns the newest policy version that a `grpo-infer` serves; None for other servers."""
+        if not self._may_be_ours:
             return None
         live = (await self._endpoint.policy_info()).get("live")
-        self._is_ours = isinstance(live, list)
+        self._may_be_ours = isinstance(live, list)
         return max(live, default=0) if isinstance(live, list) else None
 
     async def _ask(self, messages: Sequence[Message], **options: Any) -> ModelResponse:
         from grpo.orchestrator.endpoints import EndpointError
 
-        asked = checked_messages(messages)
+        checked = checked_messages(messages)
         try:
             with waiting():
-                return await self._endpoint.ask(asked, **options)
+                return await self._endpoint.ask(checked, **options)
         except EndpointError as error:
             raise CallFailed(str(error)) from None
 
@@ -177,7 +177,7 @@ class OpenAIClient(InferenceClient):
 
 
 def client_of(args: Mapping[str, Any] | str) -> InferenceClient:
-    """The client that an environment's arguments name: `base`, `policy`, `{"mock": ["yes", "no"]}`, or
+    """Returns the client that an environment's arguments name: `base`, `policy`, `{"mock": ["yes", "no"]}`, or
     `{"base_url": "http://127.0.0.1:8000/v1", "model": "judge", "api_key_var": "JUDGE_KEY"}`, with what else
     OpenAIClient takes. Raises ValueError."""
     if args == "base" or args == "policy":

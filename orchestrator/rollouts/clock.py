@@ -1,7 +1,7 @@
-"""An environment's own time, which its deadlines are about, and threads for its blocking code.
+"""Deadlines on an environment's own time, and threads for its blocking code.
 
-What a rollout waits for on our side (a model, a judge through our client, a slot of the sandbox, a free thread) is not
-its own time.
+While a rollout waits for something on our side (a model, a judge through our client, a slot of the sandbox, a free
+thread), its own time stands still.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NUM_THREADS = 16
-"""Blocking calls that run at a time in a process."""
+"""Blocking calls of user code that run at a time in a process."""
 
 
 class OwnTimeout:
-    """As `asyncio.timeout`, without the time that is spent in `waiting`."""
+    """Works as `asyncio.timeout`, without the time that is spent in `waiting`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._left_s, self._num_waits = limit_s, limit_s, 0
@@ -40,20 +40,20 @@ class OwnTimeout:
         await self._timeout.__aexit__(kind, error, trace)
 
     def expired(self) -> bool:
-        """Whether the time was up."""
+        """Returns whether the time was up."""
         return self._timeout.expired()
 
     def pause(self) -> None:
-        """The deadline stands still until each `pause` has its `resume`."""
+        """Stops the time until each `pause` has its `resume`."""
         self._num_waits += 1
         if self._num_waits == 1 and (when_s := self._timeout.when()) is not None:
             self._left_s = when_s - asyncio.get_running_loop().time()
             self._reschedule(None)
 
-    def resume(self, *, anew: bool) -> None:
-        """`anew`: with all of its time again."""
+    def resume(self, *, restart: bool) -> None:
+        """Lets the time go on; with `restart` all of it is there again."""
         self._num_waits -= 1
-        if anew:
+        if restart:
             self._left_s = self._limit_s
         if not self._num_waits:
             self._reschedule(asyncio.get_running_loop().time() + self._left_s)
@@ -64,12 +64,12 @@ class OwnTimeout:
 
 
 _clocks: contextvars.ContextVar[tuple[OwnTimeout, ...]] = contextvars.ContextVar("own_time", default=())
-"""Those of the rollout whose code runs."""
+"""The deadlines of the rollout whose code runs."""
 
 
 @contextlib.contextmanager
-def waiting(*, anew: bool = False) -> Iterator[None]:
-    """While it is entered, the rollout's deadlines stand still. `anew`: afterwards it has all of its time again.
+def waiting(*, restart: bool = False) -> Iterator[None]:
+    """Stops the time of the rollout's deadlines meanwhile. With `restart` all of it is there again afterwards.
 
     Example: ``with waiting(): await slots.acquire()``
     """
@@ -80,21 +80,22 @@ def waiting(*, anew: bool = False) -> Iterator[None]:
         yield
     finally:
         for clock in clocks:
-            clock.resume(anew=anew)
+            clock.resume(restart=restart)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, all awaited at the same time. Where one raises, the others are cancelled, and it goes on."""
+    """Returns the results of all, which run at the same time. If one raises, the others are cancelled, and it is raised
+    here."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(no_exit(one)) for one in coroutines]
+            running = [tasks.create_task(no_exit(one)) for one in coroutines]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [one.result() for one in asked]
+    return [one.result() for one in running]
 
 
 async def no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What would end the event loop from within a task ends a rollout only."""
+    """Raises RuntimeError for what would end the event loop from within a task."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
@@ -107,7 +108,7 @@ class _Slots:
     def __init__(self) -> None:
         self.free = asyncio.Semaphore(NUM_THREADS)
         self.left: set[asyncio.Future[Any]] = set()
-        """Calls that run and that nobody waits for any more."""
+        """Calls that still run although nobody waits for them any more."""
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
@@ -121,13 +122,14 @@ def _slots_of_loop() -> _Slots:
 
 
 def num_left_calls() -> int:
-    """Blocking calls of this event loop that were cancelled and have not ended."""
+    """Returns how many blocking calls of this event loop were cancelled and have not ended."""
     return len(_slots_of_loop().left)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of blocking code, of which `NUM_THREADS` calls run at a time; the wait for a turn is not the rollout's
-    own time. A call that is cancelled goes on in its thread, and nobody waits for it."""
+    """Returns the result of blocking code. `NUM_THREADS` calls run at a time; the wait for a turn is not the rollout's
+    own time. A call that is cancelled goes on in its thread, and nobody waits for it. Raises MemoryError if no thread
+    can be started."""
     slots = _slots_of_loop()
     if slots.free.locked():
         with waiting():

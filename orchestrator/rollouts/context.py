@@ -3,9 +3,8 @@
 import asyncio
 import functools
 import hashlib
-import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
 
 
+NO_EPISODES: Mapping[str, Any] = {}
 MAX_CHILDREN = 4096
 """Sub-episodes of one `spawn`."""
 
@@ -84,33 +84,6 @@ class _Stores(dict[str, Store]):
         raise KeyError(f"there is no store {name}; there are {sorted(self)}; name it in the environment's `stores`")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """What a rollout and all that it spawns have in common."""
-
-    backend: Backend
-    split: str
-    episodes: Mapping[str, Any] = field(default_factory=dict)
-    """The `Episode`s that can be spawned, by name."""
-    stores: Sequence[str] = ()
-    score: bool = True
-    """Whether rubrics are asked; otherwise all rewards are 0."""
-    calls: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers for calls."""
-    conversations: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers for new conversations."""
-    rollouts: Iterator[int] = field(default_factory=functools.partial(itertools.count, 1))
-    """Numbers for sub-episodes."""
-
-    async def call(self, call: protocol.AnyCall) -> Any:
-        """The reply. Raises ContextFull and CallFailed."""
-        call.call = next(self.calls)
-        reply = await self.backend(call)
-        if isinstance(reply, protocol.Refused):
-            raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
-        return reply
-
-
 @dataclass(slots=True, kw_only=True)
 class _Conversation:
     """A conversation that the policy takes part in, as it is known by its messages."""
@@ -148,20 +121,37 @@ class RolloutContext:
     """
 
     def __init__(
-        self, shared: Shared, *, state: EpisodeState, roles: Sequence[Role], seed: int | None = None, depth: int = 0
+        self,
+        backend: Backend,
+        *,
+        state: EpisodeState,
+        roles: Sequence[Role],
+        split: str = "train",
+        seed: int | None = None,
+        episodes: Mapping[str, Any] = NO_EPISODES,
+        stores: Iterable[str] = (),
+        score: bool = True,
+        first_call: int = 0,
+        parent: "RolloutContext | None" = None,
     ) -> None:
+        """`backend` answers calls, the first of which has the number `first_call`. `episodes`, by name, can be spawned.
+        `parent`: the context of the rollout that spawns this one; both count their calls together."""
         self.state = state
         self.roles: Mapping[str, Role] = by_id(roles)
         """Who may be called, by id."""
-        self.split = shared.split
+        self.split = split
         """`train` or `eval`."""
-        self.score = shared.score
+        self.score = score
         """Whether rubrics are asked; otherwise all rewards are 0."""
         self.seed = seed
         """Of this rollout; None where the run has none."""
-        self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.call) for name in shared.stores})
+        self.stores: Mapping[str, Store] = _Stores({name: Store(name, self._call) for name in stores})
         """Artifact stores by name."""
-        self._shared, self._number, self._depth = shared, state.number, depth
+        self._backend, self._episodes, self._number = backend, episodes, state.number
+        self._root: RolloutContext = self if parent is None else parent._root
+        self._depth: int = 0 if parent is None else parent._depth + 1
+        self._num_calls, self._num_conversations, self._num_rollouts = first_call, 0, 1
+        """Of the root: how many there were in the whole tree."""
         self._known: list[_Conversation] = []
         self._num_spawned = 0
 
@@ -214,7 +204,7 @@ class RolloutContext:
             raw=raw,
             logprobs=logprobs,
         )
-        answer: protocol.Sampled = await self._shared.call(call)
+        answer: protocol.Sampled = await self._call(call)
         conversation.answered(asked, answer.text)
         self._known.append(conversation)
         reply = Reply(
@@ -247,7 +237,7 @@ class RolloutContext:
         check_temperature(temperature, greedy=True)
         asked = checked_messages(messages)
         call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
-        return str((await self._shared.call(call)).text)
+        return str((await self._call(call)).text)
 
     @asynccontextmanager
     async def delayed(self, timeout_s: float) -> AsyncIterator[None]:
@@ -260,7 +250,7 @@ class RolloutContext:
                 async with ctx.delayed(timeout_s=3600):
                     return await experiment(completion)
         """
-        await self._shared.call(protocol.Delay())
+        await self._call(protocol.Delay())
         with waiting():
             async with asyncio.timeout(timeout_s):
                 yield
@@ -300,8 +290,8 @@ class RolloutContext:
                 def dataset(self, split):
                     return [{"prompt": "Ask for a sum."}]
         """
-        if (found := self._shared.episodes.get(episode)) is None:
-            there = sorted(self._shared.episodes) or "none"
+        if (found := self._episodes.get(episode)) is None:
+            there = sorted(self._episodes) or "none"
             raise ValueError(f"there is no sub-episode {episode!r}; the environment's `episodes` has {there}")
         if self._depth >= MAX_DEPTH:
             raise ValueError(f"{episode} is spawned {MAX_DEPTH + 1} generations below a rollout, at most {MAX_DEPTH}")
@@ -321,8 +311,28 @@ class RolloutContext:
             digest = hashlib.blake2b(f"{self.seed}/{self._num_spawned}".encode(), digest_size=4).digest()
             seed = int.from_bytes(digest)
         self._num_spawned += 1
-        state = EpisodeState(example=example, number=next(self._shared.rollouts))
-        return RolloutContext(self._shared, state=state, roles=roles, seed=seed, depth=self._depth + 1)
+        root = self._root
+        root._num_rollouts += 1
+        return RolloutContext(
+            self._backend,
+            state=EpisodeState(example=example, number=root._num_rollouts - 1),
+            roles=roles,
+            split=self.split,
+            seed=seed,
+            episodes=self._episodes,
+            stores=self.stores,
+            score=self.score,
+            parent=self,
+        )
+
+    async def _call(self, call: protocol.AnyCall) -> Any:
+        """The reply. Raises ContextFull and CallFailed."""
+        root = self._root
+        call.call, root._num_calls = root._num_calls, root._num_calls + 1
+        reply = await self._backend(call)
+        if isinstance(reply, protocol.Refused):
+            raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
+        return reply
 
     # --- conversations ---
 
@@ -333,7 +343,9 @@ class RolloutContext:
         new one."""
         fitting = [one for one in self._known if one.opened == opened and one.goes_on_as(messages)]
         if not fitting:
-            return _Conversation(number=next(self._shared.conversations), opened=opened)
+            number = self._root._num_conversations
+            self._root._num_conversations += 1
+            return _Conversation(number=number, opened=opened)
         longest = max(fitting, key=lambda one: len(one.messages))
         self._known.remove(longest)
         return longest

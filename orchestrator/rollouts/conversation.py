@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from grpo.orchestrator.rollouts.records import TrainingRow, Turn
+from grpo.orchestrator.rollouts.records import TrainingRow, Turn, add_versions, opening_at
 from grpo.orchestrator.rollouts.templates import ChatTemplate
 from grpo.transport.http import Choice
 
@@ -43,16 +43,9 @@ class _Row:
     ) -> None:
         """An answer, and what the policy was told before it. Raises ValueError where the completion contradicts
         itself."""
-        (first, num), *others = _checked_versions(completion, version)
-        for newer, num_tokens in ((first, len(told) + num), *others):
-            if self.versions and self.versions[-1][0] == newer:
-                num_tokens += self.versions.pop()[1]
-            if num_tokens:
-                self.versions.append((newer, num_tokens))
+        add_versions(self.versions, completion, asked=version, num_before=len(told))
         self.token_ids += told
-        begins = len(self.token_ids)
-        at = begins - len(opening)
-        opens = at if at >= 0 and tuple(self.token_ids[at:]) == tuple(opening) else begins
+        opens, begins = opening_at(self.token_ids, opening), len(self.token_ids)
         self.token_ids += completion.token_ids
         ends, finish_reason = len(self.token_ids), completion.finish_reason
         self.turns.append(Turn(index=index, opens=opens, begins=begins, ends=ends, finish_reason=finish_reason))
@@ -213,26 +206,3 @@ class Conversation:
             else:
                 raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
         return self._next
-
-
-def single_row(
-    prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
-) -> TrainingRow:
-    """The row of a prompt with one answer, of a rollout with one step. Raises ValueError where the completion
-    contradicts itself."""
-    row = _Row()
-    row.add(prompt, completion, index=0, opening=opening, version=version, temperature=temperature)
-    return row.finished((0,))
-
-
-def _checked_versions(completion: Choice, version: int) -> tuple[tuple[int, int], ...]:
-    num = len(completion.token_ids)
-    if len(completion.logprobs) != num:
-        raise ValueError(
-            f"a completion of {num} tokens has {len(completion.logprobs)} log-probabilities; a server must give one "
-            "for each"
-        )
-    versions = completion.versions or ((version, num),)
-    if (covered := sum(count for _, count in versions)) != num:
-        raise ValueError(f"a completion of {num} tokens has versions {versions}, which cover {covered}; expected all")
-    return versions

@@ -19,17 +19,30 @@ from grpo.orchestrator.rollouts.attempt import (
     SERVER_TIMEOUT,
     Rollout,
 )
-from grpo.orchestrator.rollouts.conversation import single_row
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Messages, Step, Task, TrainingRow
+from grpo.orchestrator.rollouts.records import (
+    EpisodeResult,
+    Failure,
+    Group,
+    Messages,
+    Step,
+    Task,
+    TrainingRow,
+    single_row,
+)
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
-from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Outcome, Score
+from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Mark, Outcome, Reply, Score
 from msgspec.structs import replace
 
 NUM_TOGETHER = 4
 """Groups whose answers are taken in at one turn of the event loop, however many come at once."""
+
+
+Steps = Mapping[int, Mapping[int, Step]]
+"""By rollout of a tree, 0 for its root, and by call."""
+NO_ROWS: Mapping[int, list[TrainingRow]] = {}
 
 
 class PromptTooLong(ValueError):
@@ -147,7 +160,7 @@ class RolloutEngine:
         finally:
             rollout.close()
         waits.settled(number, over=True)
-        return self._recorded(rollout.result(outcome))
+        return self._result(group, number, outcome, rollout.steps, rollout.rows())
 
     async def _run_single_turns(
         self, group: Group, sampled: Callable[[], None], waits: "_Waits"
@@ -158,18 +171,37 @@ class RolloutEngine:
         except TimedOut as error:
             return group.failed(SERVER_TIMEOUT, str(error))
         sampled()
-        rollouts = [self._rollout(group, number, waits, one) for number, one in enumerate(answers)]
+        rollouts: dict[int, Rollout] = {}  # those whose rewards call us
+
+        async def answer(place: int, call: AnyCall) -> Reply:
+            if place not in rollouts:
+                rollouts[place] = self._rollout(group, place, waits, answers[place])
+            return await rollouts[place](call)
+
+        def begin(place: int) -> Callable[[AnyCall], Awaitable[Reply]]:
+            if place in rollouts:
+                rollouts[place].begin()
+            return partial(answer, place)
+
         try:
-            outcomes = await self._scored(group, rollouts, [step for step, _ in answers], waits)
+            outcomes = await self._scored(group, [step for step, _ in answers], begin, waits)
         finally:
-            for rollout in rollouts:
+            for rollout in rollouts.values():
                 rollout.close()
-        return [self._recorded(one.result(outcome)) for one, outcome in zip(rollouts, outcomes, strict=True)]
+        trees = {place: (rollout.steps, rollout.rows()) for place, rollout in rollouts.items()}
+        return [
+            self._result(group, place, outcome, *trees.get(place, ({0: {0: step}}, {0: [row]})))
+            for place, (outcome, (step, row)) in enumerate(zip(outcomes, answers, strict=True))
+        ]
 
     async def _scored(
-        self, group: Group, rollouts: Sequence[Rollout], steps: Sequence[Step], waits: "_Waits"
+        self,
+        group: Group,
+        steps: Sequence[Step],
+        begin: Callable[[int], Callable[[AnyCall], Awaitable[Reply]]],
+        waits: "_Waits",
     ) -> Sequence[Outcome | Failure]:
-        """What the environment's rubric says about each rollout's answer."""
+        """What the environment's rubric says about each answer."""
         if not group.score:
             return [Outcome(rewards={step.role: 0.0}, num_answers=1) for step in steps]
         task = group.task
@@ -180,17 +212,18 @@ class RolloutEngine:
             texts=[step.text for step in steps],
             finish_reasons=[step.completion.finish_reason for step in steps],
             num_tokens=[len(step.completion.token_ids) for step in steps],
-            seeds=[self._seed_of(task, one.number) for one in rollouts],
+            seeds=[self._seed_of(task, number) for number in range(group.num)],
         )
-        return await self._pools[task.env].score(
-            message, begin=lambda place: rollouts[place].begin(), over=partial(waits.settled, over=True)
-        )
+        return await self._pools[task.env].score(message, begin=begin, over=partial(waits.settled, over=True))
 
-    def _recorded(self, result: EpisodeResult) -> EpisodeResult:
+    def _result(
+        self, group: Group, number: int, outcome: Outcome | Failure, steps: Steps, rows: Mapping[int, list[TrainingRow]]
+    ) -> EpisodeResult:
+        result = result_of(outcome, steps, rows, name=group.name(number), task=group.task)
         failure = result.failure
         if failure is None or failure.reason not in (CONTEXT_FULL, SERVER_TIMEOUT):
             # neither a prompt's length nor a slow server is the environment's fault
-            self._pools[result.task.env].record(failure)
+            self._pools[group.task.env].record(failure)
         return result
 
     def _seed_of(self, task: Task, number: int) -> int:
@@ -236,6 +269,68 @@ class RolloutEngine:
             )
             for one, text in zip(completions, self.renderer.texts(completions), strict=True)
         ]
+
+
+def result_of(
+    outcome: Outcome | Failure,
+    steps: Steps,
+    rows: Mapping[int, list[TrainingRow]] = NO_ROWS,
+    *,
+    name: str,
+    task: Task,
+) -> EpisodeResult:
+    """Returns the results of a rollout and of all that it spawned, or one that says why it failed. `outcome`: what its
+    worker says; `steps`: what was sampled, by rollout of the tree and by call; `rows`: by rollout of the tree. It has
+    failed where credit could not be given for each answer, too, or where there is none."""
+    failure = outcome if isinstance(outcome, Failure) else None
+    if not isinstance(outcome, Failure):
+        try:
+            return _result_tree(outcome, steps, rows, name, task)
+        except ValueError as error:
+            failure = Failure(reason="env_error", message=str(error))
+    known = tuple(step for of_one in steps.values() for step in of_one.values())
+    return EpisodeResult(id=name, task=task, steps=known, failure=failure)
+
+
+def _result_tree(
+    outcome: Outcome, steps: Steps, rows: Mapping[int, list[TrainingRow]], name: str, task: Task
+) -> EpisodeResult:
+    seen: set[int] = set()
+
+    def result(of: Outcome, name: str) -> EpisodeResult:
+        own = steps.get(of.rollout, {})
+        if of.rollout in seen or not of.marks.keys() <= own.keys():
+            raise ValueError("state.children or the replies in state.trajectory are not as the context put them there")
+        seen.add(of.rollout)
+        if len(own) != of.num_answers:
+            raise ValueError(
+                f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
+                "leave it as ctx.sample made it, let no call be cancelled, and await each"
+            )
+        return EpisodeResult(
+            id=name,
+            task=task,
+            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
+            rows=tuple(rows.get(of.rollout, ())),
+            rewards=of.rewards,
+            accuracy=of.accuracy,
+            metrics=of.metrics,
+            extras=of.extras,
+            context_full=of.truncated,
+            children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
+        )
+
+    made = result(outcome, name)
+    if any(own and rollout not in seen for rollout, own in steps.items()):
+        raise ValueError("the policy gave answers to sub-episodes that came to no end; let no spawn be cancelled")
+    if not any(steps.values()):
+        raise ValueError("the episode ended without an answer of the policy")
+    return made
+
+
+def marked(step: Step, mark: Mark | None) -> Step:
+    """Returns a step with what the environment said about it."""
+    return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
 
 
 class _Waits:

@@ -1,11 +1,10 @@
 """How an example is rolled out: who is called with what, and when it is over."""
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo.orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, Shared, current_context
+from grpo.orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, current_context
 from grpo.orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
 from grpo.orchestrator.rollouts.roles import POLICY, Role
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric
@@ -75,9 +74,17 @@ async def run_episode(
 ) -> EpisodeState:
     """Rolls out an example and scores it; `backend` answers its calls. `episodes` can be spawned; `data` is the state's
     at first. Raises what user code and the backend raise."""
-    shared = Shared(backend=backend, split=split, episodes=episodes, stores=tuple(stores), score=score)
-    state = EpisodeState(example=example, data=dict(data or {}))
-    return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=seed))
+    ctx = RolloutContext(
+        backend,
+        state=EpisodeState(example=example, data=dict(data or {})),
+        roles=episode.roles,
+        split=split,
+        seed=seed,
+        episodes=episodes,
+        stores=stores,
+        score=score,
+    )
+    return await episode.run(ctx)
 
 
 async def score_answer(
@@ -93,8 +100,7 @@ async def score_answer(
     functions. Raises what user code and the backend raise."""
     messages: list[Message] = [*messages_of(example), answer.message]
     state = EpisodeState(example=example, messages=messages, trajectory=[answer], role=answer.role)
-    shared = Shared(backend=backend, split=split, calls=itertools.count(answer.call + 1))
-    ctx = RolloutContext(shared, state=state, roles=episode.roles, seed=seed)
+    ctx = RolloutContext(backend, state=state, roles=episode.roles, split=split, seed=seed, first_call=answer.call + 1)
     current_context.set(ctx)
     return await episode._scored(ctx)
 

@@ -81,10 +81,14 @@ class Group:
     first: int = 0
     """Number of the first of its rollouts."""
 
+    def name(self, place: int) -> str:
+        """The id of one of its rollouts."""
+        return f"{self.id}/{self.first + place}"
+
     def failed(self, reason: str, message: str) -> "list[EpisodeResult]":
         """Returns its rollouts where all of them have failed for one reason."""
-        failure, numbers = Failure(reason=reason, message=message), range(self.first, self.first + self.num)
-        return [EpisodeResult(id=f"{self.id}/{number}", task=self.task, failure=failure) for number in numbers]
+        failure, names = Failure(reason=reason, message=message), map(self.name, range(self.num))
+        return [EpisodeResult(id=name, task=self.task, failure=failure) for name in names]
 
 
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +180,56 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
         for turn in self.turns:
             values[turn.begins : turn.ends] = by_turn[turn.index]
         return values
+
+
+def single_row(
+    prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
+) -> TrainingRow:
+    """Returns the row of a prompt with one answer, of a rollout with one step. `opening`: how the template opens the
+    policy's turn; `version`: the one that was asked for. Raises ValueError where the completion contradicts itself."""
+    begins, ends, versions = len(prompt), len(prompt) + len(completion.token_ids), list[tuple[int, int]]()
+    add_versions(versions, completion, asked=version, num_before=begins)
+    logprobs, sampled = np.zeros(ends, np.float32), np.zeros(ends, np.bool_)
+    with np.errstate(over="ignore"):  # before it is sent, what float32 does not hold is found
+        logprobs[begins:] = completion.logprobs
+    sampled[begins:] = True
+    reason = completion.finish_reason
+    turn = Turn(index=0, opens=opening_at(prompt, opening), begins=begins, ends=ends, finish_reason=reason)
+    return TrainingRow(
+        token_ids=np.array([*prompt, *completion.token_ids], np.int32),
+        sampled=sampled,
+        logprobs=logprobs,
+        temperatures=np.full(ends, temperature, np.float32),
+        versions=tuple(versions),
+        turns=(turn,),
+        steps=(0,),
+    )
+
+
+def opening_at(token_ids: Sequence[int], opening: Sequence[int]) -> int:
+    """Returns where `opening` begins at the end of a row; the row's length where it does not stand there."""
+    length = len(token_ids)
+    at = length - len(opening)
+    return at if at >= 0 and tuple(token_ids[at:]) == tuple(opening) else length
+
+
+def add_versions(known: list[tuple[int, int]], completion: Choice, *, asked: int, num_before: int) -> None:
+    """Adds the versions that sampled an answer to the runs (version, number of tokens) of its row. `num_before`: tokens
+    before it, which count as sampled by the first. Raises ValueError where the completion contradicts itself."""
+    num = len(completion.token_ids)
+    if len(completion.logprobs) != num:
+        raise ValueError(
+            f"a completion of {num} tokens has {len(completion.logprobs)} log-probabilities; a server must give one "
+            "for each"
+        )
+    (first, count), *others = versions = completion.versions or ((asked, num),)
+    if (covered := sum(count for _, count in versions)) != num:
+        raise ValueError(f"a completion of {num} tokens has versions {versions}, which cover {covered}; expected all")
+    for version, num_tokens in ((first, num_before + count), *others):
+        if known and known[-1][0] == version:
+            num_tokens += known.pop()[1]
+        if num_tokens:
+            known.append((version, num_tokens))
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,9 @@ from grpo.orchestrator.rollouts.messages import plain, shown
 
 SPLITS = ("train", "eval")
 MAX_CONTENT_CHARACTERS = 1 << 20
-"""Of one artifact as JSON."""
+"""The longest artifact as JSON."""
 MAX_DRAWS, MAX_DRAWN_CHARACTERS = 10_000, 1 << 24
-"""Of one call."""
+"""How many artifacts one call may draw, and how long they may be together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +59,20 @@ class ArtifactStore:
         self._artifacts = {artifact.id: artifact for artifact in artifacts}
         self._evict()
 
-    def operate(self, operation: str, given: Mapping[str, Any]) -> Any:
+    def operate(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         """Returns the result of `add` (the id), `sample` (a list of [id, data]), `get` (the data, in a list, or an
         empty one), `set_weight` (whether the artifact is still there: another rollout's may have taken its place) or
         `count`. Raises KeyError, ValueError and TypeError."""
         match operation:
             case "add":
-                return self.add(given["data"], weight=given.get("weight", 1.0))
+                return self.add(arguments["data"], weight=arguments.get("weight", 1.0))
             case "sample":
-                return [[one.id, one.data] for one in self.sample(**given)]
+                return [[one.id, one.data] for one in self.sample(**arguments)]
             case "get":
-                found = self.get(given["id"])
+                found = self.get(arguments["id"])
                 return [] if found is None else [found.data]
             case "set_weight":
-                return self.set_weight(given["id"], given["weight"])
+                return self.set_weight(arguments["id"], arguments["weight"])
             case "count":
                 return len(self._artifacts)
         raise ValueError(f"there is no operation {operation!r}")
@@ -140,7 +140,7 @@ class ArtifactStore:
         if weighted:
             weights = np.array([one.weight for one in drawable])
             probs = (weights := weights / weights.max()) / weights.sum()  # the largest may be close to infinity
-        drawn = [drawable[place] for place in draws.choice(len(drawable), num, replace=replace, p=probs)]
+        drawn = [drawable[index] for index in draws.choice(len(drawable), num, replace=replace, p=probs)]
         if (size := sum(len(one.content) for one in drawn)) > MAX_DRAWN_CHARACTERS:
             raise ValueError(f"{num} draws of {size} characters, at most {MAX_DRAWN_CHARACTERS} at a time; draw fewer")
         return drawn

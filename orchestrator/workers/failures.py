@@ -1,4 +1,4 @@
-"""When an environment fails so often that going on is of no use, and what is said about its failures until then."""
+"""Stops a run whose environment fails too often, and logs failures until then."""
 
 import logging
 from collections import Counter, defaultdict, deque
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 LATE = "env_timeout"
 MIN_IN_A_ROW = 32
-"""Failures one after the other that are too many whatever the limit, or as many as a window has."""
+"""So many failures in a row, or as many as a window has if that is more, are too many whatever the limit."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -18,16 +18,16 @@ class EnvironmentFailed(RuntimeError):
 
 
 class EnvironmentKilled(EnvironmentFailed):
-    """A signal ended the environment's process before it could say what it is, or who had it is gone; started again, it
-    may work."""
+    """A signal ended the environment's process before it was loaded, or its server is gone. Started again, it may
+    work."""
 
 
 class FailureRate:
     """Counts the outcomes of each environment's rollouts, evaluation included, as they come, and logs failures."""
 
     def __init__(self, *, window: int, limit: float) -> None:
-        """More than `limit` (a share) of an environment's last `window` rollouts is too often; so are as many failures
-        in a row, whatever the limit, and at least 32."""
+        """More failures than `limit`, a share, of an environment's last `window` rollouts are too many. So are `window`
+        failures in a row, at least 32, whatever the limit."""
         self._window, self._limit = window, limit
         self._outcomes: defaultdict[str, deque[bool]] = defaultdict(partial(deque, maxlen=window))
         self._in_a_row: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The workers of an environment: who runs what, and rollouts that begin once more."""
+"""The workers of an environment: they share its rollouts, and a rollout whose worker ends begins once more."""
 
 import asyncio
 import logging
@@ -46,10 +46,10 @@ class WorkerPool:
         start_timeout_s: float = START_TIMEOUT_S,
         record: Callable[[Failure | None], None] = lambda failure: None,
     ) -> None:
-        """`timeout_s`: for constructing the environment or a split, and for all that a rollout's code does between two
-        calls of a model. `hash_keys`: fields by which training examples are known. `address`: of the environment server
-        that has the workers; None for our own. `memory_bytes`: what the code of one worker may allocate. `hidden`:
-        environment variables that it does not get. `record` is told of each outcome as it comes, and may raise
+        """`timeout_s` limits the construction of the environment and of a split, and all that a rollout's code does
+        between two calls of a model. `hash_keys`: fields that identify training examples. `address`: of the environment
+        server that has the workers; None for our own. `memory_bytes`: what the code of one worker may allocate.
+        `hidden`: environment variables that it does not get. `record` is called with each outcome, and may raise
         EnvironmentFailed."""
         self.label, self._hash_keys, self.record = label, hash_keys, record
         self._load = Load(env_id=env_id, args=args, timeout_s=timeout_s, memory_bytes=memory_bytes)
@@ -59,30 +59,30 @@ class WorkerPool:
         self._alone = asyncio.Semaphore(MAX_ALONE)
         self._alone_sessions: set[Session] = set()
         self.identities: list[str] = []
-        """Of each training example, by `hash_keys`, once its prompts are there."""
+        """One for each training example, by `hash_keys`, once its prompts are there."""
         self.solutions: list[str] = []
         """Each training example's own `solution`; none where no example has one."""
         self.num_restarted = 0
-        """Rollouts that were begun again because their worker ended."""
+        """How often a rollout began again because its worker ended."""
 
     @property
     def loaded(self) -> Loaded:
-        """What the environment says of itself, once it has been there."""
+        """What the environment says about itself, after `load`."""
         assert self._loaded is not None, f"environment {self.label} is not loaded yet"
         return self._loaded
 
     @property
     def num_in_environment(self) -> int:
-        """Rollouts that wait for no answer of ours, but for the environment."""
+        """Rollouts that wait for the environment, and not for an answer of ours."""
         return sum(session.num_in_environment for session in self._all())
 
     async def load(self) -> Loaded:
-        """Constructs the environment, and nothing of its data. Raises EnvironmentFailed."""
+        """Constructs the environment without its data. Raises EnvironmentFailed."""
         self._loaded = await self._sessions[0].open()
         return self._loaded
 
     async def prompts(self, split: str) -> list[Messages]:
-        """The prompts of a split. Raises EnvironmentFailed."""
+        """Returns the prompts of a split. Raises EnvironmentFailed."""
         await self.load()
         hash_keys, what = self._hash_keys if split == "train" else (), f"dataset({split!r})"
         answer = await self._sessions[0].request(Dataset(split=split, hash_keys=hash_keys, task=self.label), what)
@@ -102,47 +102,45 @@ class WorkerPool:
         begin: Callable[[], Answerer],
         score: bool = True,
     ) -> Outcome | Failure:
-        """Rolls out one episode, and scores it, unless `score` is false, and rewards are 0. `begin` makes what answers
-        its calls, each time that it begins. Raises EnvironmentFailed, and what the answers raise."""
+        """Rolls out one episode. Rewards are 0 where `score` is false. `begin` returns what answers the rollout's
+        calls; it is called each time that the rollout begins. Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
         run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score)
-        return await self._run(run, begin)
+        try:
+            return await self._least_loaded().run(run, begin())
+        except WorkerLost as lost:
+            return await self._run_again(run, begin, lost)
 
     async def score(
-        self, score: Score, *, begin: Callable[[int], Answerer], over: Callable[[int], None] = lambda place: None
+        self, score: Score, *, begin: Callable[[int], Answerer], over: Callable[[int], None] = lambda index: None
     ) -> list[Outcome | Failure]:
-        """Scores single answers to one prompt, in one worker. `begin` makes what answers the calls of the rewards for
-        the answer at a place, each time that it begins. `over` is called with each place whose outcome is there.
-        Raises EnvironmentFailed, and what the answers raise."""
-        answers = [begin(place) for place in range(len(score.texts))]
+        """Scores single answers to one prompt, in one worker. `begin` returns what answers the calls of the rewards for
+        the answer with this index; it is called each time that the scoring begins. `over` is called with each index
+        whose outcome is known. Raises EnvironmentFailed, and what the answers raise."""
+        answers = [begin(index) for index in range(len(score.texts))]
         known = await self._least_loaded().score(score, answers, over)
 
-        async def once_more(place: int, lost: WorkerLost) -> tuple[int, Outcome | Failure]:
-            outcome = await self._run(one_of(score, place), partial(begin, place), lost)
-            over(place)
-            return place, outcome
+        async def outcome_of(index: int, outcome: Outcome | Failure | WorkerLost) -> Outcome | Failure:
+            if isinstance(outcome, WorkerLost):
+                outcome = await self._run_again(one_of(score, index), partial(begin, index), outcome)
+                over(index)
+            return outcome
 
-        outcomes = {place: one for place, one in enumerate(known) if not isinstance(one, WorkerLost)}
-        if len(outcomes) < len(known):
-            lost = [once_more(place, one) for place, one in enumerate(known) if isinstance(one, WorkerLost)]
-            outcomes |= dict(await together(lost))
-        return [outcomes[place] for place in range(len(known))]
+        return await together(outcome_of(index, outcome) for index, outcome in enumerate(known))
 
-    async def _run(
-        self, request: Run | Score, begin: Callable[[], Answerer], lost: WorkerLost | None = None
+    async def _run_again(
+        self, request: Run | Score, begin: Callable[[], Answerer], lost: WorkerLost
     ) -> Outcome | Failure:
-        """Runs one job. `lost`: what became of it, where it has begun before."""
-        for _ in range(MAX_SHARED):
-            try:
-                if lost is None:
-                    return await self._least_loaded().run(request, begin())
-            except WorkerLost as error:
-                lost = error
-            assert lost is not None
-            self.num_restarted += 1
+        """Runs a rollout whose worker was lost: in shared workers as long as it only waited there, else alone."""
+        self.num_restarted += 1
+        for _ in range(MAX_SHARED - 1):
             if not lost.waited:
                 break
-            lost = None
+            try:
+                return await self._least_loaded().run(request, begin())
+            except WorkerLost as error:
+                self.num_restarted += 1
+                lost = error
         async with self._alone:
             session = self._session()  # never one that had a rollout before: that one's threads may still run in it
             self._alone_sessions.add(session)
@@ -156,7 +154,7 @@ class WorkerPool:
 
     async def check_scoring(self, task: Task) -> None:
         """Scores an empty answer to an example, where a rollout is one answer. Raises EnvironmentFailed where no answer
-        can be scored. Tells nothing where models or judges are asked, which may not be there yet."""
+        can be scored. Proves nothing where models or judges are asked, which may not be there yet."""
         if not self.loaded.single_turn:
             return
 
@@ -176,7 +174,7 @@ class WorkerPool:
         )
         try:
             failure = await self._sessions[0].run(empty, unanswered)
-        except WorkerLost:  # the first rollout that does so tells
+        except WorkerLost:  # the first rollout that ends its worker says so
             return
         if not isinstance(failure, Failure):
             return
@@ -185,7 +183,7 @@ class WorkerPool:
             raise EnvironmentFailed(f"{what} raised what no answer can be the reason for: {failure.message}")
         if failure.reason in ("env_error", "reward_not_finite"):
             last = failure.message.strip().rpartition("\n")[2]
-            log.warning("%s came to nothing, and rollouts with such an answer are dropped: %s", what, last)
+            log.warning("%s failed, and rollouts with such an answer are dropped: %s", what, last)
 
     async def close(self) -> None:
         """Ends all workers."""
@@ -209,17 +207,17 @@ class WorkerPool:
         return [*self._sessions, *self._alone_sessions]
 
     def _least_loaded(self) -> Session:
-        """Replaces workers that have ended."""
+        """Returns the worker with the fewest rollouts; those that have ended are replaced first."""
         self._sessions = [self._session() if session.over else session for session in self._sessions]
         return min(self._sessions, key=lambda session: session.num_running)
 
 
-def one_of(score: Score, place: int) -> Score:
+def one_of(score: Score, index: int) -> Score:
     """Returns a request for one of the answers alone."""
     return replace(
         score,
-        texts=[score.texts[place]],
-        finish_reasons=[score.finish_reasons[place]],
-        num_tokens=[score.num_tokens[place]],
-        seeds=[score.seeds[place]],
+        texts=[score.texts[index]],
+        finish_reasons=[score.finish_reasons[index]],
+        num_tokens=[score.num_tokens[index]],
+        seeds=[score.seeds[index]],
     )

@@ -1,4 +1,4 @@
-"""Environment workers on this machine: how they are started, and ended with all that they started."""
+"""Environment workers on this machine: starts them, and ends them with all processes that they started."""
 
 import asyncio
 import contextlib
@@ -22,24 +22,24 @@ log = logging.getLogger(__name__)
 
 STDERR = 2
 END_LIMIT_S = 12.0
-"""For a worker's guard to end all that the worker started."""
+"""A worker's guard has so long to end all that the worker started."""
 KILLED = 128 + signal.SIGKILL
 PRINT_BURST_BYTES, PRINT_BYTES_PER_S = 8 << 20, 4 << 10
 """What the code of one environment may print into our log at once, and for as long as it runs."""
 PRINT_LIMIT_S = 2.0
-"""For the last of it."""
+"""So long the last output is waited for when the program is closed."""
 
 
 class ForkServer:
     """A program that has imported what workers need, and forks them; started when it is first needed."""
 
     def __init__(self, env_id: str, *, hidden: Collection[str] = ()) -> None:
-        """`env_id`: of the environment whose module is imported beforehand. `hidden`: environment variables that user
-        code does not get."""
+        """`env_id`: the environment whose module is imported beforehand. `hidden`: environment variables that user code
+        does not get."""
         self._env_id, self._hidden = env_id, {ENV_KEY_VAR, *hidden}
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
-        self._printed: _Printed | None = None
+        self._output: _Output | None = None
 
     def fork(self, address: str, only: str, report: int) -> None:
         """Asks for a worker that connects to `address`; its guard writes to `report`. Raises OSError."""
@@ -52,7 +52,7 @@ class ForkServer:
             raise OSError(f"the program that starts workers ended with exit code {self.exit_code()}") from None
 
     def exit_code(self) -> int | None:
-        """That it ended with, or 128 + the number of the signal that ended it; None where it runs."""
+        """Returns the exit code, or 128 + the number of the signal that ended it; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self._process is not None:
                 code = self._process.wait(0.2)
@@ -60,65 +60,65 @@ class ForkServer:
         return None
 
     def close(self) -> None:
-        """Ends it, and all workers that are left."""
+        """Ends the program and all workers that are left."""
         if self._process is not None and self._requests is not None:
             self._requests.close()
             self._process.kill()
             self._process.wait()
             self._process = None
-            if self._printed is not None:
-                self._printed.close()
+            if self._output is not None:
+                self._output.close()
 
     def _start(self) -> None:
         self.close()
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._printed = _Printed(self._env_id)
-        with theirs, contextlib.closing(os.fdopen(self._printed.fd, "wb")):
+        self._output = _Output(self._env_id)
+        with theirs, contextlib.closing(os.fdopen(self._output.fd, "wb")):
             # -P: files in the working directory are for the environment only, which adds it when it is found
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "grpo.orchestrator.workers.main", str(os.getpid()), self._env_id],
                 stdin=theirs.fileno(),
-                stdout=self._printed.fd,  # what user code prints goes to our log
-                stderr=self._printed.fd,
+                stdout=self._output.fd,  # what user code prints goes to our log
+                stderr=self._output.fd,
                 process_group=0,  # it does not get the terminal's Ctrl-C
                 env={name: value for name, value in os.environ.items() if name not in self._hidden},
             )
 
 
-class _Printed:
-    """Passes what user code prints on to our log, up to a bound: a print in each reward can fill a disk."""
+class _Output:
+    """Copies what user code prints to our log, up to a bound: a print in each reward can fill a disk."""
 
     def __init__(self, env_id: str) -> None:
         self._env_id = env_id
         self._source, self.fd = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when all is passed on, or who prints does not end."""
+        """Returns when all is copied, or when a process that prints does not end."""
         self._thread.join(PRINT_LIMIT_S)
 
-    def _pass_on(self) -> None:
-        """Consumes what is printed. Ends when nobody can print any more."""
+    def _copy(self) -> None:
+        """Reads what is printed. Ends when no process can print any more."""
         allowed, since_s, num_left_out = float(PRINT_BURST_BYTES), time.monotonic(), 0
-        while printed := os.read(self._source, 1 << 16):
+        while data := os.read(self._source, 1 << 16):
             now_s = time.monotonic()
             allowed = min(PRINT_BURST_BYTES, allowed + PRINT_BYTES_PER_S * (now_s - since_s))
             since_s = now_s
-            if num_left_out == 0 or allowed >= PRINT_BURST_BYTES / 8:  # not a word of each line
-                self._tell(num_left_out)
-                kept, num_left_out = printed[: int(allowed)], 0
+            if num_left_out == 0 or allowed >= PRINT_BURST_BYTES / 8:  # else each line would be reported
+                self._report(num_left_out)
+                kept, num_left_out = data[: int(allowed)], 0
                 allowed -= len(kept)
                 with contextlib.suppress(OSError):  # nobody reads our log any more
                     os.write(STDERR, kept)
-                if num_left_out := len(printed) - len(kept):
+                if num_left_out := len(data) - len(kept):
                     log.warning("environment %s prints more than the log takes; what follows is left out", self._env_id)
             else:
-                num_left_out += len(printed)
-        self._tell(num_left_out)
+                num_left_out += len(data)
+        self._report(num_left_out)
         os.close(self._source)
 
-    def _tell(self, num_bytes: int) -> None:
+    def _report(self, num_bytes: int) -> None:
         if num_bytes:
             log.warning("%d bytes that environment %s printed are left out", num_bytes, self._env_id)
 
@@ -127,8 +127,8 @@ class WorkerProcess:
     """One worker, its guard, and the socket to it."""
 
     def __init__(self, server: ForkServer, *, only: str = "") -> None:
-        """`only`: the one environment that it may be asked for. Raises OSError where it cannot be started."""
-        self._server, self._said = server, b""
+        """`only`: the one environment that may be loaded in it. Raises OSError where it cannot be started."""
+        self._server, self._reported = server, b""
         self._code: int | None = None
         self._folder = tempfile.mkdtemp(prefix="grpo-worker-")
         self._report, report = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -143,20 +143,20 @@ class WorkerProcess:
             os.close(report)
 
     def connected(self) -> None:
-        """The worker has said something: nothing else is to connect, and nothing is left behind of the address."""
+        """Removes the address of the socket: the worker has connected, and nothing else is to connect."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def exit_code(self) -> int | None:
-        """That it ended with, or 128 + the number of the signal that ended it; None where it runs."""
+        """Returns the exit code, or 128 + the number of the signal that ended it; None while it runs."""
         while self._code is None:
             try:
-                said = os.read(self._report, 64)
+                data = os.read(self._report, 64)
             except BlockingIOError:
                 break
-            self._said += said
-            if not said:
-                _, code = (*self._said.split(), None, None)[:2]
+            self._reported += data
+            if not data:
+                _, code = (*self._reported.split(), None, None)[:2]
                 self._code = int(code) if code else self._server.exit_code() or KILLED
         return self._code
 
@@ -167,7 +167,7 @@ class WorkerProcess:
 
     @property
     def how(self) -> str | None:
-        """How it ended, for people; None where it runs."""
+        """Says for people how the worker ended; None while it runs."""
         if (code := self.exit_code) is None:
             return None
         if code > 128:
@@ -177,20 +177,20 @@ class WorkerProcess:
 
     async def end(self) -> None:
         """Ends the worker and all that it started; returns when that is done."""
-        told = 0
+        guard = 0
         try:
             async with asyncio.timeout(END_LIMIT_S):
                 while self.exit_code is None:
-                    if self._said and not told:
-                        told = int(self._said.split()[0])
+                    if self._reported and not guard:
+                        guard = int(self._reported.split()[0])
                         with contextlib.suppress(ProcessLookupError):
-                            os.kill(told, signal.SIGTERM)
+                            os.kill(guard, signal.SIGTERM)
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            log.error("worker %d was told to end and has not within %g s", told, END_LIMIT_S)
-            if told:
+            log.error("the guard %d of a worker has not ended it within %g s", guard, END_LIMIT_S)
+            if guard:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(told, signal.SIGKILL)
+                    os.killpg(guard, signal.SIGKILL)
         finally:
             self._close()
 

@@ -1,7 +1,7 @@
-"""`grpo-env ENV_ID [--host HOST] [--port PORT]`: an environment for orchestrators elsewhere, over ZeroMQ.
+"""`grpo-env ENV_ID [--host HOST] [--port PORT]`: serves an environment to orchestrators elsewhere, over ZeroMQ.
 
-Each worker that an orchestrator asks for is a process of its own here, which ends with its session. Where other
-machines reach the address, both sides need the same GRPO_ENV_KEY: it encrypts what is said, and lets in nobody else.
+Each worker that an orchestrator requests is a process of its own here, which ends with its session. If other machines
+reach the address, both sides need the same GRPO_ENV_KEY: it encrypts all messages, and keeps others out.
 """
 
 import argparse
@@ -55,11 +55,11 @@ class _Session:
 
 
 class EnvironmentServer:
-    """Passes on what orchestrators and their workers say to each other, unread."""
+    """Passes messages between orchestrators and their workers, unread."""
 
     def __init__(self, env_id: str, host: str, port: int) -> None:
-        """Raises ValueError for an address that others reach without a key, zmq.ZMQError where it cannot be listened
-        on."""
+        """Raises ValueError for an address that other machines reach without a key, zmq.ZMQError for one that cannot be
+        listened on."""
         secret = os.environ.get(ENV_KEY_VAR, "")
         if not is_loopback(host) and len(secret) < MIN_KEY_CHARACTERS:
             raise ValueError(
@@ -74,35 +74,35 @@ class EnvironmentServer:
         self._socket.bind(f"tcp://{at}:{port or '*'}")
         bound = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]
         self.address = f"tcp://{at}:{bound}"
-        """Where it listens."""
+        """The address at which it listens."""
         self._sessions: dict[bytes, _Session] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Consumes what orchestrators say. Ends when it is cancelled."""
+        """Reads what orchestrators send. Ends when it is cancelled."""
         watching = asyncio.create_task(self._watch())
         try:
             while True:
                 who, frame = (await self._socket.recv_multipart())[:2]
-                if who not in self._sessions:  # what is no greeting is of a session that is over
+                if who not in self._sessions:  # other messages belong to a session that is over
                     if frame == ALIVE:
                         await self._begin(who)
-                    elif (spoken := protocol_of(frame)) is not None:
-                        await self._say(who, frame_of(encode(Left(how=other_protocol(spoken)))))
+                    elif (protocol := protocol_of(frame)) is not None:
+                        await self._send(who, frame_of(encode(Left(how=other_protocol(protocol)))))
                 if (session := self._sessions.get(who)) is None:
                     continue
                 session.heard_s = time.monotonic()
                 if frame == LEFT:
                     self._end(who, None)
                 elif frame == ALIVE:
-                    await self._say(who, SERVER_ALIVE)
+                    await self._send(who, SERVER_ALIVE)
                 else:
-                    session.process.socket.send(frame)  # of a worker that is still coming up, once it is there
+                    session.process.socket.send(frame)  # a worker that is still coming up gets it later
         finally:
             watching.cancel()
 
     async def close(self) -> None:
-        """Listens no more, and ends all workers and what they started."""
+        """Stops listening, and ends all workers and what they started."""
         for who in list(self._sessions):
             self._end(who, Left(how="has ended with its server", killed=True))
         await asyncio.gather(*self._ending)
@@ -113,36 +113,36 @@ class EnvironmentServer:
         if len(self._sessions) >= MAX_SESSIONS:
             log.error("a session was refused: there are %d already", len(self._sessions))
             how = f"was not started: the server at {self.address} has {MAX_SESSIONS} workers already, its most"
-            await self._say(who, frame_of(encode(Left(how=f"{how}; start one more grpo-env, or lower num_workers"))))
+            await self._send(who, frame_of(encode(Left(how=f"{how}; start one more grpo-env, or lower num_workers"))))
             return
         try:
             session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
         except (OSError, zmq.ZMQError) as error:
             log.error("a session could not be served: %s", error)
-            await self._say(who, frame_of(encode(Left(how=f"could not be started: {error}"))))
+            await self._send(who, frame_of(encode(Left(how=f"could not be started: {error}"))))
             return
-        session.relaying = asyncio.create_task(self._bring_back(who, session))
-        await self._say(who, ALIVE)
+        session.relaying = asyncio.create_task(self._relay(who, session))
+        await self._send(who, ALIVE)
         log.info("a session has begun; there are %d", len(self._sessions))
 
-    async def _bring_back(self, who: bytes, session: _Session) -> None:
-        """What a worker says, to its orchestrator."""
+    async def _relay(self, who: bytes, session: _Session) -> None:
+        """Sends what a worker says to its orchestrator."""
         while True:
             frame = await session.process.socket.recv()
             session.process.connected()
             await self._socket.send_multipart([who, frame])
 
     async def _watch(self) -> None:
-        """Notices workers that have ended, and orchestrators that are silent."""
+        """Ends the sessions of workers that have ended, and of orchestrators that are silent."""
         while True:
             await asyncio.sleep(ALIVE_INTERVAL_S / 4)
             for who, session in list(self._sessions.items()):
                 if session.process.exit_code is not None:
-                    await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # for what it said before
+                    await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # its last messages are sent first
                     how = f"of the server at {self.address} {session.process.how}"
                     self._end(who, Left(how=how, killed=session.process.was_killed))
                 elif time.monotonic() - session.heard_s > SILENCE_LIMIT_S:
-                    how = f"was ended by {self.address}, to which nothing was said for {SILENCE_LIMIT_S:g} s"
+                    how = f"was ended by {self.address}, which heard nothing from here for {SILENCE_LIMIT_S:g} s"
                     self._end(who, Left(how=how, killed=True))
 
     def _end(self, who: bytes, left: Left | None) -> None:
@@ -157,17 +157,17 @@ class EnvironmentServer:
 
     async def _end_worker(self, who: bytes, session: _Session, left: Left | None) -> None:
         if left is not None:
-            await self._say(who, frame_of(encode(left)))
+            await self._send(who, frame_of(encode(left)))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
 
-    async def _say(self, who: bytes, frame: bytes) -> None:
+    async def _send(self, who: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):
             await self._socket.send_multipart([who, frame])
 
 
 async def _serve(env_id: str, host: str, port: int) -> int:
-    """Until a signal ends it. Returns the exit code."""
+    """Serves until a signal ends it. Returns the exit code."""
     try:
         server = EnvironmentServer(env_id, host, port)
     except (ValueError, TransportError, zmq.ZMQError) as error:
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="grpo-env", description="Serves one environment to orchestrators whose env.address leads here."
     )
-    parser.add_argument("env_id", metavar="ENV_ID", help="as env.id: a built-in name, module:Class or file.py:Class")
+    parser.add_argument("env_id", metavar="ENV_ID", help="as in env.id: a built-in name, module:Class or file.py:Class")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
     parser.add_argument("--port", type=port_number, default=7000, help="0: any that is free (default: %(default)s)")
     options = parser.parse_args()

@@ -109,9 +109,17 @@ class _Job:
 
     answer: Answerer | None
     """Answers a rollout's calls."""
-    over: "asyncio.Future[Loaded | Prompts | Outcome | Failure]"
+    settle: Callable[[Any], None]
+    """Called once, with what the worker answers, or with an error."""
+    is_over: bool = False
     answering: dict[asyncio.Task[None], int] = field(default_factory=dict)
     """Its calls that wait for us, and their numbers."""
+
+    def end(self, outcome: Any) -> None:
+        """Says what came of it, for whom waits. What comes later does not count."""
+        if not self.is_over:
+            self.is_over = True
+            self.settle(outcome)
 
 
 class Session:
@@ -199,18 +207,23 @@ class Session:
             if self.over:
                 lost = WorkerLost(Failure(reason=CRASHED, message="the worker has ended"), waited=True)
                 return [lost] * len(answers)
-            numbers = self._begin(score, answers)
-            outcomes: list[asyncio.Future[Any]] = [self._jobs[number].over for number in numbers]
-            for place, outcome in enumerate(outcomes):
-                outcome.add_done_callback(partial(_call_when_over, over, place))
-            await asyncio.wait(outcomes, return_when=asyncio.FIRST_EXCEPTION)
-            known: list[Any] = []
-            for outcome in outcomes:
-                error = outcome.exception() if outcome.done() else None
-                if error is not None and not isinstance(error, WorkerLost):
-                    raise error
-                known.append(error)
-            return [outcome.result() if one is None else one for one, outcome in zip(known, outcomes, strict=True)]
+            known: dict[int, Outcome | Failure | WorkerLost] = {}
+            all_known = asyncio.get_running_loop().create_future()
+
+            def settle(place: int, outcome: Any) -> None:
+                if isinstance(outcome, Exception) and not isinstance(outcome, WorkerLost):
+                    _set(all_known, outcome)
+                    return
+                known[place] = outcome
+                if not isinstance(outcome, WorkerLost):
+                    over(place)
+                if len(known) == len(answers):
+                    _set(all_known, None)
+
+            jobs = [_Job(answer=answer, settle=partial(settle, place)) for place, answer in enumerate(answers)]
+            numbers = self._begin(score, jobs)
+            await all_known
+            return [known[place] for place in range(len(answers))]
         finally:
             for number in numbers:
                 self._forget(number)
@@ -280,25 +293,25 @@ class Session:
 
     async def _do(self, message: Load | Dataset | Run | Score, answer: Answerer | None = None) -> Any:
         """What comes of a job. Raises WorkerLost, and what `answer` raises."""
-        [number] = self._begin(message, [answer])
+        outcome = asyncio.get_running_loop().create_future()
+        [number] = self._begin(message, [_Job(answer=answer, settle=partial(_set, outcome))])
         try:
-            return await self._jobs[number].over
+            return await outcome
         finally:
             self._forget(number)
 
-    def _begin(self, message: Load | Dataset | Run | Score, answers: Sequence[Answerer | None]) -> list[int]:
-        """Sends what begins a job for each of `answers`. Returns their numbers."""
-        loop, numbers = asyncio.get_running_loop(), [next(self._numbers) for _ in answers]
+    def _begin(self, message: Load | Dataset | Run | Score, jobs: Sequence[_Job]) -> list[int]:
+        """Sends what begins these jobs. Returns their numbers."""
+        numbers = [next(self._numbers) for _ in jobs]
         message.job = numbers[0]
-        for number, answer in zip(numbers, answers, strict=True):
-            self._jobs[number] = _Job(answer=answer, over=loop.create_future())
+        self._jobs.update(zip(numbers, jobs, strict=True))
         self._send(message)
         return numbers
 
     def _forget(self, number: int) -> None:
         """Ends a job that is not over, and its calls."""
         job = self._jobs.pop(number)
-        if not job.over.done() or job.over.cancelled():
+        if not job.is_over:
             self._send(Cancel(job=number))
         for task in job.answering:
             task.cancel()
@@ -339,12 +352,12 @@ class Session:
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Alive | ServerAlive | Left):
             return
-        if (job := self._jobs.get(message.job)) is None or job.over.done():
+        if (job := self._jobs.get(message.job)) is None or job.is_over:
             return  # nobody waits for it any more
         if isinstance(message, Failed):
-            job.over.set_result(Failure(reason=message.reason, message=message.message))
+            job.end(Failure(reason=message.reason, message=message.message))
         elif isinstance(message, Loaded | Prompts | Outcome):
-            job.over.set_result(message)
+            job.end(message)
         elif job.answer is not None:
             if isinstance(message, Withdraw):
                 for task, number in job.answering.items():
@@ -360,14 +373,9 @@ class Session:
                 self._send(reply)
             except ValueError as error:  # too large
                 self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
-        except GivenUp as error:
-            self._send(Cancel(job=call.job))
-            if not job.over.done():
-                job.over.set_result(error.failure)
         except Exception as error:
             self._send(Cancel(job=call.job))
-            if not job.over.done():
-                job.over.set_exception(error)
+            job.end(error.failure if isinstance(error, GivenUp) else error)
         finally:
             if (task := asyncio.current_task()) is not None:
                 job.answering.pop(task, None)
@@ -401,13 +409,17 @@ class Session:
         killed = killed or (self._worker is not None and self._worker.was_killed)
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         for job in self._jobs.values():
-            if not job.over.done():
-                job.over.set_exception(WorkerLost(failure, killed=killed, waited=bool(job.answering)))
+            job.end(WorkerLost(failure, killed=killed, waited=bool(job.answering)))
         await self._release()
         for task in self._tasks:
             task.cancel()
 
 
-def _call_when_over(over: Callable[[int], None], place: int, outcome: "asyncio.Future[Any]") -> None:
-    if not outcome.cancelled() and not isinstance(outcome.exception(), WorkerLost):
-        over(place)
+def _set(future: "asyncio.Future[Any]", outcome: Any) -> None:
+    """Ends a wait with a value, or an error that is raised there."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

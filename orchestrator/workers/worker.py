@@ -149,7 +149,7 @@ class Worker:
         answered = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
             self.send(encode_checked(call))
-            with waiting(anew=True):
+            with waiting(restart=True):
                 return await answered
         except asyncio.CancelledError:
             if isinstance(call, Sample) and call.job in self._running:

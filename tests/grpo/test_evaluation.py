@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from grpo.configs.errors import SettingsError
 from grpo.configs.infer import InferSettings
+from grpo.configs.orch import OrchSettings
+from grpo.orchestrator.evaluate import held_out
 from grpo.transport.errors import UserError
 from grpo.transport.run import create_run, join_run
 
@@ -16,6 +18,11 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 REVERSE = {"id": "reverse-text"}
 MODEL = str(Path(__file__).parents[2] / "configs/quickstart/model")
+
+
+def evaluated_by(orch: OrchSettings) -> tuple[list[str], int, int | None]:
+    """Environments, held-out examples of each, and the longest answer."""
+    return [one.env.label for one in held_out(orch)], orch.eval.num_examples, orch.longest_held_out
 
 
 @pytest.fixture
@@ -35,10 +42,7 @@ def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server()
     envs = [{"id": "reverse-text"}, {"id": "arithmetic", "name": "sums"}]
     orch, infer = evaluation_settings(target, env=envs, max_tokens=7, server=["--max_model_len", "64"])
     assert target.version is None
-    assert [(env.label, env.max_tokens, env.num_examples) for env in orch.held_out] == [
-        ("reverse-text", 7, -1),
-        ("sums", 7, -1),
-    ]
+    assert evaluated_by(orch) == (["reverse-text", "sums"], -1, 7)
     assert infer.max_model_len == 64
     assert orch.client.base_url == (f"http://127.0.0.1:{infer.port}/v1",)
 
@@ -47,10 +51,10 @@ async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(ru
     assert find_target(str(run), None).number == 3
     assert find_target(str(run), 2).number == find_target(str(run / "broadcasts" / "step_000002"), None).number == 2
     orch, _ = evaluation_settings(find_target(str(run), None))
-    assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("reverse-text", 3, 5)]
+    assert evaluated_by(orch) == (["words"], 3, 5)
     orch, _ = evaluation_settings(find_target(str(run), None), env=[{"id": "arithmetic"}], num_examples=9, seed=7)
     assert orch.sampling.seed == 7
-    assert [(env.label, env.num_examples, env.max_tokens) for env in orch.held_out] == [("arithmetic", 9, 5)]
+    assert evaluated_by(orch) == (["arithmetic"], 9, 5)
     with pytest.raises(ValueError, match=r"there are \[0, 1, 2, 3\]"):
         find_target(str(run), 9)
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.orchestrator.rollouts.conversation import single_row
-from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, single_row
 from grpo.orchestrator.rollouts.state import StepError
 from grpo.orchestrator.rollouts.templates import ChatTemplate
 from msgspec.structs import replace

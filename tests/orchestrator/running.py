@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from grpo.orchestrator.monitoring.summary import Summary
 from grpo.orchestrator.run import orchestrate
 from grpo.transport.records import MicroBatch
+from grpo.transport.traces import trace_path, traced_steps
 
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
@@ -17,6 +21,23 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """Of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(folder: Path, query: str) -> list[Any]:
+    """Of the ledger."""
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
+        return database.execute(query).fetchall()
+
+
+def check_drops(folder: Path) -> set[str]:
+    """The reasons why rollouts were dropped, of which ledger and traces must tell the same."""
+    tables = [
+        pq.read_table(trace_path(folder, step), columns=["rollout", "drop_reason"]) for step in traced_steps(folder)
+    ]
+    traced = {row["rollout"]: row["drop_reason"] for table in tables for row in table.to_pylist() if row["drop_reason"]}
+    dropped = dict(rows_of(folder, "SELECT id, reason FROM rollouts WHERE state = 'dropped'"))
+    assert traced == dropped
+    return set(dropped.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKil
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.orchestrator.workers.protocol import (
     ALIVE,
+    LEFT,
     PROTOCOL,
     Alive,
     Left,
@@ -48,6 +49,28 @@ def env_file(tmp_path: Path) -> Path:
     return path
 
 
+@contextlib.asynccontextmanager
+async def greeting(address: str, greeting: bytes = ALIVE) -> AsyncIterator[zmq.asyncio.Socket]:
+    """An orchestrator that has greeted the server."""
+    async with asyncio.timeout(60):
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
+            orchestrator.connect(address)
+            await orchestrator.send(greeting)
+            yield orchestrator
+
+
+@contextlib.contextmanager
+def program_of(env_id: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`grpo-env`, and its address."""
+    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        try:
+            yield program, program.stderr.readline().split()[-1]
+        finally:
+            program.kill()
+
+
 async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_time(env_file: Path) -> None:
     env_id = f"{env_file}:Talk"
     async with (
@@ -64,14 +87,11 @@ async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_
 async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_server_to_others(env_file: Path) -> None:
     env_id = f"{env_file}:Talk"
     async with serving(env_id) as server:
-        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
-            orchestrator.connect(server.address)
-            await orchestrator.send(ALIVE)
-            assert await asyncio.wait_for(orchestrator.recv(), 60) == ALIVE
+        async with greeting(server.address) as orchestrator:
+            assert await orchestrator.recv() == ALIVE
             await orchestrator.send(b"for the worker")
-            await asyncio.sleep(0.1)  # the server waits for the worker
-            [who] = server._sessions
-            server._end(who, None)
+            await orchestrator.send(LEFT)
+            await until(lambda: not server._sessions)
         async with pool_for(env_id, address=server.address) as pool:
             outcome = await rolled_out(pool, "on", "bye")
             assert isinstance(outcome, Outcome)
@@ -104,13 +124,9 @@ async def test_an_orchestrator_that_was_silent_for_too_long_is_told_that_its_wor
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 0.1)
-    async with serving(f"{env_file}:Talk") as server:
-        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
-            orchestrator.connect(server.address)
-            await orchestrator.send(ALIVE)
-            async with asyncio.timeout(60):
-                while not any(isinstance(said, Left) for said in decode_from_worker(await orchestrator.recv())):
-                    pass
+    async with serving(f"{env_file}:Talk") as server, greeting(server.address) as orchestrator:
+        while not any(isinstance(one, Left) for one in decode_from_worker(await orchestrator.recv())):
+            pass
 
 
 async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_is_not_there_is_named(
@@ -123,15 +139,6 @@ async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_
     with pytest.raises(EnvironmentFailed, match=server.address):
         async with pool_for("another:Environment", address=server.address, start_timeout_s=0.3):
             pass
-
-
-@pytest.mark.parametrize("split", ["killed", "exits"])
-async def test_a_worker_elsewhere_that_was_killed_may_be_started_again(env_file: Path, split: str) -> None:
-    env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
-        with pytest.raises(EnvironmentFailed, match="SIGKILL" if split == "killed" else "exit code 3") as failed:
-            await pool.prompts(split)
-    assert isinstance(failed.value, EnvironmentKilled) is (split == "killed")
 
 
 async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ever(
@@ -173,52 +180,37 @@ async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_l
     clock = Clock()
     monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
     env_id, went_on = f"{env_file}:Talk", asyncio.Event()
-    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
-    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
-    assert program.stderr is not None
-    address = program.stderr.readline().split()[-1]
-    async with pool_for(env_id, address=address, timeout_s=500) as pool:
-        answers = says("on", "bye", wait=went_on.wait)
-        running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
-        await until(lambda: pool.num_in_environment == 0)
-        program.kill()
-        program.wait()
-        program.stderr.close()
-        went_on.set()
-        clock.ahead_s += 20
-        async with serving(env_id, int(address.rpartition(":")[2])), asyncio.timeout(60):
-            assert reason(await running) == ""
-
-
-def environment_of(pid: int) -> bytes:
-    """As any process of the same user sees it."""
-    return Path(f"/proc/{pid}/environ").read_bytes()
+    with program_of(env_id) as (program, address):
+        async with pool_for(env_id, address=address, timeout_s=500) as pool:
+            answers = says("on", "bye", wait=went_on.wait)
+            running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
+            await until(lambda: pool.num_in_environment == 0)
+            program.kill()
+            program.wait()
+            went_on.set()
+            clock.ahead_s += 20
+            async with serving(env_id, int(address.rpartition(":")[2])), asyncio.timeout(60):
+                assert reason(await running) == ""
 
 
 async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_key(
     env_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env_id = f"{env_file}:Hostile"
     monkeypatch.setenv("GRPO_ENV_KEY", KEY)
     monkeypatch.setenv("WANDB_API_KEY", "of-the-run")
-    command = [sys.executable, "-m", "grpo.orchestrator.workers.server", env_id, "--port", "0"]
-    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220 (returns at once)
-    assert program.stderr is not None
-    try:
-        async with pool_for(env_id, address=program.stderr.readline().split()[-1]) as pool:
-            assert not [key for key in (KEY, "of-the-run") if key.encode() in environment_of(program.pid)]
+    env_id = f"{env_file}:Hostile"
+    with program_of(env_id) as (program, address):
+        async with pool_for(env_id, address=address) as pool:
+            as_others_see_it = Path(f"/proc/{program.pid}/environ").read_bytes()  # noqa: ASYNC240
+            assert not [key for key in (KEY, "of-the-run") if key.encode() in as_others_see_it]
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
             seen, *pids = [int(one.accuracy) for one in found if isinstance(one, Outcome)]
             assert seen == 0
             assert all(map(runs, pids))
             program.send_signal(signal.SIGTERM)
             await until(lambda: program.poll() is not None)
-        assert program.returncode == 143
-        until_gone(pids)
-    finally:
-        program.kill()
-        program.wait()
-        program.stderr.close()
+    assert program.returncode == 143
+    until_gone(pids)
 
 
 @contextlib.asynccontextmanager
@@ -262,12 +254,8 @@ async def test_a_server_that_says_what_nobody_understands_is_a_failed_environmen
 
 
 async def test_an_orchestrator_of_another_release_is_told_so(env_file: Path) -> None:
-    async with serving(f"{env_file}:Talk") as server, asyncio.timeout(60):
-        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        socket.connect(server.address)
-        await socket.send(OTHER_RELEASE)
-        [message] = decode_from_worker(await socket.recv())
-        socket.close(linger=0)
+    async with serving(f"{env_file}:Talk") as server, greeting(server.address, OTHER_RELEASE) as orchestrator:
+        [message] = decode_from_worker(await orchestrator.recv())
         assert isinstance(message, Left)
         assert "release" in message.how
 

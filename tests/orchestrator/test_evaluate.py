@@ -3,23 +3,19 @@
 import asyncio
 import itertools
 import math
-import sqlite3
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from aiohttp import web
-from grpo.configs.evaluation import HeldOut
-from grpo.configs.orch import OrchSettings
-from grpo.orchestrator.evaluate import due, evaluate, figures_of, pass_at_k
+from grpo.orchestrator.evaluate import evaluate, figures_of, held_out, is_due, pass_at_k
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, Step
 
 from tests.orchestrator import made
 from tests.orchestrator.fakes import WORDS, FakeServer, settings_for, until
-from tests.orchestrator.running import run
+from tests.orchestrator.running import check_drops, rows_of, run
 
 # --- figures ---
 
@@ -79,51 +75,57 @@ class Counting:
         return [answer(1.0, accuracy=1.0)] * group.num
 
 
-async def test_an_environment_with_many_answers_leaves_the_others_their_concurrency() -> None:
-    engine, held_out = Counting(), [one("a", 1, num=8), one("b", 1)]
-    settings = settings_for(Path("x"), FakeServer())
-    prompts = dict.fromkeys("ab", [()] * 200)
-    await evaluate(cast(RolloutEngine, engine), settings, prompts, version=1, held_out=held_out)
-    assert engine.most == {"a": 128 // 8, "b": 128}
+@pytest.mark.parametrize("num", [1, 8])
+async def test_each_environment_is_asked_for_so_many_answers_at_once_and_leaves_the_others_theirs(num: int) -> None:
+    evaluation = {"env": [{"id": "a"}, {"id": "b"}], "rollouts_per_example": num, "sampling": {"temperature": 1}}
+    engine, settings = Counting(), settings_for(Path("x"), FakeServer(), eval=evaluation)
+    prompts = dict.fromkeys(("eval:a", "eval:b"), [()] * 200)
+    await evaluate(cast(RolloutEngine, engine), settings, prompts, version=1)
+    assert engine.most == dict.fromkeys(prompts, 128 // num)
 
 
-# --- when ---
+# --- what and when ---
 
 
-def one(label: str, interval: int, *, num: int = 1) -> HeldOut:
-    return HeldOut(
-        key=label,
-        id=label,
-        num_examples=-1,
-        rollouts_per_example=num,
-        interval=interval,
-        temperature=0.0,
-        max_tokens=8,
-    )
+TRAINING = [{"id": "a"}, {"id": "b", "args": {"n": 1}, "adapters": {"x": "one"}}]
+LORA = {"name": "m", "lora_adapters": ["one", "two"]}
+
+
+def chosen(**evaluation: Any) -> list[Any]:
+    return held_out(settings_for(Path("x"), FakeServer(), env=TRAINING, model=LORA, eval=evaluation))
+
+
+def test_without_environments_of_its_own_evaluation_is_on_those_of_the_training() -> None:
+    assert [(one.key, one.env.label) for one in chosen()] == [("a", "a"), ("b", "b")]
+    assert chosen(num_examples=0) == []
+
+
+def test_an_environment_that_is_a_training_one_shares_its_process_and_another_of_its_name_does_not() -> None:
+    same, other = chosen(env=[{"id": "b", "args": {"n": 1}}, {"id": "a", "args": {"n": 2}}])
+    assert (same.key, other.key, other.env.label) == ("b", "eval:a", "a")
+
+
+def test_an_environments_roles_have_the_adapters_of_training_unless_it_gives_its_own() -> None:
+    given = [{"id": "b", "args": {"n": 1}}, {"id": "b", "name": "other"}, {"id": "a", "adapters": {"y": "two"}}]
+    assert [one.env.adapters for one in chosen(env=given)] == [{"x": "one"}, {}, {"y": "two"}]
 
 
 @pytest.mark.parametrize(
     ("version", "changes", "expected"),
     [
-        (0, {}, "ab"),
-        (0, {"eval_base_model": False}, ""),
-        (2, {}, "a"),
-        (7, {}, ""),
-        (7, {"max_steps": 7}, "ab"),
-        (6, {"passed_over": 6}, ""),
-        (7, {"max_steps": 7, "passed_over": 7}, "ab"),
+        (0, {}, True),
+        (0, {"eval_base_model": False}, False),
+        (2, {}, True),
+        (7, {}, False),
+        (7, {"max_steps": 7}, True),
+        (6, {"passed_over": 6}, False),
+        (7, {"max_steps": 7, "passed_over": 7}, True),
     ],
 )
-def test_a_version_is_evaluated_by_each_environments_interval(
-    version: int, changes: dict[str, Any], expected: str
-) -> None:
-    settings = SimpleNamespace(
-        held_out=[one("a", 2), one("b", 3)],
-        eval=SimpleNamespace(eval_base_model=changes.get("eval_base_model", True)),
-        max_steps=changes.get("max_steps"),
-    )
-    chosen = due(cast(OrchSettings, settings), version, passed_over=changes.get("passed_over"))
-    assert [held_out.label for held_out in chosen] == list(expected)
+def test_a_version_is_evaluated_by_the_interval(version: int, changes: dict[str, Any], *, expected: bool) -> None:
+    evaluation = {"interval": 2, "eval_base_model": changes.get("eval_base_model", True)}
+    settings = settings_for(Path("x"), FakeServer(), max_steps=changes.get("max_steps"), eval=evaluation)
+    assert is_due(settings, version, passed_over=changes.get("passed_over")) == expected
 
 
 # --- in a run ---
@@ -257,9 +259,9 @@ async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evalua
     # Under version 0 the groups of batch 1 came back. Those of batch 2 had begun when version 1 was to be evaluated.
     assert made.summary.rollouts_dropped == {"cancelled_for_eval": 16}
     assert len(made.trained) == made.summary.rollouts_trained == 2 * 16
-    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT group_id, example, reason FROM rollouts")
+    assert check_drops(tmp_path) == {"cancelled_for_eval"}
     cancelled, asked_after = set(), set()
-    for group, example, reason in rows:
+    for group, example, reason in rows_of(tmp_path, "SELECT group_id, example, reason FROM rollouts"):
         assert (reason == "cancelled_for_eval") == (4 <= group < 8)
         if reason is not None:
             cancelled.add(example)

@@ -3,10 +3,8 @@
 import asyncio
 import itertools
 import random
-import sqlite3
 import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from grpo.configs.errors import SettingsError
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.checks import Mismatch
 from grpo.orchestrator.inference.client import ServerError, ServersAway
+from grpo.orchestrator.monitoring.timeline import read_timeline
 from grpo.orchestrator.run import orchestrate
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.transport.batches.filesystem import BatchReceiver
@@ -26,7 +25,7 @@ from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
 from grpo.commands.status import run_status, text
 from tests.orchestrator.fakes import WORDS, FakeServer, FakeTrainer, settings_for, until
-from tests.orchestrator.running import run
+from tests.orchestrator.running import check_drops, rows_of, run
 
 
 def improving(prompt: str, version: int) -> str:
@@ -39,12 +38,6 @@ def improving(prompt: str, version: int) -> str:
 def server(server: FakeServer) -> FakeServer:
     server.answer = improving
     return server
-
-
-def rows_of(folder: Path, query: str) -> list[Any]:
-    """Of the ledger."""
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
-        return database.execute(query).fetchall()
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -142,6 +135,13 @@ async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_ar
     assert made.summary.seconds["train"] == 0.75
     states = Counter(rows_of(tmp_path, "SELECT state, step FROM rollouts"))
     assert states == {("trained", 1): 16, ("trained", 2): 16, ("trained", 3): 16}
+    spans = read_timeline(tmp_path)
+    done = {what: [one.step for one in spans if one.what == what] for what in ("load", "pack", "ship", "evaluate")}
+    assert done == {"load": [0, 1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3], "evaluate": [0, 3]}
+    assert {one.who for one in spans if one.what == "load"} == {f"grpo-infer {server.url.removesuffix('/v1')}"}
+    generated = {one.step: one.end_s for one in spans if one.what == "generate"}
+    assert all(generated[one.step] <= one.start_s for one in spans if one.what == "ship")
+    assert all(one.seconds >= 0 for one in spans)
     # Three batches of four groups, and five held-out examples before and after.
     kinds = Counter((request["temperature"] == 0, request["noisy"]) for request in server.requests)
     assert kinds == {(False, True): 12, (True, False): 10}
@@ -256,11 +256,30 @@ def environment(folder: Path, body: str) -> list[dict[str, str]]:
     return [{"id": f"{path}:Broken"}]
 
 
-async def test_rollouts_whose_reward_raises_are_dropped_and_the_run_goes_on(tmp_path: Path, server: FakeServer) -> None:
-    server.answer = lambda prompt, version: random.choice("aaab")
-    env = environment(tmp_path, "assert example['split'] == 'train'; return 1 / (completion == 'a')")
-    made = await run(tmp_path, server, env=env, max_env_failure_rate=0.9, eval={"num_examples": 0})
-    assert made.summary.rollouts_dropped["env_error"] > 0
+MIXED = """
+from grpo import Environment, Rubric
+
+def graded(completion, example):
+    return {"b": 1 / 3, "c": 2 / 3}.get(completion) or 1 / (completion == "a")
+
+class Mixed(Environment):
+    rubric = Rubric([graded])
+    def dataset(self, split):
+        return [{"prompt": "say " + "x" * (600 if number % 5 == 3 else number)} for number in range(20)]
+"""
+
+
+async def test_rollouts_that_cannot_be_trained_are_dropped_with_one_reason_everywhere_and_the_run_goes_on(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "mixed.py").write_text(MIXED)
+    draws = random.Random(0)
+    # By the prompt all rewards are 1, most rollouts fail, or some do.
+    server.answer = lambda prompt, version: draws.choice(("a", "dddda", "abcd")[prompt.count("x") % 3])
+    given: dict[str, Any] = {"eval": {"num_examples": 0}, "max_env_failure_rate": 1.0, "max_steps": 6}
+    given |= {"env": [{"id": f"{tmp_path / 'mixed.py'}:Mixed"}], "buffer": {"online_difficulty_filtering": True}}
+    made = await run(tmp_path, server, **given)
+    assert check_drops(tmp_path) >= {"env_error", "prompt_too_long", "group_too_small", "all_rewards_1"}
     dropped = sum(made.summary.rollouts_dropped.values())
     assert made.summary.rollouts_issued == made.summary.rollouts_trained + dropped
     assert len(made.trained) == made.summary.rollouts_trained

@@ -8,8 +8,7 @@ import pytest
 from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition
 from grpo.orchestrator.monitoring.metrics import lag
-from grpo.orchestrator.rollouts.conversation import single_row
-from grpo.orchestrator.rollouts.records import EpisodeResult
+from grpo.orchestrator.rollouts.records import EpisodeResult, single_row
 from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group, judge_group, unfit
 from grpo.transport.http import Choice
 from msgspec.structs import replace

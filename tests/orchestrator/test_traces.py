@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from grpo.configs.reporting import TraceSettings
 from grpo.orchestrator.monitoring.traces import Traces
-from grpo.orchestrator.rollouts.conversation import single_row
-from grpo.orchestrator.rollouts.records import EpisodeResult, Failure
+from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, single_row
 from grpo.orchestrator.samples import FinishedGroup
 from grpo.transport.http import Choice
 from grpo.transport.traces import (

@@ -1,7 +1,6 @@
 """User code in workers: whatever it does costs its own rollout, and others run beside it."""
 
 import asyncio
-import contextlib
 import signal
 import subprocess
 import sys
@@ -20,14 +19,12 @@ from grpo.transport.importing import load_object
 from tests.orchestrator.fakes import settings_for, until
 from tests.orchestrator.worker_pools import (
     Clock,
-    pool_for,
     pool_of,
     reason,
     rolled_out,
     says,
     scored,
     scoring,
-    serving,
     task,
 )
 from tests.support import runs, until_gone
@@ -168,17 +165,12 @@ async def test_a_worker_that_stands_still_is_ended_and_who_holds_it_up_is_droppe
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
-    path = tmp_path / "environment.py"
-    path.write_text(HOSTILE)
     held = tmp_path / "environment.py.holds"
 
     def num_held() -> int:
         return len(held.read_text().split()) if held.exists() else 0
 
-    async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(serving(f"{path}:Hostile")) if served else None
-        address = server.address if server else None
-        pool = await stack.enter_async_context(pool_for(f"{path}:Hostile", address=address))
+    async with pool_of(tmp_path, HOSTILE, "Hostile", served=served) as pool:
         holds, *others = (asyncio.create_task(scored(pool, text)) for text in ("hold", "pause", "pause"))
         await until(lambda: num_held() == 1)
         clock.ahead_s += 100
@@ -292,12 +284,13 @@ async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path, s
             await pool.prompts(split)
 
 
-@pytest.mark.parametrize("split", ["killed", "exits"])
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize(("split", "how"), [("killed", "SIGKILL"), ("exits", "exit code 3")])
 async def test_a_process_that_was_killed_before_it_said_anything_may_be_started_again(
-    tmp_path: Path, split: str
+    tmp_path: Path, split: str, how: str, served: bool
 ) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
-        with pytest.raises(EnvironmentFailed) as failed:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", served=served) as pool:
+        with pytest.raises(EnvironmentFailed, match=how) as failed:
             await pool.prompts(split)
     assert isinstance(failed.value, EnvironmentKilled) is (split == "killed")
 

@@ -25,11 +25,18 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-def pool_of(folder: Path, code: str, name: str, **given: Any) -> contextlib.AbstractAsyncContextManager[WorkerPool]:
-    """The workers of a class in `code`, loaded."""
+@contextlib.asynccontextmanager
+async def pool_of(
+    folder: Path, code: str, name: str, *, served: bool = False, **given: Any
+) -> AsyncIterator[WorkerPool]:
+    """The workers of a class in `code`, loaded; `served`: by an environment server."""
     path = folder / "environment.py"
     path.write_text(code)
-    return pool_for(f"{path}:{name}", **given)
+    env_id = f"{path}:{name}"
+    async with contextlib.AsyncExitStack() as stack:
+        if served:
+            given["address"] = (await stack.enter_async_context(serving(env_id))).address
+        yield await stack.enter_async_context(pool_for(env_id, **given))
 
 
 @contextlib.asynccontextmanager

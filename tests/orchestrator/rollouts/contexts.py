@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo.orchestrator.rollouts.context import RolloutContext, Shared
+from grpo.orchestrator.rollouts.context import RolloutContext
 from grpo.orchestrator.rollouts.environment import Environment
 from grpo.orchestrator.rollouts.episode import Episode
 from grpo.orchestrator.rollouts.play import play
@@ -54,10 +54,12 @@ def context_on(
 ) -> RolloutContext:
     """With the role `policy`, where no other is given."""
     return RolloutContext(
-        Shared(backend=backend, split="train", episodes=episodes or {}, stores=stores),
+        backend,
         state=EpisodeState(example=example or {"prompt": "hi"}),
         roles=roles or (Role(id="policy"),),
         seed=seed,
+        episodes=episodes or {},
+        stores=stores,
     )
 
 

@@ -36,7 +36,7 @@ async def test_after_a_model_has_answered_all_of_the_time_is_there_again(advance
     async with OwnTimeout(LIMIT_S):
         for _ in range(3):
             await advance(9)
-            with waiting(anew=True):
+            with waiting(restart=True):
                 await advance(100)
 
 

@@ -11,7 +11,6 @@ import aiohttp
 import openai
 import pytest
 from grpo.orchestrator.rollouts.clock import OwnTimeout, waiting
-from grpo.orchestrator.rollouts.context import Shared
 from grpo.orchestrator.rollouts.openai_endpoint import Endpoint, endpoint_of
 from grpo.orchestrator.rollouts.play import ScriptedBackend
 from grpo.orchestrator.workers.protocol import Call
@@ -66,7 +65,7 @@ class Watched(ScriptedBackend):
 @asynccontextmanager
 async def desk_of(answers: Answers) -> AsyncIterator[Desk]:
     backend = Watched(answers)
-    ctx = RolloutContext(Shared(backend=backend, split="train"), state=EpisodeState(example={}), roles=[Role(id="p")])
+    ctx = RolloutContext(backend, state=EpisodeState(example={}), roles=[Role(id="p")])
     async with endpoint_of(ctx) as endpoint:
         desk = Desk(endpoint, backend)
         async with desk.client:
@@ -178,7 +177,7 @@ async def test_nothing_that_an_agent_asks_is_an_error_of_the_server(
 async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
     class Slow(OpenBackend):
         async def __call__(self, call: Call) -> Any:
-            with waiting(anew=True):
+            with waiting(restart=True):
                 await asyncio.sleep(1.2)
             return await super().__call__(call)
 
