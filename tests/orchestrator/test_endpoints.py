@@ -121,6 +121,7 @@ async def test_the_key_goes_to_the_endpoint_and_into_no_message(
 async def test_what_this_machine_has_for_others_does_not_go_out(
     chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OPENAI_ORG_ID", KEY)
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"X-Other: {KEY}")

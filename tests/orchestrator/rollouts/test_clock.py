@@ -99,6 +99,8 @@ async def test_threads_are_used_again_also_after_a_call_that_was_cancelled(monke
     call = asyncio.create_task(background.in_thread(gate.wait))
     await asyncio.sleep(0)
     call.cancel()
+    await asyncio.wait([call])
+    await asyncio.sleep(0)
     gate.set()
     for _ in range(50):
         await background.in_thread(int)
