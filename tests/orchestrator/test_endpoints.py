@@ -137,6 +137,15 @@ async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(chats
     assert len(chats.requests) == 3
 
 
+async def test_a_server_that_has_just_failed_is_left_out(chats: FakeChatServer) -> None:
+    own = [f"http://127.0.0.1:{free_port()}", chats.base_url.removesuffix("/v1")]
+    endpoint = endpoint_of(None, own, retries=1)
+    for _ in range(4):
+        await endpoint.ask(QUESTION)
+    assert endpoint.num_requests == 5
+    await endpoint.close()
+
+
 @pytest.mark.parametrize(
     "base_url", ["api.example.com/v1", "http://", "http://me:secret@example.com/v1", "http://example.com/v1?key=secret"]
 )
