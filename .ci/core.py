@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-REMOVED = ("orchestrator/auxiliary", "tests/orchestrator/auxiliary")
+REMOVED = ("environments", "orchestrator/auxiliary", "tests/environments", "tests/orchestrator/auxiliary")
 """Folders that the copy does not have."""
 TESTS = ("tests/orchestrator",)
 FINDER = """

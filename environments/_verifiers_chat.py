@@ -1,5 +1,5 @@
-"""A chat loop as `verifiers` knows harnesses, within the environment's own process: no program is installed or started
-for a rollout. Its agents talk and call tool servers; they run no code.
+"""A chat loop, as a harness of `verifiers` that runs in the environment's own process: no program is installed or
+started for a rollout. Its agents talk and call tool servers; they run no code.
 
 `verifiers` finds it by its id, like any harness package (`grpo.environments.verifiers` makes the id known).
 """
@@ -18,11 +18,11 @@ __all__ = ["ChatHarness"]
 CONTEXT_FULL = "context_length_exceeded"
 """The code of OpenAI's API, which `verifiers` hands on within a text."""
 FAILED_CALLS = "failed_tool_calls"
-"""Where a trace's `info` lists them, as (id of the call, kind of error, what was said)."""
+"""The key of a trace's `info` that lists them, as (id of the call, kind of error, message)."""
 
 
 class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """Nothing is set here but what every harness has."""
+    """Has the settings that every harness has, and no others."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
@@ -45,7 +45,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         data: vf.TaskData,
         tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
-        """One segment of the conversation. A turn that `verifiers` refuses ends it; so does a full context."""
+        """Plays one segment of the conversation. A turn that `verifiers` refuses ends it; so does a full context."""
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(
                 openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)

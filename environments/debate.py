@@ -43,7 +43,7 @@ _VERDICT = re.compile(r"\bwinner\W{1,10}(aff|neg|tie)\b", re.IGNORECASE)
 
 
 def points(transcript: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """How many different words of its own list each role named before anybody else did.
+    """Returns how many different words of its own list each role named before anybody else did.
 
     Example: ``points([("Aff", "good, fun."), ("Neg", "good, bad, bad.")])`` is ``{"Aff": 2.0, "Neg": 1.0}``
     """
@@ -56,8 +56,8 @@ def points(transcript: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def verdict_of(text: str) -> str | None:
-    """`Aff`, `Neg` or `tie`: what a judge's answer says, the last where it says so more than once; None where it does
-    not say."""
+    """Returns `Aff`, `Neg` or `tie` as a judge's answer says, the last where it says so more than once; None where it
+    does not say."""
     found = _VERDICT.findall(text)
     return {"aff": AFF, "neg": NEG, "tie": "tie"}[found[-1].lower()] if found else None
 
@@ -124,7 +124,7 @@ class Debate(AlternatingRolesEpisode, Environment):
             state.truncated = True
 
     async def _speech(self, ctx: RolloutContext, state: EpisodeState) -> str:
-        """What the policy says as the role that it plays, and the model before training as the other."""
+        """Returns what the policy says as the role that it plays, and the model before training as the other."""
         shown = self.messages_for(state.role, state)
         if state.role == state.example["plays"]:
             return (await ctx.sample(state.role, shown)).text
@@ -138,7 +138,7 @@ class Debate(AlternatingRolesEpisode, Environment):
     # --- the rubric ---
 
     async def verdict(self, state: EpisodeState) -> dict[str, float]:
-        """Who gets what: the winner 1, the other -1."""
+        """The winner gets 1, the other -1."""
         transcript = _transcript(state)
         if self._judge is None:
             counts = points(transcript)
@@ -158,7 +158,7 @@ class Debate(AlternatingRolesEpisode, Environment):
         return float(winner == own) if own is not None and winner in (AFF, NEG) else 0.5
 
     def against_base(self, state: EpisodeState) -> dict[str, float]:
-        """The same by role, of debates against the model before training."""
+        """1 where the policy has won against the model before training, by the role that it played."""
         own = state.example.get("plays")
         return {} if own is None else {own: self.won(state)}
 
@@ -176,6 +176,6 @@ class Debate(AlternatingRolesEpisode, Environment):
 
 
 def _transcript(state: EpisodeState) -> list[tuple[str, str]]:
-    """Who said what."""
+    """Returns the speeches as (role, text)."""
     said = [message for message in state.messages if message["role"] == "assistant"]
     return [(message["name"], message["content"]) for message in said]

@@ -26,13 +26,13 @@ class McpServer:
     command: Sequence[str] = ()
     """The program with its arguments. It ends with the worker, and is shared by the worker's rollouts."""
     url: str = ""
-    """Of a server over streamable HTTP."""
+    """The address of a server over streamable HTTP."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """What the program gets of an environment besides PATH, HOME and the like: keys of its own, for example."""
+    """Environment variables that the program gets besides PATH, HOME and the like, such as keys of its own."""
     tools: Sequence[str] | None = None
     """Names of those that the policy may call; None for all."""
     start_timeout_s: float = 20.0
-    """For the server to come up and name its tools."""
+    """Seconds for the server to come up and name its tools."""
     _connections: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]" = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
     )
@@ -58,7 +58,7 @@ class McpServer:
 
 
 class _Connection:
-    """One server, for as long as its task runs: who opens a connection must close it in the same task."""
+    """Holds a connection for as long as its task runs: the task that opens it must be the one that closes it."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -66,7 +66,7 @@ class _Connection:
         self.task = asyncio.create_task(self._stay())
 
     async def tools(self) -> dict[str, Tool]:
-        """Raises ValueError."""
+        """Returns the tools once the server has named them. Raises ValueError."""
         try:
             async with asyncio.timeout(self._server.start_timeout_s):
                 return await asyncio.shield(self._tools)

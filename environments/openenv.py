@@ -28,12 +28,12 @@ from grpo import (
 )
 
 WAIT_S, STEP_LIMIT_S, CONNECT_LIMIT_S = 20.0, 20.0, 5.0
-"""For a first observation, of a server that may be away or full; for one answer; for one attempt to connect. All count
-as the environment's time and stay below the default `reward_timeout_s`."""
+"""Seconds for a first observation of a server that may be away or full, for one answer, and for one attempt to connect.
+All count as the environment's time and stay below the default `reward_timeout_s`."""
 STATE_LIMIT_S, CLOSE_LIMIT_S = 3.0, 1.0
-"""A rollout is complete without the state at its end, and without a farewell."""
+"""Seconds for the state at the end and for the farewell; a rollout is complete without either."""
 MAX_MESSAGE_BYTES = 100 * 1024 * 1024
-"""As OpenEnv's own client has it."""
+"""The limit of OpenEnv's own client."""
 REFUSED_ACTION, MALFORMED_ACTION = "refused_action", "malformed_action"
 """The server says that the answer is no action of its environment; the codec says so."""
 
@@ -52,12 +52,12 @@ class ServerError(RuntimeError):
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether nobody is there, or has a session left."""
+    """Tells whether nobody is there, or no session is left."""
     return isinstance(error, SessionLost) or (isinstance(error, ServerError) and error.code == "CAPACITY_REACHED")
 
 
 class Observed(BaseModel):
-    """What a server answers to `reset` and `step`.
+    """A server's answer to `reset` and `step`.
 
     Example: ``Observed(observation={"echoed_message": "hi"}, reward=0.2, done=False)``
     """
@@ -79,8 +79,8 @@ class Observed(BaseModel):
 
 
 class Codec:
-    """What stands between an environment's observations and actions, and text: here an action with one text field, and
-    an observation of which one field, or all but its metadata as JSON, is shown.
+    """Turns an environment's observations into text, and text into its actions: here an action has one text field, and
+    one field of an observation is shown, or all but its metadata as JSON.
 
     Another class with these two methods may take its place; it is made without arguments:
     ``args: {base_url: ..., codec: "my_codec.py:Chess"}``
@@ -90,7 +90,7 @@ class Codec:
         self.action_field, self._observation_field = action_field, observation_field
 
     def to_text(self, observation: Mapping[str, Any]) -> str:
-        """What the policy is shown. Raises ValueError where the observation has no such field."""
+        """Returns what the policy is shown. Raises ValueError where the observation has no such field."""
         if self._observation_field is None:
             return json.dumps({key: value for key, value in observation.items() if key not in ("metadata", "meta")})
         if self._observation_field not in observation:
@@ -99,7 +99,7 @@ class Codec:
         return shown if isinstance(shown, str) else json.dumps(shown)
 
     def to_action(self, text: str) -> Mapping[str, Any]:
-        """What an answer means. Raises ValueError with what is wrong with it, which the policy is shown."""
+        """Returns the action that an answer means. Raises ValueError with what is wrong, which the policy is shown."""
         return {self.action_field: text}
 
 
@@ -229,12 +229,12 @@ class OpenEnv(MultiTurnEpisode, Environment):
         return float(total_reward(state) >= self._solved_at)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
-        """What is needed to play the episode again, and the server's state at its end, where it tells."""
+        """Returns what is needed to play the episode again, and the server's state at its end, where it tells."""
         return {key: state.data.get(key) for key in ("reset", "actions", "rewards", "state")}
 
     @asynccontextmanager
     async def _session(self, arguments: Mapping[str, Any]) -> AsyncIterator[tuple[ClientConnection, Observed]]:
-        """A session that has been reset. Waits for a server that is away, full or slow."""
+        """Opens a session and resets it. Waits for a server that is away, full or slow."""
         stop, pause = stop_after_delay(WAIT_S), wait_exponential(multiplier=0.1, max=1.0)
         attempts = AsyncRetrying(retry=retry_if_exception(_may_pass), stop=stop, wait=pause, reraise=True)
         begun: tuple[ClientConnection, Observed] = await attempts(self._begin, arguments)

@@ -42,14 +42,14 @@ def question_of(text: str) -> str | None:
 
 
 def free_question_of(text: str) -> str | None:
-    """What a proposal asks for in words, on one line; of several, the last. None where there is none, or it is longer
-    than 1000 characters."""
+    """Returns the question in words that a proposal asks, on one line; of several, the last. None where there is none,
+    or it is longer than 1000 characters."""
     found = _FREE_QUESTION.findall(text)
     return found[-1].strip() if found and len(found[-1]) <= _MOST_FREE_CHARACTERS else None
 
 
 def value_of(expression: str) -> int | None:
-    """What an expression comes to; None for anything that `question_of` refuses."""
+    """Returns an expression's value; None for anything that `question_of` refuses."""
     numbers = re.findall(r"\d+", expression)
     if (
         len(expression) > _MOST_CHARACTERS
@@ -220,7 +220,7 @@ class ProposerSolver(Episode, Environment):
         return float(state.data["question"] is not None)
 
     def pass_rate(self, state: EpisodeState) -> float:
-        """Of the Solvers; 0 where there was no question, which `parsable` tells apart."""
+        """The share of Solvers that were right; 0 where there was no question, which `parsable` tells apart."""
         return float(state.data.get("pass_rate", 0.0))
 
 

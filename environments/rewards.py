@@ -27,7 +27,7 @@ Is it right? End with one line:
 Verdict: right, or Verdict: wrong"""
 _VERDICT = re.compile(r"\bverdict\W{1,10}(right|wrong)\b", re.IGNORECASE)
 MATH_TIMEOUT_S = 2
-"""For math-verify to read one text, and to compare two."""
+"""Seconds for math-verify to read one text, and to compare two."""
 MAX_MATH_CHARS = 10_000
 """An answer stands at the end; what is before that many characters is not read."""
 
@@ -36,7 +36,7 @@ _NUMBER = re.compile(
     r"(?![.,]?[0-9]|[^\W\d_]*[\d_])",
     re.IGNORECASE,
 )
-"""Letters may follow, as a unit; digits may not, nor may a shorter number be found within a longer one."""
+"""Letters may follow, as a unit; digits may not, nor is a shorter number found within a longer one."""
 
 
 def exact(completion: str, example: Mapping[str, Any]) -> float:
@@ -89,8 +89,8 @@ def judge(model: str | Mapping[str, Any] = "base") -> Reward:
 
 
 async def asked_verdict(client: InferenceClient, question: str, completion: str, answer: Any = None) -> bool | None:
-    """Whether a model finds a completion right; None where it does not say. `answer`: the right one, where it is
-    known."""
+    """Asks a model whether a completion is right. Returns None where it does not say. `answer`: the right one, where
+    it is known."""
     known = "" if answer is None else f"\n\nThe right answer is:\n\n{answer}"
     asked = JUDGE_PROMPT.format(question=question, completion=completion, known=known)
     said = _VERDICT.findall(await client.complete([{"role": "user", "content": asked}]))
@@ -118,13 +118,13 @@ REWARDS: dict[str, Callable[[Any], Reward]] = {
     "judge": lambda model: judge(model or "base"),
     "unit_tests": unit_tests,
 }
-"""What makes each, given its option."""
+"""Functions that make each reward, given its option."""
 COMPARING = ("exact", "number", "math")
-"""Those without an option, which compare the completion with the answer."""
+"""Rewards without an option, which compare the completion with the answer."""
 
 
 def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward, bool]:
-    """Its name, the reward, and whether it compares with an answer, of: a name, `{name: option}`, or
+    """Returns the name, the reward, and whether it compares with an answer. `given`: a name, `{name: option}`, or
     `module:function` or `path/to/file.py:function` of one's own. Raises ValueError for what is none."""
     name, option = given, None
     if isinstance(given, Mapping):
@@ -149,7 +149,7 @@ def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward, bool]:
 
 
 def wrong_answer(name: str, answer: Any) -> str | None:
-    """Why `answer` cannot be what the reward `name` compares with; None where it can."""
+    """Returns why the reward `name` cannot compare with `answer`; None where it can."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return f"answer is {answer!r}, expected a text or a number"
     text = str(answer).strip()
@@ -172,8 +172,8 @@ def _decimal(text: str) -> Decimal | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_answer(expected: str) -> Any:
-    """As math-verify reads it: what is boxed, or as LaTeX where it is that, and as plain text otherwise. Empty where it
-    cannot."""
+    """Returns an answer as math-verify reads it: what is boxed, or as LaTeX where it is that, and as plain text
+    otherwise. Empty where it cannot read it."""
     from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
 
     if "\\boxed" in expected:

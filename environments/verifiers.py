@@ -38,14 +38,14 @@ from grpo import (
 CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""
 THEIR_HARNESS = "bash"
-"""What they give an agent that names none: it runs commands, and installs itself from the network."""
+"""The harness of an agent that names none: it runs commands, and installs itself from the network."""
 DEADLINE_S = 3600.0
-"""Of one rollout, unless `environment` has a `timeout` of its own."""
+"""Seconds for one rollout, unless `environment` has a `timeout` of its own."""
 POLICY = "policy"
 
 
 class RolloutFailed(RuntimeError):
-    """Their rollout came to nothing."""
+    """The library's rollout did not complete. The message has its errors."""
 
 
 class Verifiers(Episode, Environment):
@@ -83,7 +83,7 @@ class Verifiers(Episode, Environment):
         self._starting: asyncio.Task[vf.ModelContext] | None = None
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        """Their tasks, in their order."""
+        """Returns the taskset's tasks, in its order."""
         return [
             {"prompt": _prompt(task), "task": f"{self._env_id}/{split}/{place}", "place": place}
             for place, task in enumerate(self._split(split))
@@ -110,7 +110,7 @@ class Verifiers(Episode, Environment):
         _keep_scores(episode, endpoint.speakers, state)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
-        """What their rubric said, for the rollout's record."""
+        """Returns the rewards and metrics of their rubric, for the rollout's record."""
         return {"rewards": state.data.get("rewards", {}), "metrics": state.data.get("metrics", {})}
 
     async def close(self) -> None:
@@ -130,8 +130,8 @@ class Verifiers(Episode, Environment):
         return self._tasks[split]
 
     async def _served(self) -> vf.ModelContext:
-        """Their shared servers, which stay for as long as the process does, and where their agents find the policy.
-        All wait for one start; after one that failed the next rollout tries again."""
+        """Starts their shared servers, which stay for as long as the process does, and returns where their agents find
+        the policy. All wait for one start; after one that failed the next rollout tries again."""
         if self._starting is None or (self._starting.done() and self._starting.exception()):
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -158,7 +158,8 @@ def verifiers(state: EpisodeState) -> Mapping[str, float]:
 
 
 def _load(given: Mapping[str, Any]) -> vf.Env:
-    """Their environment, each agent with a harness that can run here. Raises ValueError for one that cannot be."""
+    """Loads their environment, each agent with a harness that can run here. Raises ValueError for settings that cannot
+    be."""
     sys.modules.setdefault(CHAT_HARNESS, _verifiers_chat)
     env_id = given["taskset"]["id"]
     try:
@@ -186,7 +187,7 @@ def _load(given: Mapping[str, Any]) -> vf.Env:
 
 
 def _prompt(task: vf.Task) -> list[dict[str, str]]:
-    """What the policy is shown first, as far as the task itself says."""
+    """Returns what the policy is shown first, as far as the task itself says."""
     data = task.data
     shown = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str) or data.prompt is None:
@@ -210,7 +211,7 @@ def _failure(episode: vf.Episode, full: bool, failure: BaseException | None, sta
 
 
 def _keep_scores(episode: vf.Episode, speakers: Mapping[str, str | None], state: EpisodeState) -> None:
-    """What their rubric said, by role; an agent that ran more than once has the mean."""
+    """Keeps the rewards of their rubric by role, and its metrics; an agent that ran more than once has the mean."""
     rewards, metrics = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for trace in episode.traces:
         if (role := speakers.get(trace.id)) is None:

@@ -56,7 +56,7 @@ DIFFICULTIES = {"easy": (2, "+"), "medium": (2, "+-*"), "hard": (3, "+-*")}
 
 
 class Question(NamedTuple):
-    """Without its answer; the same operation between all words, applied from left to right."""
+    """A question without its answer. The same operation stands between all words, applied from left to right."""
 
     words: tuple[str, ...]
     operation: str
@@ -68,8 +68,8 @@ def split_of(word: str) -> str:
 
 
 def zorplex(word: str, seed: int, max_value: int) -> int:
-    """A word's hidden value, 1 to `max_value`. It follows from the word and the seed, so that it is the same in every
-    process and at every replay, and a policy can only look it up."""
+    """Returns a word's hidden value, 1 to `max_value`. It follows from the word and the seed, so that it is the same in
+    every process and at every replay, and a policy can only look it up."""
     return 1 + _digest(f"{seed} {word}") % max_value
 
 
@@ -93,7 +93,7 @@ def answer(question: Question, seed: int, max_value: int) -> int:
 
 
 def without_zorplex(word: str) -> str:
-    """What the policy is told of a word that there is not: what it wrote, short and harmless."""
+    """Returns what the policy is told about an unknown word: what it wrote, short and harmless."""
     plain = "".join(letter if letter.isalnum() else "?" for letter in word[:MAX_ECHO])
     return f"{plain or 'Nothing'}{'...' * (len(word) > MAX_ECHO)} has no zorplex; look up a word of the question."
 
@@ -145,7 +145,7 @@ def failure_mode(state: EpisodeState) -> str:
 
 
 def _share_of(mode: str) -> Callable[[EpisodeState], float]:
-    """A metric of the mode's name: 1 where the rollout ended so."""
+    """Makes the metric that is 1 where the rollout ended in this mode; it has the mode's name."""
 
     def share(state: EpisodeState) -> float:
         return float(failure_mode(state) == mode)

@@ -36,7 +36,7 @@ A reviewer says:
 
 Write the program anew, as the review demands; leave it as it is where the review finds nothing wrong. Answer with the \
 whole program in one block that begins with ```python."""
-"""What a model is asked that revises: nothing of the tests."""
+"""The prompt of the model that revises. It says nothing of the tests."""
 
 
 class Critique(SingleTurnEpisode, Environment):

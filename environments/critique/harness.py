@@ -1,4 +1,4 @@
-"""What the sandbox runs for a test that calls functions: the program in one process, the test in another.
+"""The program that the sandbox runs for a test that calls functions: the candidate in one process, the test in another.
 
 The test gets the program's functions as proxies, and what crosses is values, so that a program can neither see the test
 and what it expects, nor answer with an object that equals everything. The test's process cannot be read by the other
@@ -79,7 +79,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
 
 
 class Proxy:
-    """A function or an object of the program, in its process."""
+    """Stands for a function or an object of the candidate, in its process."""
 
     def __init__(self, number: int, requests: TextIO, replies: TextIO) -> None:
         self._number, self._requests, self._replies = number, requests, replies

@@ -20,15 +20,16 @@ _PROGRAMS = {
     "livecodebench": "def g(n): return n{operator}{k}",
 }
 _INPUTS = (5, 7)
-"""At which sum, difference and product with 1 to 9 are all different."""
+"""Inputs at which sum, difference and product with 1 to 9 are all different."""
 _JUDGEMENT = re.compile(r"overall\s+judge?ment\W{1,20}(correct|incorrect)\b", re.IGNORECASE)
 _USE = re.compile(r"\buse[ \t]+`?([-+*])", re.IGNORECASE)
 _OPERATOR = re.compile(r"(?<=[\w)])[-+*](?=\w)")
 
 
 def records(split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """All problems of a split in an order of their own, a third of them with a right program. One in eight is kept for
-    evaluation, by its question and program. The styles take turns: standard input, unit tests, LiveCodeBench."""
+    """Returns all problems of a split in an order of their own, a third of them with a right program. One in eight is
+    kept for evaluation, by its question and program. The styles take turns: standard input, unit tests,
+    LiveCodeBench."""
     every = itertools.product(_PROGRAMS, OPERATORS, range(1, 10), OPERATORS)
     made = [_record(style, right, k, written) for style, right, k, written in every]
     chosen = [one for one in made if (_digest(one)[0] % 8 == 0) == (split == "eval")]
@@ -44,15 +45,15 @@ def judgement_of(critique: str) -> str | None:
 
 
 def right_critique(question: str, program: str) -> str:
-    """What should be said of a program of these problems."""
+    """Returns the right critique of a program of these problems."""
     right = next(operator for operator, text in _QUESTIONS.items() if text[:2] == question[:2])
     written = _OPERATOR.findall(program)[-1]
     return "Overall judgment: Correct" if written == right else f"Use {right}. Overall judgment: Incorrect"
 
 
 def revise_by_rule(program: str, critique: str) -> str:
-    """The program as a critique wants it: as it was, unless it is judged incorrect and an operator is named (`use +`),
-    which then takes the place of the program's last one. A program without an operator stays as it was."""
+    """Returns the program as a critique wants it: as it was, unless it is judged incorrect and an operator is named
+    (`use +`), which then takes the place of the program's last one. A program without an operator stays as it was."""
     named, places = _USE.findall(critique), list(_OPERATOR.finditer(program))
     if judgement_of(critique) != "incorrect" or not named or not places:
         return program

@@ -57,7 +57,7 @@ class Problem:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """All words of the tests that call functions: names of the program that they may use."""
+        """All words of the tests that call functions: the names of the program that they may use."""
         jobs = [test.job for test in self.tests if test.job is not None]
         code = " ".join(str(job.get(key, "")) for job in jobs for key in ("setup", "code", "function"))
         return frozenset(re.findall(r"\w+", code))

@@ -27,15 +27,15 @@ MOST_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """What the program must print for a standard input, or one job for the harness: a function with arguments that
-    must return something, or code that raises unless the program is right.
+    """One test: what the program must print for a standard input, or one job for the harness: a function with arguments
+    that must return something, or code that raises unless the program is right.
 
     Example: ``Test(job={"function": "double", "arguments": [2]}, accepted=(4,))``
     """
 
     stdin: str = ""
     job: Mapping[str, Any] | None = None
-    """As `harness.py` has it; None: the program itself runs, with `stdin`."""
+    """The job that `harness.py` reads; None: the program itself runs, with `stdin`."""
     accepted: tuple[Any, ...] = ()
     """The outputs, or the returned values, of which one is enough. None for code that raises."""
 
@@ -77,7 +77,8 @@ async def run_tests(
 
 
 class ProgramScorer:
-    """What programs are worth by their tests. Programs that say the same are run once, and their reward is kept."""
+    """Finds out what programs are worth by their tests. Programs that say the same are run once, and their reward is
+    kept."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class ProgramScorer:
         self._all_or_nothing, self._limits = counting == "all_or_nothing", Limits(**(limits or {}))
         self.sandbox = make_sandbox(sandbox, parallel)
         self._rewards: dict[bytes, asyncio.Task[float]] = {}
-        """Those that are known, and those that are being found out."""
+        """Rewards that are known, and rewards that are being found out."""
 
     async def score(self, program: str | None, tests: Sequence[Test], *, digest: str, names: frozenset[str]) -> float:
         """Returns the share of tests that the program passes, or 1 for all and 0 for less; 0 where there is no program.

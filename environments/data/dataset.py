@@ -19,7 +19,7 @@ MAX_CHARS = 1_000_000
 """Characters of a prompt."""
 _HASH_BYTES = 8
 _PLACE = re.compile(r"\{\{|\}\}|\{([\w.]+)\}")
-"""In a template: a brace, written twice, or a column. Any other brace is itself."""
+"""Finds what a template replaces: a brace that is written twice, and a column. Any other brace is itself."""
 
 MATH_PROMPT = "{problem}\n\nReason step by step, and put the final answer within \\boxed{}."
 KNOWN: dict[str, dict[str, Any]] = {
@@ -51,18 +51,18 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 @dataclass(slots=True, kw_only=True)
 class Loaded:
-    """What became of the rows."""
+    """The rows that were read: examples, rows that cannot be used, and duplicates."""
 
     examples: dict[str, list[Mapping[str, Any]]]
-    """By split."""
+    """Examples by split."""
     refused: list[Refused] = field(default_factory=list)
     duplicates: list[Refused] = field(default_factory=list)
     """Rows that say what another one says, and rows of training that are evaluated on; they are left out."""
 
 
 class Dataset(Environment):
-    """One prompt a row, of a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, or a data set of the Hugging Face Hub
-    that was downloaded before. Other columns are kept, for a reward function of one's own.
+    """Has one prompt a row, of a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, or a data set of the Hugging Face
+    Hub that was downloaded before. Other columns are kept, for a reward function of one's own.
 
     Example: ``env: [{id: dataset, args: {path: sums.csv, prompt: "What is {sum}?", answer: result, reward: number}}]``
     """
@@ -199,7 +199,7 @@ def _column(row: Row, name: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """As it stands in a prompt: a list has a line for each."""
+    """Returns a value as it stands in a prompt: a list has a line for each of its items."""
     if isinstance(value, list):
         return "\n".join(map(_text, value))
     if value is None:

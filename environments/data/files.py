@@ -15,19 +15,19 @@ from grpo import UserError
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
-"""A column's value by its name."""
+"""Values by the names of their columns."""
 MAX_SHOWN = 120
 """Characters of a value that a message shows."""
 MAX_ROWS = 2_000_000
-"""Of a data set: each process that plays its environment keeps them all."""
+"""The most rows of a data set: each process that plays its environment keeps them all."""
 MAX_BYTES = 4 << 30
-"""Of a file, and of what a compressed one holds."""
+"""The longest file, and the most that a compressed one may hold."""
 MAX_LINE_BYTES = 256 << 20
-"""Of a line in a file of lines."""
+"""The longest line in a file of lines."""
 MAX_CELL_CHARS = 64 << 20
-"""Of a cell in a CSV file; tests of a program may be as long."""
+"""The longest cell in a CSV file; tests of a program may be as long."""
 MAX_FACTOR, MIN_UNPACKED_BYTES = 1000, 256 << 20
-"""What a compressed file may hold for each of its own bytes; where that is less, it may hold the second."""
+"""Bytes that a compressed file may hold for each of its own, and how many any file may hold."""
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 64 << 20
 _SUSPICIOUS_FACTOR = 100
@@ -92,13 +92,14 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
+    """Returns a value for a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def plain_value(value: Any) -> Any:
-    """A value as plain data: what is no text, number or container becomes a text, and what is no finite number None."""
+    """Returns a value as plain data: whatever is no text, number or container becomes a text; infinities and NaN
+    become None."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()  # halves of surrogate pairs become question marks
     if isinstance(value, float):
@@ -124,7 +125,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
-    """One list of rows, or one row a line."""
+    """Reads one list of rows, or one row a line."""
     with path.open("rb") as file:
         begin = next((line.lstrip(b"\xef\xbb\xbf") for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
     if not begin.lstrip().startswith(b"["):
@@ -147,8 +148,8 @@ def _parsed(data: bytes) -> Any:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
-    """The first line has the columns' names. Cells are texts. The delimiter is a comma, or what the first line has more
-    of: `;`, `|` or tabs."""
+    """Reads a table whose first line has the columns' names. Cells are texts. The delimiter is a comma, or what the
+    first line has more of: `;`, `|` or tabs."""
     csv.field_size_limit(MAX_CELL_CHARS)
     lines = _texts_of(path)
     first = next(lines, "")
@@ -198,7 +199,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
-    """As `datasets` saves them."""
+    """Reads files as `datasets` saves them."""
     import pyarrow.ipc
 
     with pyarrow.memory_map(str(path)) as source:
@@ -213,7 +214,7 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _readable(schema: Any) -> list[str]:
-    """Columns without pictures, sounds and other bytes."""
+    """Returns the columns without pictures, sounds and other bytes."""
     return [column.name for column in schema if "binary" not in str(column.type)]
 
 
@@ -248,7 +249,7 @@ def _too_many(path: Path) -> UserError:
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file with their ends, without a byte order mark."""
+    """Yields the lines of a file with their ends, without a byte order mark."""
     with path.open("rb") as file:
         number = 1
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -284,8 +285,9 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 
 
 def find_files(path: str, *, subset: str | None, split: str) -> list[Path]:
-    """The files of one split. `path`: a file, which is one split whatever it is called; a folder of files as the Hub
-    has them; or `owner/name` of the Hub. Raises UserError with what there is, and how to get what is missing."""
+    """Returns the files of one split. `path`: a file, which is one split whatever it is called; a folder of files as
+    the Hub has them; or `owner/name` of the Hub. Raises UserError with what there is, and how to get what is
+    missing."""
     place = Path(path).expanduser()
     if place.is_file():
         if subset is not None:
@@ -307,7 +309,7 @@ def find_files(path: str, *, subset: str | None, split: str) -> list[Path]:
 
 
 def _downloaded(name: str) -> Path:
-    """The folder of a data set in the cache of the Hub. Nothing is fetched."""
+    """Returns the folder of a data set in the cache of the Hub. Nothing is fetched."""
     if _HUB_NAME.fullmatch(name) is None or Path(name).suffix in READERS:
         raise UserError(f"{name}: no such file or folder, seen from {Path.cwd()}")
     from huggingface_hub import snapshot_download
@@ -323,8 +325,8 @@ def _downloaded(name: str) -> Path:
 
 
 def _named_files(folder: Path) -> dict[str, dict[str, list[Path]]]:
-    """Files by subset and split. A split's name is a word of the file's name or of its folder's; where none has one,
-    all is `train`. A folder in between is a subset."""
+    """Returns files by subset and split. A split's name is a word of the file's name or of its folder's; where none has
+    one, all is `train`. A folder in between is a subset."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in READERS and path.is_file())
     named: dict[str, dict[str, list[Path]]] = {}
     for path in files:

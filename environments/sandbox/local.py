@@ -17,7 +17,7 @@ from grpo import waiting
 
 START_DEADLINE_S, END_DEADLINE_S = 60.0, 30.0
 TICK_S = 0.02
-"""Between two looks at what a program uses."""
+"""Seconds between two looks at what a program uses."""
 KILLED = 128 + signal.SIGKILL
 _KEEPER = """
 umask 022

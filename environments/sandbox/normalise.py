@@ -12,7 +12,7 @@ _MOST_CHARACTERS = 10_000
 """Longer programs are compared as they are: whoever asks waits while one is parsed and written anew."""
 _LOOKS_AT_NAMES = {"eval", "exec", "locals", "globals", "vars", "dir", "inspect", "f_locals", "f_globals"}
 _LOOKS_AT_NAMES |= {"__dict__", "__code__", "__annotations__", "__globals__"}
-"""By which a program finds variables by their names."""
+"""Names by which a program looks at its own variables' names."""
 _DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NAME_FIELD: dict[type[ast.AST], str] = {
     ast.Name: "id",
@@ -22,7 +22,7 @@ _NAME_FIELD: dict[type[ast.AST], str] = {
     ast.MatchStar: "name",
     ast.MatchMapping: "rest",
 }
-"""Where nodes have the name of a variable."""
+"""The field in which a node has the name of a variable."""
 
 
 def key_of(program: str, tests: str, *, keep: frozenset[str] = frozenset()) -> bytes:

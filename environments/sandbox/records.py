@@ -1,4 +1,4 @@
-"""What goes into a sandbox and what comes out."""
+"""Records that go into a sandbox and come out: limits and results."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
@@ -7,13 +7,14 @@ import pydantic
 from pydantic import ConfigDict, Field
 
 LimitName = Literal["wall", "cpu", "memory", "processes", "files", "output", "killed"]
-"""What ended a program from outside. `killed`: a SIGKILL that is not ours, of the kernel for want of memory say."""
+"""Limits that end a program from outside. `killed`: by a SIGKILL that is not ours, such as the kernel's for want of
+memory."""
 
 MIB = 1024 * 1024
 
 
 class SandboxError(RuntimeError):
-    """A sandbox, or a service, that could not do its work, for which the program is not to blame."""
+    """The sandbox or the service could not do its work, for which the program is not to blame."""
 
 
 class SandboxMissing(SandboxError):
@@ -25,7 +26,7 @@ Seconds = Annotated[float, Field(ge=0.05, allow_inf_nan=False)]
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class Limits:
-    """What one program may use, its children included. Raises ValueError for what is no such number."""
+    """Limits of one program, its children included. Raises ValueError for numbers that cannot be limits."""
 
     wall_s: Seconds = 10.0
     """Seconds by the clock."""
@@ -45,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a program. Example: ``Result(exit_code=0, stdout=b"3\\n", stderr=b"", limit=None)``"""
+    """The outcome of a program. Example: ``Result(exit_code=0, stdout=b"3\\n", stderr=b"", limit=None)``"""
 
     exit_code: int
     """128 + N where signal N ended it, as a shell has it: 137 where a limit did."""
@@ -57,7 +58,7 @@ class Result:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Tells whether it ended by itself with exit code 0."""
         return self.exit_code == 0 and self.limit is None
 
 

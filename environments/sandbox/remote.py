@@ -12,7 +12,7 @@ from grpo import waiting
 ATTEMPTS, FIRST_PAUSE_S = 5, 0.5
 """Pauses double."""
 QUEUE_S = 30.0
-"""How long the service may queue a program, beyond its wall time."""
+"""Seconds for which the service may queue a program, beyond its wall time."""
 
 
 class _Passing(SandboxError):

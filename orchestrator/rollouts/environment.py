@@ -58,18 +58,18 @@ class Environment(ABC):
 
     @abstractmethod
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        """The examples of `train` or `eval`, the same at every call. Each has a `prompt`: a text, which becomes the
-        user's message, or a list of chat messages. Whatever else it has is for episodes and reward functions; a
+        """Returns the examples of `train` or `eval`, the same at every call. Each has a `prompt`: a text, which becomes
+        the user's message, or a list of chat messages. Whatever else it has is for episodes and reward functions; a
         `solution`, a text, can be a hint too (`hints.sources: [solution]`), in training alone."""
 
 
 def is_single_turn(environment: Environment) -> bool:
-    """Whether each rollout is one answer to its prompt, which the environment's rubric scores."""
+    """Tells whether each rollout is one answer to its prompt, which the environment's rubric scores."""
     return environment.episode is None and not isinstance(environment, Episode)
 
 
 def episode_of(environment: Environment) -> Episode:
-    """How an environment's examples are rolled out. Raises ValueError for an environment that cannot be."""
+    """Returns how an environment's examples are rolled out. Raises ValueError for an environment that cannot be."""
     if is_single_turn(environment):
         rubric = getattr(environment, "rubric", None)
         if rubric is None or environment.episodes or environment.stores:
@@ -86,5 +86,5 @@ def episode_of(environment: Environment) -> Episode:
 
 
 def roles_of(environment: Environment) -> list[Role]:
-    """Of all its episodes. Raises ValueError where they contradict each other."""
+    """Returns the roles of all its episodes. Raises ValueError where they contradict each other."""
     return all_roles(one.roles for one in (episode_of(environment), *environment.episodes.values()))

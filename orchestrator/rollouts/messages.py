@@ -29,7 +29,7 @@ class ModelResponse:
 
 
 def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[dict[str, str]]:
-    """The prompt of an example as chat messages. Raises ValueError that says what an example must look like."""
+    """Returns the prompt of an example as chat messages. Raises ValueError that says what an example must look like."""
     prompt, which = example.get("prompt"), "an example" if index is None else f"example {index}"
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -55,7 +55,7 @@ def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[di
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of messages. Raises ValueError for what cannot be shown to a model."""
+    """Returns copies of messages. Raises ValueError for what cannot be shown to a model."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(
             f'a {type(messages).__name__} was given for messages, expected a list such as [{{"role": "user", '
@@ -67,7 +67,7 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def plain(value: Any, what: str) -> Any:
-    """A copy of `value` as plain data. Raises ValueError with what it is where JSON cannot hold it."""
+    """Returns a copy of `value` as plain data. Raises ValueError with what it is where JSON cannot hold it."""
     try:
         copy = json.loads(json.dumps(value, allow_nan=False))
         msgspec.msgpack.encode(copy)  # no half of a surrogate pair, no integer of more than 64 bits
@@ -99,8 +99,8 @@ def shown(value: object) -> str:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, which may come in parts: as one, because a control token could be spelled over
-    several. Raises ValueError for what is no text."""
+    """Returns the text of a message's content, which may come in parts: as one, because a control token could be
+    spelled over several. Raises ValueError for what is no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Sequence) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
@@ -120,7 +120,7 @@ def num_characters(value: object) -> int:
 
 
 def is_text(content: str) -> bool:
-    """Whether it has no half of a surrogate pair."""
+    """Tells whether it has no half of a surrogate pair."""
     try:
         content.encode()
     except UnicodeEncodeError:

@@ -90,7 +90,7 @@ def check_arena(location: str) -> None:
 
 
 def _leads_somewhere(location: str, setting: str) -> bool:
-    """Whether there is such a module. Raises UserError for a file that is not there, or has no such class."""
+    """Tells whether there is such a module. Raises UserError for a file that is not there, or has no such class."""
     module, _, name = location.partition(":")
     if not module.endswith(".py"):
         top = module.partition(".")[0]
@@ -136,7 +136,7 @@ def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
 
 
 def _check_package(name: str) -> bool:
-    """Whether the package of a name of the `verifiers` registry is installed; `owner/name@version` is the module
+    """Tells whether the package of a name of the `verifiers` registry is installed; `owner/name@version` is the module
     `name`. Raises UserError for one that is written for the library before 0.4."""
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     if not module.isidentifier() or (spec := importlib.util.find_spec(module)) is None:

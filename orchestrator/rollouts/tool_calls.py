@@ -51,7 +51,7 @@ class ToolFailed(Exception):
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """Without titles, which say nothing that the keys do not."""
+    """Makes schemas without titles, which say nothing that the keys do not."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -73,7 +73,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any], *, name: str | None = None) -> "Tool":
-        """Of a function, plain or async, whose parameters all have type hints. The first part of its docstring
+        """Describes a function, plain or async, whose parameters all have type hints. The first part of its docstring
         describes it; an `Args:` section (``word: what to look up``) or ``:param word:`` lines describe parameters.
 
         Raises ValueError where the function cannot be described.
@@ -119,16 +119,16 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As the OpenAI tools format has it, and chat templates show it."""
+        """The tool in the OpenAI tools format, as chat templates show it."""
         about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": about}
 
     def arguments(self, given: str) -> dict[str, Any]:
-        """What is `given` as JSON as the function takes it. Raises pydantic.ValidationError."""
+        """Returns arguments, `given` as JSON, as the function takes them. Raises pydantic.ValidationError."""
         return self._arguments.validate_json(given, strict=True)
 
     def arguments_from_text(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """The same where the policy wrote words: "3" is a number for a function that takes one. Raises
+        """Returns arguments that the policy wrote as words: "3" is a number for a function that takes one. Raises
         pydantic.ValidationError."""
         return self._arguments.validate_python(dict(given), strict=False)
 
@@ -143,7 +143,7 @@ class ToolSource(Protocol):
 
 
 def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
-    """Tools by name. Raises ValueError where two have one name, or one cannot be a tool."""
+    """Returns tools by name. Raises ValueError where two have one name, or one cannot be a tool."""
     tools: dict[str, Tool] = {}
     for tool in map(Tool.of, functions):
         if tool.name in tools:
@@ -153,7 +153,7 @@ def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
 
 
 def _field(parameter: inspect.Parameter, hint: Any, about: str | None) -> Any:
-    """A parameter's type with what its schema says beside it."""
+    """Returns a parameter's type with what its schema says beside it."""
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or hint is None:
         raise TypeError(f"its parameter {parameter} has no type hint, or cannot be given by name")
     default = parameter.default
@@ -172,9 +172,9 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
-    """As the function takes them; what has a default may be missing."""
+    """Arguments as the function takes them; those with a default may be missing."""
     text: str
-    """As the policy wrote it."""
+    """The call as the policy wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class ToolCallError:
     message: str
     """For the policy: what is wrong, and what is expected."""
     text: str
-    """As the policy wrote it."""
+    """The call as the policy wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +197,9 @@ class ParsedAnswer:
     """An answer taken apart."""
 
     content: str
-    """What is no call, without white space around it."""
+    """The text without its calls, and without white space around it."""
     calls: tuple[ToolCall | ToolCallError, ...]
-    """In the order in which the policy wrote them."""
+    """Calls in the order in which the policy wrote them."""
 
     @property
     def errors(self) -> tuple[ToolCallError, ...]:
@@ -267,7 +267,7 @@ def _problem(kind: str, loc: Sequence[int | str], message: str) -> str:
 
 
 def _echo(written: str) -> str:
-    """What the policy wrote, short and harmless."""
+    """Returns what the policy wrote, short and harmless."""
     plain = "".join(letter if letter.isalnum() or letter in "_-. `" else "?" for letter in written[:_MAX_ECHO])
     return plain + ("..." if len(written) > _MAX_ECHO else "")
 
@@ -331,7 +331,7 @@ ANSWER_TAG = "[ANSWER]"
 
 
 def tagged_answer(text: str) -> str | None:
-    """What stands behind the last `[ANSWER]`, to the end of its line; None where there is no tag."""
+    """Returns the text behind the last `[ANSWER]`, to the end of its line; None where there is no tag."""
     _, tag, answer = text.rpartition(ANSWER_TAG)
     return answer.lstrip().partition("\n")[0].strip() if tag else None
 
@@ -340,6 +340,6 @@ _INTEGER = re.compile(re.escape(ANSWER_TAG) + r"\s*(-?[0-9]{1,18})(?![0-9])")
 
 
 def tagged_integer(text: str) -> int | None:
-    """The whole number behind the last `[ANSWER]` that has one; None where none has."""
+    """Returns the whole number behind the last `[ANSWER]` that has one; None where none has."""
     found = _INTEGER.findall(text)
     return int(found[-1]) if found else None

@@ -84,7 +84,7 @@ class ToolEpisode(MultiTurnEpisode):
             raise ValueError(f"timeout_s is {timeout_s}, expected the seconds that a tool may take")
         self._own: Mapping[str, Tool] = tools if isinstance(tools, Mapping) else tools_of(tools)
         self.tools = self._own
-        """By name; those of `sources` once a rollout has begun."""
+        """Tools by name; those of `sources` once a rollout has begun."""
         self.result_role, self.timeout_s, self.show_tools = result_role, timeout_s, show_tools
         self._parse, self._sources = parser, sources
         if rubric is not None:
@@ -93,8 +93,8 @@ class ToolEpisode(MultiTurnEpisode):
             self.roles = roles
 
     async def call_tool(self, call: ToolCall, state: EpisodeState, ctx: RolloutContext) -> Any:
-        """What a call returns: a text, or what becomes one as JSON. Override it for tools that need the state. What it
-        raises is told to the policy."""
+        """Makes a call. Returns a text, or what becomes one as JSON. Override it for tools that need the state. The
+        policy is told what it raises."""
         function = self.tools[call.name].function
         if inspect.iscoroutinefunction(function):
             return await function(**call.arguments)
@@ -147,7 +147,7 @@ class ToolEpisode(MultiTurnEpisode):
 
     @staticmethod
     def _told(result: str | ToolFailed, state: EpisodeState, index: int) -> str:
-        """What the policy is told; the first failed call of an answer marks it."""
+        """Returns what the policy is told; the first failed call of an answer marks it."""
         state.data["num_tool_calls"] += 1
         if isinstance(result, str):
             return result

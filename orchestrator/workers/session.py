@@ -5,8 +5,8 @@ import contextlib
 import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -103,23 +103,8 @@ class RemoteWorker:
         self.socket.close()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
-    """A request to the worker."""
-
-    answer: Answerer | None
-    """Answers a rollout's calls."""
-    settle: Callable[[Any], None]
-    """Called once, with the worker's answer or an error."""
-    is_over: bool = False
-    answering: dict[asyncio.Task[None], int] = field(default_factory=dict)
-    """Calls of the rollout that wait for an answer of ours, with their numbers."""
-
-    def end(self, outcome: Any) -> None:
-        """Passes the outcome on, the first time that it is called."""
-        if not self.is_over:
-            self.is_over = True
-            self.settle(outcome)
+Settle = Callable[[Any], None]
+"""Called once, with a job's outcome: the worker's answer, or an error."""
 
 
 class Session:
@@ -143,7 +128,10 @@ class Session:
         """The environment's code may take so long. Until it is constructed, the start of a worker counts too."""
         self._worker: WorkerProcess | RemoteWorker | None = None
         self._opening: asyncio.Task[Loaded] | None = None
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, tuple[Answerer | None, Settle]] = {}
+        """What answers the calls of each job that is not over, and who is told its outcome."""
+        self._answering = defaultdict[int, dict[asyncio.Task[None], int]](dict)
+        """Calls of rollouts that wait for an answer of ours, by job, with their numbers."""
         self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,7 +145,7 @@ class Session:
     @property
     def num_in_environment(self) -> int:
         """Rollouts that wait for the environment, and not for an answer of ours."""
-        return self.num_running - sum(bool(job.answering) for job in self._jobs.values())
+        return self.num_running - sum(map(bool, self._answering.values()))
 
     async def open(self) -> Loaded:
         """Starts the worker and constructs the environment. Raises EnvironmentFailed."""
@@ -220,7 +208,7 @@ class Session:
                 if len(known) == len(answers):
                     _set(all_known, None)
 
-            jobs = [_Job(answer=answer, settle=partial(settle, index)) for index, answer in enumerate(answers)]
+            jobs = [(answer, partial(settle, index)) for index, answer in enumerate(answers)]
             numbers = self._begin(score, jobs)
             await all_known
             return [known[index] for index in range(len(answers))]
@@ -294,13 +282,15 @@ class Session:
     async def _do(self, message: Load | Dataset | Run | Score, answer: Answerer | None = None) -> Any:
         """Returns the outcome of a request. Raises WorkerLost, and what `answer` raises."""
         outcome = asyncio.get_running_loop().create_future()
-        [number] = self._begin(message, [_Job(answer=answer, settle=partial(_set, outcome))])
+        [number] = self._begin(message, [(answer, partial(_set, outcome))])
         try:
             return await outcome
         finally:
             self._forget(number)
 
-    def _begin(self, message: Load | Dataset | Run | Score, jobs: Sequence[_Job]) -> list[int]:
+    def _begin(
+        self, message: Load | Dataset | Run | Score, jobs: Sequence[tuple[Answerer | None, Settle]]
+    ) -> list[int]:
         """Sends the message that begins these jobs. Returns their numbers."""
         numbers = [next(self._numbers) for _ in jobs]
         message.job = numbers[0]
@@ -310,11 +300,16 @@ class Session:
 
     def _forget(self, number: int) -> None:
         """Cancels a job that is not over, and its calls."""
-        job = self._jobs.pop(number)
-        if not job.is_over:
+        if self._jobs.pop(number, None) is not None:
             self._send(Cancel(job=number))
-        for task in job.answering:
+        for task in self._answering.pop(number, ()):
             task.cancel()
+
+    def _settle(self, number: int, outcome: Any) -> None:
+        """Passes the outcome of a job on, the first time that there is one."""
+        if (job := self._jobs.pop(number, None)) is not None:
+            _, settle = job
+            settle(outcome)
 
     def _send(self, message: ToWorker) -> None:
         """Sends a message, in one frame with the others of this turn of the event loop. `_watch` notices a worker that
@@ -353,20 +348,21 @@ class Session:
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Alive | ServerAlive | Left):
             return
-        if (job := self._jobs.get(message.job)) is None or job.is_over:
+        if (job := self._jobs.get(message.job)) is None:
             return  # nobody waits for it any more
         if isinstance(message, Failed):
-            job.end(Failure(reason=message.reason, message=message.message))
+            self._settle(message.job, Failure(reason=message.reason, message=message.message))
         elif isinstance(message, Loaded | Prompts | Outcome):
-            job.end(message)
-        elif job.answer is not None:
+            self._settle(message.job, message)
+        elif (answer := job[0]) is not None:
+            answering = self._answering[message.job]
             if isinstance(message, Withdraw):
-                for task, number in job.answering.items():
+                for task, number in answering.items():
                     if number == message.call:
                         task.cancel()
-            job.answering[asyncio.create_task(self._answer(job, message, job.answer))] = message.call
+            answering[asyncio.create_task(self._answer(message, answer))] = message.call
 
-    async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
+    async def _answer(self, call: AnyCall, answer: Answerer) -> None:
         try:
             reply = await answer(call)
             reply.job, reply.call = call.job, call.call
@@ -376,10 +372,10 @@ class Session:
                 self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
         except Exception as error:
             self._send(Cancel(job=call.job))
-            job.end(error.failure if isinstance(error, GivenUp) else error)
+            self._settle(call.job, error.failure if isinstance(error, GivenUp) else error)
         finally:
             if (task := asyncio.current_task()) is not None:
-                job.answering.pop(task, None)
+                self._answering.get(call.job, {}).pop(task, None)
 
     # --- end ---
 
@@ -409,8 +405,8 @@ class Session:
         self.over = True
         killed = killed or (self._worker is not None and self._worker.was_killed)
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
-        for job in self._jobs.values():
-            job.end(WorkerLost(failure, killed=killed, waited=bool(job.answering)))
+        for number in list(self._jobs):
+            self._settle(number, WorkerLost(failure, killed=killed, waited=bool(self._answering.get(number))))
         await self._release()
         for task in self._tasks:
             task.cancel()

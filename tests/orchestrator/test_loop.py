@@ -13,6 +13,7 @@ from grpo.configs.errors import SettingsError
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.checks import Mismatch
 from grpo.orchestrator.inference.client import ServerError, ServersAway
+from grpo.orchestrator.monitoring.timeline import read_timeline
 from grpo.orchestrator.run import orchestrate
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.transport.batches.filesystem import BatchReceiver
@@ -134,6 +135,13 @@ async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_ar
     assert made.summary.seconds["train"] == 0.75
     states = Counter(rows_of(tmp_path, "SELECT state, step FROM rollouts"))
     assert states == {("trained", 1): 16, ("trained", 2): 16, ("trained", 3): 16}
+    spans = read_timeline(tmp_path)
+    done = {what: [one.step for one in spans if one.what == what] for what in ("load", "pack", "ship", "evaluate")}
+    assert done == {"load": [0, 1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3], "evaluate": [0, 3]}
+    assert {one.who for one in spans if one.what == "load"} == {f"grpo-infer {server.url.removesuffix('/v1')}"}
+    generated = {one.step: one.end_s for one in spans if one.what == "generate"}
+    assert all(generated[one.step] <= one.start_s for one in spans if one.what == "ship")
+    assert all(one.seconds >= 0 for one in spans)
     # Three batches of four groups, and five held-out examples before and after.
     kinds = Counter((request["temperature"] == 0, request["noisy"]) for request in server.requests)
     assert kinds == {(False, True): 12, (True, False): 10}

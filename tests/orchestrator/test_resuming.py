@@ -108,20 +108,6 @@ async def test_totals_and_examples_begin_anew_without_the_progress_and_the_buffe
     assert asked[2 * GROUPS :] == asked[: 2 * GROUPS]
 
 
-async def test_the_version_to_go_on_with_is_waited_for(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=1)
-    shutil.rmtree(tmp_path / "broadcasts" / "step_000001")
-    shutil.rmtree(tmp_path / "broadcasts" / "step_000000")
-    with pytest.raises(DeadlineError, match=r"ckpt\.wait_for_weights_timeout"):
-        await go(tmp_path, server, after=1, max_steps=2, ckpt={"wait_for_weights_timeout": 0.3})
-
-
-async def test_two_orchestrators_cannot_go_on_with_one_run(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=1)
-    with only_one(tmp_path, "orch"), pytest.raises(RunFolderError):
-        await go(tmp_path, server, after=1, max_steps=2)
-
-
 def run_of(folder: Path) -> RunFolder:
     return RunFolder(path=folder, run_id=str(current_run_id(folder)))
 
@@ -143,36 +129,6 @@ async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
     assert written == [1, 2, 3, 4]
 
 
-async def test_a_trainer_that_has_trained_what_is_missing_is_not_left_behind(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    await go(tmp_path, server, max_steps=4)
-    shutil.rmtree(step_folder(tmp_path / "batches", 3))
-    with pytest.raises(RunFolderError, match="step 4"):
-        await go(tmp_path, server, after=4, max_steps=5)
-
-
-async def test_a_run_that_has_more_steps_than_it_shall_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=3)
-    with pytest.raises(RunFolderError, match="max_steps"):
-        await go(tmp_path, server, after=3, max_steps=2)
-
-
-@pytest.mark.parametrize("lost", ["DELETE FROM steps", None])
-async def test_a_state_that_is_lost_is_an_error_even_where_there_are_checkpoints(
-    tmp_path: Path, server: FakeServer, lost: str | None
-) -> None:
-    await go(tmp_path, server, max_steps=2)
-    path = tmp_path / "ledger.sqlite"
-    if lost is None:
-        path.unlink()
-    else:
-        with sqlite3.connect(path) as database:
-            database.execute(lost)
-    with closing(Ledger(path)) as ledger, pytest.raises(RunFolderError, match=r"ledger\.sqlite"):
-        resume(settings_for(tmp_path, server), run_of(tmp_path), ledger)
-
-
 async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=3)
     kept = [line for line in lines_of(tmp_path) if line["progress/step"] < 2]
@@ -186,11 +142,27 @@ async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_
 
 
 async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server: FakeServer) -> None:
-    await go(tmp_path, server, max_steps=1)
-    with pytest.raises(RunFolderError):
-        await go(tmp_path, server, after=1, max_steps=2, resume="never")
-    with pytest.raises(SettingsError, match="batch_size"):
-        await go(tmp_path, server, after=1, max_steps=2, batch_size=32)
+    async def refused(error: type[Exception], match: str, **changes: Any) -> None:
+        with pytest.raises(error, match=match):
+            await go(tmp_path, server, after=3, **{"max_steps": 4} | changes)
+
+    await go(tmp_path, server, max_steps=3)
+    await refused(RunFolderError, "resume", resume="never")
+    await refused(SettingsError, "batch_size", batch_size=32)
+    await refused(RunFolderError, "max_steps", max_steps=2)
+    with only_one(tmp_path, "orch"):
+        await refused(RunFolderError, "orchestrator")
+    missing = step_folder(tmp_path / "batches", 2).rename(tmp_path / "aside")
+    await refused(RunFolderError, "step 3")  # which the trainer has trained
+    missing.rename(step_folder(tmp_path / "batches", 2))
+    shutil.rmtree(tmp_path / "broadcasts")  # with the version to begin with
+    await refused(DeadlineError, r"ckpt\.wait_for_weights_timeout", ckpt={"wait_for_weights_timeout": 0.3})
+    path = tmp_path / "ledger.sqlite"
+    for lose in ("DELETE FROM steps", "DELETE FROM rollouts"):  # the latter leaves an empty one, as a lost file does
+        with sqlite3.connect(path) as database:
+            database.execute(lose)
+        with closing(Ledger(path)) as ledger, pytest.raises(RunFolderError, match=r"ledger\.sqlite"):
+            resume(settings_for(tmp_path, server), run_of(tmp_path), ledger)
 
 
 async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:

@@ -7,9 +7,6 @@ import pytest
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.timeline import Span, Timeline, covered_s, merged, read_timeline
 
-from tests.orchestrator.fakes import FakeServer
-from tests.orchestrator.running import run
-
 
 def span(who: str, what: str, start_s: float, end_s: float, step: int | None = None) -> Span:
     return Span(who=who, what=what, start_s=start_s, end_s=end_s, step=step)
@@ -86,17 +83,3 @@ def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
         span("grpo-train", "wait", 49.0, 50.0, step=3),
         span("grpo-train", "train", 50.0, 52.0, step=3),
     ]
-
-
-async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path, server: FakeServer) -> None:
-    await run(tmp_path, server)
-    spans = read_timeline(tmp_path)
-    steps = {what: [one.step for one in spans if one.what == what] for what in ("load", "generate", "pack", "ship")}
-    assert steps == {"load": [0, 1, 2, 3], "generate": [1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3]}
-    assert [one.step for one in spans if one.what == "evaluate"] == [0, 3]
-    who = {what: {one.who for one in spans if one.what == what} for what in ("load", "busy")}
-    assert who == {"load": {f"grpo-infer {server.url.removesuffix('/v1')}"}, "busy": {"grpo-infer"}}
-    generated = {one.step: one for one in spans if one.what == "generate"}
-    for shipped in [one for one in spans if one.what == "ship"]:
-        assert generated[shipped.step].end_s <= shipped.start_s
-    assert all(one.seconds >= 0 for one in spans)
