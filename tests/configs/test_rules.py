@@ -11,7 +11,7 @@ from grpo.configs.cross import cross_problems, joined_check, recorded
 from grpo.configs.errors import SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.keys import sections_of
-from grpo.configs.loading import Loaded, S
+from grpo.configs.loading import LoadedSettings, S
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
 from pydantic import BaseModel, ValidationError
@@ -232,8 +232,8 @@ def test_settings_that_agree_pass(changes: dict[str, Any]) -> None:
     assert keys(OrchSettings.model_validate(ORCH | changes)) == set()
 
 
-def loaded(settings: S) -> Loaded[S]:
-    return Loaded(settings=settings, given={}, file=f"{settings.role}.yaml")
+def loaded(settings: S) -> LoadedSettings[S]:
+    return LoadedSettings(settings=settings, given={}, file=f"{settings.role}.yaml")
 
 
 def crossed(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any]) -> list[str]:
