@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.keys import known_keys
-from grpo.configs.loading import Loaded, S, value_at
+from grpo.configs.loading import LoadedSettings, S, value_at
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import SharedSettings, TrainSettings
 from pydantic import ValidationError
@@ -37,19 +37,19 @@ _JOINED = (*_WORK, *(key for key in _WAYS if key.endswith((".type", ".format", "
 the folder, the model's identity the model, the connection an address; one alone acts on the rest."""
 _APART = {"ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "max_async_level"}
 """Those that a run's file does not say for all."""
-Found: TypeAlias = Iterator[tuple[Loaded[Any], str, str]]
+Found: TypeAlias = Iterator[tuple[LoadedSettings[Any], str, str]]
 """A program, its key, and what is wrong with the value."""
 
 
 def cross_problems(
-    train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
+    train: LoadedSettings[TrainSettings], infer: LoadedSettings[InferSettings], orch: LoadedSettings[OrchSettings]
 ) -> list[Problem]:
     """Every contradiction between the three."""
-    programs: dict[str, Loaded[Any]] = {"train": train, "infer": infer, "orch": orch}
+    programs: dict[str, LoadedSettings[Any]] = {"train": train, "infer": infer, "orch": orch}
     return _problems(_differing(programs, AGREED), _same_work(train, orch), _server_fits(train, infer, orch))
 
 
-def joined_check(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> None:
+def joined_check(train: LoadedSettings[TrainSettings], orch: LoadedSettings[OrchSettings]) -> None:
     """Raises `SettingsError` where a trainer and an orchestrator that have joined a run contradict each other."""
     if problems := _problems(_differing({"train": train, "orch": orch}, _JOINED), _same_work(train, orch)):
         raise SettingsError(problems)
@@ -59,7 +59,7 @@ def _problems(*found: Found) -> list[Problem]:
     return [program.problem(key, message) for some in found for program, key, message in some]
 
 
-def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
+def recorded(cls: type[S], fields: Mapping[str, Any]) -> LoadedSettings[S]:
     """Settings as the program recorded them in the run's folder. Raises `SettingsError`."""
     origin = f"run.json ({cls.role})"
     try:
@@ -67,7 +67,7 @@ def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
     except ValidationError as error:
         message = f"not settings of this release of grpo: {error}; run the same release in all three programs"
         raise SettingsError([Problem(origin=origin, key="settings", value=dict(fields), message=message)]) from None
-    return Loaded(settings=settings, given={key: (origin, key) for key in cls.model_fields}, file=origin)
+    return LoadedSettings(settings=settings, given={key: (origin, key) for key in cls.model_fields}, file=origin)
 
 
 def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bool) -> int:
@@ -107,7 +107,7 @@ def auxiliary_losses(train: TrainSettings, orch: OrchSettings) -> list[Auxiliary
     return [one for one in known if one.weight or described.get(one.section)]
 
 
-def _differing(programs: Mapping[str, Loaded[Any]], names: Iterable[str]) -> Found:
+def _differing(programs: Mapping[str, LoadedSettings[Any]], names: Iterable[str]) -> Found:
     """What these programs say otherwise of keys of the run."""
     for name in names:
         targets = [target.partition(".") for target in AGREED[name]]
@@ -121,24 +121,24 @@ def _differing(programs: Mapping[str, Loaded[Any]], names: Iterable[str]) -> Fou
             is_idle = theirs.startswith("lora_") and not first.settings.lora
             if found != expected and not (is_path or is_idle or (name == "max_async_level" and expected is None)):
                 both = f"; set {name}, which holds for all programs" if first.prefix and name not in _APART else ""
-                yield one, ours, f"must equal {first.said(theirs)}{both}"
+                yield one, ours, f"must equal {first.described(theirs)}{both}"
 
 
-def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Found:
+def _same_work(train: LoadedSettings[TrainSettings], orch: LoadedSettings[OrchSettings]) -> Found:
     """What must agree wherever the two run."""
     trainer, settings, loss = train.settings, orch.settings, train.settings.loss
     teacher, teachers, writer = settings.teacher_model, settings.preferences.teachers, settings.hints.model
     if trainer.max_steps not in (-1, settings.max_steps):
         mend = "set max_steps, which holds for both programs" if orch.prefix else "or set that to -1"
-        yield orch, "max_steps", f"must equal {train.said('max_steps')}; {mend}"
+        yield orch, "max_steps", f"must equal {train.described('max_steps')}; {mend}"
     others = loss.teacher_tau or loss.alpha_sdpo or loss.beta_replay or settings.advantage.type == "custom"
     if settings.buffer.skip_verification and not others:
         keys = "loss.teacher_tau, loss.alpha_sdpo and loss.beta_replay"
         yield orch, "buffer.skip_verification", f"leaves nothing to learn from: set one of the trainer's {keys}"
     if loss.teacher_tau and teacher is None:
-        yield orch, "teacher_model", f"is needed with {train.said('loss.teacher_tau')}; give it, or set that to 0"
+        yield orch, "teacher_model", f"is needed with {train.described('loss.teacher_tau')}; give it, or set that to 0"
     if loss.beta_replay and not settings.preferences.gives_pairs:
-        message = f"is needed with {train.said('loss.beta_replay')}; give it, or set that to 0"
+        message = f"is needed with {train.described('loss.beta_replay')}; give it, or set that to 0"
         yield orch, "preferences.teachers", message
     own = [one.name for one in (*teachers, settings.preferences.judge) if one and one.base_url is None]
     asks_teachers = loss.beta_replay or settings.preferences.advantage_weight
@@ -157,22 +157,24 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Foun
                 yield orch, key, f"{why}; use weight_broadcast.format: adapter, or another API"
 
 
-def _server_fits(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> Found:
+def _server_fits(
+    train: LoadedSettings[TrainSettings], infer: LoadedSettings[InferSettings], orch: LoadedSettings[OrchSettings]
+) -> Found:
     trainer, server, broadcast = train.settings, infer.settings, train.settings.weight_broadcast
     adapters = broadcast.format == "adapter"
     needed = versions_at_once(trainer, orch.settings, norm_noise=server.norm_noise)
     if server.enable_lora != adapters:
-        message = f"must be {str(adapters).lower()} with {train.said('weight_broadcast.format')}"
+        message = f"must be {str(adapters).lower()} with {train.described('weight_broadcast.format')}"
         yield infer, "enable_lora", message
     elif adapters and trainer.lora_rank > (server.max_lora_rank or DEFAULT_MAX_LORA_RANK):
-        yield infer, "max_lora_rank", f"must be at least {train.said('lora_rank')}; set it to that"
+        yield infer, "max_lora_rank", f"must be at least {train.described('lora_rank')}; set it to that"
     elif adapters and trainer.noise_scheduler.enabled != server.norm_noise:
         yield infer, "norm_noise", "must equal the trainer's noise_scheduler.enabled; set both, or neither"
     elif adapters and trainer.quantization != server.base_quantization:
         wanted = trainer.quantization or "null"
         yield infer, "base_quantization", f"must be {wanted}, as the trainer's qlora_* say; set that, or change them"
     elif adapters and server.max_loras < needed:
-        why = f"the adapters in flight at once with {orch.said('max_off_policy_steps')}"
+        why = f"the adapters in flight at once with {orch.described('max_off_policy_steps')}"
         yield infer, "max_loras", f"must be at least {needed}, {why}"
     elif not adapters and server.dtype in ("bfloat16", "float16") and trainer.recipe == "fp32":
         yield infer, "dtype", "would round the trainer's float32 weights; set dtype: float32"
@@ -182,4 +184,4 @@ def _server_fits(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orc
     longest, max_tokens = server.max_model_len, orch.settings.sampling.max_tokens
     if longest is not None and max_tokens is not None and max_tokens >= longest:
         more = f"raise {infer.prefix}max_model_len too, by the length of prompts"
-        yield infer, "max_model_len", f"must exceed {orch.said('sampling.max_tokens')}; {more}"
+        yield infer, "max_model_len", f"must exceed {orch.described('sampling.max_tokens')}; {more}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo.configs.errors import SettingsError, exit_with_problems
 from grpo.configs.help import page, section_page
 from grpo.configs.loading import S, dump, load, read_yaml
-from grpo.configs.run import PROGRAMS, Run, RunSettings, load_part, load_run, presets
+from grpo.configs.run import PROGRAMS, LoadedRun, RunSettings, load_part, load_run, presets
 from pydantic import BaseModel
 
 
@@ -38,7 +38,7 @@ def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
     return settings
 
 
-def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bool]:
+def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[LoadedRun, bool]:
     """The run that a command line of `grpo` asks for, and whether its settings are only to be printed; answers `--help`
     itself. Exits with 2 and every problem where the settings cannot be honoured. `commands`: what others do."""
     usage = [

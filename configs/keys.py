@@ -74,7 +74,7 @@ _INSTEAD = {
     "eval_steps": "is not known; use the orchestrator's eval.interval",
 }
 """What to say of keys that someone may look for here."""
-_ELSEWHERE = {
+_OTHER_NAMES = {
     **dict.fromkeys(("num_generations", "group_size", "n"), "rollouts_per_example"),
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
     **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length"), "sampling.max_tokens"),
@@ -114,7 +114,7 @@ def unknown(cls: type[BaseModel], key: str) -> str:
             whole = ".".join(parts[:number])
             of_env = ", or --env FILE:CLASS" if parts[number - 1] == "env" and last == "id" else ""
             return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{last}\": …}}]', or in a file{of_env}"
-    meant = _ELSEWHERE.get(last)
+    meant = _OTHER_NAMES.get(last)
     if found := [one for one in known_keys(cls) if meant and (one == meant or one.endswith(f".{meant}"))]:
         return f"unknown key; did you mean {min(found, key=lambda one: one.count('.'))}?"
     known = [name for name in known_keys(cls) if not plain.startswith(f"{name}.")]

@@ -329,7 +329,7 @@ def _absolute(value: Any, key: str, folder: Path) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded(Generic[S]):
+class LoadedSettings(Generic[S]):
     """Settings of a program together with where each value came from."""
 
     settings: S
@@ -352,7 +352,7 @@ class Loaded(Generic[S]):
         """What the user calls `key`."""
         return (nearest(self.given, key) or ("", self.prefix + key))[1]
 
-    def said(self, key: str) -> str:
+    def described(self, key: str) -> str:
         """A key with its value and its origin, for messages about another one."""
         return f"{self.shown(key)} = {value_at(self.settings, key)!r} ({self.origin(key)})"
 
@@ -365,7 +365,7 @@ def value_at(settings: BaseModel, key: str) -> object:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
-def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()) -> Loaded[S]:
+def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()) -> LoadedSettings[S]:
     """Settings of one program from its YAML file, the environment and `--key value` arguments.
 
     Raises `SettingsError` with every problem: unknown keys, values of a wrong type or out of range, required keys
@@ -377,7 +377,7 @@ def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()
     values.add_environment(cls, cls.env_prefix)
     values.check_environment({cls.env_prefix: cls})
     values.add_options(cls, split(cls, arguments))
-    loaded = Loaded(settings=values.validated(cls, default=name), given=values.given, file=name)
+    loaded = LoadedSettings(settings=values.validated(cls, default=name), given=values.given, file=name)
     if problems := [loaded.problem(key, message) for key, message in all_conflicts(loaded.settings)]:
         raise SettingsError(problems)
     return loaded

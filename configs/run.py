@@ -17,7 +17,7 @@ from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.evaluation import Environments
 from grpo.configs.infer import InferSettings, TeacherServerSettings
 from grpo.configs.keys import drop, find, get, put
-from grpo.configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, read_yaml, split
+from grpo.configs.loading import ABSENT, COMMAND_LINE, Given, LoadedSettings, S, Texts, Values, read_yaml, split
 from grpo.configs.orch import OrchSettings
 from grpo.configs.topology import Topology
 from grpo.configs.train import QUANTIZED, SharedSettings, TrainSettings
@@ -78,14 +78,14 @@ SHARED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LoadedRun:
     """The settings of a run that agree with each other."""
 
     settings: RunSettings
-    train: Loaded[TrainSettings]
-    infer: Loaded[InferSettings]
-    orch: Loaded[OrchSettings]
-    teacher: Loaded[TeacherServerSettings]
+    train: LoadedSettings[TrainSettings]
+    infer: LoadedSettings[InferSettings]
+    orch: LoadedSettings[OrchSettings]
+    teacher: LoadedSettings[TeacherServerSettings]
     given: Given
 
     def problem(self, key: str, message: str) -> Problem:
@@ -118,7 +118,7 @@ def presets() -> list[str]:
     return sorted(file.parent.name for file in PRESETS.glob(f"*/{RUN_FILE}"))
 
 
-def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
+def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> LoadedRun:
     """The settings of a run, from its file and `--key value` arguments; without `target` from the files that `--train`,
     `--infer`, `--orch` and maybe `--teacher` give.
 
@@ -150,7 +150,9 @@ def _is_preset(origin: str) -> bool:
     return Path(origin).name == RUN_FILE and Path(origin).parent.parent == PRESETS
 
 
-def _loaded(target: str | Path | None, options: Texts, files: Mapping[str, Path], idle: Set[tuple[str, str]]) -> Run:
+def _loaded(
+    target: str | Path | None, options: Texts, files: Mapping[str, Path], idle: Set[tuple[str, str]]
+) -> LoadedRun:
     """`load_run` but for `idle`: file and key of what a preset says and another setting has left without effect. A
     person has not said it, and need not take it back."""
     values = Values(shared=SHARED)
@@ -256,12 +258,12 @@ def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:
     return train, infer.model_copy(update={k: v for k, v in of_infer.items() if k not in infer.model_fields_set})
 
 
-def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], name: str) -> Run:
+def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], name: str) -> LoadedRun:
     """The run, if its programs' settings contradict neither themselves nor each other. Raises `SettingsError`."""
 
-    def loaded(own: S) -> Loaded[S]:
+    def loaded(own: S) -> LoadedSettings[S]:
         prefix = f"{own.role}."
-        return Loaded(
+        return LoadedSettings(
             settings=own,
             given={key.removeprefix(prefix): one for key, one in given.items() if key.startswith(prefix)},
             file=str(files.get(prefix, name)),
@@ -270,8 +272,10 @@ def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], nam
 
     train, infer = _fitted(settings)
     orch, teacher = loaded(settings.orch), loaded(settings.teacher)
-    run = Run(settings=settings, train=loaded(train), infer=loaded(infer), orch=orch, teacher=teacher, given=given)
-    programs: tuple[Loaded[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
+    run = LoadedRun(
+        settings=settings, train=loaded(train), infer=loaded(infer), orch=orch, teacher=teacher, given=given
+    )
+    programs: tuple[LoadedSettings[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]
     problems += cross_problems(run.train, run.infer, run.orch)
     if problems:

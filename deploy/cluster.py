@@ -10,8 +10,8 @@ from typing import Any
 
 from grpo.configs.errors import SettingsError
 from grpo.configs.keys import get
-from grpo.configs.loading import COMMAND_LINE, Loaded
-from grpo.configs.run import PRESETS, Run, run_file
+from grpo.configs.loading import COMMAND_LINE, LoadedSettings
+from grpo.configs.run import PRESETS, LoadedRun, run_file
 from grpo.configs.topology import Machine
 from grpo.deploy.plan import run_id_problems
 from grpo.deploy.teacher import why_not_started
@@ -62,7 +62,7 @@ class Part:
         return self.role.replace(".", "-")
 
 
-def check(run: Run) -> None:
+def check(run: LoadedRun) -> None:
     """Raises `SettingsError` where a run cannot be divided over a cluster."""
     train, topology = run.train, run.settings.topology
     problems = run_id_problems(run)
@@ -81,7 +81,7 @@ def check(run: Run) -> None:
         raise SettingsError(problems)
 
 
-def parts(run: Run, places: Places) -> list[Part]:
+def parts(run: LoadedRun, places: Places) -> list[Part]:
     """The parts of a run: servers, trainer, orchestrator, and environments where they have machines of their own."""
     topology, versions = run.settings.topology, run.orch.settings.weight_broadcast
     of_server: dict[str, Any] = {"host": ALL_INTERFACES, "port": topology.port}
@@ -122,16 +122,16 @@ def _machine(chosen: Machine) -> dict[str, Any]:
     return {"cpus": chosen.cpus, "memory_gb": chosen.memory_gb}
 
 
-def _ranks(run: Run) -> int:
+def _ranks(run: LoadedRun) -> int:
     return run.settings.topology.train.gpus or run.train.settings.gpus
 
 
-def _server_gpus(run: Run) -> int:
+def _server_gpus(run: LoadedRun) -> int:
     server, given = run.infer.settings, run.settings.topology.infer.gpus
     return 0 if server.device == "cpu" else server.tp * server.dp if given is None else given
 
 
-def _of_trainer(run: Run, places: Places) -> dict[str, Any]:
+def _of_trainer(run: LoadedRun, places: Places) -> dict[str, Any]:
     of_run, chosen = run.settings.topology, run.settings.topology.train
     found: dict[str, Any] = {"gpus": _ranks(run)} | _sockets(run, places)
     if chosen.nodes > 1:
@@ -140,7 +140,7 @@ def _of_trainer(run: Run, places: Places) -> dict[str, Any]:
     return found
 
 
-def _of_orchestrator(run: Run, places: Places) -> dict[str, Any]:
+def _of_orchestrator(run: LoadedRun, places: Places) -> dict[str, Any]:
     found: dict[str, Any] = {"client.base_url": places.urls} if places.urls else {"client.elastic": {}}
     if places.servers is not None:
         found["client.elastic"] = {"hostname": places.servers, "port": run.settings.topology.port}
@@ -158,14 +158,14 @@ def _of_orchestrator(run: Run, places: Places) -> dict[str, Any]:
     return found
 
 
-def _sockets(run: Run, places: Places) -> dict[str, Any]:
+def _sockets(run: LoadedRun, places: Places) -> dict[str, Any]:
     """Where the orchestrator listens, for what travels over sockets."""
     settings = run.orch.settings
     over = {"rollout_transport": settings.rollout_transport.type, "weight_broadcast": settings.weight_broadcast.type}
     return {f"{name}.host": places.orchestrator for name, kind in over.items() if kind in ("zmq", "http")}
 
 
-def _distant(run: Run) -> dict[str, int]:
+def _distant(run: LoadedRun) -> dict[str, int]:
     """The environments that have processes of their own, and their ports."""
     topology = run.settings.topology
     if topology.env.replicas == 0:
@@ -174,7 +174,7 @@ def _distant(run: Run) -> dict[str, int]:
     return {env_id: topology.env_port + number for number, env_id in enumerate(ids)}
 
 
-def _command(loaded: Loaded[Any], places: Places, **settings: Any) -> tuple[str, ...]:
+def _command(loaded: LoadedSettings[Any], places: Places, **settings: Any) -> tuple[str, ...]:
     """A program with what its file does not say: what the command line and the environment gave it, and what follows
     from the topology, which prevails."""
     tree = loaded.settings.model_dump(mode="json", exclude_unset=True)
@@ -195,7 +195,7 @@ def preset_of(target: str) -> str | None:
     return source.parent.name if source.is_relative_to(PRESETS) else None
 
 
-def name_of(run: Run) -> str:
+def name_of(run: LoadedRun) -> str:
     """A name for a run in a cluster, as RFC 1035 has it: that of its folder, in small letters, digits and hyphens. It
     begins with a letter; a long one is cut, and ends with a digest of all of it."""
     folder = Path(run.train.settings.output_dir).name
@@ -207,13 +207,13 @@ def name_of(run: Run) -> str:
     return f"{name[: MAX_NAME - 9].rstrip('-')}-{digest}"
 
 
-def secrets(parts: Sequence[Part], run: Run) -> tuple[str, ...]:
+def secrets(parts: Sequence[Part], run: LoadedRun) -> tuple[str, ...]:
     """Environment variables with keys that must be set where programs of several machines talk to each other."""
     distant = any(part.role.startswith("env") for part in parts)
     return (run.infer.settings.api_key_var, *(["GRPO_ENV_KEY"] if distant else []))
 
 
-def said_by(*command: str) -> str:
+def output_of(*command: str) -> str:
     """What a command of an engine prints. Raises OSError where it is not there, fails, or does not answer in time."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 from grpo.configs.errors import SettingsError
-from grpo.configs.run import RUN_FILE, Run, run_file
-from grpo.deploy.cluster import Part, Places, name_of, parts, preset_of, said_by
+from grpo.configs.run import RUN_FILE, LoadedRun, run_file
+from grpo.deploy.cluster import Part, Places, name_of, output_of, parts, preset_of
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.folders import write_atomic
 from jinja2 import Environment, StrictUndefined
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _INSTANCE = "app.kubernetes.io/instance"
 
 
-def files(run: Run, target: str) -> dict[str, str]:
+def files(run: LoadedRun, target: str) -> dict[str, str]:
     """The files of a folder for `kubectl apply -k FOLDER/base`, or one of the overlays, by their paths. Raises
     `SettingsError` where a name is none in Kubernetes."""
     name, source, preset = name_of(run), run_file(target), preset_of(target)
@@ -76,7 +76,7 @@ def _command(argv: Sequence[str]) -> str:
     return json.dumps([word.replace("$", "$$") for word in argv])
 
 
-def _parts(run: Run, target: str, name: str, trainer: str) -> list[Part]:
+def _parts(run: LoadedRun, target: str, name: str, trainer: str) -> list[Part]:
     num_envs = len(run.orch.settings.env)
     return parts(
         run,
@@ -99,23 +99,23 @@ def _yaml(*documents: Any) -> str:
 # --- from outside ---
 
 
-def submit(run: Run, target: str, overlay: str) -> str:
+def submit(run: LoadedRun, target: str, overlay: str) -> str:
     """Hands the run to the cluster that kubectl is set up for. Raises OSError."""
     folder = Path(f"{run.train.settings.output_dir}-kubernetes")
     for path, text in files(run, target).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / path, text.encode(), durable=False, private=True)
-    return said_by("kubectl", "apply", "-k", str(folder / overlay))
+    return output_of("kubectl", "apply", "-k", str(folder / overlay))
 
 
-def state(run: Run) -> str | None:
+def state(run: LoadedRun) -> str | None:
     """What the cluster has of the run; None where it has nothing."""
     chosen = ("-l", f"{_INSTANCE}={name_of(run)}", "--ignore-not-found")
-    return said_by("kubectl", "get", "pods,jobs", *chosen) or None
+    return output_of("kubectl", "get", "pods,jobs", *chosen) or None
 
 
-def stop(run: Run, overlay: str) -> str:
+def stop(run: LoadedRun, overlay: str) -> str:
     """Ends what runs; the volume stays."""
     more = {"jobset": ",jobsets.jobset.x-k8s.io", "leaderworkerset": ",leaderworkersets.leaderworkerset.x-k8s.io"}
     kinds = f"jobs,statefulsets,deployments,services{more.get(overlay, '')}"
-    return said_by("kubectl", "delete", kinds, "-l", f"{_INSTANCE}={name_of(run)}", "--ignore-not-found")
+    return output_of("kubectl", "delete", kinds, "-l", f"{_INSTANCE}={name_of(run)}", "--ignore-not-found")

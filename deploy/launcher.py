@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from grpo.configs.loading import Given
 from grpo.configs.resuming import changes, record_of
-from grpo.configs.run import Run
+from grpo.configs.run import LoadedRun
 from grpo.deploy.gpus import VARIABLE as VISIBLE_GPUS
 from grpo.deploy.gpus import visible_gpus
 from grpo.deploy.memory import with_split
@@ -59,7 +59,7 @@ Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
 
 
-def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
+def run(asked: LoadedRun, show: Show, *, dry_run: bool = False) -> int:
     """Everything `grpo` does once the settings are loaded; the exit code. Raises what `checked` raises."""
     plan = checked(asked)
     if dry_run:
@@ -69,7 +69,7 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
     return run_plan(plan, show, given=asked.given)
 
 
-def checked(asked: Run) -> Plan:
+def checked(asked: LoadedRun) -> Plan:
     """What a run's settings come to. Raises `SettingsError`, and `UserError`, which are ValueErrors."""
     plan = resolve(asked)
     for env in (*plan.orch.env, *plan.orch.eval.env):

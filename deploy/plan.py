@@ -11,9 +11,9 @@ import yaml
 from grpo.configs.common import ProcessSettings
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
-from grpo.configs.loading import Loaded
+from grpo.configs.loading import LoadedSettings
 from grpo.configs.orch import OrchSettings
-from grpo.configs.run import Run
+from grpo.configs.run import LoadedRun
 from grpo.configs.train import TrainSettings
 from grpo.deploy.gpus import divided, visible_gpus
 from grpo.deploy.teacher import server_settings, teacher_problems, why_not_started
@@ -84,7 +84,7 @@ class Plan:
         return "".join(f"# {note}\n" for note in notes) + _yaml(values)
 
 
-def resolve(run: Run, *, visible: Sequence[str] | None = None) -> Plan:
+def resolve(run: LoadedRun, *, visible: Sequence[str] | None = None) -> Plan:
     """What a launcher that sees these GPUs makes of a run's settings; None: those that this process sees. Raises
     `SettingsError` with every problem found."""
     visible = visible_gpus(os.environ) if visible is None else visible
@@ -203,7 +203,7 @@ def write_program_settings(settings: ProcessSettings, folder: Path, role: str) -
     return folder / f"{role}.yaml"
 
 
-def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:
+def _for_no_teacher(run: LoadedRun, why_not: str) -> Iterator[Problem]:
     """Settings of a teacher's server that is not started, but for those in a run's file."""
     message = f"has no effect: no server of a teacher is started, because {why_not}; remove it"
     for key, (origin, _) in run.teacher.given.items():
@@ -211,14 +211,14 @@ def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:
             yield run.teacher.problem(key, message)
 
 
-def run_id_problems(run: Run) -> list[Problem]:
+def run_id_problems(run: LoadedRun) -> list[Problem]:
     """A run_id, which only programs that are started apart can be given."""
-    programs: tuple[Loaded[Any], ...] = (run.train, run.orch)
+    programs: tuple[LoadedSettings[Any], ...] = (run.train, run.orch)
     why = "grpo makes a run of its own; remove it, or start the programs apart"
     return [one.problem("run_id", why) for one in programs if one.settings.run_id is not None]
 
 
-def _on_one_machine(run: Run) -> Iterator[Problem]:
+def _on_one_machine(run: LoadedRun) -> Iterator[Problem]:
     if run.train.settings.nodes > 1:
         yield run.train.problem("nodes", "grpo starts the trainer on this machine alone; use grpo launch, or nodes: 1")
     train = run.train.settings
@@ -229,7 +229,7 @@ def _on_one_machine(run: Run) -> Iterator[Problem]:
         yield run.problem("infer_replicas", why)
 
 
-def _address(run: Run) -> list[Problem]:
+def _address(run: LoadedRun) -> list[Problem]:
     """The orchestrator must be led to the servers that are started with it."""
     orch, server = run.orch, run.infer.settings
     urls, num = orch.settings.client.base_url, run.settings.infer_replicas

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from grpo.configs.run import Run, run_file
-from grpo.deploy.cluster import Part, Places, name_of, parts, preset_of, said_by, secrets
+from grpo.configs.run import LoadedRun, run_file
+from grpo.deploy.cluster import Part, Places, name_of, output_of, parts, preset_of, secrets
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.folders import write_atomic
 
 VOLUME, SETTINGS = "/outputs", "/etc/grpo"
 
 
-def group(run: Run, target: str) -> str:
+def group(run: LoadedRun, target: str) -> str:
     """The file of the job group: a head, then a task for each part."""
     name, source, topology = name_of(run), run_file(target), run.settings.topology
     preset = preset_of(target)
@@ -39,7 +39,7 @@ def group(run: Run, target: str) -> str:
     return text
 
 
-def _task(run: Run, part: Part, name: str, mounts: dict[str, str], names: tuple[str, ...]) -> dict[str, Any]:
+def _task(run: LoadedRun, part: Part, name: str, mounts: dict[str, str], names: tuple[str, ...]) -> dict[str, Any]:
     resources: dict[str, Any] = {**run.settings.topology.sky, "image_id": f"docker:{run.settings.topology.image}"}
     resources |= {} if part.cpus is None else {"cpus": f"{part.cpus}+"}
     resources |= {} if part.memory_gb is None else {"memory": f"{part.memory_gb:g}+"}
@@ -54,23 +54,25 @@ def _task(run: Run, part: Part, name: str, mounts: dict[str, str], names: tuple[
 # --- from outside ---
 
 
-def submit(run: Run, target: str) -> str:
+def submit(run: LoadedRun, target: str) -> str:
     """Hands the group to SkyPilot. Raises OSError."""
     file = Path(f"{run.train.settings.output_dir}-sky.yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, group(run, target).encode(), durable=False, private=True)
     words = [word for name in secrets(parts(run, Places()), run) for word in ("--secret", name)]
-    return said_by("sky", "jobs", "launch", "--yes", "--detach-run", *words, str(file))
+    return output_of("sky", "jobs", "launch", "--yes", "--detach-run", *words, str(file))
 
 
-def state(run: Run) -> str | None:
+def state(run: LoadedRun) -> str | None:
     """What SkyPilot says of jobs of this name that have not ended; None where there is none."""
     lines = [
-        line for line in said_by("sky", "jobs", "queue", "--skip-finished").splitlines() if f" {name_of(run)} " in line
+        line
+        for line in output_of("sky", "jobs", "queue", "--skip-finished").splitlines()
+        if f" {name_of(run)} " in line
     ]
     return "\n".join(lines) or None
 
 
-def stop(run: Run) -> str:
+def stop(run: LoadedRun) -> str:
     """Ends what runs; the volume stays."""
-    return said_by("sky", "jobs", "cancel", "--yes", "--name", name_of(run))
+    return output_of("sky", "jobs", "cancel", "--yes", "--name", name_of(run))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo.configs.errors import Problem, SettingsError
-from grpo.configs.run import Run, run_file
-from grpo.deploy.cluster import Part, Places, name_of, parts, said_by, secrets
+from grpo.configs.run import LoadedRun, run_file
+from grpo.deploy.cluster import Part, Places, name_of, output_of, parts, secrets
 from grpo.deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
 from grpo.deploy.programs import Program, Signals, run_programs
 from grpo.transport.errors import START_AGAIN
@@ -31,7 +31,7 @@ _GROUPS = ("orch", "infer", "train", "env")
 """The parts, by the number of their group of machines."""
 
 
-def script(run: Run, target: str, arguments: Sequence[str]) -> str:
+def script(run: LoadedRun, target: str, arguments: Sequence[str]) -> str:
     """The file for sbatch. `target` and `arguments` are the user's words. Raises `SettingsError` where a value cannot
     stand in a line of it."""
     folder, topology = Path(run.train.settings.output_dir).absolute(), run.settings.topology
@@ -52,7 +52,7 @@ def script(run: Run, target: str, arguments: Sequence[str]) -> str:
     return "\n".join([*lines, f"exec {shlex.join(words)}", ""])
 
 
-def _check_lines(run: Run, folder: Path) -> None:
+def _check_lines(run: LoadedRun, folder: Path) -> None:
     """Raises `SettingsError` where a key is no option of sbatch, or a line would end within a value."""
     why = "holds a character that sbatch cannot read in a line of its file; use printable ones, and no backslash"
     slurm = run.settings.topology.slurm
@@ -94,7 +94,7 @@ def _resources(part: Part) -> list[str]:
 # --- from outside ---
 
 
-def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
+def submit(run: LoadedRun, target: str, arguments: Sequence[str]) -> str:
     """Queues the run, and says so. Raises `SettingsError`, `RunFolderError`, and OSError where Slurm refuses."""
     train = run.train.settings
     why = "is not set, and the programs reach each other over a network; set it: export {}=$(openssl rand -hex 32)"
@@ -107,7 +107,7 @@ def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     folder.logs.mkdir(exist_ok=True)
     file = folder.path / "settings" / "slurm.sh"
     write_atomic(file, script(run, target, arguments).encode(), durable=False, private=True)
-    number = said_by("sbatch", "--parsable", str(file)).partition(";")[0]
+    number = output_of("sbatch", "--parsable", str(file)).partition(";")[0]
     (folder.path / "settings" / JOB_FILE).write_text(number)
     return f"queued as job {number}: {file}; its log is {folder.logs / 'slurm.log'}"
 
@@ -116,7 +116,7 @@ def state(folder: Path) -> str | None:
     """What Slurm says of the run's job; None where it has none."""
     try:
         number = (folder / "settings" / JOB_FILE).read_text()
-        said = said_by("squeue", "--noheader", f"--jobs={number}", "--format=%i %T %M %N %r")
+        said = output_of("squeue", "--noheader", f"--jobs={number}", "--format=%i %T %M %N %r")
     except OSError:  # nothing was queued, or Slurm does not know the job any more
         return None
     return said or None
@@ -125,14 +125,14 @@ def state(folder: Path) -> str | None:
 def stop(folder: Path) -> str:
     """Ends the run's job."""
     number = (folder / "settings" / JOB_FILE).read_text()
-    said_by("scancel", number)
+    output_of("scancel", number)
     return f"job {number} is ended; the same command queues it again, and it goes on"
 
 
 # --- inside the job ---
 
 
-def inside(run: Run, target: str, show: Show) -> int:
+def inside(run: LoadedRun, target: str, show: Show) -> int:
     """The launcher in the job. The exit code: as of `grpo`, and 75 where the job is queued again because its time is
     over."""
     with Signals() as signals:
@@ -147,11 +147,11 @@ def inside(run: Run, target: str, show: Show) -> int:
     again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS
     if outcome.exit_code == START_AGAIN or again:
         print("the job is queued again", flush=True)
-        said_by("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        output_of("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     return outcome.exit_code or print_summary(folder.path)
 
 
-def _programs(run: Run, target: str, folder: RunFolder) -> list[Program]:
+def _programs(run: LoadedRun, target: str, folder: RunFolder) -> list[Program]:
     places = Places(
         target=str(run_file(target)),
         output_dir=str(folder.path.absolute()),
@@ -201,5 +201,5 @@ def _srun(part: Part) -> tuple[str, ...]:
 def _hosts(role: str) -> list[str]:
     """The addresses of a part's machines, in the order of their names, as Slurm itself reaches them."""
     listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{_GROUPS.index(role)}"]
-    machines = said_by("scontrol", "show", "node", "--oneliner", listed).splitlines()
+    machines = output_of("scontrol", "show", "node", "--oneliner", listed).splitlines()
     return [re.findall(r" NodeAddr=(\S+)", machine)[0] for machine in machines]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo.configs.errors import Problem
 from grpo.configs.infer import InferSettings, TeacherServerSettings
-from grpo.configs.loading import Loaded
+from grpo.configs.loading import LoadedSettings
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
 
@@ -26,7 +26,7 @@ def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:
 
 
 def teacher_problems(
-    teacher: Loaded[TeacherServerSettings], *, infer: InferSettings, orch: OrchSettings
+    teacher: LoadedSettings[TeacherServerSettings], *, infer: InferSettings, orch: OrchSettings
 ) -> Iterator[Problem]:
     """Where the teacher's own settings contradict those of the run, which starts a server of one."""
     longest, needed = teacher.settings.max_model_len, _longest(infer, orch) + 1

@@ -23,7 +23,7 @@ class NoRun(UserError):
     """A folder that holds no run."""
 
 
-class Said(msgspec.Struct):
+class ProgramStatus(msgspec.Struct):
     """What a program says of itself in `status/NAME.json`."""
 
     state: str

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.infer import lend
 from grpo.transport.parent import end_with, watch
 
 log = logging.getLogger(__name__)
@@ -65,6 +64,8 @@ class FollowServer:
             (end_with if starter_stays else watch)(parent)
             gc.freeze()
             if self.plain_weights:
+                from grpo.infer import lend  # imports torch
+
                 lend.keep_plain_weights()
 
 

@@ -1,4 +1,4 @@
-"""Scored rollouts to training samples: ids and log-probabilities as the server gave them."""
+"""Makes training samples of scored rollouts: ids and log-probabilities as the server gave them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ class ScoredGroup:
     """A group's rollouts with their rewards, on the way to credit. Hooks change it in place."""
 
     results: list[EpisodeResult]
-    """All that have a reward, as their environment gave it: the baseline is of these."""
+    """The rollouts that have a reward, as their environment gave it: the baseline is of these."""
     found: Sequence[str] = ()
     """The name of a filter for each rollout in which it found something."""
     withheld: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class ScoredGroup:
     fields: defaultdict[RowKey, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     """Optional fields of the training sample that is made of a row."""
     hint_texts: dict[StepKey, str] = field(default_factory=dict)
-    """For traces: what would have helped at a step."""
+    """Hints by step, for traces."""
 
     def __post_init__(self) -> None:
         self.credited = self.credited or list(self.results)
@@ -65,15 +65,15 @@ class FinishedGroup:
     """A group that waits for its batch."""
 
     results: Sequence[EpisodeResult]
-    """All that have a reward: they make out the baseline."""
+    """The rollouts that have a reward: the baseline is of these."""
     samples: Sequence[TrainingSample]
-    """Of those that no filter withholds."""
+    """Samples of the rollouts that are not withheld."""
     found: Sequence[str]
     """The name of a filter for each rollout in which it found something."""
     withheld: Mapping[str, str]
-    """What keeps a rollout out of the loss, a filter for example, by the rollout's id."""
+    """Why rollouts are kept out of the loss although they count in the baseline, by id."""
     hint_texts: Mapping[StepKey, str] = field(default_factory=dict)
-    """For traces: what would have helped at a step."""
+    """Hints by step, for traces."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Why rollouts that had a reward are not among the results, by id."""
 
@@ -89,12 +89,12 @@ class FinishedGroup:
 
 
 def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> tuple[list[str], dict[str, str]]:
-    """What `filters` say of a group's rollouts, as `found` and `withheld` of a FinishedGroup. An answer that follows
-    another begins anew."""
+    """Returns what filters find in a group's rollouts, as `found` and `withheld` of a ScoredGroup. They see each answer
+    alone."""
     found, withheld = list[str](), dict[str, str]()
     for result in results if filters else ():
         answers = [step.completion for one in result.walk() for step in one.steps]
-        finders = [one for one in filters if any(one.finds(said.token_ids, said.logprobs) for said in answers)]
+        finders = [one for one in filters if any(one.finds(answer.token_ids, answer.logprobs) for answer in answers)]
         found += [one.name for one in finders]
         if enforced := [one.name for one in finders if one.enforce]:
             withheld[result.id] = enforced[0]
@@ -129,8 +129,8 @@ def _with_evidence(result: EpisodeResult, found: Mapping[StepKey, StepEvidence])
 
 
 def unfit(samples: Sequence[TrainingSample]) -> str | None:
-    """Why the trainer would refuse one of these samples: a number that float32 does not hold, or a temperature by which
-    nothing can be divided. None where it would take them all."""
+    """Returns why the trainer would refuse one of these samples: a number that float32 does not hold, or a temperature
+    by which nothing can be divided. None where it would take them all."""
     for sample in samples:
         for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
             with np.errstate(over="ignore"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.configs.cross import joined_check, recorded
-from grpo.configs.loading import Loaded
+from grpo.configs.loading import LoadedSettings
 from grpo.configs.orch import OrchSettings
 from grpo.configs.resuming import changes, record_of
 from grpo.configs.train import TrainSettings
@@ -123,7 +123,7 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
     return run, status, trainer.settings
 
 
-def _trainer_of(settings: OrchSettings) -> Loaded[TrainSettings]:
+def _trainer_of(settings: OrchSettings) -> LoadedSettings[TrainSettings]:
     """Waits until the trainer has joined, which it does before it loads its model, and returns its settings. A trainer
     that has published the last version may have ended."""
     path, theirs = Path(settings.output_dir), None

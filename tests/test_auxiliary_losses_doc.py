@@ -13,7 +13,9 @@ from grpo.configs.train import TrainSettings
 from grpo.orchestrator.auxiliary.hints.sources import BUILT_IN, load_templates
 from grpo.orchestrator.auxiliary.preferences.agreement import words
 
-PAGE = (Path(__file__).parents[1] / "docs" / "auxiliary_losses.md").read_text()
+from tests.pages import Page
+
+PAGE = Page("docs/auxiliary_losses.md").text
 
 
 def test_words_are_normalised_as_the_page_says() -> None:

@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -14,37 +13,34 @@ from grpo.orchestrator.run import orchestrate
 
 from tests.grpo.run_folder import grpo
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.pages import ROOT, Page, in_backticks
 
-ROOT = Path(__file__).parents[1]
-PAGE, FIRST = ((ROOT / "docs" / name).read_text() for name in ("data.md", "from_csv.md"))
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)```", FIRST, re.M | re.S) for line in block.splitlines()]
+PAGE, FIRST = Page("docs/data.md"), Page("docs/from_csv.md")
 
 
 @pytest.fixture
 def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The page's file, in the working directory."""
-    [text] = re.findall(r'^```text title="codes.csv"\n(.*?)```', FIRST, re.M | re.S)
-    (tmp_path / "codes.csv").write_text(text)
+    FIRST.write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "codes.csv"
 
 
 def test_the_page_tells_of_every_argument_kind_of_file_reward_and_known_data_set() -> None:
-    known = {name for cell in re.findall(r"^\| (.*?) \|", PAGE, re.M) for name in re.findall(r"`([^`]+)`", cell)}
+    known = {name for cell in re.findall(r"^\| (.*?) \|", PAGE.text, re.M) for name in in_backticks(cell)}
     assert {*KNOWN, *inspect.signature(Dataset).parameters} - known <= {"path", "subset", "split", "seed"}
-    assert all(f"`{suffix}`" in PAGE for suffix in set(READERS) - {".ndjson"})
-    assert all(f"`{name}`" in PAGE or f"`{{{name}:" in PAGE for name in REWARDS)
+    assert all(f"`{suffix}`" in PAGE.text for suffix in set(READERS) - {".ndjson"})
+    assert all(f"`{name}`" in PAGE.text or f"`{{{name}:" in PAGE.text for name in REWARDS)
 
 
 def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(codes: Path) -> None:
-    [command] = [line for line in COMMANDS if line.startswith("grpo data codes.csv")]
-    command += f" --model {ROOT}/configs/quickstart/model"
-    done = grpo(*shlex.split(command)[1:])
+    command = [*FIRST.command("grpo data codes.csv"), "--model", str(ROOT / "configs/quickstart/model")]
+    done = grpo(*command)
     assert done.returncode == 0, done.stderr
     assert "<|im_start|>user\nCode: " in done.stdout
     assert re.search(r"tokens of a prompt: median \d+, longest \d+", done.stdout)
     codes.write_text(codes.read_text() + "apple\ngarden,nedr\n")
-    done = grpo(*shlex.split(command)[1:], "--max_prompt_length", "5")
+    done = grpo(*command, "--max_prompt_length", "5")
     assert done.returncode == 1
     assert "codes.csv:26: 1 cells, expected 2" in done.stdout
     assert "codes.csv:27: says the same as codes.csv:2" in done.stdout
@@ -53,16 +49,15 @@ def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(codes: 
 
 
 def test_the_data_of_a_run_are_found_in_its_settings(codes: Path) -> None:
-    [settings] = re.findall(r"^```yaml\n(.*?)```", PAGE, re.M | re.S)
-    (codes.parent / "run.yaml").write_text(f"model: {ROOT}/configs/quickstart/model\nmax_steps: 1\n{settings}")
+    [settings] = PAGE.of("yaml")
+    (codes.parent / "run.yaml").write_text(f"model: {ROOT}/configs/quickstart/model\nmax_steps: 1\n{settings.text}")
     done = grpo("data", ".")
     assert done.returncode == 0, done.stderr
     assert "0 have more than max_prompt_length = 512" in done.stdout
 
 
 async def test_a_run_trains_and_evaluates_on_the_rows(codes: Path) -> None:
-    [command] = [line for line in COMMANDS if line.startswith("grpo quickstart")]
-    environments = json.loads(shlex.split(command)[-1])
+    environments = json.loads(FIRST.command("grpo quickstart")[-1])
     server = await FakeServer(lambda prompt, version: prompt.partition("Code: ")[2].partition("\n")[0][:-5:-1]).start()
     FakeTrainer(codes.parent / "run").start()
     settings = settings_for(codes.parent / "run", server, env=environments)

@@ -1,5 +1,4 @@
-"""Every command of README.md and docs/ is one that its program takes, and code is code. What they do is run by tests of
-each page."""
+"""README.md and docs/: commands are taken by their programs, code can be read, and paths and links are there."""
 
 import ast
 import re
@@ -19,8 +18,8 @@ import yaml
 import grpo.cli
 from grpo.cli import COMMANDS
 from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
+from tests.pages import PAGES, README, ROOT
 
-ROOT = Path(__file__).parents[1]
 ELSEWHERE = (
     *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft", "python -m"),
     *("grpo evaluate", "grpo export", "grpo serve", "grpo chat", "pip ", "kubectl ", "python -m venv"),
@@ -30,39 +29,37 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     **{"grpo": grpo.cli.main, "grpo-infer": grpo.infer.cli.main, "grpo-orch": grpo.orchestrator.cli.main},
     "grpo-train": grpo.trainer.cli.main,
 }
+FOLDERS = "benchmarks|configs|deploy|docs|environments|grpo|infer|orchestrator|tests|tools|trainer|transport"
 NEEDS_GPU = "--sleep_mode"
 OF_A_READER = {"RUN": "quickstart", "train.yaml": "quickstart"}
 """Names that stand for what a reader has."""
 
 
-def blocks(language: str) -> Iterator[str]:
-    """The code blocks of all pages in one language."""
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        yield from re.findall(rf"^```{language}\b[^\n]*\n(.*?)^```", page.read_text(), flags=re.M | re.S)
-
-
 def test_every_page_is_in_the_sites_navigation_and_leads_only_to_what_is_there() -> None:
-    pages = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+    pages = {page.path.name: page.text for page in PAGES if page is not README}
     assert set(re.findall(r"\b(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)) == set(pages)
     links = {link for text in pages.values() for link in re.findall(r"\]\(([\w/.]+)(?:#[\w-]+)?\)", text)}
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
+def test_every_path_that_a_page_names_is_there() -> None:
+    named = [path for page in PAGES for path in re.findall(rf"(?:`|\()((?:{FOLDERS})/[\w/.-]*\w)", page.text)]
+    assert len(named) > 400
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_python_and_yaml_of_the_pages_can_be_read() -> None:
-    for block in blocks("python"):
-        ast.parse(block)
-    for block in blocks("yaml"):
-        yaml.safe_load(block)
+    for block in (block for page in PAGES for block in page.blocks):
+        {"python": ast.parse, "yaml": yaml.safe_load}.get(block.language, str)(block.text)
 
 
 def commands() -> Iterator[str]:
     """Without what stands before the program: variables, and the cores that it gets."""
-    for block in blocks("(?:ba)?sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
-            # Files of a page's own are there only for the tests of the page.
-            if command and not command.startswith(("#", *ELSEWHERE)) and ".py:" not in command:
-                yield command
+    for line in (line for page in PAGES for line in page.commands()):
+        command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
+        # Files of a page's own are there only for the tests of the page.
+        if command and not command.startswith(("#", *ELSEWHERE)) and ".py:" not in command:
+            yield command
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))

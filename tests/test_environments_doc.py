@@ -20,16 +20,17 @@ from grpo.orchestrator.rollouts.registry import make_environment
 from grpo.orchestrator.workers.worker import identity_of
 from grpo.transport.http import Choice
 
-from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
+from tests.pages import ROOT, Block, Page, in_backticks
 
-FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
+PAGE = Page("docs/environments.md")
+FILES = PAGE.files
 ENVIRONMENTS = sorted(title for title, text in FILES.items() if "Environment):" in text)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A reader's folder: the page's files, and `configs`."""
-    write_files(tmp_path)
+    PAGE.write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
@@ -42,15 +43,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 # --- code ---
 
 
-@pytest.mark.parametrize("block", of("python"), ids=lambda block: f"line_{block.line}")
+@pytest.mark.parametrize("block", PAGE.of("python"), ids=lambda block: f"line_{block.line}")
 def test_what_is_asserted_on_the_page_holds(block: Block, folder: Path) -> None:
     exec(compile(block.text, f"docs/environments.md, from line {block.line}", "exec"), {"__name__": "page"})
 
 
 def test_every_environment_of_the_page_is_played_on_it() -> None:
-    played = {name for block in of("python") for name in re.findall(r"^from (\w+) import", block.text, flags=re.M)}
+    played = {name for block in PAGE.of("python") for name in re.findall(r"^from (\w+) import", block.text, flags=re.M)}
     assert {title.removesuffix(".py") for title in ENVIRONMENTS} <= played
-    for block in of("python"):
+    for block in PAGE.of("python"):
         assert "\nassert " in block.text
 
 
@@ -75,7 +76,7 @@ def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, nu
 
 
 def test_the_credit_of_the_page_learns_from_winners_alone(folder: Path) -> None:
-    [block] = [block for block in of("yaml") if "advantage" in block.text]
+    [block] = [block for block in PAGE.of("yaml") if "advantage" in block.text]
     settings = yaml.safe_load(block.text)["advantage"]
     credit = custom_credit(settings["import_path"], settings["kwargs"], setting="advantage.import_path")
     # Above 0.5: the parent, with two answers, and the first of its children.
@@ -87,7 +88,7 @@ def test_the_credit_of_the_page_learns_from_winners_alone(folder: Path) -> None:
 # --- settings and commands ---
 
 
-@pytest.mark.parametrize("block", of("yaml"), ids=lambda block: f"line_{block.line}")
+@pytest.mark.parametrize("block", PAGE.of("yaml"), ids=lambda block: f"line_{block.line}")
 def test_settings_of_the_page_are_accepted(block: Block, folder: Path) -> None:
     preset = yaml.safe_load((ROOT / "configs/quickstart/run.yaml").read_text())["orch"]
     adapters = ["bold", "brief"] if "adapters:" in block.text else []
@@ -99,7 +100,7 @@ def test_settings_of_the_page_are_accepted(block: Block, folder: Path) -> None:
             make_environment(env.id, env.args)
 
 
-@pytest.mark.parametrize("line", commands("grpo configs/"))
+@pytest.mark.parametrize("line", PAGE.commands("grpo configs/"))
 def test_runs_of_the_page_are_accepted(line: str, folder: Path) -> None:
     _, preset, *arguments = shlex.split(line)
     settings = load_run(preset, arguments).orch.settings
@@ -108,27 +109,21 @@ def test_runs_of_the_page_are_accepted(line: str, folder: Path) -> None:
         assert all(len(environment.dataset(split)) for split in ("train", "eval"))
 
 
-def test_every_path_that_the_page_names_is_there() -> None:
-    paths = re.findall(r"(?:`|\b)((?:configs|docs|orchestrator)/[\w/.]*\w)", PAGE)
-    assert len(paths) > 15
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
 # --- tables ---
 
 
 def test_the_table_of_what_is_built_in() -> None:
-    rows = {named(row[0])[0]: row for row in table("| id | arguments | preset |")}
+    rows = {in_backticks(row[0])[0]: row for row in PAGE.table("| id | arguments | preset |")}
     assert list(rows) == list(BUILT_IN)
     for env_id, (_, arguments, preset) in rows.items():
-        assert set(named(arguments)) == set(arguments_of(BUILT_IN[env_id])), env_id
-        for path in named(preset):
+        assert set(in_backticks(arguments)) == set(arguments_of(BUILT_IN[env_id])), env_id
+        for path in in_backticks(preset):
             settings = yaml.safe_load((ROOT / path / "run.yaml").read_text())["orch"]
             assert [env["id"] for env in settings["env"]] == [env_id]
 
 
 def test_every_preset_of_the_product_is_in_the_table() -> None:
-    told = {path for row in table("| id | arguments | preset |") for path in named(row[2])}
+    told = {path for row in PAGE.table("| id | arguments | preset |") for path in in_backticks(row[2])}
     presets = {f"configs/{file.parent.name}" for file in (ROOT / "configs").glob("*/run.yaml")}
     assert told == presets - {"configs/arena"}  # it has no environment
 

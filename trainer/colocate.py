@@ -70,7 +70,7 @@ def model_on(folder: Path, imported: ImportedBase, *, dtype: torch.dtype, attent
             f"server's dtype: {name}"
         )
     tensors = ImportedTensors(folder, imported, dtype)
-    model = filled_model(tensors, dtype=dtype, attention=attention, device=tensors.device)
+    model = filled_model(tensors, attention=attention)
     read = sorted(tensors.used - tensors.shared.keys())
     log.info("base weights: %d tensors are the server's; read from disk: %s", len(tensors.shared), read or "none")
     return model
@@ -81,8 +81,7 @@ class ImportedTensors(CheckpointTensors):
 
     def __init__(self, folder: Path, imported: ImportedBase, dtype: torch.dtype) -> None:
         self.shared = imported.tensors
-        self.device = next(iter(self.shared.values())).device
-        super().__init__(folder, device=self.device, dtype=dtype)
+        super().__init__(folder, device=next(iter(self.shared.values())).device, dtype=dtype)
         self._left = frozenset(imported.manifest.left) & super().names
 
     @property

@@ -41,7 +41,7 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
         """Plain tensors come in `dtype`, all on `device`."""
-        self.folder, self._device, self._dtype = folder, device, dtype
+        self.folder, self.device, self.dtype = folder, device, dtype
         self._files = _files_by_name(folder)
         self.used: set[str] = set()
         """Names of the tensors that were read."""
@@ -56,7 +56,7 @@ class CheckpointTensors:
         self.used.add(name)
         with safe_open(self._files[name], framework="pt") as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name)
-        return tensor.to(self._device, copy=True)
+        return tensor.to(self.device, copy=True)
 
     def plain(self, name: str, expected: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of 16- or 32-bit floats in the type of the computation. Raises `ModelError`."""
@@ -70,7 +70,7 @@ class CheckpointTensors:
                 f"{self.folder}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected 16- or 32-bit floats "
                 f"of shape {list(expected.shape)}"
             )
-        return tensor.to(self._dtype)
+        return tensor.to(self.dtype)
 
     def check_all_used(self, model: Any, tied: str | None) -> None:
         """Raises `ModelError` if there are tensors that the model has no place for."""
@@ -80,34 +80,13 @@ class CheckpointTensors:
             raise ModelError(f"{self.folder} has tensors that {type(model).__name__} has no place for: {shorten(left)}")
 
 
-def quantized_model(
-    folder: Path,
-    quantization: Quantization,
-    stored: Stored | None,
-    *,
-    dtype: torch.dtype,
-    attention: str,
-    device: torch.device,
-) -> Any:
-    """Returns the model in `folder` on `device`, its decoder's linear layers in the format `quantization`, all else in
-    `dtype`. `stored` is how the checkpoint holds them already. Raises `ModelError` if checkpoint and model do not
-    fit."""
-    tensors = CheckpointTensors(folder, device=device, dtype=dtype)
-    return filled_model(tensors, dtype=dtype, attention=attention, device=device, stored=stored, format=quantization)
-
-
 def filled_model(
-    tensors: CheckpointTensors,
-    *,
-    dtype: torch.dtype,
-    attention: str,
-    device: torch.device,
-    stored: Stored | None = None,
-    format: Quantization | None = None,
+    tensors: CheckpointTensors, *, attention: str, stored: Stored | None = None, format: Quantization | None = None
 ) -> Any:
-    """Returns the causal language model of these tensors, frozen and in evaluation mode, its decoder's linear layers as
-    `stored`, or in `format` where they are plain. Raises `ModelError`."""
-    model, tied = _empty_model(tensors.folder, dtype=dtype, attention=attention)
+    """Returns the causal language model of these tensors on their device, frozen and in evaluation mode. Its decoder's
+    linear layers are as `stored`, or quantized in `format` if they are plain; all else is in the tensors' type. Raises
+    `ModelError` if tensors and model do not fit."""
+    model, tied = _empty_model(tensors.folder, dtype=tensors.dtype, attention=attention)
     if (tensors.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(tensors.folder, local_files_only=True)
     if stored is not None or format is not None:
@@ -120,7 +99,7 @@ def filled_model(
             setattr(model.get_submodule(module), own_name, filled)
     tensors.check_all_used(model, tied)
     model.tie_weights()
-    _rebuild_buffers(model, device)
+    _rebuild_buffers(model, tensors.device)
     return model.eval()
 
 
@@ -134,7 +113,7 @@ def publish_dequantized(
     device: torch.device,
     colocate: bool,
 ) -> None:
-    """Writes the values that `quantized_model` computes with on `device`, as a checkpoint in `dtype` in the run's
+    """Writes the values that a quantized model computes with on `device`, as a checkpoint in `dtype` in the run's
     folder: for servers, and for the trainer itself if it computes on theirs (`colocate`). Writes nothing if it is there
     already, or if servers on GPUs read the same format (not yet run on a GPU). `base_model` is the identity of the
     checkpoint in `folder`. Raises `ModelError` and `StorageError`."""

@@ -38,7 +38,7 @@ class PolicyTokens:
     advantages: torch.Tensor
     """[K]"""
     teacher_logprobs: torch.Tensor | None = None
-    """[K] by the teacher or the reference, `UNTAUGHT` for tokens that it does not know; None without one."""
+    """[K] by the teacher or the reference, `NO_TEACHER_LOGPROB` for tokens that it does not know; None without one."""
     sample_ids: torch.Tensor
     """[K] i64 which sample each belongs to, from 0."""
     num_samples: int
@@ -197,7 +197,7 @@ def _teacher_term(trainer: torch.Tensor, teacher: torch.Tensor | None, settings:
     if teacher is None:
         tau = settings.teacher_tau
         raise ValueError(f"teacher_tau is {tau} and teacher_logprobs is None; deliver them, or set it to 0")
-    gap = torch.where(teacher > 0, 0.0, teacher - trainer)  # UNTAUGHT
+    gap = torch.where(teacher > 0, 0.0, teacher - trainer)  # NO_TEACHER_LOGPROB
     return gap if settings.teacher_kl == "k1" else torch.expm1(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

@@ -16,7 +16,7 @@ from grpo.trainer.colocate import model_on, while_exported
 from grpo.trainer.distributed import ONE, Ranks, Shards, shard
 from grpo.trainer.errors import ModelError
 from grpo.trainer.lm_head import logprobs_and_entropy
-from grpo.trainer.loading import decoder_linears, quantized_model
+from grpo.trainer.loading import CheckpointTensors, decoder_linears, filled_model
 from grpo.trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
 from grpo.trainer.packing import PackedTokens
 from grpo.trainer.quantization import check_setting, stored_in
@@ -250,7 +250,7 @@ def _loaded(
     names = peft_names(max(1, len(adapters)))
     peft = with_adapters(base, names, settings) if lora else None
     model = PackedModel(base, num_adapters=len(names), packed=packed, fp32_head=settings.fp32_lm_head).eval()
-    layers = decoder_layers(base)
+    layers: list[torch.nn.Module] = list(base.base_model.layers)
     memory.prepare_layers(
         layers,
         checkpointing,
@@ -279,11 +279,6 @@ def _loaded(
     return policy
 
 
-def decoder_layers(causal_lm: Any) -> list[torch.nn.Module]:
-    """Returns the transformer's blocks, in their order."""
-    return list(causal_lm.base_model.layers)
-
-
 @contextmanager
 def _loading(folder: Path) -> Iterator[None]:
     try:
@@ -308,7 +303,8 @@ def _load_base(
     if imported is not None:
         return model_on(folder, imported, dtype=dtype, attention=implementation)
     if quantization is not None:
-        return quantized_model(folder, quantization, stored, dtype=dtype, attention=implementation, device=device)
+        tensors = CheckpointTensors(folder, device=device, dtype=dtype)
+        return filled_model(tensors, attention=implementation, stored=stored, format=quantization)
     # Straight to the device: main memory need not hold the model.
     place = None if device.type == "cpu" else device
     return AutoModelForCausalLM.from_pretrained(

@@ -153,7 +153,7 @@ class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
             require(math.isfinite(getattr(self, name)), f"a preference pair has {name} = {getattr(self, name)}")
 
 
-UNTAUGHT = 1.0
+NO_TEACHER_LOGPROB = 1.0
 """The value in `teacher_logprobs` of a token that the teacher does not know: no log-probability is above 0."""
 
 

@@ -46,7 +46,7 @@ exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Training:
     """One training of the comparison."""
 
     arm: str
@@ -140,7 +140,7 @@ def planned(
     folder: Path,
     steps: int | None,
     seeds: Sequence[int | None],
-) -> list[Run]:
+) -> list[Training]:
     """All runs, seed by seed and in the order of the arms."""
     runs = []
     common = [*others, *([] if steps is None else [f"--max_steps={steps}"])]
@@ -148,7 +148,7 @@ def planned(
         own = folder / name if seed is None else folder / name / f"seed_{seed}"
         words = [*_others(common, settings), *(f"--{setting}" for setting in settings), f"--output_dir={own}"]
         words += [] if seed is None else [f"--seed={seed}"]
-        runs.append(Run(arm=name, seed=seed, folder=own, words=tuple(words)))
+        runs.append(Training(arm=name, seed=seed, folder=own, words=tuple(words)))
     return runs
 
 
@@ -163,7 +163,7 @@ def _others(words: Sequence[str], settings: Sequence[str]) -> Iterator[str]:
             left.pop(0)
 
 
-def _check_settings(runs: Sequence[Run]) -> None:
+def _check_settings(runs: Sequence[Training]) -> None:
     """Of every arm, before the first one is run. Raises `UserError`, also for two arms that are the same."""
     effective: dict[str, str] = {}
     for run in {run.arm: run for run in runs}.values():
@@ -178,7 +178,7 @@ def _check_settings(runs: Sequence[Run]) -> None:
         effective[run.arm] = settings
 
 
-def _check_folders(runs: Sequence[Run], folder: Path) -> None:
+def _check_folders(runs: Sequence[Training], folder: Path) -> None:
     """Notes the command of each run. Raises `UserError` where a folder has a run of another command, with which
     `grpo` might go on: some settings may change, and make a difference."""
     path = folder / COMMANDS_FILE
@@ -194,7 +194,7 @@ def _check_folders(runs: Sequence[Run], folder: Path) -> None:
     write_atomic(path, json.dumps(commands, indent=1).encode() + b"\n")
 
 
-def _train(run: Run) -> None:
+def _train(run: Training) -> None:
     """Runs `grpo`, which goes on with a run that is there, and is told what this process is told. Exits with its code
     where it fails."""
     # A group of its own: Ctrl-C reaches it once, through here.

@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
                 dataset = Dataset(**{**args, "skip_refused": True})
         except (TypeError, ValueError, SandboxMissing, OSError) as error:
             raise UserError(str(error)) from error
-        print(printable("\n".join(_told(dataset, args["path"], renderer, longest, options))))
+        print(printable("\n".join(_report(dataset, args["path"], renderer, longest, options))))
         code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
     return code
 
@@ -106,7 +106,7 @@ def _renderer(model: str | None, *, needed: bool) -> ChatRenderer | None:
         return None
 
 
-def _told(
+def _report(
     dataset: Dataset, path: str, renderer: ChatRenderer | None, longest: int | None, options: argparse.Namespace
 ) -> Iterator[str]:
     loaded = dataset.loaded

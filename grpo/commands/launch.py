@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from grpo.commands.status import run_status, shown, text
-from grpo.configs.run import Run, load_run
+from grpo.configs.run import LoadedRun, load_run
 from grpo.deploy import cluster, kubernetes, sky, slurm
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FINISHED
@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _on_slurm(run: Run, options: argparse.Namespace) -> str:
+def _on_slurm(run: LoadedRun, options: argparse.Namespace) -> str:
     folder = Path(run.train.settings.output_dir)
     if options.dry_run:
         return slurm.script(run, options.run, options.others)
@@ -48,7 +48,7 @@ def _on_slurm(run: Run, options: argparse.Namespace) -> str:
     return _finished(run, folder) or slurm.submit(run, options.run, options.others)
 
 
-def _finished(run: Run, folder: Path) -> str | None:
+def _finished(run: LoadedRun, folder: Path) -> str | None:
     """A word where the run has nothing left to do."""
     train, last = run.train.settings, run.orch.settings.max_steps
     if train.overwrite_output_dir or current_run_id(folder) is None:
@@ -59,7 +59,7 @@ def _finished(run: Run, folder: Path) -> str | None:
     return f"the run in {folder} has done its {last} steps; raise max_steps to go on"
 
 
-def _on_kubernetes(run: Run, options: argparse.Namespace) -> str:
+def _on_kubernetes(run: LoadedRun, options: argparse.Namespace) -> str:
     if options.dry_run:
         rendered = kubernetes.files(run, options.run)
         return "\n".join(f"# {path}\n{rendered[path]}" for path in sorted(rendered))
@@ -68,7 +68,7 @@ def _on_kubernetes(run: Run, options: argparse.Namespace) -> str:
     return kubernetes.state(run) or kubernetes.submit(run, options.run, options.overlay)
 
 
-def _on_sky(run: Run, options: argparse.Namespace) -> str:
+def _on_sky(run: LoadedRun, options: argparse.Namespace) -> str:
     if options.dry_run:
         return sky.group(run, options.run)
     return sky.stop(run) if options.stop else sky.state(run) or sky.submit(run, options.run)

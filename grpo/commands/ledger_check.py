@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.orchestrator.ledger_reader import LedgerReader
-from grpo.run_files import REWARD, STEP, SUMMARY_FILE, Said, metrics, orch_settings, read, read_run
+from grpo.run_files import REWARD, STEP, SUMMARY_FILE, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.folders import steps_in
 from grpo.transport.status import FINISHED
 
@@ -38,7 +38,7 @@ def check(folder: Path, ledger: LedgerReader) -> dict[str, list[str]]:
     that was ended early may be resumed, and has open ends. Raises `NoRun`."""
     # A living run goes on meanwhile: the metrics of a step are written after its rollouts have left.
     steps = [record for record in metrics(folder) if REWARD in record]
-    orch = read(folder / "status" / "orch.json", Said)
+    orch = read(folder / "status" / "orch.json", ProgramStatus)
     # The orchestrator writes the rest of the ledger last.
     finished = orch is not None and orch.state == FINISHED and orch.alive is not True
     run = read_run(folder)

@@ -16,7 +16,7 @@ import msgspec
 
 from grpo.commands.ledger import states_of
 from grpo.orchestrator.ledger_reader import open_ledger
-from grpo.run_files import REWARD, STEP, NoRun, Said, metrics, orch_settings, read, read_run
+from grpo.run_files import REWARD, STEP, NoRun, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.checkpoints import TRAINER
 from grpo.transport.errors import UserError
 from grpo.transport.folders import steps_in
@@ -136,7 +136,7 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
     """Everything that the folder tells, now; with the number of rollouts if `count`. Raises `NoRun`."""
     run = read_run(folder)
     processes = tuple(_processes(folder / "status", run.programs))
-    state, reason = _state(processes, read(folder / "status" / LAUNCHER_FILE, Said))
+    state, reason = _state(processes, read(folder / "status" / LAUNCHER_FILE, ProgramStatus))
     if state in (FINISHED, STOPPED):
         processes = tuple(map(_ended_with_run, processes))
     steps = {int(one[STEP]): one for one in metrics(folder, last_bytes=_TAIL_BYTES) if REWARD in one}
@@ -163,10 +163,10 @@ def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Itera
     """One for each program at least, in the order of `ROLES`, and the server of a teacher where there is one."""
     for role in (*ROLES, TEACHER):
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
-        said = {path.name: one for path in files if (one := read(path, Said)) is not None}
+        said = {path.name: one for path in files if (one := read(path, ProgramStatus)) is not None}
         if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
             joined = programs.get(role, {})
-            alive = Said(state="joined", **{key: joined.get(key) for key in ("pid", "host", "started")}).alive
+            alive = ProgramStatus(state="joined", **{key: joined.get(key) for key in ("pid", "host", "started")}).alive
             if role not in programs or alive is False:  # that of an earlier start
                 yield ProcessStatus(name=f"grpo-{role}", state=_NOT_STARTED)
             else:
@@ -186,7 +186,7 @@ def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Itera
             )
 
 
-def _state(processes: Sequence[ProcessStatus], launcher: Said | None) -> tuple[str, str | None]:
+def _state(processes: Sequence[ProcessStatus], launcher: ProgramStatus | None) -> tuple[str, str | None]:
     """The run's state, and why it has ended, where the launcher has said so. Its word counts until somebody starts
     programs without it."""
     by_name = {process.name: process for process in processes}
@@ -212,7 +212,7 @@ def _state(processes: Sequence[ProcessStatus], launcher: Said | None) -> tuple[s
     return beginning, None
 
 
-def _is_older(launcher: Said, *programs: ProcessStatus) -> bool:
+def _is_older(launcher: ProgramStatus, *programs: ProcessStatus) -> bool:
     """Whether a program has said something since, as one does that was started by hand."""
     since_s = time.time() - (launcher.since or 0.0)
     ended = launcher.state in _ENDED or launcher.alive is False

@@ -138,36 +138,36 @@ def _answers(runs: Callable[[], Mapping[str, Path]]) -> APIRouter:
 
     @router.get("/runs/{name}/settings")
     def settings(name: str) -> Response:
-        return _told(lambda: data.settings(run(name)))
+        return _answer(lambda: data.settings(run(name)))
 
     @router.get("/runs/{name}/timeline")
     def timeline(name: str, start_s: float | None = None, end_s: float | None = None) -> Response:
-        return _told(lambda: data.timeline(run(name), start_s, end_s))
+        return _answer(lambda: data.timeline(run(name), start_s, end_s))
 
     @router.get("/runs/{name}/{kind}/{number}/rollouts")
     def step(name: str, kind: str, number: int) -> Response:
-        return _told(lambda: data.step(run(name), number, evaluation=kind == "eval"))
+        return _answer(lambda: data.step(run(name), number, evaluation=kind == "eval"))
 
     @router.get("/runs/{name}/{kind}/{number}/rollouts/{rollout:path}")
     def rollout(name: str, kind: str, number: int, rollout: str) -> Response:
-        return _told(lambda: data.rollout(run(name), number, rollout, evaluation=kind == "eval"))
+        return _answer(lambda: data.rollout(run(name), number, rollout, evaluation=kind == "eval"))
 
     @router.get("/runs/{name}/prompt")
     def prompt(name: str, env: str, example: int) -> Response:
-        return _told(lambda: data.prompt(run(name), env, example))
+        return _answer(lambda: data.prompt(run(name), env, example))
 
     @router.get("/runs/{name}/evaluation")
     def evaluation(name: str, before: int | None = None, after: int | None = None) -> Response:
-        return _told(lambda: data.evaluation(run(name), before, after))
+        return _answer(lambda: data.evaluation(run(name), before, after))
 
     @router.get("/runs/{name}/proof")
     def proof(name: str) -> Response:
-        return _told(lambda: data.proof(run(name)))
+        return _answer(lambda: data.proof(run(name)))
 
     return router
 
 
-def _told(answer: Callable[[], Any]) -> Response:
+def _answer(answer: Callable[[], Any]) -> Response:
     """What the run's files say, or why they cannot be read."""
     try:
         return as_json(answer())

@@ -1,11 +1,12 @@
-"""`kill -9` of the sender and the receiver: every step is trained exactly once, none lost, and nobody hangs."""
+"""`kill -9` at every call that writes and at random moments, of the senders and receivers of batches, and of those who
+publish and take up versions: every step is trained once and none is lost, a version is seen whole or not at all, none
+that is in use is removed, and nobody hangs."""
 
 import json
 import os
 import random
-import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,124 +14,169 @@ import pytest
 from grpo.transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from grpo.transport.batches.store import StepStore
 from grpo.transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
-from grpo.transport.folders import write_atomic
+from grpo.transport.folders import step_folder, write_atomic
 from grpo.transport.keys import SharedKey
 from grpo.transport.ports import free_port
+from grpo.transport.weights.store import (
+    ADAPTER_FILE,
+    CANARY_FILE,
+    InUse,
+    PolicyPublisher,
+    PolicyReader,
+    read_in_use,
+    verify_policy,
+    write_in_use,
+)
 
-from tests.chaos.kill_points import DISK_CALLS, start
-from tests.support import until
-from tests.transport.samples import equal, micro_batch
+from tests.chaos.kill_points import DISK_CALLS, Restarted
+from tests.transport.samples import SPEC, equal, micro_batch
 
 pytestmark = pytest.mark.chaos
 CHECKPOINT_EVERY = 3
 NUM_RANDOM_KILLS = int(os.environ.get("TEST_KILLS", "20"))
 """How many of each transport; more are worth it where the transports change."""
 KEY = SharedKey("a secret of enough characters")
+NUM_VERSIONS = 14
+PINNED = frozenset({2, 3})
 
 
-class Channel:
-    """What both processes know."""
+class Batches:
+    """Batches over one transport, as both processes know them."""
 
-    def __init__(self, kind: str, folder: Path, num_steps: int, train_s: float = 0.0) -> None:
-        self.kind, self.folder, self.num_steps, self.port = kind, folder, num_steps, free_port()
-        self.batches, self.train_s, self.checkpoint = folder / "batches", train_s, folder / "checkpoint.json"
+    def __init__(self, kind: str, folder: Path, num_steps: int = 9, train_s: float = 0.0) -> None:
+        self._kind, self._num_steps, self._train_s, self._port = kind, num_steps, train_s, free_port()
+        self._batches, self._checkpoint = folder / "batches", folder / "checkpoint.json"
+        self.works: Mapping[str, Callable[[], object]] = {"sender": self.send_all, "receiver": self.train_all}
 
-    def sender(self) -> BatchSender:
-        def checkpointed() -> int:
-            return len(self.trained())
+    def _sender(self) -> BatchSender:
+        options = {"run_id": "run", "checkpointed": lambda: len(self.trained())}
+        if self._kind == "zmq":
+            return ZmqBatchSender(self._batches, port=self._port, key=KEY, **options)
+        return BatchSender(self._batches, **options)  # type: ignore[arg-type]
 
-        if self.kind == "zmq":
-            return ZmqBatchSender(self.batches, run_id="run", port=self.port, key=KEY, checkpointed=checkpointed)
-        return BatchSender(self.batches, run_id="run", checkpointed=checkpointed)
-
-    def receiver(self) -> BatchReceiver:
-        if self.kind == "zmq":
-            return ZmqBatchReceiver(run_id="run", port=self.port, key=KEY)
-        return FilesystemBatchReceiver(self.batches, run_id="run")
+    def _receiver(self) -> BatchReceiver:
+        if self._kind == "zmq":
+            return ZmqBatchReceiver(run_id="run", port=self._port, key=KEY)
+        return FilesystemBatchReceiver(self._batches, run_id="run")
 
     def trained(self) -> list[int]:
-        return list(json.loads(self.checkpoint.read_text())) if self.checkpoint.exists() else []
+        return list(json.loads(self._checkpoint.read_text())) if self._checkpoint.exists() else []
+
+    def send_all(self) -> None:
+        """An orchestrator: sends the steps in order, and after a restart goes on after the newest that is on disk."""
+        newest = max([len(self.trained()), *StepStore(self._batches, run_id="run").steps()])
+        with self._sender() as sender:
+            for step in range(newest + 1, self._num_steps + 1):
+                sender.send(step, [[micro_batch(step=step, seed=step, lengths=(40,))]])
+            sender.finish(self._num_steps)
+            until(lambda: len(self.trained()) == self._num_steps)
+
+    def train_all(self) -> None:
+        """A trainer: trains the steps in order, and after a restart goes on after its last checkpoint."""
+        trained = self.trained()
+        with self._receiver() as receiver:
+            while len(trained) < self._num_steps:
+                step = len(trained) + 1
+                batches = receiver.receive(step, timeout_s=120)
+                assert batches is not None
+                assert equal(batches[0], micro_batch(step=step, seed=step, lengths=(40,)))
+                time.sleep(self._train_s)
+                trained.append(batches[0].step)
+                if step % CHECKPOINT_EVERY == 0 or step == self._num_steps:
+                    write_atomic(self._checkpoint, json.dumps(trained).encode(), durable=False)
+
+    def check(self) -> None:
+        """Only at the end is there something to be seen."""
+
+    def check_end(self) -> None:
+        assert self.trained() == list(range(1, self._num_steps + 1))
 
 
-def send_all(channel: Channel) -> None:
-    """An orchestrator: sends the steps in order, and after a restart goes on after the newest that is on disk."""
-    store = StepStore(channel.batches, run_id="run")
-    newest = max([len(channel.trained()), *store.steps()])
-    with channel.sender() as sender:
-        for step in range(newest + 1, channel.num_steps + 1):
-            sender.send(step, [[micro_batch(step=step, seed=step, lengths=(40,))]])
-        sender.finish(channel.num_steps)
-        until(lambda: len(channel.trained()) == channel.num_steps, poll_s=0.01)
+class Versions:
+    """Versions from the process that publishes them to the one that takes them up."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._reader = folder, PolicyReader(folder, run_id="run")
+        self.works: Mapping[str, Callable[[], object]] = {"publisher": self.publish_all, "reader": self.take_up_all}
+
+    def files(self, version: int) -> dict[str, bytes]:
+        """Large enough to be caught while they are written."""
+        return {ADAPTER_FILE: b"%06d" % version * 20_000, CANARY_FILE: b'{"version": %d}' % version}
+
+    def newest_in_use(self) -> int:
+        used = read_in_use(self._folder, run_id="run")
+        return -1 if used is None else used.newest
+
+    def publish_all(self) -> None:
+        """A trainer: publishes versions, each when the one before is in use; after a restart, the newest one again."""
+        publisher = PolicyPublisher(self._folder, run_id="run", keep_last=2)
+        for version in range(self._reader.latest() or 0, NUM_VERSIONS + 1):
+            publisher.publish(version=version, spec=SPEC, files=self.files(version))
+            until(lambda version=version: self.newest_in_use() >= version or version == NUM_VERSIONS)  # type: ignore[misc]
+
+    def take_up_all(self) -> None:
+        """An orchestrator: takes up each version in turn and says so; two versions are pinned for good."""
+        for version in range(self.newest_in_use() + 1, NUM_VERSIONS + 1):
+            until(partial(self._reader.poll, version))
+            policy = self._reader.poll(version)
+            assert policy is not None
+            assert policy.small_files[CANARY_FILE] == self.files(version)[CANARY_FILE]
+            pinned = {number for number in PINNED if number <= version}
+            write_in_use(self._folder, InUse(run_id="run", versions=frozenset({version} | pinned), newest=version))
+
+    def check(self) -> None:
+        """What is visible is whole, and what was said to be in use is there."""
+        used = read_in_use(self._folder, run_id="run")
+        for version in [] if used is None else sorted(used.versions):
+            assert self._reader.poll(version) is not None, f"version {version} is in use and gone"
+        newest = self._reader.latest()
+        if newest is not None and self._reader.poll(newest) is not None:
+            _, held = verify_policy(step_folder(self._folder, newest), run_id="run", version=newest)
+            assert held == self.files(newest)
+
+    def check_end(self) -> None:
+        self.check()
+        there = {version for version in range(NUM_VERSIONS + 1) if self._reader.poll(version) is not None}
+        assert there >= PINNED | {NUM_VERSIONS - 1, NUM_VERSIONS}
+        assert not there & {0, 1, 4, 5, 6}
+        assert [path.name for path in self._folder.glob(".step_*")] == []
 
 
-def train_all(channel: Channel) -> None:
-    """A trainer: trains the steps in order, and after a restart goes on after its last checkpoint."""
-    trained = channel.trained()
-    with channel.receiver() as receiver:
-        while len(trained) < channel.num_steps:
-            step = len(trained) + 1
-            batches = receiver.receive(step, timeout_s=120)
-            assert batches is not None
-            assert equal(batches[0], micro_batch(step=step, seed=step, lengths=(40,)))
-            time.sleep(channel.train_s)
-            trained.append(batches[0].step)
-            if step % CHECKPOINT_EVERY == 0 or step == channel.num_steps:
-                write_atomic(channel.checkpoint, json.dumps(trained).encode(), durable=False)
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
-Work = Callable[[Channel], None]
+MATRIX = [
+    *(("batches", "sender", call, nth) for call in ("open", "mkdir", "rename") for nth in (1, 4)),
+    *(("versions", "publisher", call, nth) for call in DISK_CALLS if call != "replace" for nth in (1, 9)),
+    *(("versions", "reader", "replace", nth) for nth in (1, 9)),
+]
+"""What is delivered, who is killed, at which of its calls, and when it makes that call for the n-th time."""
 
 
-def wait_for_end(pid: int, timeout_s: float) -> int | None:
-    """The process's status (negative for a signal), or None where it still runs."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    return None
-
-
-def run_to_the_end(channel: Channel, running: dict[Work, int]) -> None:
-    """Restarts whoever was killed until both have ended by themselves."""
-    deadline = time.monotonic() + 300
-    while running:
-        assert time.monotonic() < deadline, f"hangs: {[work.__name__ for work in running]}"
-        for work, pid in list(running.items()):
-            status = wait_for_end(pid, 0.01)
-            if status == 0:
-                del running[work]
-            elif status is not None:
-                assert status == -signal.SIGKILL, f"{work.__name__} ended with {status}"
-                running[work] = start(partial(work, channel))
-    assert channel.trained() == list(range(1, channel.num_steps + 1))
-
-
-@pytest.mark.parametrize("kind", ["filesystem", "zmq"])
-@pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize(
-    ("work", "call"), [(send_all, call) for call in DISK_CALLS if call not in ("unlink", "rmdir", "replace", "fsync")]
+    ("kind", "who", "call", "nth"),
+    [(kind, *row) for what, *row in MATRIX for kind in (("filesystem", "zmq") if what == "batches" else ("versions",))],
 )
-def test_a_kill_at_every_call_of_a_delivery_loses_and_repeats_nothing(
-    tmp_path: Path, kind: str, work: Work, call: str, nth: int
+def test_a_kill_at_every_call_loses_repeats_and_shows_halves_of_nothing(
+    tmp_path: Path, kind: str, who: str, call: str, nth: int
 ) -> None:
-    channel = Channel(kind, tmp_path, num_steps=9)
-    running = {train_all: start(partial(train_all, channel)), work: start(partial(work, channel), (call, nth))}
-    assert wait_for_end(running[work], 120) == -signal.SIGKILL, f"never came to {call} for the {nth}. time"
-    running[work] = start(partial(work, channel))
-    run_to_the_end(channel, running)
+    delivery = Versions(tmp_path) if kind == "versions" else Batches(kind, tmp_path)
+    processes = Restarted(delivery.works, {who: (call, nth)})
+    processes.to_the_end(delivery.check)
+    assert processes.num_kills == 1, f"never came to {call} for the {nth}. time"
+    delivery.check_end()
 
 
 @pytest.mark.parametrize("kind", ["filesystem", "zmq"])
 def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
-    channel, rng = Channel(kind, tmp_path, num_steps=8 * NUM_RANDOM_KILLS + 50, train_s=0.005), random.Random(0)
-    running: dict[Work, int] = {work: start(partial(work, channel)) for work in (send_all, train_all)}
+    delivery, rng = Batches(kind, tmp_path, num_steps=8 * NUM_RANDOM_KILLS + 50, train_s=0.005), random.Random(0)
+    processes = Restarted(delivery.works)
     for _ in range(NUM_RANDOM_KILLS):
         time.sleep(rng.uniform(0.001, 0.06))
-        work = rng.choice([send_all, train_all])
-        os.kill(running[work], signal.SIGKILL)
-        status = wait_for_end(running[work], 120)
-        assert status in (-signal.SIGKILL, 0)  # it may have come to its end before the last kills
-        running[work] = start(partial(work, channel))
-    run_to_the_end(channel, running)
+        processes.kill(rng.choice([*delivery.works]))
+    processes.to_the_end()
+    delivery.check_end()

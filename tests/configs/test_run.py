@@ -12,7 +12,7 @@ from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.keys import known_keys
 from grpo.configs.orch import OrchSettings
-from grpo.configs.run import PRESETS, Run, RunSettings, load_run, presets
+from grpo.configs.run import PRESETS, LoadedRun, RunSettings, load_run, presets
 from grpo.configs.train import TrainSettings
 
 from tests.grpo.run_folder import grpo
@@ -23,7 +23,7 @@ RUN: dict[str, Any] = {
 }
 
 
-def run_of(folder: Path, *arguments: str, **changes: Any) -> Run:
+def run_of(folder: Path, *arguments: str, **changes: Any) -> LoadedRun:
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN | changes))
     return load_run(folder, arguments)
 
@@ -59,7 +59,7 @@ def test_words_of_others_and_keys_of_one_program_are_answered_with_what_to_write
 
 
 def test_an_environments_id_alone_stands_for_it(tmp_path: Path) -> None:
-    def ids(run: Run) -> list[str]:
+    def ids(run: LoadedRun) -> list[str]:
         return [env.id for env in run.orch.settings.env]
 
     assert ids(load_run("quickstart", ["--env", "a.py:A"])) == ["a.py:A"]

@@ -1,23 +1,22 @@
 """docs/arena.md: its file is that of the preset, runs as it stands there, and learns."""
 
-import re
 import statistics
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT, trained
+from tests.e2e.runs import trained
+from tests.pages import ROOT, Page
 
-PAGE = (ROOT / "docs/arena.md").read_text()
+PAGE = Page("docs/arena.md")
 FILE = ROOT / "configs/arena/words.py"
 
 
 def test_the_pages_file_is_the_presets_and_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python( title=\"words\.py\")?\n(.*?)```", PAGE, re.DOTALL)
-    assert [text for title, text in blocks if title] == [FILE.read_text()]
+    assert PAGE.files == {"words.py": FILE.read_text()}
     assert len(FILE.read_text().splitlines()) <= 33
     monkeypatch.syspath_prepend(FILE.parent)
-    for _, text in (block for block in blocks if "asyncio.run" in block[1]):
+    for text in (block.text for block in PAGE.of("python") if "asyncio.run" in block.text):
         exec(compile(text, "docs/arena.md", "exec"), {"__name__": "page"})
 
 

@@ -1,6 +1,5 @@
 """docs/from_csv.md as it stands there: from a CSV to a model that transformers loads."""
 
-import re
 import shlex
 import statistics
 import sys
@@ -8,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PROGRAMS, ROOT, Run, done
+from tests.e2e.runs import PROGRAMS, Run, done
+from tests.pages import Page
 
 pytestmark = pytest.mark.e2e
-PAGE = (ROOT / "docs" / "from_csv.md").read_text()
+PAGE = Page("docs/from_csv.md")
 
 
 def test_the_page_leads_to_a_model_that_has_learned(tmp_path: Path) -> None:
-    for name, text in re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', PAGE, flags=re.M | re.S):
-        (tmp_path / name).write_text(text)
-    for line in re.findall(r"^```sh\n(.*?)\n```", PAGE, flags=re.M | re.S):
+    PAGE.write_files(tmp_path)
+    for line in PAGE.commands():
         program, *words = shlex.split(line.replace("--max_steps 15", "--max_steps 12"))  # enough to see that it learns
         done(*words, cwd=tmp_path, program=PROGRAMS / program)
     run = Run(tmp_path / "outputs/codes")

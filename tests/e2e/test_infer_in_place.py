@@ -1,6 +1,5 @@
 """The real server on the tiny model, whose own weights are replaced: merged and full versions against Hugging Face."""
 
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -193,7 +192,7 @@ def test_requests_that_follow_go_on_after_the_switch_under_the_new_version(live:
     assert max(apart) > 1e-3, "under one version they would be others"
 
 
-def test_chat_users_get_the_live_version_by_its_names_and_an_adapter_is_refused(live: Live) -> None:
+def test_chat_users_get_the_live_version_by_its_names(live: Live) -> None:
     live.publish(300, FULL, seed=3)
     assert live.load(300).status_code == 200
     for name in ("default", "policy-v300", str(MODEL)):
@@ -201,36 +200,12 @@ def test_chat_users_get_the_live_version_by_its_names_and_an_adapter_is_refused(
         assert live.server.post("/v1/completions", body).status_code == 200, name
     gone = live.server.post("/v1/completions", {"model": "policy-v100", "prompt": IDS, "max_tokens": 2})
     assert gone.status_code == 404
-    live.publish(301, FULL, seed=3)
-    folder = live.run.broadcasts / "step_000301"
-    shutil.rmtree(folder)
-    publisher = PolicyPublisher(live.run.broadcasts, run_id=live.run.run_id)
-    publisher.publish(version=301, spec=structs.replace(MERGED, kind="adapter"), files={CANARY_FILE: _canary_json(301)})
-    response = live.load(301)
-    assert (response.status_code, response.json()["error"]["type"]) == (409, "kind")
 
 
-def _canary_json(version: int) -> bytes:
-    logprobs = (-1.0,) * (len(CANARY_IDS) - 1)
-    return Canary(
-        version=version,
-        token_ids=CANARY_IDS,
-        logprobs=logprobs,
-        base_logprobs=logprobs,
-        dtype="float32",
-        is_zero=False,
-    ).to_json()
-
-
-def test_a_version_that_is_found_wrong_or_fails_its_proof_leaves_the_one_before(live: Live) -> None:
+def test_a_version_that_fails_its_proof_leaves_the_one_before(live: Live) -> None:
     live.publish(305, FULL, seed=5)
     assert live.load(305).status_code == 200
     before = live.score(305)
-    live.publish(306, FULL, seed=6)
-    shard = next((live.run.broadcasts / "step_000306").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert live.load(306).status_code == 409
-    assert live.score(305) == before
     live.publish(307, FULL, seed=6, canary_of=model_of(FULL, 8))
     response = live.load(307)
     assert (response.status_code, response.json()["error"]["type"]) == (409, "canary_mismatch")

@@ -179,29 +179,6 @@ def test_clean_scores_have_the_same_bits_alone_and_after_noise(live: Live) -> No
     assert live.score((1, False), ids) == before
 
 
-def test_noise_that_is_not_the_canarys_is_refused_and_the_server_goes_on(live: Live) -> None:
-    publisher, ids = live.publisher, prompt(2, 24)
-    publish(publisher, 9, norm_noise(0.05, seed=99), live.models[2, True])
-    refused = live.load(9)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (409, "noise_mismatch")
-    for request in ((None, False), (1, True), (1, False)):
-        assert largest(live.score(request, ids), live.right(request, ids)) < EXACT
-
-
-def test_after_its_requests_a_version_is_gone_with_and_without_noise(live: Live) -> None:
-    live.server.answer("/policy/unload", version=4)
-    for noisy in (True, False):
-        refused = live.server.post("/policy/score", {"version": 4, "noisy": noisy, "token_ids": [1, 2]})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_live")
-    assert live.load(4).json()["noise"]["max_abs"] < EXACT / 2
-
-
-def test_the_noise_of_a_version_is_no_model_of_the_chat_routes(live: Live) -> None:
-    served = [model["id"] for model in live.server.get("/v1/models").json()["data"]]
-    assert "policy-v1" in served
-    assert not any("noise" in name for name in served)
-
-
 FOLLOWED = {11: 1, 12: 4, 13: 21}
 """Versions that follow each other under requests, and the seeds of their weights: these rarely end an answer."""
 FOLLOWED_SIGMAS = {11: 0.1, 12: 0.05}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.configs.test_reference import QUICK_START
-from tests.e2e.readme import command
 from tests.e2e.runs import PROGRAMS, ROOT, Run, done, grpo
+from tests.pages import README
 from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +27,7 @@ EXACT = 1e-4
 @pytest.fixture(scope="module")
 def compared(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The finished comparison, of fewer steps, in a folder outside the checkout."""
-    folder, words = tmp_path_factory.mktemp("first"), command("grpo compare quickstart --arms async")
+    folder, words = tmp_path_factory.mktemp("first"), README.command("grpo compare quickstart --arms async")
     words[words.index("--steps") + 1] = str(NUM_STEPS)
     done(*words, cwd=folder, program=installed / "grpo", variables=SAME)
     return folder / "outputs/compare"

@@ -3,7 +3,8 @@ the noise is large, so that whatever differs between versions is the noise."""
 
 import pytest
 
-from tests.e2e.runs import ROOT, Run, trained
+from tests.e2e.runs import Run, trained
+from tests.pages import Page
 
 pytestmark = pytest.mark.e2e
 SIGMAS = {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.1, 5: 0.1, 6: 0.0}
@@ -13,8 +14,9 @@ SIGMAS = {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.1, 5: 0.1, 6: 0.0}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A finished run; batch n is sampled under version n - 1."""
-    page = (ROOT / "docs" / "noise.md").read_text()
-    [(_, preset, *words)] = [line.split() for line in page.splitlines() if line.startswith("    grpo ")]
+    [(_, preset, *words)] = [
+        line.split() for line in Page("docs/noise.md").text.splitlines() if "    grpo " in line[:9]
+    ]
     return trained(
         *(preset, tmp_path_factory.mktemp("pipeline") / "run", *words, "--train.noise_scheduler.num_stages", "3"),
         *("--train.noise_scheduler.sigma_start", "1.0", "--train.noise_scheduler.sigma_end", "0.1"),

@@ -12,12 +12,11 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
-from tests.e2e.readme import blocks
-from tests.e2e.runs import ROOT
+from tests.pages import Page
 from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
-SCRIPT, OPENED, *_ = blocks("python", (ROOT / "docs" / "python.md").read_text())
+SCRIPT, OPENED, *_ = (block.text for block in Page("docs/python.md").blocks if block.language == "python")
 DEFINITIONS, _, MAIN = SCRIPT.partition('if __name__ == "__main__":\n')
 TRAIN, WAIT, *PRINTS = textwrap.dedent(MAIN).splitlines()
 NUM_STEPS = 12

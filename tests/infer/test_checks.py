@@ -14,7 +14,7 @@ from grpo.infer.canary import check_effect
 from grpo.infer.checks import BaseModel, check_tokenizer, check_version, read_version, tensor_shapes, version_folder
 from grpo.transport.errors import PolicyRefused
 from grpo.transport.http import CanaryFigures
-from grpo.transport.records import Canary
+from grpo.transport.records import Canary, PolicySpec
 from grpo.transport.run import RunFolder, create_run
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from msgspec import structs
@@ -95,139 +95,114 @@ def test_folders_and_files_that_lead_out_of_the_broadcasts_are_refused(run: RunF
     assert refusal(run, 4).reason == "outside"
 
 
-# --- what it belongs to -----------------------------------------------------------------------------------------------
+# --- the files --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "base", "reason", "words"),
-    [
-        ({"base_model": "other"}, BASE, "foreign_base", "same model"),
-        ({"quantization": "nf4"}, BASE, "foreign_base", "base_quantization: nf4"),
-        ({}, IN_PLACE, "kind", "enable_lora: true"),
-        ({"kind": "full"}, BASE, "kind", "enable_lora: false"),
-        ({"norm_noise": True}, BASE, "norm_noise", "norm_noise: true"),
-        ({"rank": 16}, BASE, "rank", "max_lora_rank: 16"),
-        ({"target_modules": ("q_proj", "gate_proj")}, BASE, "shape", "gate_proj"),
-    ],
-)
-def test_a_version_for_another_server_is_refused_with_the_way_out(
-    run: RunFolder, change: dict[str, Any], base: BaseModel, reason: str, words: str
+def adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, Any]:
+    """Files of an adapter with other tensors."""
+    tensors = safetensors.torch.load(adapter_files()[ADAPTER_FILE])
+    change(tensors)
+    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return {"adapter_model__safetensors": data}
+
+
+def config(**settings: Any) -> dict[str, Any]:
+    """Files of an adapter with other settings of PEFT's."""
+    return {"adapter_config__json": json.dumps(json.loads(adapter_files()[ADAPTER_CONFIG_FILE]) | settings).encode()}
+
+
+def weights(spec: PolicySpec, **change: np.ndarray | None) -> dict[str, Any]:
+    """Files of a version in place with other weights, without those that are None."""
+    named = {name.replace("__", "."): array for name, array in change.items()}
+    content = {name: array for name, array in (weights_of(spec) | named).items() if array is not None}
+    both = dict.fromkeys(weight_files(weights_of(spec))) | weight_files(content)
+    return {name.replace(".", "__"): data for name, data in both.items()}
+
+
+def canary(version: int = 3, **changes: Any) -> dict[str, Any]:
+    return {"canary__json": canary_of(version, **changes).to_json()}
+
+
+def noise(*sizes: int, **more: torch.Tensor) -> dict[str, Any]:
+    tensors = {NORM: torch.ones(sizes)} if sizes else {}
+    return {"noise__safetensors": safetensors.torch.save(tensors | {n.replace("__", "."): t for n, t in more.items()})}
+
+
+BOTH = structs.replace(MERGED, target_modules=("q_proj", "up_proj"))
+HALF = replace(IN_PLACE, dtype=torch.bfloat16)
+Q__, NORM__ = Q.replace(".", "__"), NORM.replace(".", "__")
+ONES = np.ones((4, 6), np.float32)
+NINE = {"token_ids": (1,) * 9, "logprobs": (0.0,) * 8, "base_logprobs": (0.0,) * 8}
+SPOILT: list[tuple[str, str, PolicySpec, BaseModel, dict[str, Any]]] = [
+    # for another server; the message says the way out
+    ("foreign_base", "same model", structs.replace(ADAPTER, base_model="other"), BASE, {}),
+    ("foreign_base", "base_quantization: nf4", structs.replace(ADAPTER, quantization="nf4"), BASE, {}),
+    ("kind", "enable_lora: true", ADAPTER, IN_PLACE, {}),
+    ("kind", "enable_lora: false", structs.replace(ADAPTER, kind="full"), BASE, {}),
+    ("norm_noise", "norm_noise: true", structs.replace(ADAPTER, norm_noise=True), BASE, {}),
+    ("rank", "max_lora_rank: 16", structs.replace(ADAPTER, rank=16), BASE, {}),
+    ("shape", "gate_proj", structs.replace(ADAPTER, target_modules=("q_proj", "gate_proj")), BASE, {}),
+    # the canary
+    ("partial", "", ADAPTER, BASE, {"canary__json": None}),
+    ("corrupt", "", ADAPTER, BASE, {"canary__json": b"{}"}),
+    ("corrupt", "", ADAPTER, BASE, canary(4)),
+    ("corrupt", "", ADAPTER, BASE, canary(token_ids=(5, 6, 10**9))),
+    ("corrupt", "", ADAPTER, BASE, canary(token_ids=(5, 6, -1))),
+    ("corrupt", "", ADAPTER, BASE, canary(**NINE)),
+    # the adapter's tensors, by name
+    ("not_finite", B, ADAPTER, BASE, adapter(lambda t: t[B][1].fill_(float("nan")))),
+    ("not_finite", B, ADAPTER, BASE, adapter(lambda t: t.update({B: t[B] * 1e30}))),
+    ("not_finite", "", ADAPTER, replace(BASE, dtype=torch.float16), adapter(lambda t: t.update({A: t[A] * 1e6}))),
+    ("partial", B, ADAPTER, BASE, adapter(lambda t: t.pop(B))),
+    ("shape", "layers.9", ADAPTER, BASE, adapter(lambda t: t.update({"layers.9.lora_A.weight": torch.ones(2, 4)}))),
+    ("shape", "[5, 2], expected [6, 2]", ADAPTER, BASE, adapter(lambda t: t.update({B: t[B][:5]}))),
+    ("rank", "[3, 4], expected [2, 4]", ADAPTER, BASE, adapter(lambda t: t.update({A: torch.ones(3, 4)}))),
+    ("corrupt", "int64", ADAPTER, BASE, adapter(lambda t: t.update({A: t[A].long()}))),
+    ("corrupt", "", ADAPTER, BASE, {"adapter_model__safetensors": b"nonsense"}),
+    # settings that change what an adapter computes
+    ("rank", "", ADAPTER, BASE, config(r=4)),
+    ("corrupt", "", ADAPTER, BASE, config(lora_alpha=5)),
+    ("corrupt", "use_rslora", ADAPTER, BASE, config(use_rslora=True)),
+    ("corrupt", "alpha_pattern", ADAPTER, BASE, config(alpha_pattern={"q_proj": 1})),
+    ("corrupt", "peft_type", ADAPTER, BASE, config(peft_type="IA3")),
+    ("corrupt", "layers_to_transform", ADAPTER, BASE, config(layers_to_transform=[0])),
+    ("corrupt", "a_setting_of_tomorrow", ADAPTER, BASE, config(a_setting_of_tomorrow=1)),
+    # weights in the place of the model's own
+    ("partial", "", FULL, IN_PLACE, weights(FULL, **{NORM__: None})),
+    ("shape", "", FULL, IN_PLACE, weights(FULL, lm_head__weight=ONES)),
+    ("shape", "", FULL, IN_PLACE, weights(FULL, **{Q__: ONES})),
+    ("not_finite", "", FULL, IN_PLACE, weights(FULL, **{Q__: np.full((6, 4), np.nan, np.float32)})),
+    ("partial", "", FULL, IN_PLACE, {"model__safetensors__index__json": None}),
+    ("partial", "", MERGED, IN_PLACE, weights(MERGED, **{Q__: None})),
+    ("shape", "", MERGED, IN_PLACE, weights(MERGED, **{NORM__: np.ones(4, np.float32)})),
+    ("partial", "", BOTH, IN_PLACE, weights(BOTH, **{Q__: None})),
+    ("rounding", "dtype: float32", MERGED, HALF, {}),
+    # noise
+    ("partial", "", NOISY, WITH_NOISE, noise()),
+    ("shape", "", NOISY, WITH_NOISE, noise(4, model__other__weight=torch.ones(4))),
+    ("shape", "", NOISY, WITH_NOISE, noise(5)),
+    ("not_finite", "", NOISY, WITH_NOISE, noise(**{NORM__: torch.tensor([1, 1, 1, float("nan")])})),
+    ("partial", "", NOISY, WITH_NOISE, canary()),
+    ("partial", "", NOISY, WITH_NOISE, {"noise__safetensors": None}),
+    ("corrupt", "", ADAPTER, BASE, {"noise__safetensors": noise_file(), **canary(noisy=True)}),
+]
+"""Reason, words of the message, and how the version differs from a right one: its spec, the server, its files."""
+
+
+@pytest.mark.parametrize(("reason", "words", "spec", "base", "files"), SPOILT)
+def test_a_spoilt_version_is_refused_with_its_reason(
+    run: RunFolder, reason: str, words: str, spec: PolicySpec, base: BaseModel, files: dict[str, Any]
 ) -> None:
-    publish(run, 3, structs.replace(ADAPTER, **change))
+    publish(run, 3, spec, **files)
     error = refusal(run, base=base)
     assert (error.reason, words in str(error)) == (reason, True)
 
 
-@pytest.mark.parametrize(
-    ("canary", "reason"),
-    [
-        (None, "partial"),
-        (b"{}", "corrupt"),
-        (canary_of(4).to_json(), "corrupt"),
-        (canary_of(3, token_ids=(5, 6, 10**9)).to_json(), "corrupt"),
-        (canary_of(3, token_ids=(5, 6, -1)).to_json(), "corrupt"),
-        (canary_of(3, token_ids=(1,) * 9, logprobs=(0.0,) * 8, base_logprobs=(0.0,) * 8).to_json(), "corrupt"),
-    ],
-)
-def test_a_canary_that_is_none_is_refused(run: RunFolder, canary: bytes | None, reason: str) -> None:
-    publish(run, 3, canary__json=canary)
-    assert refusal(run).reason == reason
-
-
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-
-def with_tensors(run: RunFolder, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = safetensors.torch.load(adapter_files()[ADAPTER_FILE])
-    change(tensors)
-    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    publish(run, 3, adapter_model__safetensors=data)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason", "named"),
-    [
-        (lambda t: t[B][1].fill_(float("nan")), "not_finite", B),
-        (lambda t: t.update({B: t[B] * 1e30}), "not_finite", B),
-        (lambda t: t.pop(B), "partial", B),
-        (lambda t: t.update({"layers.9.lora_A.weight": torch.ones(2, 4)}), "shape", "layers.9"),
-        (lambda t: t.update({B: t[B][:5]}), "shape", "[5, 2], expected [6, 2]"),
-        (lambda t: t.update({A: torch.ones(3, 4)}), "rank", "[3, 4], expected [2, 4]"),
-        (lambda t: t.update({A: t[A].long()}), "corrupt", "int64"),
-    ],
-)
-def test_a_spoiled_adapter_is_refused_by_the_name_of_the_tensor(
-    run: RunFolder, change: Callable[[dict[str, torch.Tensor]], object], reason: str, named: str
-) -> None:
-    with_tensors(run, change)
-    error = refusal(run)
-    assert (error.reason, named in str(error)) == (reason, True)
-
-
-def test_a_value_that_overflows_in_the_servers_type_is_refused(run: RunFolder) -> None:
-    with_tensors(run, lambda t: t.update({A: t[A] * 1e6}))
+def test_large_values_and_16_bits_are_right_where_the_servers_type_holds_them(run: RunFolder) -> None:
+    publish(run, 3, **adapter(lambda t: t.update({A: t[A] * 1e6})))
     check(run)
-    assert refusal(run, base=replace(BASE, dtype=torch.float16)).reason == "not_finite"
-
-
-def test_bytes_that_are_no_safetensors_are_refused(run: RunFolder) -> None:
-    publish(run, 3, adapter_model__safetensors=b"nonsense")
-    assert refusal(run).reason == "corrupt"
-
-
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        ({"r": 4}, "rank"),
-        ({"lora_alpha": 5}, "corrupt"),
-        ({"use_dora": True}, "corrupt"),
-        ({"peft_type": "IA3"}, "corrupt"),
-        ({"layers_to_transform": [0]}, "corrupt"),
-        ({"alora_invocation_tokens": [1]}, "corrupt"),
-        ({"a_setting_of_tomorrow": 1}, "corrupt"),
-    ],
-)
-def test_a_setting_that_changes_what_an_adapter_computes_is_refused(
-    run: RunFolder, setting: dict[str, Any], reason: str
-) -> None:
-    config = json.loads(adapter_files()[ADAPTER_CONFIG_FILE]) | setting
-    publish(run, 3, adapter_config__json=json.dumps(config).encode())
-    assert refusal(run).reason == reason
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "change", "reason"),
-    [
-        (FULL, {NORM: None}, "partial"),
-        (FULL, {"lm_head.weight": np.ones((3, 4), np.float32)}, "shape"),
-        (FULL, {Q: np.ones((4, 6), np.float32)}, "shape"),
-        (FULL, {Q: np.full((6, 4), np.nan, np.float32)}, "not_finite"),
-        (MERGED, {Q: None}, "partial"),
-        (MERGED, {NORM: np.ones(4, np.float32)}, "shape"),
-        (structs.replace(MERGED, target_modules=("q_proj", "up_proj")), {Q: None}, "partial"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(
-    run: RunFolder, spec: Any, change: dict[str, np.ndarray | None], reason: str
-) -> None:
-    content = {name: array for name, array in (weights_of(spec) | change).items() if array is not None}
-    files = {name.replace(".", "__"): data for name, data in weight_files(content).items()}
-    old = {name.replace(".", "__"): None for name in weight_files(weights_of(spec))}
-    publish(run, 3, spec, **(old | files))
-    assert refusal(run, base=IN_PLACE).reason == reason
-
-
-def test_weights_without_their_index_and_float32_ones_for_16_bits_are_refused(run: RunFolder) -> None:
-    publish(run, 3, FULL, model__safetensors__index__json=None)
-    assert refusal(run, base=IN_PLACE).reason == "partial"
-    half = replace(IN_PLACE, dtype=torch.bfloat16)
-    publish(run, 4, MERGED)
-    assert refusal(run, 4, half).reason == "rounding"
     publish(run, 5, structs.replace(MERGED, dtype="bfloat16"))
-    check(run, 5, half)
+    check(run, 5, HALF)
 
 
 @pytest.mark.parametrize(
@@ -237,33 +212,6 @@ def test_weights_without_their_index_and_float32_ones_for_16_bits_are_refused(ru
 def test_announced_weights_that_do_not_fit_are_refused(run: RunFolder, shapes: Any, reason: str) -> None:
     announce(run, 3, shapes)
     assert refusal(run, base=IN_PLACE).reason == reason
-
-
-# --- noise ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tensors", "reason"),
-    [
-        ({}, "partial"),
-        ({NORM: torch.ones(4), "model.other.weight": torch.ones(4)}, "shape"),
-        ({NORM: torch.ones(5)}, "shape"),
-        ({NORM: torch.tensor([1, 1, 1, float("nan")])}, "not_finite"),
-    ],
-)
-def test_bad_noise_is_refused(run: RunFolder, tensors: dict[str, torch.Tensor], reason: str) -> None:
-    publish(run, 3, NOISY, noise__safetensors=safetensors.torch.save(tensors))
-    assert refusal(run, base=WITH_NOISE).reason == reason
-
-
-def test_noise_without_its_proof_and_noise_in_a_run_without_are_refused(run: RunFolder) -> None:
-    publish(run, 3, NOISY, canary__json=canary_of(3).to_json())
-    assert refusal(run, base=WITH_NOISE).reason == "partial"
-    publish(run, 4, NOISY, noise__safetensors=None)
-    assert refusal(run, 4, WITH_NOISE).reason == "partial"
-    noisy = {"noise__safetensors": noise_file(), "canary__json": canary_of(5, noisy=True).to_json()}
-    publish(run, 5, ADAPTER, **noisy)
-    assert refusal(run, 5).reason == "corrupt"
 
 
 # --- the effect -------------------------------------------------------------------------------------------------------

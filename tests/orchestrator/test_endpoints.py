@@ -121,6 +121,7 @@ async def test_the_key_goes_to_the_endpoint_and_into_no_message(
 async def test_what_this_machine_has_for_others_does_not_go_out(
     chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OPENAI_ORG_ID", KEY)
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"X-Other: {KEY}")
@@ -134,6 +135,15 @@ async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(chats
     assert (await asked(None, [chats.base_url.removesuffix("/v1")], retries=2)).text == "X"
     assert time.monotonic() - began_s > 0.6
     assert len(chats.requests) == 3
+
+
+async def test_a_server_that_has_just_failed_is_left_out(chats: FakeChatServer) -> None:
+    own = [f"http://127.0.0.1:{free_port()}", chats.base_url.removesuffix("/v1")]
+    endpoint = endpoint_of(None, own, retries=1)
+    for _ in range(4):
+        await endpoint.ask(QUESTION)
+    assert endpoint.num_requests == 5
+    await endpoint.close()
 
 
 @pytest.mark.parametrize(

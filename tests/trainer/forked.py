@@ -92,6 +92,6 @@ def _main(arguments: list[str], environment: dict[str, str], outputs: tuple[str,
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
     os.chdir(ROOT)
-    launch.LATECOMERS_S = 10
+    launch.LATECOMERS_S = int(os.environ.get("LATECOMERS_S", "10"))
     sys.argv = ["grpo-train", *arguments]
     main()

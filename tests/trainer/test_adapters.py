@@ -120,15 +120,19 @@ def assert_same_logprobs(joint: Policy, singles: Sequence[Policy]) -> None:
             torch.testing.assert_close(logprobs[of_tokens == adapter], expected, atol=5e-6, rtol=0)
 
 
-def assert_as_alone(folder: Path, **options: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpointing": "full"}, {"quantization": "nf4"}], ids=["plain", "checkpointed", "quantized"]
+)
+def test_each_token_gets_its_own_adapter_and_trains_it_as_if_it_were_alone(
+    tiny_model: Path, options: dict[str, Any]
+) -> None:
     """Log-probabilities and the gradients of all three streams are those of separate models."""
-    joint, singles = joint_and_single(folder, **options)
+    joint, singles = joint_and_single(tiny_model, **options)
     batch = mixed_batch()
     assert_same_logprobs(joint, singles)
     accumulated(joint, batch, **ALL_ON, **UNMASKED)
     for adapter, single in enumerate(singles):
-        alone = only(batch, adapter)
-        accumulated(single, alone, Counted(whole=batch), **ALL_ON, **UNMASKED)
+        accumulated(single, only(batch, adapter), Counted(whole=batch), **ALL_ON, **UNMASKED)
         for ours, theirs in zip(gradients(joint, adapter), gradients(single, 0), strict=True):
             assert ours is not None
             assert theirs is not None
@@ -136,23 +140,11 @@ def assert_as_alone(folder: Path, **options: Any) -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_each_token_gets_its_own_adapter_and_trains_it_as_if_it_were_alone(tiny_model: Path) -> None:
-    assert_as_alone(tiny_model)
-
-
-def test_so_it_is_where_the_backward_pass_computes_layers_again(tiny_model: Path) -> None:
-    assert_as_alone(tiny_model, checkpointing="full")
-
-
 @needs_compiler
 @ignores_its_own_warnings
-def test_so_it_is_with_compiled_layers(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_token_gets_its_own_adapter_in_compiled_layers(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     assert_same_logprobs(*joint_and_single(tiny_model, compile_layers=True))
-
-
-def test_so_it_is_on_a_quantized_base(tiny_model: Path) -> None:
-    assert_as_alone(tiny_model, quantization="nf4")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])

@@ -1,5 +1,6 @@
 """What of a step reaches the loss, and what is refused before it costs anything."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ ALL_ON = {"alpha_sdpo": 1.0, "beta_replay": 1.0}
 
 
 def check(*batches: MicroBatch, **settings: Any) -> StepCounts:
-    """As a trainer of one rank."""
-    check_step(batches, sequence_len=16, vocab_size=64, settings=LossSettings.model_validate(settings))
+    """As a trainer of one rank with two adapters."""
+    loss = LossSettings.model_validate(settings)
+    check_step(batches, sequence_len=16, vocab_size=64, settings=loss, num_adapters=2)
     return counts_of(batches)
 
 
@@ -49,60 +51,47 @@ def test_tokens_without_an_advantage_teach_nothing_unless_another_term_does(
     assert num_signal_tokens([batch], LossSettings.model_validate(weights)) == expected
 
 
-def test_a_micro_batch_longer_than_sequence_len_says_both_numbers() -> None:
-    with pytest.raises(BatchError, match=r"17.*sequence_len.*16"):
-        check(tiny_batch((9, 8)))
+def of_adapter(adapter: int) -> MicroBatch:
+    """The second sample's and a pair's."""
+    pair = replace(pair_of([5], [6], [7]), adapter=adapter)
+    return replace(tiny_batch((3, 2)), adapters=np.array([0, adapter], np.int32), pairs=(pair,))
 
 
-def test_an_id_outside_the_vocabulary_is_named() -> None:
-    batch = tiny_batch((3, 2))
-    batch.token_ids[4] = 64
-    with pytest.raises(BatchError, match=r"64.*63"):
-        check(batch)
+def pair_after(prompt: int) -> MicroBatch:
+    """A pair of 4 + 5 tokens after so many."""
+    return replace(tiny_batch((3,)), pairs=(pair_of([5] * prompt, [6] * 4, [7] * 5),))
 
 
-def test_data_whose_stream_has_no_weight_is_refused_with_the_key_to_set() -> None:
-    batch = tiny_batch((3, 2))
-    with pytest.raises(BatchError, match=r"loss\.alpha_sdpo"):
-        check(with_hint(batch))
-    with pytest.raises(BatchError, match=r"loss\.beta_replay"):
-        check(with_pair(batch), alpha_sdpo=1.0)
-    with pytest.raises(BatchError, match=r"loss\.teacher_tau"):
-        check(replace(batch, teacher_logprobs=batch.inference_logprobs))
+BATCH = tiny_batch((3, 2))
+TAUGHT = replace(BATCH, teacher_logprobs=BATCH.inference_logprobs)
+OUTSIDE = replace(BATCH, token_ids=np.array([2, 3, 4, 5, 64], np.int32))
 
 
-def test_a_teacher_that_has_a_weight_must_have_spoken() -> None:
-    batch = tiny_batch((3, 2))
-    with pytest.raises(BatchError, match=r"loss\.teacher_tau"):
-        check(batch, teacher_tau=0.5)
-    check(replace(batch, teacher_logprobs=batch.inference_logprobs), teacher_tau=0.5)
-
-
-def test_a_context_is_as_long_as_what_comes_before_its_last_aligned_token() -> None:
-    # 14 tokens and 3 of the hint: the one before the last is at place 15, the last at 16
-    check(with_hint(tiny_batch((14,)), places=(12,)), **ALL_ON)
-    with pytest.raises(BatchError, match=r"17.*sequence_len.*16"):
-        check(with_hint(tiny_batch((14,)), places=(13,)), **ALL_ON)
-
-
-def test_a_pair_that_does_not_fit_with_its_prompt_once_is_refused() -> None:
-    def pair_batch(prompt: int) -> MicroBatch:
-        return replace(tiny_batch((3,)), pairs=(pair_of([5] * prompt, [6] * 4, [7] * 5),))
-
-    check(pair_batch(7), **ALL_ON)
-    with pytest.raises(BatchError, match=r"17.*sequence_len.*16"):
-        check(pair_batch(8), **ALL_ON)
-
-
-def test_an_adapter_that_the_trainer_has_not_is_refused_with_the_keys_to_set() -> None:
-    batch = replace(tiny_batch((3, 2)), adapters=np.array([0, 1], np.int32))
-    with pytest.raises(BatchError, match="adapter 1"):
-        check(batch)
-    pairs = replace(tiny_batch((3,)), pairs=(replace(pair_of([5], [6], [7]), adapter=2),))
-    loss = LossSettings.model_validate(ALL_ON)
-    with pytest.raises(BatchError, match="adapter 2"):
-        check_step([pairs], sequence_len=16, vocab_size=64, settings=loss, num_adapters=2)
-    check_step([batch], sequence_len=16, vocab_size=64, settings=loss, num_adapters=2)
+@pytest.mark.parametrize(
+    ("batch", "settings", "problem"),
+    [
+        (tiny_batch((9, 8)), {}, r"17.*sequence_len.*16"),
+        (OUTSIDE, {}, r"64.*63"),
+        (with_hint(BATCH), {}, r"loss\.alpha_sdpo"),
+        (with_pair(BATCH), {"alpha_sdpo": 1.0}, r"loss\.beta_replay"),
+        (TAUGHT, {}, r"loss\.teacher_tau"),
+        (TAUGHT, {"teacher_tau": 0.5}, None),
+        (BATCH, {"teacher_tau": 0.5}, r"loss\.teacher_tau"),
+        # a context is 14 tokens and 3 of the hint, up to the one before the last that is compared
+        (with_hint(tiny_batch((14,)), places=(12,)), ALL_ON, None),
+        (with_hint(tiny_batch((14,)), places=(13,)), ALL_ON, r"17.*sequence_len.*16"),
+        # a pair with its prompt once
+        (pair_after(7), ALL_ON, None),
+        (pair_after(8), ALL_ON, r"17.*sequence_len.*16"),
+        (of_adapter(1), ALL_ON, None),
+        (of_adapter(2), ALL_ON, "adapter 2"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_numbers_and_keys(
+    batch: MicroBatch, settings: dict[str, Any], problem: str | None
+) -> None:
+    with nullcontext() if problem is None else pytest.raises(BatchError, match=problem):
+        check(batch, **settings)
 
 
 def test_the_tokens_of_each_adapter_are_those_of_the_streams_that_are_on() -> None:

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import grpo.trainer.startup
 import pytest
 import torch
-from grpo.trainer.cli import _is_worker, main
+from grpo.trainer import memory
+from grpo.trainer.cli import main
 from grpo.trainer.errors import ExporterGone
-from grpo.trainer.startup import set_threads
+from grpo.trainer.loop import Trainer
 from grpo.transport.cores import NUMERIC_DEFAULTS
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.status import read_status
@@ -32,11 +32,6 @@ def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Pa
     assert str(tmp_path / "none") in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_a_rank_that_a_job_scheduler_has_set_makes_no_worker() -> None:
-    assert not _is_worker({"RANK": "0"})
-    assert not _is_worker({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1"})
 
 
 def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path) -> None:
@@ -71,36 +66,28 @@ def test_threads_wait_passively_and_caches_are_bounded_unless_the_user_says_othe
         assert done.stdout == f"False {shown}\n"
 
 
-@pytest.mark.parametrize(
-    ("asked", "cores", "ranks", "threads"), [(None, 1, 1, 1), (None, 10**6, 1, 2), (None, 10**6, 2, 1), (3, 1, 1, 3)]
-)
-def test_a_rank_takes_its_share_of_the_cores_that_quotas_allow(
-    monkeypatch: pytest.MonkeyPatch, asked: int | None, cores: int, ranks: int, threads: int
-) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)  # what torch would take
-    monkeypatch.setattr(grpo.trainer.startup, "available_cores", lambda: cores)
-    try:
-        set_threads(asked, num_local_ranks=ranks)
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-
-
-def _train_as_the_server_ends(arguments: list[str]) -> None:
+def _main_of_a_trainer_that_raises(error: type[Exception], arguments: list[str]) -> None:
     def fail(*_: object) -> None:
-        raise ExporterGone("the server ended")
+        raise error("CUDA out of memory, or the server ended")
 
-    grpo.trainer.startup._train = fail
+    Trainer.train = fail  # type: ignore[method-assign, assignment]
+    memory.checkpointing_kinds = lambda *_: ("none", "full")
     sys.argv = ["grpo-train", *arguments]
     main()
 
 
-def test_a_trainer_whose_server_has_ended_may_be_started_again_and_has_not_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "statuses"), [(ExporterGone, [START_AGAIN]), (torch.OutOfMemoryError, [START_AGAIN, 1])]
+)
+def test_a_trainer_that_goes_on_when_it_is_started_again_has_not_failed(
+    tmp_path: Path, error: type[Exception], statuses: list[int]
+) -> None:
+    """Out of memory it keeps less at the next start, until there is nothing less to keep."""
     model, output = save_tiny_model(tmp_path / "model"), tmp_path / "out"
     arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(output)]
-    process = forks().Process(target=_train_as_the_server_ends, args=(arguments,))
-    process.start()
-    process.join(120)
-    assert process.exitcode == START_AGAIN
-    assert (read_status(output / "status" / "train.json") or {}).get("state") != "failed"
+    for status in statuses:
+        process = forks().Process(target=_main_of_a_trainer_that_raises, args=(error, arguments))
+        process.start()
+        process.join(120)
+        assert process.exitcode == status
+        assert ((read_status(output / "status" / "train.json") or {})["state"] == "failed") == (status == 1)

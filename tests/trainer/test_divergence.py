@@ -51,19 +51,6 @@ def of_probabilities(student: list[float], teacher: list[float], **options: Any)
     return generalized_jsd(*rows, torch.eye(len(student), dtype=torch.float64), chosen(**options))[0].item()
 
 
-def test_the_divergence_of_two_coins_by_hand() -> None:
-    # q = (1/2, 1/2), p = (1, 3)/4, M = (3, 5)/8: ½·KL(p‖M) + ½·KL(q‖M)
-    expected = 0.5 * (0.25 * math.log(2 / 3) + 0.75 * math.log(6 / 5) + 0.5 * math.log(4 / 3) + 0.5 * math.log(4 / 5))
-    assert of_probabilities([0.5, 0.5], [0.25, 0.75]) == pytest.approx(expected)
-
-
-def test_beta_0_is_the_kl_from_teacher_to_student_and_beta_1_the_reverse() -> None:
-    # KL(p‖q) = 1/4·ln(1/2) + 3/4·ln(3/2) = 0.1308; KL(q‖p) = 1/2·ln 2 + 1/2·ln(2/3) = 0.1438
-    forward, reverse = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2), 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    assert of_probabilities([0.5, 0.5], [0.25, 0.75], beta=0.0) == pytest.approx(forward)
-    assert of_probabilities([0.5, 0.5], [0.25, 0.75], beta=1.0) == pytest.approx(reverse)
-
-
 def test_the_divergence_of_equals_is_0_and_so_is_its_gradient() -> None:
     hidden, _, head, _ = inputs(6)
     for beta in BETAS:

@@ -30,25 +30,6 @@ def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
     return hidden, weight, targets, torch.rand(17, generator=generator, dtype=dtype) + 0.3
 
 
-def test_a_two_token_vocabulary_by_hand() -> None:
-    # logits (2, 0) / temperature 2 = (1, 0): log p(0) = 1 - ln(e + 1)
-    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0]])
-    logprob = token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0]))
-    assert logprob.item() == pytest.approx(1 - math.log(math.e + 1))
-
-
-def test_the_gradients_of_a_two_token_vocabulary_by_hand() -> None:
-    # logits (2, 0) / 2; p = σ(1) of token 0. d/d hidden = (w_0 - (p w_0 + (1 - p) w_1)) / 2 = (1 - p)·2 / 2 = 1 - p;
-    # d/d w_0 = (1 - p)·hidden / 2, d/d w_1 = -(1 - p)·hidden / 2
-    hidden, weight = torch.tensor([[1.0]], requires_grad=True), torch.tensor([[2.0], [0.0]], requires_grad=True)
-    token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0])).sum().backward()
-    other = 1 - 1 / (1 + math.exp(-1))
-    assert hidden.grad is not None
-    assert hidden.grad.item() == pytest.approx(other)
-    assert weight.grad is not None
-    assert weight.grad[:, 0].tolist() == pytest.approx([other / 2, -other / 2])
-
-
 @pytest.mark.parametrize(
     ("tile_elements", "trained"), [*((size, (True, True)) for size in SIZES), (23, (True, False)), (23, (False, True))]
 )
@@ -159,13 +140,6 @@ def test_no_positions_have_no_log_probabilities_and_give_the_head_no_gradient() 
 def plain_entropy(hidden: torch.Tensor, weight: torch.Tensor, temps: torch.Tensor) -> torch.Tensor:
     logp = (hidden @ weight.T / temps[:, None]).log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)
-
-
-def test_the_entropy_of_two_tokens_by_hand() -> None:
-    # p = (3/4, 1/4): -(3/4 ln 3/4 + 1/4 ln 1/4) = ln 4 - 3/4 ln 3
-    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]])
-    _, entropy = logprobs_and_entropy(hidden, weight, torch.tensor([1]), torch.ones(1))
-    assert entropy.item() == pytest.approx(math.log(4) - 0.75 * math.log(3))
 
 
 @pytest.mark.parametrize("tile_elements", SIZES)

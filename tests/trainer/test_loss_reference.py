@@ -2,6 +2,7 @@
 change it. The rules one by one, with the metrics, are in test_loss.py."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,11 @@ BOUNDS = {
     **{key: ["mask", "clip", "ppo", "none"] for key in ("token", "geometric")},
     **{key: ["mask", "none"] for key in ("sequence", "none")},
 }
+REASONS = (
+    *("masked", "masked_geo_low", "masked_geo_high", "masked_sequence_low", "masked_sequence_high"),
+    *("masked_token_low", "masked_token_high", "clipped"),
+)
+"""Metrics that are shares of the tokens."""
 STREAMS = ("trainer", "inference", "advantages", "teacher", "entropies", "sample_ids")
 
 
@@ -93,28 +99,38 @@ def e(log_ratio: float) -> float:
     return math.exp(min(BOUND, max(-BOUND, log_ratio)))
 
 
-def expected(case: Case) -> tuple[float, np.ndarray, int]:
-    """The loss, its gradient [K] and how many tokens are dropped."""
-    o, loss, grad, dropped = case.options, 0.0, np.zeros(len(case.trainer)), 0
+def expected(case: Case) -> tuple[float, np.ndarray, Counter[str]]:
+    """The loss, its gradient [K] and how many tokens are dropped, in all and by each mask, or reach a bound."""
+    o, loss, grad, numbers = case.options, 0.0, np.zeros(len(case.trainer)), Counter[str]()
     logs = case.trainer - case.inference
     for sample in range(case.num_samples):
         rows = np.flatnonzero(case.sample_ids == sample)
         ratios = [math.exp(logs[t]) for t in rows]
         for t, own in zip(rows, ratios, strict=True):
-            keep = o["geo_mask_low"] <= math.exp(logs[rows].mean()) <= o["geo_mask_high"]
-            keep &= o["sequence_mask_low"] <= min(ratios) and max(ratios) <= o["sequence_mask_high"]
-            keep &= o["importance"] != "mask" or o["token_mask_low"] <= own <= o["token_mask_high"]
+            mean, masks = math.exp(logs[rows].mean()), o["importance"] == "mask"
+            dropped = {
+                "masked_geo_low": mean < o["geo_mask_low"],
+                "masked_geo_high": mean > o["geo_mask_high"],
+                "masked_sequence_low": min(ratios) < o["sequence_mask_low"],
+                "masked_sequence_high": max(ratios) > o["sequence_mask_high"],
+                "masked_token_low": masks and own < o["token_mask_low"],
+                "masked_token_high": masks and own > o["token_mask_high"],
+            }
             ratio = {
                 "token": e(logs[t]),
                 "geometric": e(logs[rows].mean()),
                 "none": 1.0,
                 "sequence": min(e(logs[rows].sum()), o["sequence_clip_high"]),
             }[o["ratio_type"]]
-            advantage = case.advantages[t]
-            if o["importance"] == "ppo":
-                up = advantage > 0 and ratio > o["token_mask_high"]
-                advantage = 0.0 if up or (advantage < 0 and ratio < o["token_mask_low"]) else advantage
-            ratio = min(ratio, o["token_mask_high"]) if o["importance"] == "clip" else ratio
+            advantage, clipped = case.advantages[t], False
+            if o["ratio_type"] == "sequence":
+                clipped = e(logs[rows].sum()) > o["sequence_clip_high"]
+            elif o["importance"] == "clip":
+                ratio, clipped = min(ratio, o["token_mask_high"]), ratio > o["token_mask_high"]
+            elif o["importance"] == "ppo":
+                up, down = advantage > 0 and ratio > o["token_mask_high"], advantage < 0 and ratio < o["token_mask_low"]
+                clipped = up or down
+                advantage = 0.0 if clipped else advantage
             gap = case.teacher[t] - case.trainer[t]
             drive = o["adv_tau"] * advantage - o["kl_tau"] * logs[t]
             drive += o["teacher_tau"] * (gap if o["teacher_kl"] == "k1" else e(gap) - 1)
@@ -123,11 +139,12 @@ def expected(case: Case) -> tuple[float, np.ndarray, int]:
                 "sequence": 1 / (SAMPLES * len(rows)),
                 "constant": 1 / (SAMPLES * 1024),
             }[o["normaliser"]]
-            if keep:
+            if not any(dropped.values()):
                 loss -= weight * (ratio * drive * case.trainer[t] + o["entropy_tau"] * case.entropies[t])
                 grad[t] = -ratio * drive * weight
-            dropped += not keep
-    return loss, grad, dropped
+            numbers += Counter(name for name, is_so in dropped.items() if is_so)
+            numbers += Counter(masked=any(dropped.values()), clipped=clipped)
+    return loss, grad, numbers
 
 
 def measured(case: Case, dtype: torch.dtype = torch.float64) -> tuple[float, np.ndarray, dict[str, float]]:
@@ -153,15 +170,20 @@ def measured(case: Case, dtype: torch.dtype = torch.float64) -> tuple[float, np.
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-9), (torch.float32, 2e-4)])
 def test_the_policy_loss_and_its_gradient_equal_the_reference(dtype: torch.dtype, close: float) -> None:
-    shares = []
+    bites = Counter[str]()
     for case in CASES:
-        (loss, grad, metrics), (true_loss, true_grad, dropped) = measured(case, dtype), expected(case)
+        (loss, grad, metrics), (true_loss, true_grad, numbers) = measured(case, dtype), expected(case)
         np.testing.assert_allclose(grad, true_grad, rtol=close, atol=close / 100)
         size = float(np.abs(true_grad * case.trainer).sum()) + abs(true_loss)
         np.testing.assert_allclose(loss, true_loss, atol=close * (0.01 + size))
-        assert metrics["policy/masked"] * len(case.trainer) == pytest.approx(dropped)
-        shares.append(dropped / max(1, len(case.trainer)))
-    assert sum(0 < share < 1 for share in shares) > 20, "masks bite in too few cases"
+        count = len(case.trainer)
+        told = {key.removeprefix("policy/"): round(value * count, 3) for key, value in metrics.items()}
+        assert {key: told.get(key, 0.0) for key in REASONS} == {key: numbers[key] for key in REASONS}
+        bites += Counter(key for key in REASONS if 0 < numbers[key] < count)
+        if case.taught and count:
+            assert metrics["policy/teacher_kl"] == pytest.approx((case.trainer - case.teacher).mean(), rel=1e-4)
+        assert ("policy/teacher_kl" in metrics) == case.taught
+    assert min(bites[key] for key in REASONS) > 3, f"a rule bites in too few cases: {bites}"
 
 
 @pytest.mark.parametrize("case", CASES[:20:10])

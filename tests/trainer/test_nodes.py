@@ -32,12 +32,14 @@ class Nodes:
         self._arguments = ["--model", str(model), "--output_dir", str(self.run.path), "--run_id", self.run.run_id]
         self.sender = stack.enter_context(BatchSender(self.run.batches, run_id=self.run.run_id, num_ranks=2))
 
-    def start(self, num: int, *more: str, interval: int = 1, timeout_s: int = 240) -> list[Forked]:
+    def start(
+        self, num: int, *more: str, interval: int = 1, timeout_s: int = 240, latecomers_s: int = 10
+    ) -> list[Forked]:
         where = ["--rendezvous", f"127.0.0.1:{free_port()}", "--nodes", "2", *more]
         where += ["--wait_timeout_s", str(timeout_s), "--ckpt.interval", str(interval)]
-        number = len(list(self._logs.glob("*")))
+        number, words = len(list(self._logs.glob("*"))), [*ARGUMENTS, *self._arguments, *where]
         return [
-            self._stack.enter_context(forked(self._logs / str(number + one), [*ARGUMENTS, *self._arguments, *where]))
+            self._stack.enter_context(forked(self._logs / str(number + one), words, LATECOMERS_S=str(latecomers_s)))
             for one in range(num)
         ]
 
@@ -73,7 +75,7 @@ def test_a_trainer_that_loses_a_machine_ends_with_75_and_goes_on_with_those_that
     kill(both[1])
     nodes.send(2)
     assert both[0].end() == START_AGAIN
-    (left,) = nodes.start(1, "--min_nodes", "1")
+    (left,) = nodes.start(1, "--min_nodes", "1", latecomers_s=1)
     nodes.wait_for(lambda: 2 in nodes.published())
     nodes.sender.finish(2)
     assert left.end() == 0

@@ -37,7 +37,7 @@ def test_short_steps_are_all_written_though_the_first_takes_long(
     write = traces.write_table
 
     def slow(table: pa.Table, path: Path) -> None:
-        time.sleep(0.3)
+        time.sleep(0.1)
         write(table, path)
 
     monkeypatch.setattr(traces, "write_table", slow)

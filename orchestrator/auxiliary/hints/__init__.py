@@ -1,1 +1,1 @@
-"""Hints where the policy went wrong: what would have helped, and the contexts that a teacher and a student compare."""
+"""Hints where the policy went wrong: texts that would have helped, and the contexts of teacher and student."""

@@ -26,17 +26,17 @@ from grpo.orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 from grpo.transport.records import Hint
 
 TOO_LONG = "too_long"
-"""With the hint, the context would be longer than the trainer takes."""
+"""Reason: with the hint, the context would be longer than the trainer takes."""
 NO_BOUNDARY = "no_boundary"
-"""Where the policy's turn opens cannot be told."""
+"""Reason: it is unknown where the policy's turn opens."""
 EMPTY_ANSWER = "empty_answer"
-"""Nothing was sampled in the turn."""
+"""Reason: nothing was sampled in the turn."""
 _QUESTION = {"role": "user", "content": "x"}
 _BEFORE: tuple[tuple[dict[str, str], ...], ...] = (
     (_QUESTION,),
     (_QUESTION, {"role": "assistant", "content": "y"}),
 )
-"""What may stand before a hint while it is written: the second for templates whose speakers must take turns."""
+"""Messages before a hint while it is written: the second for templates whose speakers must take turns."""
 
 
 class HintNotWritten(ValueError):
@@ -59,12 +59,12 @@ class HintWriter:
                 "whose template does"
             )
         self.opens_turns = bool(self._rendered(*self._before)[1])
-        """Whether the template opens the policy's turn with anything: then a turn whose opening cannot be told from
-        what stands before it has no boundary for a hint."""
+        """Whether the template opens the policy's turn with anything: then a turn whose opening cannot be found in its
+        row has no boundary for a hint."""
 
     def text(self, hint: str) -> str:
-        """The whole message; what would be read as a control token in it is made harmless, and half a surrogate pair a
-        question mark. Raises HintNotWritten."""
+        """Returns the whole message; what would be read as a control token in it is made harmless, and half a surrogate
+        pair a question mark. Raises HintNotWritten."""
         plain = hint.encode(errors="replace").decode().strip()
         message: dict[str, Any] = self.template.renderer.without_control({"role": "user", "content": plain})
         before, opening = self._rendered(*self._before)
@@ -77,19 +77,19 @@ class HintWriter:
         return text
 
     def ids(self, hint: str) -> list[int]:
-        """The message's ids behind the token that ends a turn. Raises HintNotWritten."""
+        """Returns the message's ids behind the token that ends a turn. Raises HintNotWritten."""
         renderer, end_id = self.template.renderer, self.template.end_id
         return renderer.ids_behind("" if end_id is None else renderer.raw_text([end_id]), self.text(hint))
 
     def _rendered(self, *messages: dict[str, Any]) -> tuple[str, str]:
-        """The messages, and how the policy's turn opens behind them. Raises HintNotWritten."""
+        """Returns the messages, and how the policy's turn opens behind them. Raises HintNotWritten."""
         render, tools = self.template.renderer.render, self.template.tools
         try:
             closed, opened = (render(messages, tools=tools, opened=opened) for opened in (False, True))
         except Exception as error:  # templates are code
             raise HintNotWritten(str(error) or type(error).__name__) from error
         if not opened.startswith(closed):
-            raise HintNotWritten("it does not open the policy's turn behind what was said before")
+            raise HintNotWritten("it does not open the policy's turn behind the messages before")
         return closed, opened[len(closed) :]
 
 
@@ -105,8 +105,8 @@ class Insertion:
 def fit(
     insertions: Sequence[Insertion], *, max_len: int, opens_turns: bool = True
 ) -> tuple[list[Insertion], list[tuple[Insertion, str]]]:
-    """Which of a row's hints go in, the earlier turns' first, while the teacher's context has at most `max_len` tokens
-    up to its last compared one, and which do not, with the reason."""
+    """Returns which of a row's hints go in, the earlier turns' first, while the teacher's context has at most `max_len`
+    tokens up to its last compared one, and which do not, with the reason."""
     kept: list[Insertion] = []
     left_out: list[tuple[Insertion, str]] = []
     for one in sorted(insertions, key=lambda insertion: insertion.turn.opens):
@@ -122,7 +122,7 @@ def fit(
 
 
 def make_hint(row: TrainingRow, insertions: Sequence[Insertion]) -> Hint:
-    """The row's one `Hint`, of insertions that `fit` has kept. Compared are the tokens sampled in the hinted turns."""
+    """Returns the row's one `Hint`, of insertions that `fit` has kept. It compares the tokens of the hinted turns."""
     ids, pieces, start, num_inserted = row.token_ids, [], 0, 0
     student, teacher = [], []
     for one in insertions:

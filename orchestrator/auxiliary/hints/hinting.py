@@ -1,5 +1,5 @@
-"""A group's rollouts to hints: which answers need one, a text from the first source that has one, its ids, and the
-teacher's context."""
+"""Hints for a group's rollouts: finds the answers that need one, a text from the first source that has one, its ids,
+and the teacher's context."""
 
 import asyncio
 from collections import Counter
@@ -28,13 +28,13 @@ from grpo.orchestrator.samples import RowKey, ScoredGroup, numbered_rows
 from grpo.transport.records import Hint
 
 BEYOND_FIRST = "beyond_first"
-"""More errors in one row than hints are given for."""
+"""Reason: one row has more errors than hints are given for."""
 NOT_WRITTEN = "not_written"
-"""The model's chat template makes no message of the text."""
+"""Reason: the model's chat template makes no message of the text."""
 NO_SOURCE = "no_source"
-"""No source had a text."""
+"""Reason: no source had a text."""
 WITHHELD = "withheld"
-"""The rollout is not trained, by a filter or for lack of a teacher's log-probabilities."""
+"""Reason: the rollout is not trained, because of a filter or a teacher that did not score it."""
 
 
 class Hinter(Hook):

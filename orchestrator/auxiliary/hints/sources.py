@@ -1,5 +1,5 @@
-"""Where a hint's text comes from: a template, built in or the user's own, what the environment said, a sibling that did
-better, a model that is asked, the task's own solution."""
+"""Sources of hints' texts: templates, built in or the user's own, the environment's message, a sibling that did better,
+a model that is asked, the task's own solution."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from grpo.orchestrator.rollouts.state import StepError
 from pydantic import TypeAdapter
 
 MAX_CHARS, MAX_CONTEXT_CHARS = 1000, 8000
-"""Of a hint's text and of what fills a template's placeholders; of what the policy was shown, for a model."""
+"""Longest text of a hint and of what fills a placeholder; longest end of the conversation that a model is shown."""
 MAX_SHOWN_CHARS = 4000
 """A sibling's answer that is longer is none to show."""
 
@@ -31,7 +31,7 @@ NO_SOLUTION = "no_solution"
 SAID = "The answer that was tried here before went wrong: {message}"
 SUCCEEDED = "Another attempt, which succeeded, answered here:\n{answer}"
 SOLVED = "The solution is:\n{solution}"
-ASKED = """A model gave an answer that went wrong.
+QUESTION = """A model gave an answer that went wrong.
 
 What it was shown:
 {context}
@@ -51,7 +51,7 @@ class Site:
 
     rollout: EpisodeResult
     row: TrainingRow
-    """That it stands in."""
+    """The row that it stands in."""
     turn: Turn
     step: int
     """Its index among the rollout's steps."""
@@ -60,12 +60,12 @@ class Site:
 
     @property
     def answer(self) -> Step:
-        """What was answered."""
+        """Returns the answer."""
         return self.rollout.steps[self.step]
 
     @property
     def error(self) -> StepError:
-        """What its environment marked; without kind, key and message where it marked nothing."""
+        """Returns the mark of its environment; without kind, key and message where it marked nothing."""
         return self.answer.error or StepError(error_kind="", hint_template_key="")
 
 
@@ -79,13 +79,13 @@ class NoHint(Exception):
 
 
 Source = Callable[[Site], Awaitable[str]]
-"""Gives the hint for an answer. Raises NoHint."""
+"""Returns the hint for an answer. Raises NoHint."""
 
 
 # --- templates ---
 
 Texts = Mapping[str, str]
-"""By `hint_template_key` or `error_kind`, with PLACEHOLDERS in braces.
+"""Texts by `hint_template_key` or `error_kind`, with PLACEHOLDERS in braces.
 Example: ``{"unknown_fruit": "There is fruit in {message}"}``"""
 
 BUILT_IN: Texts = {
@@ -100,15 +100,15 @@ BUILT_IN: Texts = {
     "malformed_action": "Answer with an action in the form that was asked for. {message}",
     "refused_action": "Choose an action that is allowed here. {message}",
 }
-"""By the kinds of errors that built-in environments mark."""
+"""Texts for the kinds of errors that built-in environments mark."""
 
 PLACEHOLDERS = ("message", "error_kind", "hint_template_key", "answer")
-"""What the environment said; the marked kind and key; what the policy answered."""
+"""The environment's message, the kind and the key that it marked, and the policy's answer."""
 
 
 def load_templates(location: str | None) -> Texts:
-    """The built-in texts, replaced and extended by those of a YAML or JSON file of texts by key; null takes a built-in
-    one away. Raises ValueError."""
+    """Returns the built-in texts, replaced and extended by those of a YAML or JSON file of texts by key; null takes a
+    built-in one away. Raises ValueError."""
     if location is None:
         return BUILT_IN
     try:
@@ -128,28 +128,28 @@ def load_templates(location: str | None) -> Texts:
 
 
 def template_of(texts: Texts, error: StepError) -> str | None:
-    """None for an error that no text is for."""
+    """Returns the text for an error, by its key or else by its kind; None where there is none."""
     return texts.get(error.hint_template_key) or texts.get(error.error_kind)
 
 
 def from_templates(texts: Texts) -> Source:
-    """The text that is written for the error's key, or for its kind."""
+    """Returns a source of the texts that are written for an error's key, or for its kind."""
 
     async def text(site: Site) -> str:
         if (template := template_of(texts, site.error)) is None:
             raise NoHint(OFF_TEMPLATE)
-        return _said(template.format_map(_fields_of(site)))
+        return _not_silent(template.format_map(_fields_of(site)))
 
     return text
 
 
 async def from_environment(site: Site) -> str:
-    """What the environment said: a tool's or sandbox's error, a judge's critique."""
-    return SAID.format(message=_said(_fields_of(site)["message"]))
+    """Returns the environment's message: a tool's or sandbox's error, a judge's critique."""
+    return SAID.format(message=_not_silent(_fields_of(site)["message"]))
 
 
 async def from_siblings(site: Site) -> str:
-    """The answer of the best rollout of the group that did better, where it was asked exactly the same."""
+    """Returns the answer of the best rollout of the group that did better, where it was asked exactly the same."""
     own, best = site.rollout.step_reward(site.step), None
     for result in walk_all(site.group):
         for index in _at_same_point(result, site) if result.id != site.rollout.id else ():
@@ -162,21 +162,21 @@ async def from_siblings(site: Site) -> str:
 
 
 async def from_solution(site: Site) -> str:
-    """The solution of the rollout's example."""
+    """Returns the solution of the rollout's example."""
     if not (solution := site.rollout.task.solution.strip()):
         raise NoHint(NO_SOLUTION)
     return SOLVED.format(solution=solution)
 
 
 def from_model(model: Endpoint, renderer: ChatRenderer) -> Source:
-    """A hint that a model writes, who is shown what the policy was, what it answered, and what was wrong with it. What
-    the model does wrong costs its hint and nothing else. `renderer`: of the policy."""
+    """Returns a source of hints that a model writes: it is shown what the policy was shown, what it answered, and what
+    was wrong with that. A failure of the model costs its hint and nothing else. `renderer`: of the policy."""
 
     async def text(site: Site) -> str:
         context = renderer.raw_text(site.row.token_ids[: site.turn.opens].tolist())[-MAX_CONTEXT_CHARS:]
-        asked = ASKED.format_map(_fields_of(site) | {"context": context})
+        question = QUESTION.format_map(_fields_of(site) | {"context": context})
         try:
-            written = (await model.ask([renderer.without_control({"role": "user", "content": asked})])).text.strip()
+            written = (await model.ask([renderer.without_control({"role": "user", "content": question})])).text.strip()
         except EndpointError as error:
             raise NoHint(MODEL_FAILED, f"the model that writes hints did not answer: {error}") from error
         if not written:
@@ -186,14 +186,15 @@ def from_model(model: Endpoint, renderer: ChatRenderer) -> Source:
     return text
 
 
-def _said(text: str) -> str:
+def _not_silent(text: str) -> str:
+    """Raises NoHint for an empty text."""
     if not (plain := text.strip()):
         raise NoHint(SILENT)
     return plain
 
 
 def _fields_of(site: Site) -> dict[str, str]:
-    """What fills a template's placeholders."""
+    """Returns what fills a template's placeholders."""
     error = site.error
     values = (error.message.strip(), error.error_kind, error.hint_template_key, site.answer.text.strip())
     return {name: _cut(value) for name, value in zip(PLACEHOLDERS, values, strict=True)}
@@ -204,7 +205,7 @@ def _cut(text: str) -> str:
 
 
 def _at_same_point(rollout: EpisodeResult, site: Site) -> Iterator[int]:
-    """A rollout's whole answers to exactly what the site's answer answered to, which are others and not marked."""
+    """Yields a rollout's whole, other and unmarked answers to exactly what the site's answer answered to."""
     context = site.row.token_ids[: site.turn.begins]
     for row in rollout.rows:
         for turn, index in zip(row.turns, row.steps, strict=True):

@@ -1,4 +1,4 @@
-"""What a teacher or the policy did in a state, when two of them did the same, and what teachers prefer."""
+"""Actions of teachers and of the policy: when two are the same, and which one teachers prefer."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from typing import Any, Literal
 from grpo.orchestrator.endpoints import EndpointError
 
 Tools = Sequence[Mapping[str, Any]] | None
-"""What could be called, in the OpenAI format; None: nothing that anybody was told of."""
+"""Tools that could be called, in the OpenAI format; None: none."""
 Judge = Callable[[str, str], Awaitable[bool]]
-"""Says whether two texts do the same. Raises EndpointError."""
+"""Returns whether two texts do the same. Raises EndpointError."""
 SkipReason = Literal["all_disagree", "agrees_with_student", "too_few_answers", "tie", "empty", "judge_failed"]
-"""Why teachers prefer nothing.
+"""Reasons why teachers prefer nothing.
 
 - `all_disagree`: no action has enough teachers for it; `tie`: two actions have equally many, and none has more.
 - `agrees_with_student`: teachers would have done what the policy did.
 - `too_few_answers`: fewer teachers answered than must agree; `empty`: enough did, but too few with anything that could
   be preferred.
-- `judge_failed`: whoever says which actions are the same did not say.
+- `judge_failed`: the judge of which actions are the same did not answer.
 """
 
 
@@ -30,13 +30,13 @@ class Action:
     """An answer. Example: ``Action(text="LOOKUP[cat]")``"""
 
     text: str
-    """Without control tokens; calls that the policy writes are in it."""
+    """Its text without control tokens, calls that the policy writes included."""
     tool_calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Name and arguments of calls that an API gave apart from the text."""
 
     def written(self) -> str:
-        """The text, and the calls as Hermes and Qwen models write them, between <tool_call> and </tool_call>."""
-        calls = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in self.tool_calls]
+        """Returns the text and the calls, which Hermes and Qwen models write between <tool_call> and </tool_call>."""
+        calls = [json.dumps({"name": name, "arguments": sent}, ensure_ascii=False) for name, sent in self.tool_calls]
         text = [self.text] if self.text else []
         return "\n".join([*text, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])
 
@@ -55,9 +55,9 @@ _WORD = re.compile(
 
 
 def words(text: str) -> list[str]:
-    """The words, numbers and signs of a text. White space, case, marks of prose and Markdown's stars, underscores and
-    backticks make no difference, nor do commas between thousands, hyphens between words and the order of a call's
-    arguments; signs, operators, points within numbers and brackets do.
+    """Returns the words, numbers and signs of a text. White space, case, marks of prose and Markdown's stars,
+    underscores and backticks make no difference, nor do commas between thousands, hyphens between words and the order
+    of a call's arguments; signs, operators, points within numbers and brackets do.
 
     Example: ``"X = -1,000.5 %!"`` and ``"**x=-1000.5%**"`` are both ``["x", "=", "-", "1000.5", "%"]``
     """
@@ -82,35 +82,35 @@ class Preference:
     """Teachers prefer one action to the policy's."""
 
     chosen: Action
-    """Of the first of the teachers that agree."""
+    """The action of the first of the teachers that agree."""
     source: str
-    """For the pair: `2 of 3 teachers: a, b`."""
+    """Who agrees: `2 of 3 teachers: a, b`."""
     score_gap: float = 1.0
     """The share of the teachers that would have done it less the share that would have done what the policy did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """No pair comes of a turn. Example: ``Skipped(reason="tie")``"""
+    """A turn gives no pair. Example: ``Skipped(reason="tie")``"""
 
     reason: str
     message: str = ""
-    """For people, where there is more to say."""
+    """More about it, for people."""
 
 
 async def preferred(
     answers: Mapping[str, Action | None], student: Action, *, num_agreeing: int, judge: Judge | None = None
 ) -> Preference | Skipped:
-    """The action that most teachers agree on, where they are at least `num_agreeing`, and the policy did another one.
-    Where that is 1, one teacher's suffices, whatever the others did: more pairs, and noisier ones.
+    """Returns the action that most teachers agree on, where they are at least `num_agreeing` and the policy did another
+    one. With `num_agreeing` 1 one teacher suffices, whatever the others did: more pairs, and noisier ones.
 
     `answers`: actions by teacher, None where one did not answer. Two are the same where their `words` are, or the
     `judge` says so; each is compared with the first of every group, because a judge's opinion is no equivalence.
     """
-    given = {name: action for name, action in answers.items() if action is not None}
-    usable = {name: action for name, action in given.items() if words(action.written())}
+    received = {name: action for name, action in answers.items() if action is not None}
+    usable = {name: action for name, action in received.items() if words(action.written())}
     if len(usable) < num_agreeing:
-        return _skipped("empty" if len(given) >= num_agreeing else "too_few_answers")
+        return _skipped("empty" if len(received) >= num_agreeing else "too_few_answers")
     try:
         groups = await _groups(usable, judge)
         large = sorted((one for one in groups if len(one) >= num_agreeing), key=len, reverse=True)

@@ -1,7 +1,7 @@
-"""From scored rollouts to preference pairs, beside the training.
+"""Asks teachers about scored rollouts, beside the training, and makes preference pairs of what they agree on.
 
 turns worth asking about -> queue -> teachers -> agreement -> tokens and the reference's log-probabilities -> the
-ledger and, for the next batch, `take`.
+ledger and the next batch
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from grpo.orchestrator.auxiliary.preferences.pairs import (
     pair_record,
     pairs_of_run,
 )
-from grpo.orchestrator.auxiliary.preferences.turns import Turn, chosen_turns, state_key
+from grpo.orchestrator.auxiliary.preferences.turns import PolicyTurn, chosen_turns, state_key
 from grpo.orchestrator.endpoints import Costs, Endpoint, EndpointError
 from grpo.orchestrator.hooks import Hook, Opening
 from grpo.orchestrator.ledger import Ledger
@@ -90,7 +90,7 @@ class Preferences(Hook):
         """Answers, there already or under way, by teacher and state."""
         self._ready = [(number, pair_record(data)) for number, data in ledger.pairs_waiting(MAX_READY)]
         """Pairs that wait for a batch, with their numbers in the ledger."""
-        self._queue: deque[Turn] = deque()
+        self._queue: deque[PolicyTurn] = deque()
         """Turns that wait, the newest last, which are the next: answers about what an old policy did are worth less."""
         self._asking: set[asyncio.Task[None]] = set()
         self._num_rollouts: int = kept.get("num_rollouts", 0)
@@ -143,13 +143,13 @@ class Preferences(Hook):
         return [record.pair for _, record in taken]
 
     def _is_old(self, version: int, step: int) -> bool:
-        """Whether the lag of what `version` sampled, step − 1 − version, is too large for batch `step`."""
+        """Returns whether the lag of `version` in batch `step`, step − 1 − version, is too large."""
         max_lag = self._settings.max_off_policy_steps
         return max_lag is not None and step - 1 - version > max_lag
 
     @property
     def num_turns_waiting(self) -> int:
-        """Turns that wait, or are asked about."""
+        """Returns how many turns wait, or are asked about."""
         return len(self._queue) + len(self._asking)
 
     def state(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Preferences(Hook):
             self._problem("broken", f"{type(error).__name__}: {error}")
         self._start()
 
-    async def _look(self, turn: Turn) -> None:
+    async def _look(self, turn: PolicyTurn) -> None:
         if self._is_old(turn.version, self._step + 1):
             self._num["turns_too_old"] += 1
             return
@@ -242,7 +242,7 @@ class Preferences(Hook):
         if message:
             self.warn(f"preferences {what}", message)
 
-    # --- whoever is asked ---
+    # --- teachers and the judge ---
 
     async def answers(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> dict[str, Action | None]:
         """Returns what each teacher would do after `messages`; None where it did not answer. All are asked at once. A

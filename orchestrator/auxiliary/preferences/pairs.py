@@ -1,4 +1,4 @@
-"""Preferences as tokens: what the trainer gets, and what the run keeps of it.
+"""Preferences as tokens: the records that the trainer gets, and those that the run keeps.
 
 Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7) trains
 −log σ(β[(log π(chosen) − log π_ref(chosen)) − (log π(rejected) − log π_ref(rejected))]), with log-probabilities of
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from grpo.orchestrator.auxiliary.preferences.agreement import Preference, Skipped
-from grpo.orchestrator.auxiliary.preferences.turns import Turn
+from grpo.orchestrator.auxiliary.preferences.turns import PolicyTurn
 from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import open_ledger
@@ -59,21 +59,14 @@ class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> PreferencePair:
-        """For the trainer."""
-        return PreferencePair(
-            prompt_ids=np.array(self.prompt_ids, np.int32),
-            chosen_ids=np.array(self.chosen_ids, np.int32),
-            rejected_ids=np.array(self.rejected_ids, np.int32),
-            chosen_ref_logprob=self.chosen_ref_logprob,
-            rejected_ref_logprob=self.rejected_ref_logprob,
-            source=self.source,
-            adapter=self.adapter,
-            score_gap=self.score_gap,
-        )
+        """Returns the record for the trainer."""
+        fields = {name: getattr(self, name) for name in PreferencePair.__struct_fields__}
+        ids = {name: np.array(value, np.int32) for name, value in fields.items() if name.endswith("_ids")}
+        return PreferencePair(**fields | ids)
 
 
 def pair_record(data: str | bytes) -> PairRecord:
-    """From JSON. Raises ValueError."""
+    """Returns a pair that was kept as JSON. Raises ValueError."""
     try:
         return msgspec.json.decode(data, type=PairRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -82,21 +75,22 @@ def pair_record(data: str | bytes) -> PairRecord:
 
 async def make_pair(
     preference: Preference,
-    turn: Turn,
+    turn: PolicyTurn,
     template: ChatTemplate,
     reference: Reference,
     *,
     sequence_len: int,
     base_model: str,
 ) -> PairRecord | Skipped:
-    """The prompt as the server was given it; what teachers did, as tokens; what the policy sampled, exactly.
+    """Returns the prompt as the server was given it with what teachers did, as tokens, and exactly what the policy
+    sampled.
 
     `sequence_len`: the most tokens that the trainer takes for the prompt, once, with both continuations. Skipped are
     `empty`, `same_tokens`, `too_long`, and `reference_failed`.
     """
-    prompt, rejected = list(turn.prompt_ids), list(turn.sampled_ids)
+    prompt, rejected = turn.prompt_ids, turn.sampled_ids
     written = preference.chosen.written()
-    chosen = answer_ids(written, turn, template)
+    chosen = answer_ids(written, template, prompt_ids=prompt, sampled_ids=rejected)
     if not (prompt and chosen and rejected):
         return Skipped(reason="empty")
     if chosen == rejected:
@@ -128,22 +122,25 @@ async def make_pair(
     )
 
 
-def answer_ids(text: str, turn: Turn, template: ChatTemplate) -> list[int]:
-    """An answer that somebody else wrote as the policy would have sampled it: its text, in which nothing is read as a
-    control token, and the token that ends an answer. Where the template ends answers with plain text, that is the
-    control token that ended the policy's, if one did."""
+def answer_ids(
+    text: str, template: ChatTemplate, *, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
+) -> list[int]:
+    """Returns an answer that somebody else wrote as the policy would have sampled it: its text, in which nothing is
+    read as a control token, and the token that ends an answer. Where the template ends answers with plain text, that is
+    the control token that ended the policy's, if one did. `prompt_ids` and `sampled_ids`: of the policy's turn."""
     renderer, opening = template.renderer, template.opening_ids
     harmless: str = renderer.without_control({"role": "assistant", "content": text})["content"]
-    opened = tuple(turn.prompt_ids[-len(opening) :]) == opening
+    opened = tuple(prompt_ids[-len(opening) :]) == opening
     ids = renderer.ids_behind(template.opening, harmless) if opened else renderer.ids_of(harmless)
     end_id = template.end_id
-    if end_id is None and turn.sampled_ids and renderer.is_special(turn.sampled_ids[-1]):
-        end_id = turn.sampled_ids[-1]
+    if end_id is None and sampled_ids and renderer.is_special(sampled_ids[-1]):
+        end_id = sampled_ids[-1]
     return ids if end_id is None or not ids else [*ids, end_id]
 
 
 async def _logprob(prompt_ids: Sequence[int], continuation_ids: Sequence[int], reference: Reference) -> float:
-    """log π_ref(continuation | prompt) = Σ_t log π_ref(token t | tokens before t), over the continuation's tokens."""
+    """Returns log π_ref(continuation | prompt) = Σ_t log π_ref(token t | tokens before t), over the continuation's
+    tokens. Raises ValueError where the reference gives no such numbers."""
     token_ids = [*prompt_ids, *continuation_ids]
     logprobs = await reference(token_ids)
     if len(logprobs) != len(token_ids) - 1:
@@ -158,8 +155,8 @@ async def _logprob(prompt_ids: Sequence[int], continuation_ids: Sequence[int], r
 
 
 def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: int = 1) -> list[PreferencePair]:
-    """All pairs that another run has kept, for a run with the same base model and so many adapters, whose trainer takes
-    `seq_len` tokens for a pair. Raises ValueError where there are none, or one that cannot be trained."""
+    """Returns all pairs that another run has kept, for a run with this base model and so many adapters, whose trainer
+    takes `seq_len` tokens for a pair. Raises ValueError where there are none, or one that cannot be trained."""
     path = folder / LEDGER_FILE
     try:
         with open_ledger(folder) as ledger:
@@ -169,14 +166,12 @@ def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: i
     if not records:
         raise ValueError(f"{path} has no pairs; give the folder of a run that has kept some")
     for one in records:
-        for what, value, expected, fits in (
-            ("base_model", one.base_model, base_model, one.base_model == base_model),
-            ("adapter", one.adapter, f"less than {num_adapters}", one.adapter < num_adapters),
-            ("length", pair_len(one.pair), f"at most seq_len = {seq_len}", pair_len(one.pair) <= seq_len),
-        ):
-            if not fits:
-                told = f"{path} has a pair whose {what} is {value}, expected {expected}"
-                raise ValueError(f"{told}; give the pairs of a run with the same model, adapters and seq_len")
+        if one.base_model != base_model or one.adapter >= num_adapters or pair_len(one.pair) > seq_len:
+            raise ValueError(
+                f"{path} has a pair of the base model {one.base_model}, of adapter {one.adapter} and of "
+                f"{pair_len(one.pair)} tokens, expected {base_model}, an adapter below {num_adapters} and at most "
+                f"seq_len = {seq_len} tokens; give the pairs of a run with the same model, adapters and seq_len"
+            )
     return [one.pair for one in records]
 
 

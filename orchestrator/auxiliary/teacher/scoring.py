@@ -3,10 +3,10 @@
 The teacher's term of the policy loss (`trainer/loss.py`) is per token `teacher_logprob - trainer_logprob`: on-policy
 distillation (GKD, arXiv:2306.13649, with the reverse KL on the student's own samples). Its expectation is
 -KL(student ‖ teacher) only where both are taken of the same distribution over the same tokens: at one temperature and
-with one vocabulary. What cannot be had is a failure with a reason, or for a token that the teacher does not know
-UNTAUGHT, which the trainer leaves out: never a guess.
+with one vocabulary. Where a teacher cannot score, that is a failure with a reason, or NO_TEACHER_LOGPROB for a token
+that it does not know, which the trainer leaves out: never a guess.
 
-Legend: `L` tokens of one sample.
+Legend: `L` tokens of one row.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from grpo.orchestrator.inference.client import RequestRefused, ServerError, Serv
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.rollouts.records import EpisodeResult, TrainingRow
 from grpo.orchestrator.samples import RowKey, numbered_rows
-from grpo.transport.records import UNTAUGHT, Bool, Float32, Int32
+from grpo.transport.records import NO_TEACHER_LOGPROB, Bool, Float32, Int32
 
 FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature"]
-"""`unreachable`, `timeout`, `error`, `refused` and `nonsense` as of any endpoint; of a served teacher whatever may pass
-is a `timeout`, because it is tried until the deadline. `temperature`: it cannot score at the student's."""
+"""Why a teacher did not score: `temperature` where it cannot score at the student's, the others as for any endpoint.
+What may pass is a `timeout` of a served teacher, because it is tried until the deadline."""
 HIGHEST = 1e-3
 """Log-probabilities are at most 0; so far above it rounding may bring one."""
 LOWEST = -9999.0
-"""What vLLM's OpenAI routes say for minus infinity."""
+"""The number that vLLM's OpenAI routes give in place of minus infinity."""
 
 
 class Teacher(Protocol):
@@ -36,20 +36,20 @@ class Teacher(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Retries included."""
+        """Returns how many requests were sent, retries included."""
 
     @property
     def name(self) -> str:
-        """For people: which model, and where."""
+        """Returns the model and its address, for people."""
 
     async def score(self, token_ids: Int32, temperature: float) -> Float32:
-        """[L] natural log of each token at `temperature`, given those before it, the first 0; UNTAUGHT of a token that
-        it does not know. Raises EndpointError with a FailureReason."""
+        """Returns [L] the natural log of each token's probability at `temperature`, given those before it, the first 0;
+        NO_TEACHER_LOGPROB for a token that it does not know. Raises EndpointError with a FailureReason."""
 
 
 def checked(logprobs: Sequence[float | None], num_tokens: int) -> Float32:
-    """[L] of those of tokens 1 to L - 1, the first 0. Raises EndpointError where they are too few or too many, or no
-    log-probabilities."""
+    """Returns [L] log-probabilities of those of tokens 1 to L - 1, the first 0. Raises EndpointError where they are too
+    few, too many, or no log-probabilities."""
     if len(logprobs) != num_tokens - 1:
         raise EndpointError(
             "nonsense",
@@ -80,7 +80,7 @@ class ReferenceTeacher:
         self.num_requests = 0
 
     async def score(self, token_ids: Int32, temperature: float) -> Float32:
-        """By the least loaded server."""
+        """Asks the least loaded server."""
         self.num_requests += 1
         try:
             return checked(await self._score(token_ids.tolist(), None, temperature), len(token_ids))
@@ -129,7 +129,7 @@ class Scoring:
                 failed.setdefault(rollout_id, answer)
                 continue
             scored[key][mask] = answer[mask]
-            self._num["tokens_left_out"] += int((answer[mask] == UNTAUGHT).sum())
+            self._num["tokens_left_out"] += int((answer[mask] == NO_TEACHER_LOGPROB).sum())
         return scored, failed
 
     async def _ask(self, token_ids: Int32, temperature: float) -> Float32 | EndpointError:

@@ -1,8 +1,8 @@
 """A teacher behind HTTP, on a grpo-infer (POST /policy/score) or any vLLM server (POST /v1/completions with
 `prompt_logprobs`).
 
-What may pass, and one that is away may come back, is tried until the deadline: samples that fail cost their rollouts,
-and the run must not outpace its teacher.
+Requests whose failure may pass are tried again until the deadline, also where the teacher is away: a row that is not
+scored costs its rollout, and the run must not outpace its teacher.
 
 vLLM's own routes score at temperature 1 only: they take `prompt_logprobs` before any processing, temperature included.
 log softmax(z / t) needs the sum of exp(z / t) over the whole vocabulary, which these do not give, and scoring at 1 what
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 TRY_TIMEOUT_S = 60.0
 UNTIL_DEADLINE = 10**6
-"""Tries, so many that the deadline comes first."""
+"""Number of tries: so many that the deadline comes first."""
 WAKE_PAUSE_S = 0.5
-"""Between two questions to a server that is not up yet."""
+"""Pause between two questions to a server that is not up yet."""
 TRIAL_TOKENS = 4
 _UNREADABLE = (
     msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError,
@@ -45,8 +45,7 @@ class ServedTeacher:
     """One server or several that serve the same teacher."""
 
     def __init__(self, settings: TeacherSettings, *, api_key: str | None, ours: bool = False) -> None:
-        """`ours`: whether the servers are grpo-infer. Raises ValueError without an
-        address."""
+        """`ours`: whether the servers are grpo-infer. Raises ValueError without an address."""
         name, client = settings.model.name, settings.client
         if name is None or not client.base_url:
             raise ValueError(
@@ -59,16 +58,11 @@ class ServedTeacher:
         self._tokens: SharedTokens | None = None
         self.longest: int | None = None
         """Tokens of the longest sample that all servers can score, once they have been inspected."""
-        self._client = ApiClient(
-            lambda: self.servers,
-            api_key=api_key,
-            retries=UNTIL_DEADLINE,
-            timeout_s=TRY_TIMEOUT_S,
-        )
+        self._client = ApiClient(lambda: self.servers, api_key=api_key, retries=UNTIL_DEADLINE, timeout_s=TRY_TIMEOUT_S)
 
     @property
     def num_requests(self) -> int:
-        """Requests that were sent, tries after failures included."""
+        """Returns how many requests were sent, tries after failures included."""
         return self._client.num_requests
 
     async def close(self) -> None:
@@ -76,7 +70,7 @@ class ServedTeacher:
         await self._client.aclose()
 
     async def score(self, token_ids: Int32, temperature: float) -> Float32:
-        """By the server whose turn it is."""
+        """Asks the servers in turn."""
         theirs = token_ids if self._tokens is None else self._tokens.translated(token_ids)
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -91,7 +85,7 @@ class ServedTeacher:
         return scores if self._tokens is None else self._tokens.spread(scores, token_ids)
 
     async def _scores(self, ids: list[int], temperature: float) -> Float32:
-        """[L]. Raises EndpointError, and of _UNREADABLE for an answer of another form."""
+        """Returns [L] scores. Raises EndpointError, and an error of _UNREADABLE for an answer of another form."""
         if self.ours:
             own = {"version": None, "token_ids": ids, "temperature": temperature}
             answer = await self._client.ask("/policy/score", own, httpx.Response)
@@ -105,7 +99,7 @@ class ServedTeacher:
                 f"it scores at temperature 1 only, and these tokens were sampled at {temperature:g}; set "
                 "sampling.temperature to 1, or serve the teacher with grpo-infer",
             )
-        # Of the one token that vLLM's completions must sample nothing is used.
+        # vLLM's completions must sample a token; it is not used.
         options = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "return_token_ids": True}
         body = {"model": self.model, "prompt": ids, **options}
         [choice] = (await self._client.ask("/v1/completions", body, httpx.Response)).json()["choices"]
@@ -120,7 +114,7 @@ class ServedTeacher:
     # --- before the run ---
 
     async def inspect(self, *, wait_s: float) -> None:
-        """Waits for all servers, and learns which kind they are and the longest sample that all can score. Raises
+        """Waits for all servers, and finds out their kind and the longest sample that all can score. Raises
         EndpointError where they do not serve the teacher."""
         found = [await self._inspected(server, wait_s) for server in self.servers]
         if len(kinds := {ours for ours, _ in found}) > 1:
@@ -129,7 +123,7 @@ class ServedTeacher:
         self.longest = min(length for _, length in found) - 1  # for vLLM samples one more
 
     async def _inspected(self, server: str, wait_s: float) -> tuple[bool, int]:
-        """Whether a server is a grpo-infer, and how much it reads. Waits until it is up."""
+        """Returns whether a server is a grpo-infer, and how many tokens it reads. Waits until it is up."""
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, EndpointError) and e.reason != "refused"),
             stop=tenacity.stop_after_delay(wait_s),
@@ -141,8 +135,8 @@ class ServedTeacher:
             return True, int(info["max_model_len"])
         except EndpointError as error:
             if error.reason != "refused":  # refused: it has no such route
-                told = f"the teacher's server {server} did not come up in {wait_s:g} s: {error}"
-                raise EndpointError(error.reason, f"{told}; start it, or mend teacher_model.client.base_url") from None
+                away = f"the teacher's server {server} did not come up in {wait_s:g} s: {error}"
+                raise EndpointError(error.reason, f"{away}; start it, or mend teacher_model.client.base_url") from None
         listed = json.loads(await self._client.fetch(f"{server}/v1/models", retries=0))["data"]
         models: dict[str, Any] = {one["id"]: one for one in listed}
         if self.model not in models:
@@ -150,7 +144,8 @@ class ServedTeacher:
         return False, int(models[self.model]["max_model_len"])
 
     async def use(self, tokens: SharedTokens, temperatures: Sequence[float]) -> None:
-        """Asks in the teacher's ids from here on. Has some tokens scored at each temperature. Raises EndpointError."""
+        """Translates into the teacher's ids from here on, and has some tokens scored at each temperature. Raises
+        EndpointError."""
         self._tokens = tokens
         trial = np.flatnonzero(tokens.theirs >= 0)[:TRIAL_TOKENS].astype(np.int32)
         for temperature in temperatures:
@@ -165,16 +160,16 @@ async def open_teacher(
     temperatures: Sequence[float],
     wait_s: float,
 ) -> ServedTeacher:
-    """The teacher at `client.base_url`, once all of its servers are up, which may take `wait_s` seconds, serve it, and
-    score at each of `temperatures`, at which the run samples, and its tokenizer has been compared with that of the
-    policy in `model_folder`. Raises ValueError."""
+    """Returns the teacher at `client.base_url` once all of its servers are up and have scored at each of
+    `temperatures`, at which the run samples, and its tokenizer has been compared with that of the policy in
+    `model_folder`. Waits `wait_s` seconds for each server. Raises ValueError."""
     teacher = ServedTeacher(settings, api_key=api_key)
     try:
         await teacher.inspect(wait_s=wait_s)  # a server on this machine has fetched its files then
         named = settings.model.tokenizer or teacher.model
         tokens = await in_thread(shared_tokens, model_folder, named)
         if num_unknown := int((tokens.theirs < 0).sum()):
-            log.warning("%s has not %d of the policy's tokens, which it does not teach", named, num_unknown)
+            log.warning("%s lacks %d of the policy's tokens, which have no term of the teacher", named, num_unknown)
         await teacher.use(tokens, sorted(set(temperatures)))
     except BaseException as error:
         await teacher.close()

@@ -1,15 +1,15 @@
-"""Which of the policy's tokens a teacher knows, and by which ids: only ids travel between them."""
+"""Maps the policy's token ids to a teacher's: only ids travel between them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from grpo.orchestrator.renderer import load_tokenizer
-from grpo.transport.records import UNTAUGHT, Float32, Int32
+from grpo.transport.records import NO_TEACHER_LOGPROB, Float32, Int32
 
 FEWEST_SHARED = 0.95
-"""Share of the policy's tokens that a teacher must know. Models of other families with one vocabulary differ in their
-control tokens, a few in a hundred thousand; other vocabularies share at most some four in five."""
+"""The share of the policy's tokens that a teacher must know. Models of other families with one vocabulary differ in
+their control tokens, a few in a hundred thousand; other vocabularies share at most some four in five."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class SharedTokens:
     """[V] by the policy's id; -1 where the teacher has no such token."""
 
     def translated(self, token_ids: Int32) -> Int32:
-        """The tokens of a row [L] that the teacher knows, by its ids. It reads the row without the others."""
+        """Returns the tokens of a row [L] that the teacher knows, by its ids. It reads the row without the others."""
         ids = self._theirs_of(token_ids)
         return ids[ids >= 0]
 
     def spread(self, scores: Float32, token_ids: Int32) -> Float32:
-        """[L] the scores of the row's `translated` tokens, of which the first has none, and UNTAUGHT of all others but
-        token 0."""
-        row = np.full(len(token_ids), UNTAUGHT, np.float32)
+        """Returns [L] the scores of the row's `translated` tokens, of which the first has none, and NO_TEACHER_LOGPROB
+        for all others but token 0."""
+        row = np.full(len(token_ids), NO_TEACHER_LOGPROB, np.float32)
         row[np.flatnonzero(self._theirs_of(token_ids) >= 0)[1:]] = scores[1:]
         row[:1] = 0
         return row
@@ -38,9 +38,9 @@ class SharedTokens:
 
 
 def shared_tokens(policy: Path, teacher: Path | str) -> SharedTokens:
-    """Tokens are the same that are written the same and are control tokens for both or for neither. `teacher`: a
-    folder, or a name in the local Hugging Face cache; nothing is fetched. Raises ValueError where the teacher knows too
-    few, and where a tokenizer cannot be read."""
+    """Returns the teacher's ids of the policy's tokens. Two tokens are the same where they are written the same and are
+    control tokens for both or for neither. `teacher`: a folder, or a name in the local Hugging Face cache; nothing is
+    fetched. Raises ValueError where the teacher knows too few, and where a tokenizer cannot be read."""
     ours, theirs = _vocabulary(policy), _vocabulary(teacher)
     by_token = {token: index for index, token in theirs.items()}
     ids = np.full(max(ours) + 1, -1, np.int32)
@@ -57,13 +57,13 @@ def shared_tokens(policy: Path, teacher: Path | str) -> SharedTokens:
 
 
 def _vocabulary(name: Path | str) -> dict[int, tuple[str, bool]]:
-    """(token as the tokenizer writes it, whether it is a control token) by id. Raises ValueError."""
+    """Returns (token as the tokenizer writes it, whether it is a control token) by id. Raises ValueError."""
     try:
         tokenizer = load_tokenizer(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"whether policy and teacher have the same tokens cannot be told: the tokenizer {name} cannot be read "
-            f"({error}); set teacher_model.model.tokenizer to a folder that has the teacher's"
+            f"the tokens of policy and teacher cannot be compared: the tokenizer {name} cannot be read ({error}); set "
+            "teacher_model.model.tokenizer to a folder that has the teacher's"
         ) from error
     added = tokenizer.added_tokens_decoder
     control = {int(index) for index, token in added.items() if token.special}

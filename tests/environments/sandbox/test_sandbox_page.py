@@ -2,7 +2,6 @@
 
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from grpo.environments.critique.problems import problem_from_record
@@ -10,8 +9,10 @@ from grpo.environments.critique.testing import extract_program, run_tests
 from grpo.environments.sandbox.local import LocalSandbox
 from grpo.environments.sandbox.records import Limits
 
-PAGE = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+from tests.pages import Page
+
+PAGE = Page("docs/sandbox.md")
+BLOCKS = [block.text for block in PAGE.of("python")]
 
 
 async def test_the_code_of_the_page(sandbox: LocalSandbox) -> None:
@@ -27,5 +28,5 @@ async def test_the_code_of_the_page(sandbox: LocalSandbox) -> None:
 
 
 def test_every_limit_that_can_be_set_is_in_the_table() -> None:
-    table = {name for row in PAGE.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)}
+    table = {name for row in PAGE.text.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)}
     assert set(Limits.__dataclass_fields__) <= table

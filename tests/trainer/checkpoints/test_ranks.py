@@ -1,9 +1,8 @@
-"""A checkpoint of one rank, taken up by two and by four: they come to the same whole state again."""
+"""A checkpoint of one rank, restored by three, whose shards differ in size: the whole state is the same again."""
 
 import os
 from pathlib import Path
 
-import pytest
 import torch
 from grpo.trainer.checkpoint import restore, state_parts
 from grpo.trainer.distributed import ONE, Ranks, join_group, leave_group
@@ -36,8 +35,7 @@ def worker(model: Path, saved: Path, out: Path, variables: dict[str, str]) -> No
     leave_group()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_any_number_of_ranks_takes_a_checkpoint_up_whole(tiny_model: Path, tmp_path: Path, num_ranks: int) -> None:
+def test_another_number_of_ranks_takes_a_checkpoint_up_whole(tiny_model: Path, tmp_path: Path) -> None:
     policy = tiny_policy(tiny_model)
     optimizer = optimizer_of(policy, ONE)
     policy.logprobs(packed_tokens(tiny_batch((6, 9)), CPU)).sum().backward()
@@ -47,11 +45,9 @@ def test_any_number_of_ranks_takes_a_checkpoint_up_whole(tiny_model: Path, tmp_p
     out.mkdir()
     for name in ("weights", "optimizer"):
         save_file(parts[name], tmp_path / name)
-    group = rank_variables(num_ranks)
+    group = rank_variables(3)
     arguments = (tiny_model, tmp_path, out)
-    workers = [
-        forks().Process(target=worker, args=(*arguments, group | {"RANK": str(rank)})) for rank in range(num_ranks)
-    ]
+    workers = [forks().Process(target=worker, args=(*arguments, group | {"RANK": str(rank)})) for rank in range(3)]
     for process in workers:
         process.start()
     for process in workers:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from grpo.trainer.errors import ModelError
-from grpo.trainer.loading import publish_dequantized, quantized_model
+from grpo.trainer.loading import CheckpointTensors, filled_model, publish_dequantized
 from grpo.trainer.quantization import QuantizedLinear, check_setting, stored_in
 from grpo.transport.records import Quantization
 from grpo.transport.run import RunFolder
@@ -24,7 +24,8 @@ from tests.trainer.models import CPU, TARGETS, save_tiny_model
 def loaded(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32) -> Any:
     stored = stored_in(folder)
     check_setting(folder, stored, format)
-    return quantized_model(folder, format, stored, dtype=dtype, attention="eager", device=CPU)
+    tensors = CheckpointTensors(folder, device=CPU, dtype=dtype)
+    return filled_model(tensors, attention="eager", stored=stored, format=format)
 
 
 def weight_of(layer: QuantizedLinear, dtype: torch.dtype = torch.float32) -> torch.Tensor:

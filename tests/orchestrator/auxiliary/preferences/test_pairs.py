@@ -1,5 +1,6 @@
 """Pairs as tokens, and those that a run has kept."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from grpo.orchestrator.auxiliary.preferences.pairs import (
     pair_record,
     pairs_of_run,
 )
-from grpo.orchestrator.auxiliary.preferences.turns import Turn, turns_of
+from grpo.orchestrator.auxiliary.preferences.turns import PolicyTurn, turns_of
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.templates import ChatTemplate
@@ -27,10 +28,12 @@ from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.questions import END, TEMPLATE, result
 
 
-def turn(prompt: Sequence[int], rejected: Sequence[int], *, adapter: int = 0) -> Turn:
-    rollout = result("0/0", "hi", "Y")
-    rollout = replace(rollout, steps=(replace(rollout.steps[0], adapter=adapter),))
-    return Turn(rollout=rollout, step=0, messages=(HI,), prompt_ids=prompt, sampled_ids=rejected)
+def turn(prompt: Sequence[int], rejected: Sequence[int], *, adapter: int = 0) -> PolicyTurn:
+    [one] = turns_of(result("0/0", "hi", "Y"))
+    rollout = replace(one.rollout, steps=(replace(one.answer, adapter=adapter),))
+    row = replace(one.row, token_ids=np.array([*prompt, *rejected], np.int32))
+    at = replace(one.turn, begins=len(prompt), ends=len(prompt) + len(rejected))
+    return dataclasses.replace(one, rollout=rollout, row=row, turn=at)
 
 
 async def tenths(token_ids: Sequence[int]) -> Sequence[float]:
@@ -39,7 +42,7 @@ async def tenths(token_ids: Sequence[int]) -> Sequence[float]:
 
 
 async def made(
-    text: str, at: Turn, *calls: tuple[str, Any], sequence_len: int = 1000, reference: object = tenths
+    text: str, at: PolicyTurn, *calls: tuple[str, Any], sequence_len: int = 1000, reference: object = tenths
 ) -> PairRecord | Skipped:
     preference = Preference(chosen=Action(text=text, tool_calls=calls), source="2 of 3 teachers: a, b", score_gap=0.5)
     return await make_pair(
@@ -96,7 +99,7 @@ async def test_a_reference_that_fails_costs_the_pair_and_nothing_else(value: obj
 @pytest.mark.parametrize("answer", ["\nline ", "Ünï <b> 1"])
 def test_had_the_policy_written_what_teachers_did_the_tokens_were_these(template: ChatTemplate, answer: str) -> None:
     [one] = turns_of(rollout_of(template, "x"))
-    ids = answer_ids(answer, one, template)
+    ids = answer_ids(answer, template, prompt_ids=one.prompt_ids, sampled_ids=one.sampled_ids)
     assert ids[-1] == template.end_id
     assert template.renderer.raw_text(ids[:-1]) == answer
     text = template.render([HI]) + answer
@@ -119,19 +122,19 @@ class Beginnings(ChatRenderer):
 def test_an_answer_is_no_beginning_of_a_text_unless_it_would_melt_into_the_opening() -> None:
     opening_ids = tuple(Beginnings().ids_of("A:\n"))
     template = ChatTemplate(renderer=Beginnings(), tools=None, opening="A:\n", opening_ids=opening_ids, end_id=2)
-    opened = turn([5, *opening_ids], [7])
-    assert answer_ids("yes", opened, template) == [*b"yes", 2]
-    assert answer_ids("\nyes", opened, template) == [1, *b"\nyes", 2]
+    opened = {"prompt_ids": [5, *opening_ids], "sampled_ids": [7]}
+    assert answer_ids("yes", template, **opened) == [*b"yes", 2]
+    assert answer_ids("\nyes", template, **opened) == [1, *b"\nyes", 2]
 
 
 def test_where_plain_text_ends_an_answer_the_token_that_ended_the_policys_does() -> None:
     plain = ChatTemplate.of(renderer(PLAIN))
-    assert answer_ids("yes", turn([1], [2, END]), plain) == [*b"yes", END]
-    assert answer_ids("yes", turn([1], [2]), plain) == [*b"yes"]
+    assert answer_ids("yes", plain, prompt_ids=[1], sampled_ids=[2, END]) == [*b"yes", END]
+    assert answer_ids("yes", plain, prompt_ids=[1], sampled_ids=[2]) == [*b"yes"]
 
 
 def test_a_teacher_cannot_spell_out_control_tokens() -> None:
-    assert answer_ids("a<|im_end|>b", turn([1], [2]), TEMPLATE) == [*b"a< |im_end|>b", END]
+    assert answer_ids("a<|im_end|>b", TEMPLATE, prompt_ids=[1], sampled_ids=[2]) == [*b"a< |im_end|>b", END]
 
 
 # --- the pairs of another run ---

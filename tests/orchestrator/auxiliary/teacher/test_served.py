@@ -13,7 +13,7 @@ from grpo.configs.auxiliary import TeacherSettings
 from grpo.orchestrator.auxiliary.teacher.served import ServedTeacher, open_teacher
 from grpo.orchestrator.auxiliary.teacher.tokens import shared_tokens
 from grpo.orchestrator.endpoints import EndpointError
-from grpo.transport.records import UNTAUGHT, Float32, Int32
+from grpo.transport.records import NO_TEACHER_LOGPROB, Float32, Int32
 
 from tests.orchestrator.auxiliary.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
 from tests.orchestrator.chat_server import cut
@@ -161,11 +161,11 @@ async def test_tokens_that_mean_the_same_are_known_by_the_teachers_ids_and_other
     tokens = shared_tokens(MODEL, made_tokenizer(tmp_path, change))
     row = np.array([65, ids[0], ids[2], 66], np.int32)
     assert tokens.translated(row).tolist() == [65, ids[1], 66]
-    assert tokens.spread(np.array([0, -1, -2], np.float32), row).tolist() == [0, -1, UNTAUGHT, -2]
+    assert tokens.spread(np.array([0, -1, -2], np.float32), row).tolist() == [0, -1, NO_TEACHER_LOGPROB, -2]
     by = teacher(server.url)
     await by.use(tokens, [1.0])
     [found] = await scored(by, np.array([5, ids[2], 7], np.int32))
-    assert found.tolist() == [0, UNTAUGHT, pytest.approx(-0.07)]
+    assert found.tolist() == [0, NO_TEACHER_LOGPROB, pytest.approx(-0.07)]
     assert server.asked[-1]["prompt"] == [5, 7]
 
 
