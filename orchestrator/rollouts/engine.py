@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from grpo.orchestrator.background import in_thread
-from grpo.orchestrator.inference.client import InferenceClient, TimedOut
+from grpo.orchestrator.inference.client import PolicyClient, TimedOut
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import num_characters
@@ -83,7 +83,7 @@ class RolloutEngine:
     def __init__(
         self,
         pools: Mapping[str, EpisodePool],
-        client: InferenceClient,
+        client: PolicyClient,
         renderer: ChatRenderer,
         *,
         context_len: int,

@@ -7,7 +7,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from grpo.orchestrator.background import in_thread
-from grpo.orchestrator.inference.client import InferenceClient, RequestRefused, ServerError, TimedOut
+from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, TimedOut
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
@@ -52,7 +52,7 @@ MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
 class Means(Protocol):
     """The engine, which answers the calls of all rollouts."""
 
-    client: InferenceClient
+    client: PolicyClient
     renderer: ChatRenderer
     templates: Templates
     stores: ArtifactStores | None
