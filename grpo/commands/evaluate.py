@@ -56,12 +56,12 @@ _VERSION_FOLDER = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is evaluated."""
+    """The model or version that is evaluated."""
 
     model: str
     """The base model."""
     version: Version | None = None
-    """Of a run's policy; None for the model itself."""
+    """A version of a run's policy; None for the model itself."""
 
     @property
     def run(self) -> Path | None:
@@ -70,12 +70,12 @@ class Target:
 
     @property
     def number(self) -> int | None:
-        """Of the version."""
+        """The version's number."""
         return None if self.version is None else self.version.manifest.version
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The target's name in messages."""
         return self.model if self.version is None else f"{self.run}, version {self.number}"
 
 
