@@ -50,7 +50,3 @@ def test_bins_hold_what_fits_in_order_and_what_is_too_large_is_alone() -> None:
     assert first_fit([4, 1, 2, 1], capacity=5) == [[0, 1], [2, 3]]
     assert first_fit([9, 1, 7, 5], capacity=5) == [[0], [1], [2], [3]]
     assert first_fit([], capacity=5) == []
-
-
-def test_sizes_go_into_the_first_bin_with_room_and_one_above_the_capacity_into_its_own() -> None:
-    assert first_fit([3, 4, 2, 1, 9], capacity=5) == [[0, 2], [1, 3], [4]]
