@@ -11,7 +11,7 @@ MANY = 15
 
 def way(what: str) -> list[str]:
     """The files in a table of the page."""
-    section = PAGE.partition(f"## The way of a {what}\n")[2].partition("\n## ")[0]
+    section = PAGE.partition(f"## The way of a {what}\n")[2].partition("\n##")[0]
     return re.findall(r"^\| \d+ \| `([\w/.]+)`", section, flags=re.M)
 
 

@@ -46,7 +46,7 @@ class OwnTimeout:
     def pause(self) -> None:
         """Stops the time until each `pause` has its `resume`."""
         self._num_waits += 1
-        if self._num_waits == 1 and (when_s := self._timeout.when()) is not None:
+        if (when_s := self._timeout.when()) is not None:
             self._left_s = when_s - asyncio.get_running_loop().time()
             self._reschedule(None)
 

@@ -200,7 +200,7 @@ class WorkerPool:
             forks=self._forks,
             address=self._address,
             start_s=self._start_s,
-            again=self._loaded is not None,
+            loaded_before=self._loaded is not None,
         )
 
     def _all(self) -> list[Session]:

@@ -1,12 +1,12 @@
-"""One environment worker as the orchestrator sees it: how it comes up, what is said, how it ends."""
+"""The orchestrator's session with one environment worker: its start, its messages, its end."""
 
 import asyncio
 import contextlib
 import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,20 +50,20 @@ from grpo.transport.hidden import ENV_KEY_VAR
 from grpo.transport.keys import SharedKey
 
 START_TIMEOUT_S = 120.0
-"""For Python to come up in a worker, or for an environment server to answer."""
+"""Deadline for Python to start in a worker, or for an environment server to answer."""
 CONNECT_TIMEOUT_S = 5.0
-"""For one attempt to reach an environment server."""
+"""Deadline for one attempt to reach an environment server."""
 STILL_GRACE_S = 5.0
-"""Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
+"""A worker may be silent so long beyond the deadline of its rollouts before it is ended."""
 WATCH_INTERVAL_S = 0.02
 CRASHED, BROKEN = "env_crashed", "env_error"
 
 Answerer = Callable[[AnyCall], Awaitable[Reply]]
-"""Answers a rollout's calls. What it raises ends the run, but GivenUp."""
+"""Answers a rollout's calls. GivenUp ends the rollout; anything else that it raises ends the run."""
 
 
 class GivenUp(Exception):
-    """Raised by what answers calls: the rollout comes to nothing."""
+    """The rollout has failed. Raised by what answers its calls."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
@@ -71,8 +71,8 @@ class GivenUp(Exception):
 
 
 class WorkerLost(Exception):
-    """The worker ended, or was ended. `killed`: by a signal. `waited`: this rollout waited for an answer of ours, so
-    that none of its code ran."""
+    """The worker ended, or was ended. `killed`: by a signal, or with its server. `waited`: this rollout waited for an
+    answer of ours, so that none of its code ran."""
 
     def __init__(self, failure: Failure, *, killed: bool = False, waited: bool = False) -> None:
         self.failure, self.killed, self.waited = failure, killed, waited
@@ -80,7 +80,7 @@ class WorkerLost(Exception):
 
 
 class RemoteWorker:
-    """A worker that an environment server has for us."""
+    """A worker of an environment server."""
 
     exit_code, was_killed, how = None, False, None
 
@@ -94,36 +94,21 @@ class RemoteWorker:
         self.socket.send(ALIVE)
 
     def connected(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing; see WorkerProcess.connected."""
 
     async def end(self) -> None:
-        """Takes our leave."""
+        """Leaves the server, which ends the worker."""
         with contextlib.suppress(zmq.ZMQError):
             await self.socket.send(LEFT, zmq.NOBLOCK)
         self.socket.close()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
-    """Something that was asked of the worker."""
-
-    answer: Answerer | None
-    """Answers a rollout's calls."""
-    settle: Callable[[Any], None]
-    """Called once, with what the worker answers, or with an error."""
-    is_over: bool = False
-    answering: dict[asyncio.Task[None], int] = field(default_factory=dict)
-    """Its calls that wait for us, and their numbers."""
-
-    def end(self, outcome: Any) -> None:
-        """Says what came of it, for whom waits. What comes later does not count."""
-        if not self.is_over:
-            self.is_over = True
-            self.settle(outcome)
+Settle = Callable[[Any], None]
+"""Called once, with a job's outcome: the worker's answer, or an error."""
 
 
 class Session:
-    """One worker with its environment: a process of ours, or one that an environment server has for us."""
+    """One worker with its environment: a process of ours, or one of an environment server."""
 
     def __init__(
         self,
@@ -133,40 +118,43 @@ class Session:
         forks: ForkServer,
         address: str | None,
         start_s: float = START_TIMEOUT_S,
-        again: bool = False,
+        loaded_before: bool = False,
     ) -> None:
-        """`address`: of the environment server; None for a process of `forks`. `again`: the environment has been there
-        before; one that does not come up now may do so when the run is started again."""
+        """`address`: of the environment server; None for a process of `forks`. `loaded_before`: this run has loaded the
+        environment; if that fails now, it may work when the run is started again."""
         self._label, self._load, self._forks, self._address = label, load, forks, address
-        self._start_s, self._again = start_s, again
+        self._start_s, self._loaded_before = start_s, loaded_before
         self._limit_s = max(start_s, load.timeout_s)
-        """How long the environment's code may take: until it is constructed, also for a worker elsewhere to come up."""
+        """The environment's code may take so long. Until it is constructed, the start of a worker counts too."""
         self._worker: WorkerProcess | RemoteWorker | None = None
         self._opening: asyncio.Task[Loaded] | None = None
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, tuple[Answerer | None, Settle]] = {}
+        """What answers the calls of each job that is not over, and who is told its outcome."""
+        self._answering = defaultdict[int, dict[asyncio.Task[None], int]](dict)
+        """Calls of rollouts that wait for an answer of ours, by job, with their numbers."""
         self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_s = self._reached_s = 0.0
-        """When the worker last said something; when it, or the environment server that has it, did."""
+        """Times of the newest message: from the worker; from it or its environment server."""
         self.num_running = 0
-        """Rollouts that it has now, or has yet to begin."""
+        """Rollouts that run in it or are about to."""
         self.over = False
-        """It has ended and is never used again."""
+        """The worker has ended, and the session is never used again."""
 
     @property
     def num_in_environment(self) -> int:
-        """Rollouts that wait for no answer of ours, but for the environment."""
-        return self.num_running - sum(bool(job.answering) for job in self._jobs.values())
+        """Rollouts that wait for the environment, and not for an answer of ours."""
+        return self.num_running - sum(map(bool, self._answering.values()))
 
     async def open(self) -> Loaded:
-        """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
+        """Starts the worker and constructs the environment. Raises EnvironmentFailed."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
         return self._opening.result() if self._opening.done() else await asyncio.shield(self._opening)
 
     async def request(self, message: Load | Dataset, what: str) -> Any:
-        """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
+        """Returns the answer to a request that must succeed. Raises EnvironmentFailed."""
         try:
             async with asyncio.timeout(self._limit_s):
                 answer = await self._do(message)
@@ -177,9 +165,9 @@ class Session:
             kind = EnvironmentKilled if lost.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {lost}") from None
         if isinstance(answer, Failure):
-            said = answer.message.strip()
-            between = "\n" if "\n" in said else ": "  # a traceback begins on a line of its own
-            raise EnvironmentFailed(f"environment {self._label}: {what} raised{between}{said}")
+            error = answer.message.strip()
+            between = "\n" if "\n" in error else ": "  # a traceback begins on a line of its own
+            raise EnvironmentFailed(f"environment {self._label}: {what} raised{between}{error}")
         return answer
 
     async def run(self, run: Run | Score, answer: Answerer) -> Outcome | Failure:
@@ -195,11 +183,11 @@ class Session:
             self.num_running -= 1
 
     async def score(
-        self, score: Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda place: None
+        self, score: Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda index: None
     ) -> "list[Outcome | Failure | WorkerLost]":
         """Scores answers to one prompt; `answers` answer the calls of their rewards. Returns an outcome for each, which
-        is WorkerLost where the worker ended first. `over` is called with the place of each one that has an outcome, as
-        soon as it has. Raises EnvironmentFailed, and what `answers` raise."""
+        is WorkerLost if the worker ended first. `over` is called with the index of each other one as soon as that is
+        known. Raises EnvironmentFailed, and what `answers` raise."""
         self.num_running += len(answers)
         numbers: list[int] = []
         try:
@@ -210,20 +198,20 @@ class Session:
             known: dict[int, Outcome | Failure | WorkerLost] = {}
             all_known = asyncio.get_running_loop().create_future()
 
-            def settle(place: int, outcome: Any) -> None:
+            def settle(index: int, outcome: Any) -> None:
                 if isinstance(outcome, Exception) and not isinstance(outcome, WorkerLost):
                     _set(all_known, outcome)
                     return
-                known[place] = outcome
+                known[index] = outcome
                 if not isinstance(outcome, WorkerLost):
-                    over(place)
+                    over(index)
                 if len(known) == len(answers):
                     _set(all_known, None)
 
-            jobs = [_Job(answer=answer, settle=partial(settle, place)) for place, answer in enumerate(answers)]
+            jobs = [(answer, partial(settle, index)) for index, answer in enumerate(answers)]
             numbers = self._begin(score, jobs)
             await all_known
-            return [known[place] for place in range(len(answers))]
+            return [known[index] for index in range(len(answers))]
         finally:
             for number in numbers:
                 self._forget(number)
@@ -236,7 +224,7 @@ class Session:
             await asyncio.wait([self._opening])
         await self._end("was closed", CRASHED)
 
-    # --- how it comes up ---
+    # --- start ---
 
     async def _open(self) -> Loaded:
         deadline_s = time.monotonic() + self._start_s
@@ -261,8 +249,8 @@ class Session:
         return f"{name}{self._limit_s:g} s"
 
     async def _reach(self) -> EnvironmentFailed | None:
-        """Begins a worker and waits until it says that it lives. Returns why it does not."""
-        kind = EnvironmentKilled if self._again else EnvironmentFailed
+        """Starts a worker and waits for its first message. Returns why there is none."""
+        kind = EnvironmentKilled if self._loaded_before else EnvironmentFailed
         why = f"it took longer than {self._start_s:g} s to be imported"
         limit_s = self._start_s
         if self._address is not None:
@@ -292,16 +280,18 @@ class Session:
     # --- messages ---
 
     async def _do(self, message: Load | Dataset | Run | Score, answer: Answerer | None = None) -> Any:
-        """What comes of a job. Raises WorkerLost, and what `answer` raises."""
+        """Returns the outcome of a request. Raises WorkerLost, and what `answer` raises."""
         outcome = asyncio.get_running_loop().create_future()
-        [number] = self._begin(message, [_Job(answer=answer, settle=partial(_set, outcome))])
+        [number] = self._begin(message, [(answer, partial(_set, outcome))])
         try:
             return await outcome
         finally:
             self._forget(number)
 
-    def _begin(self, message: Load | Dataset | Run | Score, jobs: Sequence[_Job]) -> list[int]:
-        """Sends what begins these jobs. Returns their numbers."""
+    def _begin(
+        self, message: Load | Dataset | Run | Score, jobs: Sequence[tuple[Answerer | None, Settle]]
+    ) -> list[int]:
+        """Sends the message that begins these jobs. Returns their numbers."""
         numbers = [next(self._numbers) for _ in jobs]
         message.job = numbers[0]
         self._jobs.update(zip(numbers, jobs, strict=True))
@@ -309,15 +299,21 @@ class Session:
         return numbers
 
     def _forget(self, number: int) -> None:
-        """Ends a job that is not over, and its calls."""
-        job = self._jobs.pop(number)
-        if not job.is_over:
+        """Cancels a job that is not over, and its calls."""
+        if self._jobs.pop(number, None) is not None:
             self._send(Cancel(job=number))
-        for task in job.answering:
+        for task in self._answering.pop(number, ()):
             task.cancel()
 
+    def _settle(self, number: int, outcome: Any) -> None:
+        """Passes the outcome of a job on, the first time that there is one."""
+        if (job := self._jobs.pop(number, None)) is not None:
+            _, settle = job
+            settle(outcome)
+
     def _send(self, message: ToWorker) -> None:
-        """What is sent at one time goes out together. Who watches notices a worker that has ended."""
+        """Sends a message, in one frame with the others of this turn of the event loop. `_watch` notices a worker that
+        has ended."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(encode(message))
@@ -329,7 +325,7 @@ class Session:
                 self._worker.socket.send(frame_of(*messages))
 
     async def _read(self) -> None:
-        """Consumes what the worker says. Ends with the session."""
+        """Reads the worker's messages. Ends with the session."""
         try:
             while (worker := self._worker) is not None:
                 messages = decode_from_worker(await worker.socket.recv())
@@ -352,20 +348,21 @@ class Session:
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Alive | ServerAlive | Left):
             return
-        if (job := self._jobs.get(message.job)) is None or job.is_over:
+        if (job := self._jobs.get(message.job)) is None:
             return  # nobody waits for it any more
         if isinstance(message, Failed):
-            job.end(Failure(reason=message.reason, message=message.message))
+            self._settle(message.job, Failure(reason=message.reason, message=message.message))
         elif isinstance(message, Loaded | Prompts | Outcome):
-            job.end(message)
-        elif job.answer is not None:
+            self._settle(message.job, message)
+        elif (answer := job[0]) is not None:
+            answering = self._answering[message.job]
             if isinstance(message, Withdraw):
-                for task, number in job.answering.items():
+                for task, number in answering.items():
                     if number == message.call:
                         task.cancel()
-            job.answering[asyncio.create_task(self._answer(job, message, job.answer))] = message.call
+            answering[asyncio.create_task(self._answer(message, answer))] = message.call
 
-    async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
+    async def _answer(self, call: AnyCall, answer: Answerer) -> None:
         try:
             reply = await answer(call)
             reply.job, reply.call = call.job, call.call
@@ -375,48 +372,48 @@ class Session:
                 self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
         except Exception as error:
             self._send(Cancel(job=call.job))
-            job.end(error.failure if isinstance(error, GivenUp) else error)
+            self._settle(call.job, error.failure if isinstance(error, GivenUp) else error)
         finally:
             if (task := asyncio.current_task()) is not None:
-                job.answering.pop(task, None)
+                self._answering.get(call.job, {}).pop(task, None)
 
-    # --- how it ends ---
+    # --- end ---
 
     async def _watch(self) -> None:
-        """Notices a worker that has ended or is not reached, and one that is silent past the deadline of its rollouts;
-        tells an environment server that we are there. Ends with the session."""
-        said_s = 0.0
+        """Ends the session of a worker that has ended, is not reached, or is silent past the deadline of its rollouts.
+        Sends heartbeats to an environment server. Ends with the session."""
+        sent_s = 0.0
         while (worker := self._worker) is not None:
             await asyncio.sleep(WATCH_INTERVAL_S)
             now_s = time.monotonic()
             if worker.how is not None:
-                await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
+                await asyncio.sleep(WATCH_INTERVAL_S)  # its last messages are read first
                 await self._end(worker.how, CRASHED)
             elif now_s - self._heard_s > self._limit_s + STILL_GRACE_S:
                 await self._end(f"took longer than {self._limit}, and held up its worker", LATE)
             elif isinstance(worker, RemoteWorker) and now_s - self._reached_s > SILENCE_LIMIT_S:
                 # as far as can be told it has ended with its server: started again, it may work
                 await self._end(f"is no longer reached at {self._address}", CRASHED, killed=True)
-            elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
-                said_s = now_s
+            elif self._address is not None and now_s - sent_s > ALIVE_INTERVAL_S:
+                sent_s = now_s
                 self._send(Alive(protocol=PROTOCOL))
 
     async def _end(self, how: str, reason: str, *, killed: bool = False) -> None:
-        """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
+        """Ends the worker and all that it started. Its rollouts get WorkerLost."""
         if self.over:
             return
         self.over = True
         killed = killed or (self._worker is not None and self._worker.was_killed)
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
-        for job in self._jobs.values():
-            job.end(WorkerLost(failure, killed=killed, waited=bool(job.answering)))
+        for number in list(self._jobs):
+            self._settle(number, WorkerLost(failure, killed=killed, waited=bool(self._answering.get(number))))
         await self._release()
         for task in self._tasks:
             task.cancel()
 
 
 def _set(future: "asyncio.Future[Any]", outcome: Any) -> None:
-    """Ends a wait with a value, or an error that is raised there."""
+    """Sets the result of a future that has none, or the error that it raises."""
     if future.done():
         return
     if isinstance(outcome, Exception):

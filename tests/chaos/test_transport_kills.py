@@ -29,6 +29,7 @@ from grpo.transport.weights.store import (
 )
 
 from tests.chaos.kill_points import DISK_CALLS, Restarted
+from tests.support import until
 from tests.transport.samples import SPEC, equal, micro_batch
 
 pytestmark = pytest.mark.chaos
@@ -112,13 +113,12 @@ class Versions:
         publisher = PolicyPublisher(self._folder, run_id="run", keep_last=2)
         for version in range(self._reader.latest() or 0, NUM_VERSIONS + 1):
             publisher.publish(version=version, spec=SPEC, files=self.files(version))
-            until(lambda version=version: self.newest_in_use() >= version or version == NUM_VERSIONS)  # type: ignore[misc]
+            until(lambda version=version: self.newest_in_use() >= version or version == NUM_VERSIONS, poll_s=0.001)  # type: ignore[misc]
 
     def take_up_all(self) -> None:
         """An orchestrator: takes up each version in turn and says so; two versions are pinned for good."""
         for version in range(self.newest_in_use() + 1, NUM_VERSIONS + 1):
-            until(partial(self._reader.poll, version))
-            policy = self._reader.poll(version)
+            policy = until(partial(self._reader.poll, version), poll_s=0.001)
             assert policy is not None
             assert policy.small_files[CANARY_FILE] == self.files(version)[CANARY_FILE]
             pinned = {number for number in PINNED if number <= version}
@@ -140,13 +140,6 @@ class Versions:
         assert there >= PINNED | {NUM_VERSIONS - 1, NUM_VERSIONS}
         assert not there & {0, 1, 4, 5, 6}
         assert [path.name for path in self._folder.glob(".step_*")] == []
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 MATRIX = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from grpo.configs.auxiliary import ApiSettings
-from grpo.orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
+from grpo.orchestrator.endpoints import MAX_ECHO, ApiModel, EndpointError
 from grpo.orchestrator.rollouts.messages import ModelResponse
 from grpo.transport.ports import free_port
 
@@ -25,9 +25,9 @@ QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"
 
 
-def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> Endpoint:
+def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> ApiModel:
     known = {"name": "m", "base_url": base_url, "model": "m", "timeout_s": 60.0, "retries": 0}
-    return Endpoint(ApiSettings(**(known | settings)), own_servers=lambda: own)
+    return ApiModel(ApiSettings(**(known | settings)), own_servers=lambda: own)
 
 
 async def asked(
@@ -97,7 +97,7 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(chats: Fake
 
     chats.says["m"] += [counted] * 15
     settings = ApiSettings(name="m", base_url=chats.base_url, model="m", requests_per_s=10)
-    endpoint, began_s = Endpoint(settings, num_parallel=3), time.monotonic()
+    endpoint, began_s = ApiModel(settings, num_parallel=3), time.monotonic()
     await asyncio.gather(*(endpoint.ask(QUESTION) for _ in range(15)))
     assert time.monotonic() - began_s > 0.3  # 10 at once, 5 more in half a second
     assert max(running) == 3
@@ -121,6 +121,7 @@ async def test_the_key_goes_to_the_endpoint_and_into_no_message(
 async def test_what_this_machine_has_for_others_does_not_go_out(
     chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OPENAI_ORG_ID", KEY)
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"X-Other: {KEY}")
@@ -134,6 +135,15 @@ async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(chats
     assert (await asked(None, [chats.base_url.removesuffix("/v1")], retries=2)).text == "X"
     assert time.monotonic() - began_s > 0.6
     assert len(chats.requests) == 3
+
+
+async def test_a_server_that_has_just_failed_is_left_out(chats: FakeChatServer) -> None:
+    own = [f"http://127.0.0.1:{free_port()}", chats.base_url.removesuffix("/v1")]
+    endpoint = endpoint_of(None, own, retries=1)
+    for _ in range(4):
+        await endpoint.ask(QUESTION)
+    assert endpoint.num_requests == 5
+    await endpoint.close()
 
 
 @pytest.mark.parametrize(

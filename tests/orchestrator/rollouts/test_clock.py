@@ -5,6 +5,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
+from grpo.orchestrator import background
 from grpo.orchestrator.rollouts.clock import NUM_THREADS, OwnTimeout, in_thread, num_left_calls, waiting
 
 from tests.orchestrator.fakes import until
@@ -89,3 +90,19 @@ async def test_what_a_thread_raises_arrives() -> None:
         await in_thread(stops)
     with pytest.raises(SystemExit):
         await in_thread(exits)
+
+
+async def test_threads_are_used_again_also_after_a_call_that_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    gate, before = threading.Event(), threading.active_count()
+    call = asyncio.create_task(background.in_thread(gate.wait))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    await asyncio.sleep(0)
+    gate.set()
+    for _ in range(50):
+        await background.in_thread(int)
+    assert threading.active_count() - before < 25
+    assert not failed

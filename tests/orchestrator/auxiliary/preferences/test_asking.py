@@ -10,7 +10,7 @@ import pytest_asyncio
 from grpo.configs.auxiliary import ApiSettings, PreferenceSettings
 from grpo.orchestrator.auxiliary.preferences import asking
 from grpo.orchestrator.auxiliary.preferences.asking import Preferences
-from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.endpoints import ApiModel, Costs
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.samples import ScoredGroup
@@ -42,9 +42,9 @@ async def build(chats: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
         known = {"select": ["all"], "teachers": teachers or [api(chats, name) for name in "abc"]}
         ledger = Ledger(tmp_path / "ledger.sqlite")
 
-        def open_one(one: ApiSettings, costs: Costs) -> Endpoint:
+        def open_one(one: ApiSettings, costs: Costs) -> ApiModel:
             own = [chats.base_url.removesuffix("/v1")]
-            return Endpoint(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
+            return ApiModel(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
 
         asked = Preferences(
             PreferenceSettings.model_validate(known | settings),
