@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 from grpo.orchestrator.advantage import group_credit
-from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.client import PolicyClient
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
@@ -52,7 +52,7 @@ class Place:
         servers = ServerPool([self.server.url])
         for one in servers.servers:
             servers.readmit(one)
-        self.client = InferenceClient(servers, api_key=None, timeout_s=60)
+        self.client = PolicyClient(servers, api_key=None, timeout_s=60)
         env_id = f"{absurd.__file__}:Absurd"
         self.pool = WorkerPool(
             label="e", env_id=env_id, args={"num": NUM_AT_ONCE}, timeout_s=60.0, memory_bytes=1 << 30
