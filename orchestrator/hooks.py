@@ -18,7 +18,7 @@ from grpo.configs.cross import auxiliary_losses
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.endpoints import ApiModel, Costs
-from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.client import PolicyClient
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.resuming import Progress
@@ -86,7 +86,7 @@ class Opening:
 
     settings: OrchSettings
     ready: Ready
-    client: InferenceClient
+    client: PolicyClient
     environments: Mapping[str, WorkerPool]
     scheduler: Scheduler
     ledger: Ledger
@@ -114,7 +114,7 @@ class Opening:
 async def open_hooks(
     settings: OrchSettings,
     ready: Ready,
-    client: InferenceClient,
+    client: PolicyClient,
     environments: Mapping[str, WorkerPool],
     scheduler: Scheduler,
     ledger: Ledger,
