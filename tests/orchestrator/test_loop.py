@@ -336,12 +336,13 @@ from grpo import Environment, Rubric
 FOLDER = Path(__file__).parent
 
 async def later(completion, example, ctx):
-    if example["number"] not in (0, 1):
+    number = example["number"]
+    if number > 2:
         await asyncio.sleep(0.01)
         return float(completion == "a")
-    async with ctx.delayed(timeout_s=1 if example["number"] else 60):
-        (FOLDER / f"waits {example['number']}").touch()
-        while not (FOLDER / "go").exists():
+    async with ctx.delayed(timeout_s=(60, 1, 600)[number]):
+        (FOLDER / f"waits {number}").touch()
+        while number == 2 or not (FOLDER / "go").exists():
             await asyncio.sleep(0.01)
     return float(bool(await ctx.ask([{"role": "user", "content": "was it good?"}], model="policy", max_tokens=4)))
 
@@ -370,6 +371,7 @@ async def test_a_reward_may_come_later_while_other_groups_take_the_slots(tmp_pat
     made = await run(tmp_path / "run", server, trainer={"step_s": 0.06}, **given)
     await opening
     assert made.summary.rollouts_dropped["env_timeout"] >= 4
+    assert made.summary.rollouts_dropped["run_ended"] >= 4, "a run that has all its batches waits for no reward"
     assert made.summary.rollouts_trained == 240
     query = "SELECT min(step), min(version) FROM rollouts WHERE example = 0 AND state = 'trained'"
     [(step, version)] = rows_of(tmp_path / "run", query)
