@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PARTS := configs deploy environments infer orchestrator trainer transport
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test core check types docs contracts size gpu format clean
+.PHONY: help demo test core check types links docs contracts size gpu format clean
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
@@ -56,14 +56,16 @@ check: $(STAMP)
 	$(MAKE) types
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/grpo/test_api.py
 
-# mypy looks for `grpo.trainer` at grpo/trainer: links show it the packages as they are installed.
-types: $(STAMP)
+types: $(STAMP) links
+	$(BIN)/mypy
+
+# mypy and the documentation look for `grpo.trainer` at grpo/trainer: links show them the packages as they are installed.
+links:
 	rm -rf .links
 	mkdir -p .links/grpo
 	ln -s $(foreach part,$(wildcard grpo/*) $(PARTS),$(CURDIR)/$(part)) .links/grpo/
-	$(BIN)/mypy
 
-docs: $(STAMP)
+docs: $(STAMP) links
 	$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

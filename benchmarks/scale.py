@@ -33,7 +33,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import psutil
-from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.client import PolicyClient
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
@@ -208,7 +208,7 @@ class Simulation:
     async def run(self) -> dict[str, float]:
         """The figures."""
         loop, network = asyncio.get_running_loop(), Network(self.num_servers)
-        self.client = InferenceClient(ServerPool(list(network.servers)), api_key=None, timeout_s=1e6)
+        self.client = PolicyClient(ServerPool(list(network.servers)), api_key=None, timeout_s=1e6)
         await self.client._session.close()
         self.client._session = network  # type: ignore[assignment]
         self.sync = WeightSync(self.client, alias="default")

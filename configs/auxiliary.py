@@ -186,5 +186,5 @@ class PreferenceSettings(Section):
 
     @property
     def gives_pairs(self) -> bool:
-        """Whether pairs can come of it."""
+        """True where pairs are made or read."""
         return bool(self.teachers) or self.pairs is not None

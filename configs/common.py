@@ -1,4 +1,4 @@
-"""What all settings are made of: sections and their rules, common types of values, and the two transports."""
+"""The parts of all settings: sections and their rules, common types of values, and the two transports."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -49,7 +49,7 @@ class OnlyWith:
         self.key, self.values = key, values
 
     def holds(self, settings: BaseModel) -> bool:
-        """Whether the marked field of `settings` has an effect."""
+        """Returns whether the marked field of `settings` has an effect."""
         value = getattr(settings, self.key)
         if not self.values:
             return bool(value)
@@ -111,7 +111,7 @@ class ProcessSettings(Section):
 
     role: ClassVar[str]
     env_prefix: ClassVar[str]
-    """What the names of its environment variables begin with."""
+    """Beginning of the names of its environment variables."""
     exit_codes: ClassVar[str] = (
         "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
         "one may be started again, 130 Ctrl-C, 143 SIGTERM"
@@ -119,7 +119,7 @@ class ProcessSettings(Section):
 
 
 class Shared(Section):
-    """What every program of a run has."""
+    """Settings that every program of a run has."""
 
     model: Any = None
     """The model."""
@@ -132,7 +132,7 @@ class Shared(Section):
 
 
 class OnDevice(Section):
-    """What programs that compute have."""
+    """Settings of programs that compute."""
 
     fp32_lm_head: bool = False
     """Server and trainer compute the LM head in float32, whatever the type of the other layers: their log-probabilities
@@ -229,7 +229,7 @@ Broadcast: TypeAlias = Annotated[
 
 
 def adapter_conflicts(key: str, names: tuple[str, ...]) -> Conflicts:
-    """Names of several adapters that are given twice, or of which there is one."""
+    """Yields a conflict for names of adapters that are given twice, and for a single one."""
     if len(set(names)) < len(names):
         yield key, "names an adapter twice; give each a name of its own"
     elif len(names) == 1:

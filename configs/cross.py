@@ -1,4 +1,4 @@
-"""What the programs of a run say of the same things, and contradictions between them."""
+"""Settings that the programs of a run share, and contradictions between them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,10 +33,10 @@ AGREED: Mapping[str, tuple[str, ...]] = {
 """Keys of a run, and those of the programs that stand for the same; the programs must say the same."""
 _WORK = ("lora_rank", "lora_alpha", "lora_adapters", "sequence_len", "sleep_mode", "max_async_level", "resume_step")
 _JOINED = (*_WORK, *(key for key in _WAYS if key.endswith((".type", ".format", ".port"))))
-"""What must be the same where trainer and orchestrator have files of their own. The run that both have joined proves
-the folder, the model's identity the model, the connection an address; one alone acts on the rest."""
+"""Keys that must be the same where trainer and orchestrator have files of their own. The run that both have joined
+proves the folder, the model's identity the model, the connection an address; one alone acts on the rest."""
 _APART = {"ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "max_async_level"}
-"""Those that a run's file does not say for all."""
+"""Keys that a run's file does not set for all programs."""
 Found: TypeAlias = Iterator[tuple[LoadedSettings[Any], str, str]]
 """A program, its key, and what is wrong with the value."""
 
@@ -44,7 +44,7 @@ Found: TypeAlias = Iterator[tuple[LoadedSettings[Any], str, str]]
 def cross_problems(
     train: LoadedSettings[TrainSettings], infer: LoadedSettings[InferSettings], orch: LoadedSettings[OrchSettings]
 ) -> list[Problem]:
-    """Every contradiction between the three."""
+    """Returns every contradiction between the three."""
     programs: dict[str, LoadedSettings[Any]] = {"train": train, "infer": infer, "orch": orch}
     return _problems(_differing(programs, AGREED), _same_work(train, orch), _server_fits(train, infer, orch))
 
@@ -82,7 +82,7 @@ class AuxiliaryLoss(NamedTuple):
     """Something besides rewards that a run can learn from."""
 
     section: str
-    """Where the orchestrator's settings describe it."""
+    """The section of the orchestrator's settings that describes it."""
     switch: str
     """The settings that switch it on."""
     weight: float
@@ -108,7 +108,7 @@ def auxiliary_losses(train: TrainSettings, orch: OrchSettings) -> list[Auxiliary
 
 
 def _differing(programs: Mapping[str, LoadedSettings[Any]], names: Iterable[str]) -> Found:
-    """What these programs say otherwise of keys of the run."""
+    """Yields the keys of the run on which these programs differ."""
     for name in names:
         targets = [target.partition(".") for target in AGREED[name]]
         (first, theirs), *others = [(programs[role], key) for role, _, key in targets if role in programs]
@@ -125,7 +125,7 @@ def _differing(programs: Mapping[str, LoadedSettings[Any]], names: Iterable[str]
 
 
 def _same_work(train: LoadedSettings[TrainSettings], orch: LoadedSettings[OrchSettings]) -> Found:
-    """What must agree wherever the two run."""
+    """Yields contradictions that matter wherever the two run."""
     trainer, settings, loss = train.settings, orch.settings, train.settings.loss
     teacher, teachers, writer = settings.teacher_model, settings.preferences.teachers, settings.hints.model
     if trainer.max_steps not in (-1, settings.max_steps):

@@ -1,4 +1,5 @@
-"""What the programs' `main` functions call: the settings that a command line asks for, `--help` and `--dry-run`."""
+"""Functions that the programs' `main` functions call: the settings that a command line asks for, `--help` and
+`--dry-run`."""
 
 import sys
 from collections.abc import Mapping, Sequence

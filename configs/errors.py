@@ -1,4 +1,4 @@
-"""What is raised for settings that cannot be honoured."""
+"""The error for settings that cannot be honoured."""
 
 import reprlib
 import sys
@@ -25,11 +25,11 @@ class Problem:
     value: object
     """The value as it was received."""
     message: str
-    """What was expected, and how to mend it."""
+    """The expected value, and how to mend it."""
 
     @property
     def ineffective(self) -> bool:
-        """Whether the value is right, and another setting leaves it without effect."""
+        """True where the value is right, and another setting leaves it without effect."""
         return self.message.startswith("has no effect")
 
     def __str__(self) -> str:

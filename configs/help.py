@@ -56,7 +56,7 @@ def section_page(cls: type[BaseModel], key: str) -> str:
 
 
 def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
-    """One row for each setting; `env[].id` stands for each member of a list."""
+    """Yields one row for each setting; `env[].id` stands for each member of a list."""
     for name, field in cls.model_fields.items():
         sections, key = sections_of(field.annotation), f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}"
         if not sections:
@@ -103,7 +103,7 @@ def choices(annotation: Any) -> list[str]:
 
 
 def one_line(text: str | None) -> str:
-    """The same without line breaks."""
+    """Returns the text without line breaks."""
     return " ".join((text or "").split())
 
 

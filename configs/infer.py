@@ -44,7 +44,7 @@ VLLM_REFUSED = {
 
 
 class _ServerSettings(ProcessSettings):
-    """What servers of the policy and of a teacher have in common."""
+    """Settings that servers of the policy and of a teacher have in common."""
 
     host: Annotated[str, BeforeValidator(lambda given: "0.0.0.0" if given is None else given)] = "127.0.0.1"
     """Address to listen on (null: all interfaces, as 0.0.0.0, where other machines can reach it, and it should have an

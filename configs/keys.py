@@ -17,12 +17,12 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def holds(annotation: Any, kind: type) -> bool:
-    """Whether a field's annotation mentions a type, as `bool` or `dict`."""
+    """Returns whether a field's annotation mentions a type, as `bool` or `dict`."""
     return kind in (annotation, get_origin(annotation)) or any(holds(inner, kind) for inner in get_args(annotation))
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether a field holds a list."""
+    """Returns whether a field holds a list."""
     return get_origin(annotation) is tuple
 
 
@@ -73,7 +73,7 @@ _INSTEAD = {
     "save_steps": "is not known; use ckpt.interval",
     "eval_steps": "is not known; use the orchestrator's eval.interval",
 }
-"""What to say of keys that someone may look for here."""
+"""Messages for keys that someone may look for here."""
 _OTHER_NAMES = {
     **dict.fromkeys(("num_generations", "group_size", "n"), "rollouts_per_example"),
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
@@ -100,7 +100,7 @@ _OTHER_NAMES = {
 
 
 def unknown(cls: type[BaseModel], key: str) -> str:
-    """What to say of a key that is not known: an alternative that has it, or the nearest known key."""
+    """Returns the message for an unknown key: an alternative that has it, or the nearest known key."""
     parts = [part for part in key.split(".") if not part.isdigit()]
     plain, last = ".".join(parts), parts[-1] if parts else ""
     above = list(_walk(cls, parts[:-1]))

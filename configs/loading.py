@@ -34,18 +34,18 @@ _PATHS = {
     *("orch.hints.templates", "orch.preferences.pairs", "train.loss.import_path", "train.init_adapter"),
 }
 _PREFIXES = ("GRPO_RUN_", "GRPO_TRAIN_", "GRPO_INFER_", "GRPO_ORCH_", "GRPO_TEACHER_")
-"""What the names of variables begin with that hold settings; each program looks at its own."""
+"""Beginnings of the names of variables with settings; each program looks at its own."""
 _MAX_VALUES = 500_000
-"""Of one file."""
+"""Largest number of values in one file."""
 _NUM_EXPLAINED = 50
-"""So many unknown keys are answered with the one that was meant."""
+"""Number of unknown keys for which the one that was meant is looked for."""
 _TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 _NO_SETTINGS = {"GRPO_PARENT_PID"}
 """Variables that are no person's."""
 Texts: TypeAlias = Sequence[tuple[str, str | None]]
 """Dotted key and text of the values on a command line; None where the text is missing."""
 Given: TypeAlias = Mapping[str, tuple[str, str]]
-"""By the dotted key of every value that was set: its origin, and the key by which it was set there."""
+"""Origin of every value that was set, and the key by which it was set there, by the value's dotted key."""
 
 
 @dataclass(kw_only=True)
@@ -182,7 +182,7 @@ def split(cls: type[BaseModel], arguments: Sequence[str]) -> Texts:
 
 
 def nearest(given: Given, key: str) -> tuple[str, str] | None:
-    """How a key was given, or the section or list that it belongs to."""
+    """Returns the origin of a key, or of the section or list that it belongs to."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         if (found := given.get(".".join(parts[:length]))) is not None:
@@ -337,7 +337,7 @@ class LoadedSettings(Generic[S]):
     file: str
     """Name of the YAML file, or of the program where there was none."""
     prefix: str = ""
-    """What the user puts before the keys that were not set: `train.` in the file of a run."""
+    """Prefix of keys that were not set, as the user would write them: `train.` in the file of a run."""
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with `key` of these settings."""
@@ -345,11 +345,11 @@ class LoadedSettings(Generic[S]):
         return Problem(origin=self.origin(key), key=self.shown(key), value=value, message=message)
 
     def origin(self, key: str) -> str:
-        """Where the value of `key` came from."""
+        """Returns the origin of the value of `key`."""
         return (nearest(self.given, key) or (f"{self.file} (default)", ""))[0]
 
     def shown(self, key: str) -> str:
-        """What the user calls `key`."""
+        """Returns `key` as the user would write it."""
         return (nearest(self.given, key) or ("", self.prefix + key))[1]
 
     def described(self, key: str) -> str:

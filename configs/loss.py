@@ -128,14 +128,14 @@ class LossSettings(Section):
 
     @property
     def changed(self) -> set[str]:
-        """Names of the fields that were set to something else than what `name` stands for."""
+        """Names of the fields that were set to another value than `name` stands for."""
         preset, fields = PRESETS[self.name], type(self).model_fields
         defaults = {name: preset.get(name, fields[name].get_default()) for name in self.model_fields_set}
         return {name for name, default in defaults.items() if getattr(self, name) != default}
 
     @property
     def trains_policy(self) -> bool:
-        """Whether the policy gradient has a weight."""
+        """True where the policy gradient has a weight."""
         return bool(self.adv_tau or self.teacher_tau or self.kl_tau or self.entropy_tau)
 
     def conflicts(self) -> Conflicts:

@@ -178,7 +178,7 @@ class OrchSettings(ProcessSettings, Shared):
             yield "client.elastic", "cannot be had with weight_broadcast.type: nccl, where no server can join late"
 
     def _arena_conflicts(self) -> Conflicts:
-        """What an arena decides itself."""
+        """Yields settings that an arena decides itself."""
         for key in ("buffer", "eval", "rollouts_per_example", "oversampling_factor", "max_concurrent_groups"):
             for idle in changed_keys(getattr(self, key), key) if key in self.changed else ():
                 yield idle, f"has no effect with arena = {self.arena}; remove it"
@@ -223,7 +223,7 @@ class OrchSettings(ProcessSettings, Shared):
             yield "model.lora_adapters", f"no role has {', '.join(sorted(idle))}; give it one by env[].adapters"
 
     def _reward_conflicts(self) -> Conflicts:
-        """What needs rewards, where they are all 0."""
+        """Yields settings that need rewards, where they are all 0."""
         why = "with buffer.skip_verification: true, where all rewards are 0"
         if self.advantage.type == "default" and self.advantage.length_weighted_mean:
             yield "advantage.length_weighted_mean", f"has no effect {why}; remove it"

@@ -97,6 +97,6 @@ def differences(before: Any, now: Any, key: str = "") -> Iterator[Change]:
 
 
 def _may_change(role: str, key: str) -> bool:
-    """Whether `key`, or a section that it belongs to, may differ."""
+    """Returns whether `key`, or a section that it belongs to, may differ."""
     parts = key.split(".")
     return any(".".join(parts[:number]) in _MAY_CHANGE[role] for number in range(1, len(parts) + 1))

@@ -26,7 +26,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
 ENV_PREFIX = "GRPO_RUN_"
-"""What the names of environment variables begin with that hold what the programs share."""
+"""Beginning of the names of environment variables with shared settings."""
 PROGRAMS: Mapping[str, type[ProcessSettings]] = {
     "train": TrainSettings,
     "infer": InferSettings,
@@ -89,13 +89,14 @@ class LoadedRun:
     given: Given
 
     def problem(self, key: str, message: str) -> Problem:
-        """A problem with a key that the programs share."""
+        """Returns a problem with a key that the programs share."""
         origin = self.given[key][0] if key in self.given else "default"
         return Problem(origin=origin, key=key, value=get(self.settings.model_dump(), key), message=message)
 
 
 def run_file(target: str | Path) -> Path:
-    """The file of a run: the path itself, the `run.yaml` in a folder, or that of a preset. Raises `SettingsError`."""
+    """Returns the file of a run: the path itself, the `run.yaml` in a folder, or that of a preset. Raises
+    `SettingsError`."""
     path = Path(target)
     preset = PRESETS / str(target).replace("-", "_") / RUN_FILE
     if path.is_file():
@@ -114,13 +115,13 @@ def run_file(target: str | Path) -> Path:
 
 
 def presets() -> list[str]:
-    """Names of the presets that come with grpo."""
+    """Returns the names of the presets that come with grpo."""
     return sorted(file.parent.name for file in PRESETS.glob(f"*/{RUN_FILE}"))
 
 
 def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> LoadedRun:
-    """The settings of a run, from its file and `--key value` arguments; without `target` from the files that `--train`,
-    `--infer`, `--orch` and maybe `--teacher` give.
+    """Returns the settings of a run, from its file and `--key value` arguments; without `target` from the files that
+    `--train`, `--infer`, `--orch` and maybe `--teacher` give.
 
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
@@ -138,7 +139,7 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Loaded
 
 
 def _one_list(options: Texts) -> Texts:
-    """The same with all that `--env` gives as one list."""
+    """Returns the options with all values of `--env` as one list."""
     given = [text for key, text in options if key == "env" and text is not None]
     if len(given) < 2 or any(text.startswith("[") for text in given):
         return options
@@ -153,8 +154,8 @@ def _is_preset(origin: str) -> bool:
 def _loaded(
     target: str | Path | None, options: Texts, files: Mapping[str, Path], idle: Set[tuple[str, str]]
 ) -> LoadedRun:
-    """`load_run` but for `idle`: file and key of what a preset says and another setting has left without effect. A
-    person has not said it, and need not take it back."""
+    """Does the work of `load_run`, without `idle`: file and key of a preset's settings that another one has left
+    without effect. The user has not given them, and need not take them back."""
     values = Values(shared=SHARED)
     for prefix, file in files.items():
         tree = read_yaml(file, prefix)
@@ -176,7 +177,7 @@ def _loaded(
 
 
 def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
-    """One program's settings of a run, with `arguments` of that program; those that programs share hold for all. Raises
+    """Returns one program's settings of a run, with `arguments` of that program; shared keys hold for all. Raises
     `SettingsError`."""
     names = {key: name for name, keys in SHARED.items() for key in keys}
     given = split(cls, arguments)
@@ -195,7 +196,7 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
 
 
 def _files(target: str | Path | None, options: Texts) -> dict[str, Path]:
-    """What the keys of each file begin with, to the file. Raises `SettingsError`."""
+    """Returns the files by the beginning of their keys. Raises `SettingsError`."""
     given = [(key, text) for key, text in options if key in PROGRAMS]
     named, message = dict(given), f"no file; give a run's folder or file, one of {', '.join(presets())}, or --KEY FILE"
     for number, (key, text) in enumerate(given):
@@ -244,8 +245,8 @@ def _derive(values: Values) -> None:
 
 
 def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:
-    """Trainer and server with what one leaves open and the other says: device and type of base weights that they share,
-    and room for all versions that are in flight."""
+    """Returns trainer and server with the settings that one leaves open and the other has: device and type of base
+    weights that they share, and room for all versions that are in flight."""
     train, infer = settings.train, settings.infer
     of_infer: dict[str, Any] = {}
     if train.colocate and infer.colocate:
@@ -259,7 +260,8 @@ def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:
 
 
 def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], name: str) -> LoadedRun:
-    """The run, if its programs' settings contradict neither themselves nor each other. Raises `SettingsError`."""
+    """Returns the run if its programs' settings contradict neither themselves nor each other. Raises
+    `SettingsError`."""
 
     def loaded(own: S) -> LoadedSettings[S]:
         prefix = f"{own.role}."

@@ -248,7 +248,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
             yield "noise_scheduler.sigma_end", f"must not exceed sigma_start = {noise.sigma_start}"
 
     def _format_conflicts(self) -> Conflicts:
-        """What is published, and what cannot be."""
+        """Yields conflicts of what is published."""
         kind, rounds = self.weight_broadcast.format, self.weight_broadcast.allow_rounding
         if len(formats := [one for one in QUANTIZED if getattr(self, one)]) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"

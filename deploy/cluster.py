@@ -1,4 +1,4 @@
-"""What runs where on a cluster: the same commands for each engine that starts them."""
+"""The parts of a run on a cluster: the same commands for each engine that starts them."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ MAX_NAME = 40
 """Characters of a run's name: Kubernetes takes 63, which what it appends itself is part of."""
 ALL_INTERFACES = "0.0.0.0"
 ANSWER_S = 600.0
-"""How long a command of an engine may take; SkyPilot makes machines meanwhile."""
+"""Longest time that a command of an engine may take; SkyPilot makes machines meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where the parts of a run find each other. Names are those of machines, services or pods."""
+    """Addresses by which the parts of a run find each other. Names are those of machines, services or pods."""
 
     target: str = ""
     """The run's file as the programs see it, or the name of a preset."""
@@ -54,7 +54,7 @@ class Part:
     cpus: int | None = None
     memory_gb: float | None = None
     port: int | None = None
-    """At which others reach it."""
+    """Port at which others reach it."""
 
     @property
     def name(self) -> str:
@@ -159,7 +159,7 @@ def _of_orchestrator(run: LoadedRun, places: Places) -> dict[str, Any]:
 
 
 def _sockets(run: LoadedRun, places: Places) -> dict[str, Any]:
-    """Where the orchestrator listens, for what travels over sockets."""
+    """Returns the options for the orchestrator's address, for what travels over sockets."""
     settings = run.orch.settings
     over = {"rollout_transport": settings.rollout_transport.type, "weight_broadcast": settings.weight_broadcast.type}
     return {f"{name}.host": places.orchestrator for name, kind in over.items() if kind in ("zmq", "http")}
@@ -214,7 +214,7 @@ def secrets(parts: Sequence[Part], run: LoadedRun) -> tuple[str, ...]:
 
 
 def output_of(*command: str) -> str:
-    """What a command of an engine prints. Raises OSError where it is not there, fails, or does not answer in time."""
+    """Returns the output of a command of an engine. Raises OSError where it is missing, fails, or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which GPUs each program of a run sees, by CUDA_VISIBLE_DEVICES. Not yet run: needs two GPUs."""
+"""Divides GPUs among the programs of a run, by CUDA_VISIBLE_DEVICES. Not yet run: needs two GPUs."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile

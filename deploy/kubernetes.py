@@ -1,7 +1,7 @@
 """A run on Kubernetes: core kinds in a base for kustomize, JobSet and LeaderWorkerSet in overlays over it.
 
 Servers are a StatefulSet that a headless Service names; trainer and orchestrator are Indexed Jobs, whose pods are made
-anew where they end with 75 or the cluster takes their machine, and which fail with 1 and 2; environments are
+again where they end with 75 or the cluster takes their machine, and which fail with 1 and 2; environments are
 Deployments. All share one volume. Not run on a real cluster: the files are validated, and their commands run.
 """
 
@@ -26,7 +26,7 @@ OVERLAYS = {
     "jobset": (("batch/v1", "Job", "train"), ("batch/v1", "Job", "orch")),
     "leaderworkerset": (("apps/v1", "StatefulSet", "infer"),),
 }
-"""By name, what of the base goes for the kind of the same name."""
+"""Resources of the base that the kind of the same name replaces."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _INSTANCE = "app.kubernetes.io/instance"
 
@@ -109,7 +109,7 @@ def submit(run: LoadedRun, target: str, overlay: str) -> str:
 
 
 def state(run: LoadedRun) -> str | None:
-    """What the cluster has of the run; None where it has nothing."""
+    """Returns the cluster's resources of the run; None where there are none."""
     chosen = ("-l", f"{_INSTANCE}={name_of(run)}", "--ignore-not-found")
     return output_of("kubectl", "get", "pods,jobs", *chosen) or None
 

@@ -46,7 +46,7 @@ MODULES = {
     },
     "env": "grpo.orchestrator.workers.server",
 }
-"""By program: what Python runs."""
+"""Python module of each program."""
 SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
 _OF_PLACES = {
     *("train.output_dir", "infer.output_dir", "orch.output_dir", "train.model", "infer.model", "orch.model.name"),
@@ -60,7 +60,8 @@ Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 
 
 def run(asked: LoadedRun, show: Show, *, dry_run: bool = False) -> int:
-    """Everything `grpo` does once the settings are loaded; the exit code. Raises what `checked` raises."""
+    """Runs all that `grpo` does once the settings are loaded, and returns the exit code. Raises what `checked`
+    raises."""
     plan = checked(asked)
     if dry_run:
         print(plan.effective(), end="")
@@ -70,7 +71,8 @@ def run(asked: LoadedRun, show: Show, *, dry_run: bool = False) -> int:
 
 
 def checked(asked: LoadedRun) -> Plan:
-    """What a run's settings come to. Raises `SettingsError`, and `UserError`, which are ValueErrors."""
+    """Returns the plan of a run, once its environments are found. Raises `SettingsError` and `UserError`,
+    ValueErrors."""
     plan = resolve(asked)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
@@ -112,8 +114,8 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
 
 
 def _divided(plan: Plan, model: Path) -> Plan:
-    """Of a co-located run on a GPU: with the server's share of it, where the user left that open. Raises what
-    `with_split` raises."""
+    """Returns the plan of a co-located run on a GPU with the server's share of it, where the user left that open.
+    Raises what `with_split` raises."""
     on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ)))
     if not (plan.train.colocate and on_gpu) or "gpu_memory_utilization" in plan.infer.model_fields_set:
         return plan
@@ -152,7 +154,7 @@ def _check_finished(plan: Plan, ineffective: Sequence[str]) -> None:
 
 
 def _is_finished(plan: Plan) -> bool:
-    """Whether nothing is left to do: a summary is there once a run has done its steps."""
+    """Returns whether nothing is left to do: a summary is there once a run has done its steps."""
     if plan.train.resume == "never" or plan.train.overwrite_output_dir or (plan.resume_step or -1) >= 0:
         return False
     try:
@@ -177,7 +179,7 @@ def _open(plan: Plan) -> RunFolder:
 
 
 def goes_on(run: RunFolder) -> str:
-    """A line that says from where a run goes on; nothing of one that only begins."""
+    """Returns a line that says from where a run goes on; an empty text for a run that begins."""
     newest, step = max(steps_in(run.broadcasts), default=0), max(steps_in(run.checkpoints, part=TRAINER), default=0)
     if not newest:
         return ""
@@ -186,7 +188,7 @@ def goes_on(run: RunFolder) -> str:
 
 
 def clear_for_start(run: RunFolder) -> None:
-    """Removes what programs of an earlier start have said of themselves, and that the run is over."""
+    """Removes the status files of an earlier start, the summary, and the mark that the run is over."""
     (run.path / SUMMARY_FILE).unlink(missing_ok=True)
     shutil.rmtree(run.status, ignore_errors=True)
     for folder in (run.status, run.logs, run.batches):
@@ -279,7 +281,7 @@ def print_summary(folder: Path) -> int:
 
 
 def ended_by(number: signal.Signals) -> str:
-    """What is said of a run that a signal has ended."""
+    """Returns the message for a run that a signal has ended."""
     return f"ended by {number.name}; the same command goes on"
 
 
@@ -322,13 +324,13 @@ def explain(outcome: Outcome) -> None:
 
 
 def reason_of(failed: Child) -> str:
-    """Why a program has failed, in its own words where it had some."""
+    """Returns the reason why a program has failed, in its own words where it had some."""
     return printable(f"{failed.program.name} {failed.failure}{last_error(failed.program.last_lines())}")
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The error that a program ended with, to be appended; empty where it was killed without a word. Where a traceback
-    belongs to the error, its last line is what the person can mend."""
+    """Returns the error that a program ended with, to be appended; an empty text where it printed none. Where a
+    traceback belongs to the error, its last line is what the person can mend."""
     found = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     if not found:
         return ""

@@ -19,9 +19,9 @@ from grpo.transport.errors import UserError
 
 GIB = 2**30
 SERVER_SHARE = 0.9
-"""Of what the trainer leaves; the rest is nobody's."""
+"""Share of the memory that the trainer leaves; the rest stays free."""
 SERVER_BYTES = 2 * GIB
-"""What a server takes besides weights and cache: CUDA context, activations, graphs. Assumed, not measured."""
+"""Memory that a server takes besides weights and cache: CUDA context, activations, graphs. Assumed, not measured."""
 DRY_STEP_S = 600.0
 SETTING = {"none": False, "full": True}
 """Values of `gradient_checkpointing` for what the dry step names otherwise."""

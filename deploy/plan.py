@@ -34,17 +34,17 @@ class Plan:
     infer: InferSettings
     orch: OrchSettings
     free_port: bool
-    """Whether the launcher chooses the server's port."""
+    """True where the launcher chooses the server's port."""
     teacher: InferSettings | None = None
-    """Of the server that is started for a teacher, if any."""
+    """Settings of the server that is started for a teacher, if any."""
     restarts: int = 3
-    """How often each of the three programs may be started again."""
+    """Number of times that each of the three programs may be started again."""
     gpus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Those that each program sees; empty where all see the same."""
+    """GPUs that each program sees; empty where all see the same."""
     ports: tuple[int, ...] = ()
-    """Of the servers; known once the run is."""
+    """Ports of the servers; known once the run is."""
     replicas: int = 1
-    """How many servers of the policy are started."""
+    """Number of servers of the policy."""
 
     @property
     def output_dir(self) -> Path:
@@ -57,7 +57,7 @@ class Plan:
         return self.train.ckpt.resume_step
 
     def settings(self) -> dict[str, ProcessSettings]:
-        """By program: train, infer, orch, and teacher where its server is started."""
+        """Returns the settings by program: train, infer, orch, and teacher where its server is started."""
         settings: dict[str, ProcessSettings] = {"train": self.train, "infer": self.infer, "orch": self.orch}
         return settings if self.teacher is None else settings | {"teacher": self.teacher}
 
@@ -85,7 +85,7 @@ class Plan:
 
 
 def resolve(run: LoadedRun, *, visible: Sequence[str] | None = None) -> Plan:
-    """What a launcher that sees these GPUs makes of a run's settings; None: those that this process sees. Raises
+    """Returns the plan of a launcher that sees these GPUs, or with None those that this process sees. Raises
     `SettingsError` with every problem found."""
     visible = visible_gpus(os.environ) if visible is None else visible
     train, infer, orch, replicas = (

@@ -22,15 +22,15 @@ from grpo.transport.status import AWAY, FINISHED, StatusFile
 
 POLL_S = 0.1
 GRACE_S = 10.0
-"""How long programs may take to end once they are told to."""
+"""Longest time that programs may take to end once they are told to."""
 STRAYS_S = 2.0
-"""How long what a program has left may take to end by itself: Python's trackers remove then what others have left in
-/dev/shm."""
+"""Longest time that a program's own children may take to end by themselves: Python's trackers remove then what others
+have left in /dev/shm."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 STEADY_S = 600.0
 """A program that has worked for so long is started again as often, and as soon, as if it had never ended."""
 CHECKPOINT_S = 300.0
-"""How long the trainer may take to end with a checkpoint."""
+"""Longest time that the trainer may take to end with a checkpoint."""
 OWN_FAILURES = (1, 2)
 """Exit codes by which a program says that another start does not help."""
 _LOG_TAIL_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What to start.
+    """A program to start.
 
     Example: ``Program(role="train", command=("python", "-m", "grpo.trainer.cli", "train.yaml"), log=Path("train.log"),
     status=Path("status/train.json"))``
@@ -64,11 +64,11 @@ class Program:
 
     @property
     def is_server(self) -> bool:
-        """Whether it serves until it is told to end."""
+        """True where it serves until it is told to end."""
         return self.role.partition(".")[0] in ("infer", "teacher", "env")
 
     def last_lines(self) -> list[str]:
-        """What it printed last."""
+        """Returns the last lines of its log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
@@ -87,7 +87,7 @@ class Child:
         self.done = False
         """It has ended with 0."""
         self.failure: str | None = None
-        """How it has ended for good."""
+        """Message about its last end, where it is not started again."""
         self.gave_up = False
         """It has ended for good only because it was started again too often."""
         self._num_in_a_row = 0
@@ -110,7 +110,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None while it waits to be started again."""
+        """Id of its process; None while it waits to be started again."""
         return None if self._process is None else self._process.pid
 
     def look(self) -> None:
@@ -149,13 +149,13 @@ class Child:
             print(told, file=sys.stderr, flush=True)
 
     def _may_mend(self, status: int) -> bool:
-        """Whether it may be otherwise after another start."""
+        """Returns whether another start may mend it."""
         if self.program.elsewhere:
             return status not in (0, *OWN_FAILURES)
         return status < 0 or status == START_AGAIN
 
     def has_ended(self) -> bool:
-        """Whether it has no process."""
+        """True where it has no process."""
         return self._process is None or self._process.poll() is not None
 
     def send(self, number: int) -> None:
@@ -179,7 +179,7 @@ class Child:
 
 
 def how(status: int) -> str:
-    """What is said of a program that ended with this exit code, or by minus this signal."""
+    """Returns the message for a program that ended with this exit code, or by minus this signal."""
     if status >= 0:
         return f"ended with exit code {status}"
     number = -status
@@ -192,7 +192,7 @@ def removed(log: Path) -> str:
     gone = [one for one in (log, *log.parents) if not one.exists()]
     if not gone:
         return ""
-    return f": {gone[-1]} was removed meanwhile; the same command goes on with what is left, or begins anew"
+    return f": {gone[-1]} was removed meanwhile; the same command goes on with what is left, or begins again"
 
 
 class Signals:
@@ -225,12 +225,12 @@ class Signals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended. Without a failure and a signal: well."""
+    """The end of a run, a good one where there is neither a failure nor a signal."""
 
     failed: Child | None = None
     """The program that failed for good first."""
     stopped_by: signal.Signals | None = None
-    """What the launcher was told to end by."""
+    """The signal that told the launcher to end."""
 
     @property
     def exit_code(self) -> int:
@@ -312,7 +312,7 @@ def _signal(children: Sequence[Child], number: int, limit_s: float, signals: Sig
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    """Whether what a program leaves behind when it ends becomes a child of this process."""
+    """True where a program's children become children of this process when it ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed; grpo needs Linux")
 

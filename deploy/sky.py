@@ -64,7 +64,7 @@ def submit(run: LoadedRun, target: str) -> str:
 
 
 def state(run: LoadedRun) -> str | None:
-    """What SkyPilot says of jobs of this name that have not ended; None where there is none."""
+    """Returns SkyPilot's lines about jobs of this name that have not ended; None where there is none."""
     lines = [
         line
         for line in output_of("sky", "jobs", "queue", "--skip-finished").splitlines()

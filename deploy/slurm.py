@@ -23,10 +23,10 @@ from grpo.transport.parent import PARENT_VAR
 from grpo.transport.run import RunFolder, open_run
 
 JOB_FILE = "slurm.job"
-"""In the run's `settings`: the number of the job."""
+"""File in the run's `settings` with the number of the job."""
 MAX_RESTARTS = 20
-"""How often a job is queued again because a part does not stay up, as where Slurm has not noticed yet that its machine
-is lost."""
+"""Number of times that a job is queued again because a part does not stay up, as where Slurm has not noticed yet that
+its machine is lost."""
 _GROUPS = ("orch", "infer", "train", "env")
 """The parts, by the number of their group of machines."""
 
@@ -79,7 +79,7 @@ def _option(key: str, value: object) -> str:
 
 
 def _machines(part: Part) -> list[str]:
-    """What sbatch is asked for. Servers may share a machine, the trainer's processes never do."""
+    """Returns the options of sbatch. Servers may share a machine, the trainer's processes never do."""
     apart = part.role == "train"
     words = [f"--nodes={part.replicas}", "--ntasks-per-node=1"] if apart else [f"--ntasks={part.replicas}"]
     return words + _resources(part)
@@ -113,7 +113,7 @@ def submit(run: LoadedRun, target: str, arguments: Sequence[str]) -> str:
 
 
 def state(folder: Path) -> str | None:
-    """What Slurm says of the run's job; None where it has none."""
+    """Returns Slurm's line about the run's job; None where it has none."""
     try:
         number = (folder / "settings" / JOB_FILE).read_text()
         said = output_of("squeue", "--noheader", f"--jobs={number}", "--format=%i %T %M %N %r")

@@ -28,7 +28,7 @@ def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:
 def teacher_problems(
     teacher: LoadedSettings[TeacherServerSettings], *, infer: InferSettings, orch: OrchSettings
 ) -> Iterator[Problem]:
-    """Where the teacher's own settings contradict those of the run, which starts a server of one."""
+    """Yields problems where the teacher's own settings contradict those of the run that starts its server."""
     longest, needed = teacher.settings.max_model_len, _longest(infer, orch) + 1
     if longest is not None and longest < needed:
         why = f"must be at least {needed}, one more than the longest sample, which the teacher is to read; remove it"
@@ -38,8 +38,8 @@ def teacher_problems(
 def server_settings(
     chosen: TeacherServerSettings, *, train: TrainSettings, infer: InferSettings, orch: OrchSettings
 ) -> InferSettings:
-    """What the teacher's grpo-infer is started with: what was chosen, and for the rest what the run needs. From the
-    policy's server comes the device; its other settings are for sampling, or fit its model alone."""
+    """Returns the settings of the teacher's grpo-infer: those that were chosen, and for the rest what the run needs.
+    From the policy's server comes the device; its other settings are for sampling, or fit its model alone."""
     assert orch.teacher_model is not None
     of_the_run = {
         "model": orch.teacher_model.model.name,
@@ -54,8 +54,8 @@ def server_settings(
 
 
 def within_model(settings: InferSettings, folder: Path) -> InferSettings:
-    """With no longer sequences than the model in `folder` was made for, where its configuration says that plainly; says
-    so on standard output where that makes a difference."""
+    """Returns the settings with no longer sequences than the model in `folder` was made for, where its configuration
+    says that plainly; says so on standard output where that makes a difference."""
     config = json.loads((folder / "config.json").read_bytes())
     most, longest = config.get("max_position_embeddings"), settings.max_model_len
     if not isinstance(most, int) or longest is None or longest <= most or config.get("rope_scaling"):

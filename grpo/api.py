@@ -1,4 +1,4 @@
-"""Everything that an environment, a reward, an episode or a program of one's own is made of."""
+"""The parts from which people make environments, rewards, episodes and programs of their own."""
 
 from grpo.orchestrator.rollouts.clients import (
     InferenceClient,

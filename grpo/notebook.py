@@ -1,4 +1,4 @@
-"""How an environment of a script or a notebook reaches the processes that run it: by a file and a name.
+"""Hands an environment of a script or a notebook to the processes that run it, by a file and a name.
 
 Nothing is pickled. A class of a module or a script is named by its file. A class of a notebook is written to a file of
 the run, with what its code names: functions and classes with their source from the cells, imports, plain data as it is

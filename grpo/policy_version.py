@@ -30,9 +30,9 @@ class Version:
     files: dict[str, bytes]
     """All but large weights, by their names in the folder."""
     prefix: str
-    """What the names of the chosen adapter's files begin with."""
+    """Beginning of the names of the chosen adapter's files."""
     base_name: str
-    """What the run calls its base model."""
+    """Name of the base model in the run's settings."""
     base: Path
     """A checkpoint with the base's values, plain."""
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOG_FILE = "grpo.log"
-"""In the run's folder: what `grpo` printed, where the run was started from Python."""
+"""File in the run's folder with the output of `grpo`, where the run was started from Python."""
 GRPO = (sys.executable, "-P", "-m", "grpo.cli")
 POLL_S = 0.2
 DRAW_S = 2.0
-"""A live curve is drawn anew so often, where there is a new step."""
+"""Seconds between two drawings of a live curve, where there is a new step."""
 END_S = 30.0
-"""How long a run may take to end once it is told to."""
+"""Longest time that a run may take to end once it is told to."""
 _ACCURACY = "eval/accuracy/"
 
 
@@ -95,12 +95,12 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """What each program is doing, and who waits for whom. Raises `NoRun`."""
+        """The state of each program, and who waits for whom. Raises `NoRun`."""
         return run_status(self.folder)
 
     @property
     def log(self) -> str:
-        """What `grpo` printed; empty where the run was not started from Python."""
+        """The output of `grpo`; empty where the run was not started from Python."""
         try:
             return (self.folder / LOG_FILE).read_text(errors="replace")
         except OSError:
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether it goes on."""
+        """True until the run has ended."""
         if self._process is not None:
             return self._process.poll() is None
         return self.status.state not in (FINISHED, FAILED, STOPPED)
@@ -222,14 +222,15 @@ def _png(figure: "Figure") -> bytes:
 
 
 def _in_notebook() -> bool:
-    """Whether a notebook's kernel runs this."""
+    """Returns whether this process is a notebook's kernel."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 @contextlib.contextmanager
 def _live_curve(run: Run) -> Iterator[Callable[[], None]]:
-    """Shows the run's curve in a notebook's cell, drawn anew with new steps. What it gives is called often."""
+    """Shows the run's curve in a notebook's cell, and draws it again when there are new steps. The caller calls what it
+    yields often."""
     import IPython.display as ipython  # without types
 
     show: Any = ipython

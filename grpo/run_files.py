@@ -1,4 +1,4 @@
-"""What a run's folder holds, read for people: every file is checked by decoding, and one that is missing, torn or not
+"""Reads the files of a run's folder for people: every file is checked by decoding, and one that is missing, torn or not
 what it should be is None. Nothing here writes."""
 
 import json
@@ -24,7 +24,7 @@ class NoRun(UserError):
 
 
 class ProgramStatus(msgspec.Struct):
-    """What a program says of itself in `status/NAME.json`."""
+    """State of one program, as it writes it to `status/NAME.json`."""
 
     state: str
     step: int | None = None
@@ -38,7 +38,7 @@ class ProgramStatus(msgspec.Struct):
 
     @property
     def alive(self) -> bool | None:
-        """Whether the process is there still; None where that cannot be told from here."""
+        """Returns whether the process is still there; None where that cannot be told from here."""
         if self.pid is None or self.host != socket.gethostname():
             return None
         start = process_start(self.pid)
@@ -55,7 +55,7 @@ def read_file(folder: Path, path: Path) -> Path:
 
 
 def read(path: Path, kind: type[T]) -> T | None:
-    """The JSON in `path` as `kind`."""
+    """Returns the JSON in `path` as `kind`; None where there is no such file, or it is no such JSON."""
     try:
         return msgspec.convert(json.loads(path.read_bytes()), kind)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError):
@@ -72,13 +72,13 @@ def read_run(folder: Path) -> RunFile:
 
 
 def orch_settings(run: RunFile) -> dict[str, Any]:
-    """The orchestrator's; none before it has joined."""
+    """Returns the orchestrator's settings; none before it has joined."""
     settings: dict[str, Any] = run.programs.get("orch", {}).get("settings", {})
     return settings
 
 
 def metrics(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, float]]:
-    """The lines of `metrics.jsonl`, in their order; of a long file the last ones suffice for who wants the newest."""
+    """Returns the lines of `metrics.jsonl` in their order, with `last_bytes` only those at the end of the file."""
     try:
         with (folder / METRICS_FILE).open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -24,7 +24,7 @@ from grpo.transport.parent import PARENT_VAR
 Env: TypeAlias = str | Mapping[str, Any] | Environment | type[Environment]
 """An environment: its id, its settings, an object or a class of one's own."""
 START_S = 60.0
-"""How long `train` looks whether the run can begin."""
+"""Longest time for which `train` waits to see whether the run can begin."""
 _BEGUN = "run folder "
 
 

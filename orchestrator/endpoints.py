@@ -33,7 +33,7 @@ PASSED_OVER_S = 5.0
 NUM_PARALLEL = 32
 MAX_REQUESTS_PER_S = 1e6
 _ANY = "http://any.invalid"
-"""Stands for whichever of the addresses is asked."""
+"""Stands for the address until `send` chooses one."""
 _SENT_HEADERS = ("content-type", "content-length", "accept", "accept-encoding", "user-agent")
 """Leaves out telemetry, cookies, and what openai would add from OPENAI_* variables of this machine."""
 
@@ -178,10 +178,10 @@ class ApiClient(httpx.AsyncClient):
         raise EndpointError(reason, message)
 
 
-class Endpoint:
+class ApiModel:
     """One model behind `/chat/completions`. It belongs to the event loop that uses it first.
 
-    Example: ``await Endpoint(ApiSettings(name="a", base_url="https://a.example.com/v1", model="large")).ask(messages)``
+    Example: ``await ApiModel(ApiSettings(name="a", base_url="https://a.example.com/v1", model="large")).ask(messages)``
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from grpo.configs.auxiliary import ApiSettings
 from grpo.configs.cross import auxiliary_losses
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
-from grpo.orchestrator.endpoints import Costs, Endpoint
-from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.endpoints import ApiModel, Costs
+from grpo.orchestrator.inference.client import PolicyClient
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.resuming import Progress
@@ -86,7 +86,7 @@ class Opening:
 
     settings: OrchSettings
     ready: Ready
-    client: InferenceClient
+    client: PolicyClient
     environments: Mapping[str, WorkerPool]
     scheduler: Scheduler
     ledger: Ledger
@@ -99,10 +99,10 @@ class Opening:
         """Returns the trainer's settings."""
         return self.ready.trainer
 
-    def endpoint(self, api: ApiSettings, costs: Costs) -> Endpoint:
+    def endpoint(self, api: ApiSettings, costs: Costs) -> ApiModel:
         """Returns the model behind an API; without an address, the base model on the run's own servers."""
         key_var = self.settings.client.api_key_var
-        return Endpoint(
+        return ApiModel(
             api,
             costs,
             own_servers=lambda: self.client.pool.routed,
@@ -114,7 +114,7 @@ class Opening:
 async def open_hooks(
     settings: OrchSettings,
     ready: Ready,
-    client: InferenceClient,
+    client: PolicyClient,
     environments: Mapping[str, WorkerPool],
     scheduler: Scheduler,
     ledger: Ledger,

@@ -17,7 +17,7 @@ from grpo.orchestrator.buffer import make_buffer
 from grpo.orchestrator.checks import check_server
 from grpo.orchestrator.filters import make_filters
 from grpo.orchestrator.hooks import close_hooks, open_hooks
-from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.client import PolicyClient
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.inference.watch import ServerWatch
@@ -73,7 +73,7 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
     chosen, model_folder = settings.client, resolve_model(settings.model.name)
     identity = base_identity(model_folder)
     alone = opened.enter_context(ExitStack())
-    client = InferenceClient(
+    client = PolicyClient(
         ServerPool(chosen.base_url if chosen.elastic is None else ()),
         api_key=os.environ.get(chosen.api_key_var),
         timeout_s=chosen.timeout,

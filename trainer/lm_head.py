@@ -77,7 +77,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """With p = softmax, c the target, E the entropy and T the temperature:
+    """Computes log p of the target c and the entropy E. With p = softmax and the temperature T:
 
         d logp / d hidden = (weight_c - Σ p_v weight_v) / T
         d E / d hidden    = -Σ p_v (log p_v + E) weight_v / T

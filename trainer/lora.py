@@ -66,7 +66,7 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
     does."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[..., in] → [..., out]"""
+        """Returns [..., out] of [..., in]."""
         base = self.get_base_layer()
         if self.disable_adapters:
             base_output: torch.Tensor = base(x)

@@ -232,7 +232,7 @@ def dpo_loss(
 ) -> Loss:
     """Returns the loss of direct preference optimization (arXiv:2305.18290, equation 7) on pairs of continuations of
     one prompt, or, with `score_gaps` [P] of the chosen's score less the rejected's, that of regressing relative scores
-    (REBEL, arXiv:2404.16767, equation 6, with the base model in index of the previous policy).
+    (REBEL, arXiv:2404.16767, equation 6, with the base model in place of the previous policy).
 
         margin = beta · [(chosen_logprobs - chosen_ref_logprobs) - (rejected_logprobs - rejected_ref_logprobs)]
         loss   = -Σ log σ(margin) / num_pairs, or Σ (margin - score_gap)² / num_pairs

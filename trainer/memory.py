@@ -23,7 +23,7 @@ from grpo.transport.folders import write_atomic
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-"""What a layer keeps for its backward pass: everything; its input and its attention's output; its input."""
+"""The tensors that a layer keeps for its backward pass: all; its input and its attention's output; its input."""
 RECORD = "activation_checkpointing"
 """File in the run's folder that names the kind to go on with after a step that did not fit."""
 Wrap = Callable[[torch.nn.Module, Callable[..., Any]], Callable[..., Any]]
@@ -157,8 +157,8 @@ def recorded_checkpointing(settings: TrainSettings, device: torch.device, run: P
 def falling_back(
     settings: TrainSettings, device: torch.device, run: Path, *, used: ActivationCheckpointing
 ) -> Iterator[None]:
-    """Within it, a step that does not fit into the device's memory while layers keep what `used` says makes the run's
-    next start keep less: raises `OutOfMemory` then, and `ModelError` if there is no kind left that keeps less.
+    """Records, if a step within the block does not fit into the device's memory while layers keep what `used` says,
+    that the run's next start shall keep less. Raises `OutOfMemory` then, and `ModelError` if no kind keeps less.
 
     The step is not repeated in this process: other ranks may be in the middle of an exchange, and so may FSDP.
     """

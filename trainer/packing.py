@@ -38,7 +38,7 @@ class Buckets:
 
 
 class Layout:
-    """Where the samples of a packed sequence lie."""
+    """The positions of a packed sequence's samples."""
 
     def __init__(
         self, lengths: NDArray[np.integer[Any]], unique: Indices, inverse: Indices, device: torch.device

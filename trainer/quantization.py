@@ -169,7 +169,7 @@ class QuantizedLinear(torch.nn.Module):
         return lambda *tensors: make(dict(zip(names, tensors, strict=True)), shape, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] → [..., out]"""
+        """Returns [..., out] of [..., in]."""
         output: torch.Tensor = _FrozenLinear.apply(x, self.dequantizer(x.dtype), self.bias, *self.quantized)  # type: ignore[no-untyped-call]
         return output
 

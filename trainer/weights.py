@@ -36,7 +36,7 @@ class AdapterWeights:
         self._parameters = {folder: _parameters_of(model, adapter) for folder, adapter in folders.items()}
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Within it, the model is the base."""
+        """Makes the model the base within the block."""
         context: AbstractContextManager[None] = self._model.disable_adapter()
         return context
 
@@ -47,7 +47,7 @@ class AdapterWeights:
         return not any(bool(snapshot[name].any()) for name in names)
 
     def parameters(self, adapter: int) -> list[torch.nn.Parameter]:
-        """What of it is trained."""
+        """Returns the trained parameters of this adapter."""
         return list(list(self._parameters.values())[adapter].values())
 
     def snapshot(self) -> Snapshot:
@@ -57,8 +57,8 @@ class AdapterWeights:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Takes up the adapter in PEFT's format in `folder`, in the index of the first. Raises `ModelError` where it is
-        none, or another model's, or has other sizes."""
+        """Replaces the first adapter by the one in PEFT's format in `folder`. Raises `ModelError` if that is none,
+        another model's, or has other sizes."""
         try:
             config = read_adapter_config((folder / ADAPTER_CONFIG_FILE).read_bytes())
             given = load_file(folder / ADAPTER_FILE)
@@ -170,7 +170,7 @@ def published_names(folder: Path, model: torch.nn.Module) -> dict[str, str]:
     """Maps each name in the checkpoint in `folder` to that of `model`'s parameter: servers want all of the checkpoint's
     names and no others. Tied weights, which a checkpoint may have under either name or both, are one parameter.
 
-    Raises `ModelError` where the model has no parameter of a name, or a parameter that is not in the checkpoint.
+    Raises `ModelError` if the model has no parameter for a name, or one that is not in the checkpoint.
     """
     first: dict[torch.nn.Parameter, str] = {}
     parameters = {n: first.setdefault(p, n) for n, p in model.named_parameters(remove_duplicate=False)}

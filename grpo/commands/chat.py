@@ -15,8 +15,8 @@ from grpo.transport.logs import printable
 
 EPILOG = """\
 Each line is answered by the base (left) and by the policy (right). Where the run's rollouts were single answers, each
-line begins anew, since a second turn is nothing that was trained; elsewhere, and with --conversation, each has its own
-answers before, and an empty line begins anew. Ctrl-D ends.
+line starts a new conversation, since second turns were not trained; elsewhere, and with --conversation, a line
+continues each one's own conversation, and an empty line starts a new one. Ctrl-D ends.
 
 exit codes: 0 done, 1 the version cannot be served, 2 there is no run, or the command line is wrong, 130 Ctrl-C"""
 ANSWER_S = 300.0
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, the likeliest answer")
     parser.add_argument("--max_tokens", "--max-tokens", type=int, help="of an answer (default: as the run samples)")
-    parser.add_argument("--conversation", action="store_true", help="keep what was said before, whatever was trained")
+    parser.add_argument("--conversation", action="store_true", help="continue the conversation, whatever was trained")
     parser.add_argument("--system", help="a system message before everything")
 
 
@@ -45,13 +45,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def has_single_answers(run: Path) -> bool:
-    """Whether every rollout that the run has trained was one answer to one prompt."""
+    """Returns whether every rollout that the run has trained was one answer to one prompt."""
     steps = [line for line in metrics(run) if REWARD in line]
     return bool(steps) and not any("rollout/num_turns" in line for line in steps)
 
 
 def talk(server: ServerProcess, options: argparse.Namespace, *, keeps: bool) -> None:
-    """Asks and answers, until the input ends. `keeps`: a line is asked with what was said before."""
+    """Asks and answers, until the input ends. `keeps`: a line continues the conversation."""
     from openai import OpenAI, OpenAIError
 
     client = OpenAI(base_url=f"{server.url}/v1", api_key=server.key or "none", timeout=ANSWER_S)
@@ -59,7 +59,7 @@ def talk(server: ServerProcess, options: argparse.Namespace, *, keeps: bool) -> 
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     conversations: list[list[dict[str, str]]] = [list(begin) for _ in models]
     if not keeps:
-        print("(each line begins anew, as in the run; --conversation keeps what was said before)")
+        print("(each line starts a new conversation, as in the run; --conversation continues it)")
     print(side_by_side("base", "policy"))
 
     def answer(model: str, messages: list[Any]) -> str:
@@ -75,7 +75,7 @@ def talk(server: ServerProcess, options: argparse.Namespace, *, keeps: bool) -> 
         while (line := _asked()) is not None:
             if not line.strip():
                 conversations = [list(begin) for _ in models]
-                print("(begun anew)")
+                print("(a new conversation)")
                 continue
             if not keeps:
                 conversations = [list(begin) for _ in models]

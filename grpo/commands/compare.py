@@ -25,7 +25,7 @@ from grpo.transport.parent import PARENT_VAR
 TAKES_OTHERS = True
 DEFAULT_FOLDER = "outputs/compare"
 COMMANDS_FILE = "commands.json"
-"""In the comparison's folder: the command of each run that was begun, by its folder."""
+"""File in the comparison's folder with the command of each run that was begun, by its folder."""
 EPILOG = f"""\
 An arm's settings are those of the command, and its own KEY=VALUE, with the keys of grpo's command line. --arm with the
 same name again adds to it; NAME: alone has nothing of its own. All other options are those of grpo, and hold for all
@@ -54,11 +54,11 @@ class Training:
     """None: the configured one."""
     folder: Path
     words: tuple[str, ...]
-    """Of the command line of `grpo`."""
+    """Words of the command line of `grpo`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `grpo compare`."""
+    """Adds the options of the command."""
     parser.usage = "grpo compare PRESET --arm NAME:KEY=VALUE --arm … [--steps N] [--seeds 1,2,3] [options of grpo]"
     parser.add_argument(
         "--arm",
@@ -90,7 +90,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """`grpo compare`; the exit code."""
+    """Runs the comparison, and returns the exit code."""
     from grpo.commands.figures import report
 
     arms = arms_of(options.arms, options.arm)
@@ -109,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def arms_of(named: str | None, given: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """The settings of each arm, as KEY=VALUE: those of the comparison `named`, and those `given`. Raises
+    """Returns the settings of each arm, as KEY=VALUE: those of the comparison `named`, and those `given`. Raises
     `UserError` for less than two arms."""
     arms: dict[str, list[str]] = {}
     if named == "async":
@@ -125,7 +125,7 @@ def arms_of(named: str | None, given: Sequence[tuple[str, str]]) -> dict[str, li
 
 
 def _without(weight: str, section: str) -> list[str]:
-    """No weight, and the defaults of the section that has no effect without it."""
+    """Returns a weight of 0, and the defaults of the section that has no effect without it."""
     from grpo.configs.loss import LossSettings
 
     defaults = getattr(LossSettings(), section).model_dump()
@@ -141,7 +141,7 @@ def planned(
     steps: int | None,
     seeds: Sequence[int | None],
 ) -> list[Training]:
-    """All runs, seed by seed and in the order of the arms."""
+    """Returns all runs, seed by seed and in the order of the arms."""
     runs = []
     common = [*others, *([] if steps is None else [f"--max_steps={steps}"])]
     for seed, (name, settings) in product(seeds, arms.items()):
@@ -153,7 +153,7 @@ def planned(
 
 
 def _others(words: Sequence[str], settings: Sequence[str]) -> Iterator[str]:
-    """The words of all runs but for those keys that an arm sets itself."""
+    """Yields the words of all runs without the keys that an arm sets itself."""
     own, left = {f"--{setting.partition('=')[0]}" for setting in settings}, list(words)
     while left:
         word = left.pop(0)
@@ -164,7 +164,7 @@ def _others(words: Sequence[str], settings: Sequence[str]) -> Iterator[str]:
 
 
 def _check_settings(runs: Sequence[Training]) -> None:
-    """Of every arm, before the first one is run. Raises `UserError`, also for two arms that are the same."""
+    """Checks the settings of every arm, before the first one is run. Raises `UserError`, also for two equal arms."""
     effective: dict[str, str] = {}
     for run in {run.arm: run for run in runs}.values():
         is_named = bool(run.words) and not run.words[0].startswith("--")
@@ -195,8 +195,8 @@ def _check_folders(runs: Sequence[Training], folder: Path) -> None:
 
 
 def _train(run: Training) -> None:
-    """Runs `grpo`, which goes on with a run that is there, and is told what this process is told. Exits with its code
-    where it fails."""
+    """Runs `grpo`, which goes on with a run that is there, and passes signals on to it. Exits with its code where it
+    fails."""
     # A group of its own: Ctrl-C reaches it once, through here.
     child = subprocess.Popen([*GRPO, *run.words], process_group=0, env={**os.environ, PARENT_VAR: str(os.getpid())})
     numbers = (signal.SIGINT, signal.SIGTERM)

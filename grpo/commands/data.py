@@ -42,7 +42,7 @@ NOT_TEXTS = {"reward", "eval_fraction", "seed", "skip_refused"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Adds the options of the command."""
     parser.add_argument("path", help="the data, or a run that has some")
     parser.add_argument("--model", help="the model whose chat template and tokenizer are used; a run has its own")
     parser.add_argument("--max_prompt_length", type=int, help="longest prompt in tokens, as buffer.max_prompt_length")
@@ -128,7 +128,7 @@ def _cut(text: str) -> str:
 
 
 def _rendered(example: Mapping[str, Any], renderer: ChatRenderer | None) -> str:
-    """What the policy reads."""
+    """Returns the prompt as the policy reads it."""
     messages = tuple(messages_of(example))
     if renderer is None:
         return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)

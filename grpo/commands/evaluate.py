@@ -22,7 +22,7 @@ from grpo.configs.run import load_run, presets
 from grpo.notebook import env_settings, yaml_value
 from grpo.orchestrator.evaluate import Evaluation, held_out
 from grpo.orchestrator.evaluate import evaluate as evaluate_version
-from grpo.orchestrator.inference.client import InferenceClient, ServerError
+from grpo.orchestrator.inference.client import PolicyClient, ServerError
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
@@ -56,12 +56,12 @@ _VERSION_FOLDER = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is evaluated."""
+    """The model or version that is evaluated."""
 
     model: str
     """The base model."""
     version: Version | None = None
-    """Of a run's policy; None for the model itself."""
+    """A version of a run's policy; None for the model itself."""
 
     @property
     def run(self) -> Path | None:
@@ -70,12 +70,12 @@ class Target:
 
     @property
     def number(self) -> int | None:
-        """Of the version."""
+        """The version's number."""
         return None if self.version is None else self.version.manifest.version
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The target's name in messages."""
         return self.model if self.version is None else f"{self.run}, version {self.number}"
 
 
@@ -228,7 +228,7 @@ def _given(**options: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
-class _BaseClient(InferenceClient):
+class _BaseClient(PolicyClient):
     """Asks for the base model, whatever version is asked for."""
 
     async def generate(self, *arguments: Any, version: int | None, **named: Any) -> list[Choice]:
@@ -254,7 +254,7 @@ async def _evaluated(target: Target, orch: OrchSettings, server: ServerProcess) 
         opened.callback(watch.cancel)
         pool = ServerPool([server.url])
         pool.readmit(server.url)
-        make = _BaseClient if target.version is None else InferenceClient
+        make = _BaseClient if target.version is None else PolicyClient
         client = make(pool, api_key=server.key, timeout_s=orch.client.timeout)
         opened.push_async_callback(client.close)
         environments = make_environments(orch)

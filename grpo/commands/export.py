@@ -122,7 +122,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _weight(name: str, path: Path, factors: Sequence[Any], scale: float, dtype: str) -> Weight:
-    """One tensor of the whole model; `factors` are the adapter's B and A, or None."""
+    """Returns one tensor of the whole model; `factors` are the adapter's B and A, or None."""
     import torch
     from safetensors import safe_open
 

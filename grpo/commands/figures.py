@@ -39,7 +39,7 @@ _SUMS = {
 }
 """Figures that are sums over all steps."""
 _COSTS = ("pairs/cost", "hints/model_cost")
-"""What was spent until a step."""
+"""Metrics of the money that was spent until a step."""
 _STEP_TIMES = {
     "generating a batch, s, mean": "time/generate_s",
     "training a step, s, mean": "time/train_s",
@@ -91,7 +91,7 @@ def _titled(figures: "pd.Series[float]", titles: Mapping[str, str]) -> dict[str,
 
 
 def _ordered(several: Sequence[Mapping[str, float]]) -> list[str]:
-    """The titles of all, those that only some have beside the ones that they follow there."""
+    """Returns the titles of all, with those that only some have after the ones that they follow there."""
     names: list[str] = []
     for one in several:
         place = 0
@@ -145,7 +145,8 @@ def _times(folder: Path, steps: "pd.DataFrame") -> dict[str, float]:
 
 
 def training(spans: Sequence[Span], *, last: int) -> list[Span]:
-    """What was done between version 0 being live, which the first span begins with, and version `last` being live."""
+    """Returns the spans between version 0 being live, with which the first one begins, and version `last` being
+    live."""
     starts_s = [span.end_s for span in spans if span.what == "load" and span.step == 0]
     ends_s = [span.end_s for span in spans if span.what == "load" and span.step == last]
     if not (starts_s and ends_s):
@@ -163,7 +164,7 @@ def training(spans: Sequence[Span], *, last: int) -> list[Span]:
 
 
 def _print_table(arms: Mapping[str, Any]) -> None:
-    """A row a figure, a column an arm, and of two arms what the second is divided by the first."""
+    """Prints a row for each figure, a column for each arm and, of two arms, the second divided by the first."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -19,7 +19,7 @@ MAX_SHOWN = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checked:
-    """What the checks look at."""
+    """The parts of a run that the checks compare."""
 
     folder: Path
     run_id: str
@@ -27,9 +27,9 @@ class _Checked:
     """The orchestrator's."""
     ledger: LedgerReader
     metrics: Mapping[int, Mapping[str, float]]
-    """Of each step."""
+    """The metrics of each step."""
     lines: Counter[int]
-    """How many lines of `metrics.jsonl` are about each step."""
+    """The number of lines in `metrics.jsonl` by step."""
     summary: Mapping[str, Any] | None
 
 
@@ -177,8 +177,8 @@ def _all_steps(checked: _Checked) -> Iterator[str]:
 
 
 def _as_in_summary(checked: _Checked) -> Iterator[str]:
-    """A run that was resumed with `ckpt.skip_progress` counts anew. A version serves once its canary has been compared;
-    one that was published while servers were down may never."""
+    """A run that was resumed with `ckpt.skip_progress` counts from there. A version serves once its canary has been
+    compared; one that was published while servers were down may never."""
     if checked.summary is None:
         yield "the run has finished, and its summary.json is missing or cannot be read"
         return

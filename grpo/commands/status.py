@@ -32,9 +32,9 @@ ROLES = ("infer", "orch", "train")
 TEACHER = "teacher"
 """The server of a teacher is there only in runs that start one."""
 _REPLACEABLE = ("grpo-infer", f"grpo-{TEACHER}")
-"""Whose failure need not be the run's."""
+"""Programs whose failure need not be the run's."""
 NUM_REWARDS = 5
-"""So many of the newest steps' rewards are shown."""
+"""Number of the newest steps whose rewards are shown."""
 COUNT_LIMIT_S = 0.4
 """Counting the rollouts of a long run may take no longer; `grpo ledger` has the time."""
 REFRESH_S = 0.5
@@ -42,7 +42,7 @@ CLOCKS_S = 5.0
 """The clocks of a run's machines may differ by so much."""
 _TAIL_BYTES = 256 * 1024
 _AWAITED = {"orchestrator": "grpo-orch", "trainer": "grpo-train", "inference servers": "grpo-infer"}
-"""What status files call those who are waited for."""
+"""Names in status files of programs that are waited for."""
 _TOLD_TO_END = {
     "SystemExit: 143": "ended by SIGTERM",
     "SystemExit: 130": "ended by SIGINT",
@@ -65,12 +65,12 @@ wait for its end:
 
   while grpo status outputs/first > /dev/null; [ $? -eq 3 ]; do sleep 10; done"""
 EXIT_CODES = {FINISHED: 0, FAILED: 1, "starting": 3, "running": 3, STOPPED: 4}
-"""By state of the run."""
+"""Colours by state of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatus:
-    """What one process says of itself, and whether it is there."""
+    """State of one process, and whether it is there."""
 
     name: str
     """`grpo-train`, `grpo-orch`, `grpo-infer`; other ranks and servers have their part of the file's name after it."""
@@ -88,7 +88,7 @@ class ProcessStatus:
 
     @property
     def failed(self) -> bool:
-        """It has said so, or it is gone without having finished."""
+        """True where it has failed, or disappeared without having finished."""
         return self.state == FAILED or (self.alive is False and self.state not in _ENDED)
 
     @property
@@ -110,7 +110,7 @@ class RunStatus:
     """`starting`, `running`, `finished`, `failed`, or `stopped`."""
     processes: tuple[ProcessStatus, ...]
     waits: str
-    """Who waits for whom, in one line; of a run that has ended for a reason, that reason."""
+    """One line that says who waits for whom or, where the run has ended for a reason, that reason."""
     shipped: int | None
     """Newest batch that has left for the trainer."""
     published: int | None
@@ -125,7 +125,7 @@ class RunStatus:
     rollouts: Mapping[str, int] | None
     """Number by state; None where they are not counted."""
     warnings: tuple[RunWarning, ...]
-    """What the programs have warned of, each kind once."""
+    """The warnings of the programs, each kind once."""
 
 
 class _InUse(msgspec.Struct):
@@ -133,7 +133,7 @@ class _InUse(msgspec.Struct):
 
 
 def run_status(folder: Path, *, count: bool = True) -> RunStatus:
-    """Everything that the folder tells, now; with the number of rollouts if `count`. Raises `NoRun`."""
+    """Returns the state of the run by its folder, with the numbers of rollouts if `count`. Raises `NoRun`."""
     run = read_run(folder)
     processes = tuple(_processes(folder / "status", run.programs))
     state, reason = _state(processes, read(folder / "status" / LAUNCHER_FILE, ProgramStatus))
@@ -160,7 +160,8 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
 
 
 def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Iterator[ProcessStatus]:
-    """One for each program at least, in the order of `ROLES`, and the server of a teacher where there is one."""
+    """Returns at least one process for each program, in the order of `ROLES`, and a teacher's server where there is
+    one."""
     for role in (*ROLES, TEACHER):
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, ProgramStatus)) is not None}
@@ -213,7 +214,7 @@ def _state(processes: Sequence[ProcessStatus], launcher: ProgramStatus | None) -
 
 
 def _is_older(launcher: ProgramStatus, *programs: ProcessStatus) -> bool:
-    """Whether a program has said something since, as one does that was started by hand."""
+    """Returns whether a program has changed its state since, as one does that was started by hand."""
     since_s = time.time() - (launcher.since or 0.0)
     ended = launcher.state in _ENDED or launcher.alive is False
     return ended and any(one.seconds is not None and one.seconds < since_s - CLOCKS_S for one in programs)
@@ -242,7 +243,7 @@ def _ledger(folder: Path) -> tuple[dict[str, int] | None, list[int]]:
 
 
 def wait_graph(processes: Sequence[ProcessStatus]) -> str:
-    """Who waits for whom, in one line, the longest wait first; then what those do that wait for nobody."""
+    """Returns one line that says who waits for whom, the longest wait first, and what the other programs do."""
     waits = sorted((one for one in processes if one.awaited), key=lambda one: -(one.seconds or 0.0))
     parts = [_wait(one) for one in waits]
     others = [one for one in processes if not one.awaited and one.state not in (FINISHED, STOPPED)]
@@ -257,7 +258,7 @@ def _wait(process: ProcessStatus) -> str:
 
 
 def doing(process: ProcessStatus) -> str:
-    """What it does and for whom it waits, or how it has ended."""
+    """Returns what it does and for whom it waits, or how it has ended."""
     state = process.state if process.message is None else f"{process.state}: {process.message}"
     state += "" if process.step is None else f" in step {process.step}"
     state += "" if process.awaited is None else f", waits for {process.waiting_for}"
@@ -269,7 +270,7 @@ def _for(process: ProcessStatus) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As `4.2 s`, `3 min 12 s` or `5 h 3 min`."""
+    """Returns a duration as `4.2 s`, `3 min 12 s` or `5 h 3 min`."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
@@ -280,7 +281,7 @@ def duration(seconds: float) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `grpo status`."""
+    """Adds the options of the command."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (output_dir)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
@@ -332,7 +333,7 @@ def _shown(number: int | None) -> str:
 
 @contextlib.contextmanager
 def shown(folder: Path) -> Iterator[Callable[[], None]]:
-    """Shows the run while it is entered: on a terminal a table that is drawn anew, else a line for each step and,
+    """Shows the run while it is entered: on a terminal a table that is redrawn, else a line for each step and,
     before the first one, for each new state. What it gives is called often."""
     from rich.live import Live
     from rich.text import Text
@@ -398,7 +399,7 @@ class _Lines:
         """Steps and evaluations that were there before or have been printed."""
         self._any_step = False
         self._warned = {(one.program, one.kind): one.times for one in run_warnings(folder)}
-        """How often each warning had come before, or had when it was printed."""
+        """Number of times that each warning had come before, or when it was printed."""
 
     def new_warnings(self, status: RunStatus) -> Iterator[str]:
         """A line for each kind of warning that has come since the beginning, once."""

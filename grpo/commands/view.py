@@ -17,12 +17,12 @@ from grpo.view.export import export
 from grpo.view.server import HOST, make_app
 
 END_S = 3.0
-"""How long requests may take to end with the run."""
+"""Longest time that requests may take to end with the run."""
 EPILOG = "exit codes: 0 ended by Ctrl-C, or the report is written; 2 there is no run, or the command line is wrong"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `grpo view`."""
+    """Adds the options of the command."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, or a folder of runs")
     parser.add_argument("--port", type=port_number, default=0, help="port on 127.0.0.1 (0: a free one)")
     parser.add_argument("--export", metavar="FILE", type=Path, help="write one self-contained HTML file instead")

@@ -1,4 +1,4 @@
-"""What the page shows, read from the files of a run: every function returns what JSON takes."""
+"""Reads from the files of a run what the page shows. Every function returns what JSON takes."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from grpo.view import traces
 _SPARKS = 60
 """Points of a small curve."""
 _CHECK_S = 5.0
-"""How long the checks of the ledger may take, and its questions."""
+"""Time limit of the checks of the ledger, and of questions to it."""
 _MAX_SPANS = 4_000
 """Spans of a timeline that are sent at once, the longest."""
 _WATCHED = (
@@ -33,7 +33,7 @@ _WATCHED = (
 
 
 def find_runs(folders: Iterable[Path]) -> dict[str, Path]:
-    """The runs in the given folders, by name: a folder is a run, or has runs in it. Raises `NoRun`."""
+    """Returns the runs in the given folders, by name: a folder is a run, or has runs in it. Raises `NoRun`."""
     found: dict[str, Path] = {}
     for folder in folders:
         runs = (
@@ -61,7 +61,7 @@ def fingerprint(run: Path) -> tuple[tuple[int, int], ...]:
 
 
 def overview(name: str, run: Path) -> dict[str, Any]:
-    """One line of the table of runs."""
+    """Returns one line of the table of runs."""
     try:
         status = as_fields(run_status(run, count=False))
     except NoRun as error:
@@ -99,15 +99,15 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    """At most `_SPARKS` means of neighbours."""
+    """Returns at most `_SPARKS` means of neighbours."""
     size = math.ceil(len(values) / _SPARKS) or 1
     parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
     return [round(sum(part) / len(part), 5) for part in parts]
 
 
 def curves(run: Path) -> dict[str, Any]:
-    """All metrics as columns: `train` by step and `eval` by version; null where a line lacks one. `changes`: where the
-    user's code has changed between two starts, the newest version then and the files."""
+    """Returns all metrics as columns: `train` by step and `eval` by version; null where a line lacks one. `changes`:
+    where the user's code has changed between two starts, the newest version then and the files."""
     records = _metrics(run)
     return {
         "train": _columns([record for record in records if EVALUATED not in record]),
@@ -126,7 +126,7 @@ def _number(value: float | None) -> float | None:
 
 
 def settings(run: Path) -> dict[str, Any]:
-    """The resolved settings of each program, by dotted key."""
+    """Returns the resolved settings of each program, by dotted key."""
     programs = json.loads(read_file(run, run / RUN_FILE).read_text()).get("programs", {})
     return {f"{role}.{key}": value for role, one in programs.items() for key, value in _flat(one.get("settings", {}))}
 
@@ -140,7 +140,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
 
 
 def timeline(run: Path, start_s: float | None, end_s: float | None) -> dict[str, Any]:
-    """The spans of programs between two moments, seconds since the run's first span, and each one's idle share."""
+    """Returns the spans of programs between two moments, seconds since the run's first span, and each one's idle
+    share."""
     spans = read_timeline(run) if (run / TIMELINE_FILE).exists() and read_file(run, run / TIMELINE_FILE) else []
     if not spans:
         return {"lanes": [], "spans": [], "end_s": 0}
@@ -171,20 +172,20 @@ def _busy(spans: Sequence[Span], seconds: float) -> float | None:
 
 
 def step(run: Path, number: int, *, evaluation: bool) -> dict[str, Any]:
-    """Every rollout of a step in its trace, and those of the ledger that never reached it."""
+    """Returns every rollout in a step's trace."""
     rows = traces.rollouts_of(run, number, evaluation=evaluation)
     return {"rollouts": rows, "traced": traced_steps(run, evaluation=evaluation)}
 
 
 def rollout(run: Path, number: int, rollout_id: str, *, evaluation: bool) -> list[dict[str, Any]]:
-    """The rows of a rollout with tokens, and the preference pairs that it has led to."""
+    """Returns the rows of a rollout with tokens, and the preference pairs that were made of it."""
     rows = traces.rollout(run, number, rollout_id, evaluation=evaluation)
     pairs = [] if evaluation else pairs_of(run, rollout_id)
     return [row | {"pairs": pairs if place == 0 else []} for place, row in enumerate(rows)]
 
 
 def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
-    """Everything that was answered to one example, in training and evaluation, by version."""
+    """Returns all answers to one example, in training and evaluation, by version."""
     steps = traced_steps(run)
     try:
         with open_ledger(run, limit_s=_CHECK_S) as ledger:
@@ -200,7 +201,7 @@ def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
 
 
 def evaluation(run: Path, before: int | None, after: int | None) -> dict[str, Any]:
-    """Two evaluations beside each other, example by example, and pass@k of all."""
+    """Returns two evaluations beside each other, example by example, and pass@k of all."""
     versions = traced_steps(run, evaluation=True)
     if not versions:
         return {"versions": [], "examples": [], "pass": {}}
@@ -231,7 +232,7 @@ def _compared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, 
 
 
 def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4 … by the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374)."""
+    """Returns pass@k for k = 1, 2, 4 … by the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374)."""
     fewest = min((len(rows) for rows in examples.values()), default=0)
     right = [(len(rows), sum((row["accuracy"] or 0.0) >= 1.0 for row in rows)) for rows in examples.values()]
     ks = [2**power for power in range(fewest.bit_length())] if fewest else []
@@ -239,8 +240,8 @@ def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) ->
 
 
 def proof(run: Path) -> dict[str, Any]:
-    """Fates of the rollouts, the ledger's checks, and the canary's differences by version and server; nothing before
-    there is a ledger."""
+    """Returns the fates of the rollouts, the ledger's checks, and the canary's differences by version and server;
+    nothing before there is a ledger."""
     if not (run / LEDGER_FILE).exists():
         return {"totals": {"states": {}, "dropped": {}}, "checks": {}, "proofs": []}
     with open_ledger(run, limit_s=_CHECK_S) as ledger:
@@ -250,7 +251,7 @@ def proof(run: Path) -> dict[str, Any]:
 
 
 def pairs_of(run: Path, rollout: str) -> list[dict[str, Any]]:
-    """Preference pairs whose rejected part is of this rollout."""
+    """Returns the preference pairs whose rejected part is of this rollout."""
     try:
         with open_ledger(run, limit_s=_CHECK_S) as ledger:
             found = ledger.pairs_of(rollout)

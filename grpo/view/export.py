@@ -16,9 +16,9 @@ from grpo.view import data, traces
 from grpo.view.server import STATIC, static
 
 NUM_STEPS = 3
-"""Of so many steps, the last ones, a report has the rollouts' table."""
+"""Number of the last steps whose table of rollouts is in a report."""
 NUM_ROLLOUTS = 24
-"""Of so many rollouts of each of them, those with the largest log-ratio, it has the tokens."""
+"""Number of rollouts of each of these steps, those with the largest log-ratio, whose tokens are in it."""
 
 
 def export(runs: Mapping[str, Path]) -> str:

@@ -20,7 +20,7 @@ from grpo.view import data
 HOST = "127.0.0.1"
 COOKIE = "grpo-view"
 POLL_S = 0.5
-"""How often the files of the runs are looked at for changes, once for all pages."""
+"""Seconds between two looks at the files of the runs, once for all pages."""
 MAX_LIVE = 256
 """Pages that may listen for changes at once."""
 STATIC: Mapping[str, str] = {
@@ -101,7 +101,7 @@ def _pages() -> APIRouter:
     @router.get("/")
     @router.get("/{name:path}")
     def page(name: str = "") -> Response:
-        """One of the page's own files; whatever else is asked for is not there."""
+        """Returns one of the page's own files; there are no others."""
         name = name.removeprefix("static/") or "index.html"
         if name not in STATIC:
             raise HTTPException(404, "no such page")
@@ -111,7 +111,7 @@ def _pages() -> APIRouter:
 
 
 def static(name: str) -> bytes:
-    """One of the files in `STATIC`."""
+    """Returns one of the files in `STATIC`."""
     return files("grpo.view").joinpath("static", *name.split("/")).read_bytes()
 
 
@@ -168,7 +168,7 @@ def _answers(runs: Callable[[], Mapping[str, Path]]) -> APIRouter:
 
 
 def _answer(answer: Callable[[], Any]) -> Response:
-    """What the run's files say, or why they cannot be read."""
+    """Returns the answer from the run's files, or the reason why they cannot be read."""
     try:
         return as_json(answer())
     except (UserError, OSError, OverflowError) as error:  # numbers that no database holds

@@ -15,7 +15,7 @@ from grpo.transport.traces import FOLDER, MASKS, SCHEMA, TOKENS, VOCABULARY_FILE
 
 _PER_ROLLOUT = [name for name in SCHEMA.names if name not in (*TOKENS, "messages", "hint")]
 _DECIMALS = 5
-"""Of log-probabilities and the like; the fifth is below a server's rounding."""
+"""Decimal places of log-probabilities and the like; the fifth is below a server's rounding."""
 
 
 def _open(run: Path, step: int, *, evaluation: bool) -> pq.ParquetFile | None:
@@ -29,7 +29,7 @@ def _open(run: Path, step: int, *, evaluation: bool) -> pq.ParquetFile | None:
 
 
 def rollouts_of(run: Path, step: int, *, evaluation: bool = False) -> list[dict[str, Any]]:
-    """One entry a training row of a step, without tokens; empty where there is no trace."""
+    """Returns one entry for each training row of a step, without tokens; none where there is no trace."""
     file = _open(run, step, evaluation=evaluation)
     if file is None:
         return []
@@ -65,7 +65,7 @@ def _places(file: pq.ParquetFile, rollout_id: str) -> Iterator[tuple[int, list[i
 
 
 def _with_tokens(run: Path, row: pa.Table) -> dict[str, Any]:
-    """One row as JSON takes it: per-token columns as lists, texts of tokens beside them."""
+    """Returns one row as JSON takes it: per-token columns as lists, texts of tokens beside them."""
     plain = _plain(row.select([name for name in row.column_names if name not in TOKENS]).to_pylist()[0])
     for name in TOKENS:
         column = row[name].combine_chunks()

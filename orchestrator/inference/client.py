@@ -59,7 +59,7 @@ class RequestRefused(ServerError):
 A = TypeVar("A")
 
 
-class InferenceClient:
+class PolicyClient:
     """Asks the servers of a pool, and counts the requests that each has in flight."""
 
     def __init__(self, pool: ServerPool, *, api_key: str | None, timeout_s: float) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-from grpo.orchestrator.inference.client import InferenceClient, ServerError, Unreachable
+from grpo.orchestrator.inference.client import PolicyClient, ServerError, Unreachable
 
 TIMEOUT_S = 150.0
 """Deadline for falling asleep or waking: more than the server's own limit (`canary_timeout_s`, 120 s), so that the
@@ -20,11 +20,11 @@ class _Changed(msgspec.Struct):
 
 class SleepScheduler:
     """Puts the servers to sleep before a batch leaves, and wakes them before its version is loaded. In between,
-    requests of this run wait (`InferenceClient.hold`)."""
+    requests of this run wait (`PolicyClient.hold`)."""
 
     def __init__(
         self,
-        client: InferenceClient,
+        client: PolicyClient,
         *,
         slept: Callable[[str, float, float, int], None] = lambda server, start_s, end_s, step: None,
     ) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from grpo.orchestrator.inference.client import InferenceClient, RequestRefused, ServerError, ServersAway, Unreachable
+from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, ServersAway, Unreachable
 from grpo.transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class WeightSync:
 
     def __init__(
         self,
-        client: InferenceClient,
+        client: PolicyClient,
         *,
         alias: str,
         adapters: Sequence[str] = (),

@@ -108,7 +108,7 @@ class OpenAIClient(InferenceClient):
         Raises ValueError for what cannot be an address, and for a missing key.
         """
         from grpo.configs.auxiliary import ApiSettings  # these take most of a worker's start
-        from grpo.orchestrator.endpoints import Endpoint
+        from grpo.orchestrator.endpoints import ApiModel
 
         settings = ApiSettings(
             name=re.sub(r"[^\w.-]+", "-", urlsplit(base_url).hostname or "model"),
@@ -119,8 +119,8 @@ class OpenAIClient(InferenceClient):
             retries=retries,
             requests_per_s=1e6,
         )
-        self._open = partial(Endpoint, settings, num_parallel=num_parallel)
-        self._endpoint: Endpoint = self._open()
+        self._open = partial(ApiModel, settings, num_parallel=num_parallel)
+        self._endpoint: ApiModel = self._open()
         self._may_be_ours = True
         """Whether the server may be a grpo-infer."""
 

@@ -26,11 +26,11 @@ MAX_CHILDREN = 4096
 
 
 class ContextFull(RuntimeError):
-    """What is to be answered leaves no room for an answer in the model's context."""
+    """The messages leave no room for an answer in the model's context."""
 
 
 class CallFailed(RuntimeError):
-    """A call that came to nothing: of a model, or of an artifact store."""
+    """A call of a model or of an artifact store has failed."""
 
 
 Backend = Callable[[protocol.AnyCall], Awaitable[Any]]
@@ -67,7 +67,7 @@ class Store:
         return found[0] if found else None
 
     async def set_weight(self, id: str, weight: float) -> bool:
-        """Whether the artifact is still there: other rollouts add to a store at the same time, and what is lightest
+        """Returns whether the artifact is still there: other rollouts add to a store at the same time, and the lightest
         leaves a full one."""
         return await self._do("set_weight", id=id, weight=float(weight)) is not False
 
@@ -92,13 +92,13 @@ class _Conversation:
     opened: tuple[str, list[dict[str, Any]] | None, bool]
     """(role, tools, raw), the same for all of it."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Up to and with the newest answer."""
+    """All of them, the newest answer included."""
     answers: set[int] = field(default_factory=set)
     """Places of the policy's own answers among them."""
 
     def goes_on_as(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether `messages` begin with all of it. Of the policy's own answers only the text counts: an environment
-        may write beside it what it made of it, such as tool calls."""
+        """Returns whether `messages` begin with all of it. Only the text of the policy's own answers counts: an
+        environment may add to them, such as tool calls."""
         if len(self.messages) > len(messages):
             return False
         return all(
@@ -138,26 +138,26 @@ class RolloutContext:
         `parent`: the context of the rollout that spawns this one; both count their calls together."""
         self.state = state
         self.roles: Mapping[str, Role] = by_id(roles)
-        """Who may be called, by id."""
+        """The roles that may be called, by id."""
         self.split = split
         """`train` or `eval`."""
         self.score = score
-        """Whether rubrics are asked; otherwise all rewards are 0."""
+        """False if no rubric is asked, and all rewards are 0."""
         self.seed = seed
-        """Of this rollout; None where the run has none."""
+        """This rollout's seed; None if the run has none."""
         self.stores: Mapping[str, Store] = _Stores({name: Store(name, self._call) for name in stores})
         """Artifact stores by name."""
         self._backend, self._episodes, self._number = backend, episodes, state.number
         self._root: RolloutContext = self if parent is None else parent._root
         self._depth: int = 0 if parent is None else parent._depth + 1
         self._num_calls, self._num_conversations, self._num_rollouts = first_call, 0, 1
-        """Of the root: how many there were in the whole tree."""
+        """The root counts for the whole tree."""
         self._known: list[_Conversation] = []
         self._num_spawned = 0
 
     @functools.cached_property
     def rng(self) -> random.Random:
-        """For all that an episode draws at random."""
+        """The random numbers of this rollout: the same whenever it is rolled out with the same seed."""
         return random.Random(self.seed)
 
     async def sample(
@@ -185,13 +185,13 @@ class RolloutContext:
         _check_max_tokens(max_tokens)
         if temperature is not None and self.split == "train":
             check_temperature(temperature)
-        asked = checked_messages(messages)
-        if not raw and (told := self.roles[role].system_prompt) and asked[0]["role"] != "system":
-            asked = [{"role": "system", "content": told}, *asked]
+        whole = checked_messages(messages)
+        if not raw and (prompt := self.roles[role].system_prompt) and whole[0]["role"] != "system":
+            whole = [{"role": "system", "content": prompt}, *whole]
         shown = None if tools is None else plain(list(tools), "tools")
-        conversation = self._take((role, shown, raw), asked)
-        new = asked[len(conversation.messages) :]
-        asked = conversation.messages + new
+        conversation = self._take((role, shown, raw), whole)
+        new = whole[len(conversation.messages) :]
+        whole = conversation.messages + new
         # Meanwhile, and where this raises, nobody continues it.
         call = protocol.Sample(
             role=role,
@@ -205,11 +205,11 @@ class RolloutContext:
             logprobs=logprobs,
         )
         answer: protocol.Sampled = await self._call(call)
-        conversation.answered(asked, answer.text)
+        conversation.answered(whole, answer.text)
         self._known.append(conversation)
         reply = Reply(
             role=role,
-            messages=tuple(asked),
+            messages=tuple(whole),
             text=answer.text,
             finish_reason=answer.finish_reason,
             num_tokens=answer.num_tokens,
@@ -235,14 +235,14 @@ class RolloutContext:
             raise ValueError(f"model is {model!r}, expected base or policy; other models have clients of their own")
         _check_max_tokens(max_tokens)
         check_temperature(temperature, greedy=True)
-        asked = checked_messages(messages)
-        call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
+        checked = checked_messages(messages)
+        call = protocol.Ask(model=model, messages=checked, temperature=float(temperature), max_tokens=max_tokens)
         return str((await self._call(call)).text)
 
     @asynccontextmanager
     async def delayed(self, timeout_s: float) -> AsyncIterator[None]:
-        """For a reward that comes later, such as a person's or an experiment's. While it is entered, the rollout holds
-        none of the slots that others are sampled in, and `timeout_s` is its only deadline. Raises TimeoutError.
+        """Waits for a reward that comes later, such as a person's or an experiment's. While it is entered, the rollout
+        holds none of the slots that others are sampled in, and `timeout_s` is its only deadline. Raises TimeoutError.
 
         Example::
 
@@ -326,7 +326,7 @@ class RolloutContext:
         )
 
     async def _call(self, call: protocol.AnyCall) -> Any:
-        """The reply. Raises ContextFull and CallFailed."""
+        """Returns the reply to a call. Raises ContextFull and CallFailed."""
         root = self._root
         call.call, root._num_calls = root._num_calls, root._num_calls + 1
         reply = await self._backend(call)
@@ -339,8 +339,8 @@ class RolloutContext:
     def _take(
         self, opened: tuple[str, list[dict[str, Any]] | None, bool], messages: list[dict[str, Any]]
     ) -> _Conversation:
-        """The longest known conversation that `messages` continue, which is not known while it is being answered, or a
-        new one."""
+        """Returns the longest known conversation that `messages` continue, or a new one. A conversation that is being
+        answered is not known."""
         fitting = [one for one in self._known if one.opened == opened and one.goes_on_as(messages)]
         if not fitting:
             number = self._root._num_conversations
@@ -352,7 +352,7 @@ class RolloutContext:
 
 
 current_context: ContextVar[RolloutContext] = ContextVar("current_context")
-"""Of the rollout whose code runs."""
+"""The context of the rollout whose code runs."""
 
 
 def _check_max_tokens(max_tokens: Any) -> None:

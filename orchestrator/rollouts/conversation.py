@@ -28,12 +28,12 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     answers: list[tuple[Choice, float]] = field(default_factory=list)
-    """Of each turn, with the temperature."""
+    """Each turn's completion and temperature."""
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def add(
         self,
-        told: Sequence[int],
+        before: Sequence[int],
         completion: Choice,
         *,
         index: int,
@@ -41,10 +41,9 @@ class _Row:
         version: int,
         temperature: float,
     ) -> None:
-        """An answer, and what the policy was told before it. Raises ValueError where the completion contradicts
-        itself."""
-        add_versions(self.versions, completion, asked=version, num_before=len(told))
-        self.token_ids += told
+        """Adds an answer, and the tokens before it. Raises ValueError if the completion contradicts itself."""
+        add_versions(self.versions, completion, requested=version, num_before=len(before))
+        self.token_ids += before
         opens, begins = opening_at(self.token_ids, opening), len(self.token_ids)
         self.token_ids += completion.token_ids
         ends, finish_reason = len(self.token_ids), completion.finish_reason
@@ -52,7 +51,7 @@ class _Row:
         self.answers.append((completion, temperature))
 
     def take_back(self) -> None:
-        """Removes the newest answer, and what was told before it."""
+        """Removes the newest answer and the tokens before it."""
         self.turns.pop()
         self.answers.pop()
         length = self.turns[-1].ends if self.turns else 0
@@ -87,17 +86,17 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Next:
-    """How the conversation goes on from its newest answer."""
+    """The tokens and the text that follow the newest answer."""
 
     token_ids: list[int]
-    """What follows in the row; all of a new row's prompt where one begins."""
+    """The tokens that follow in the row, or the whole prompt of a new row."""
     new_row: bool
     text: str
     """All of the conversation as the template writes it, up to where the policy answers."""
 
 
 class Conversation:
-    """The policy's side of a conversation: what it is told, and what it sampled.
+    """The policy's side of a conversation: its prompts, and what it sampled.
 
     Example::
 
@@ -120,7 +119,7 @@ class Conversation:
         self._rows = [_Row()]
         self._next: _Next | None = None
         self._text = ""
-        """What the newest answer followed, as the template wrote it."""
+        """The text before the newest answer, as the template wrote it."""
         self.calls: list[int] = []
         """The caller's number for each answer of the policy."""
 
@@ -132,7 +131,7 @@ class Conversation:
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...] | None:
-        """What the policy may call; None: nothing."""
+        """The tools that the policy may call; None if it has none."""
         return self._template.tools
 
     def add(self, *messages: ChatMessage) -> None:
@@ -141,7 +140,7 @@ class Conversation:
         self._next = None
 
     def prompt_ids(self) -> list[int]:
-        """What the server is asked to continue. Raises TemplateRefused."""
+        """Returns the token ids that the server continues. Raises TemplateRefused."""
         following = self._following()
         return following.token_ids.copy() if following.new_row else self._rows[-1].token_ids + following.token_ids
 

@@ -9,16 +9,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from grpo.orchestrator.background import in_thread
-from grpo.orchestrator.inference.client import InferenceClient, TimedOut
+from grpo.orchestrator.inference.client import PolicyClient, TimedOut
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.renderer import ChatRenderer
-from grpo.orchestrator.rollouts.attempt import (
-    CONTEXT_FULL,
-    MAKE_ROOM,
-    MAX_CHARACTERS_ON_LOOP,
-    SERVER_TIMEOUT,
-    Rollout,
-)
 from grpo.orchestrator.rollouts.messages import num_characters
 from grpo.orchestrator.rollouts.records import (
     EpisodeResult,
@@ -29,6 +22,13 @@ from grpo.orchestrator.rollouts.records import (
     Task,
     TrainingRow,
     single_row,
+)
+from grpo.orchestrator.rollouts.rollout import (
+    CONTEXT_FULL,
+    MAKE_ROOM,
+    MAX_CHARACTERS_ON_LOOP,
+    SERVER_TIMEOUT,
+    Rollout,
 )
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
@@ -41,7 +41,7 @@ NUM_TOGETHER = 4
 
 
 Steps = Mapping[int, Mapping[int, Step]]
-"""By rollout of a tree, 0 for its root, and by call."""
+"""Steps by rollout of a tree, 0 for its root, and by call."""
 NO_ROWS: Mapping[int, list[TrainingRow]] = {}
 
 
@@ -50,7 +50,7 @@ class PromptTooLong(ValueError):
 
 
 class EpisodePool(Protocol):
-    """What runs the episodes of one environment: its worker pool."""
+    """Runs the episodes of one environment: its worker pool."""
 
     @property
     def loaded(self) -> Loaded: ...
@@ -83,7 +83,7 @@ class RolloutEngine:
     def __init__(
         self,
         pools: Mapping[str, EpisodePool],
-        client: InferenceClient,
+        client: PolicyClient,
         renderer: ChatRenderer,
         *,
         context_len: int,
@@ -120,11 +120,11 @@ class RolloutEngine:
         most = self._max_prompt_length if group.task.split == "train" else None
         if most is not None and (num := len(await self._prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
-        waits = _Waits(group.num, delayed)
+        delays = _Delays(group.num, delayed)
         if self.is_single_turn(group.task.env):
-            return await self._run_single_turns(group, sampled, waits)
+            return await self._run_single_turns(group, sampled, delays)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._run_rollout(group, number, waits)) for number in range(group.num)]
+            running = [tasks.create_task(self._run_rollout(group, number, delays)) for number in range(group.num)]
         results = [one.result() for one in running]
         full = [one.failure for one in results if one.failure is not None and one.failure.reason == CONTEXT_FULL]
         if len(full) == group.num and not any(one.steps for one in results):
@@ -138,7 +138,7 @@ class RolloutEngine:
             self.stores.open(env, pool.loaded.stores)
 
     def is_single_turn(self, env: str) -> bool:
-        """Whether each rollout of the environment with this key is one answer to its prompt."""
+        """Returns whether each rollout of the environment with this key is one answer to its prompt."""
         return self._pools[env].loaded.single_turn
 
     def figures(self) -> Figures:
@@ -147,23 +147,23 @@ class RolloutEngine:
         return Figures(counts={"rollout/restarted": num_restarted, "rollout/answers_withdrawn": self.num_withdrawn})
 
     def _rollout(
-        self, group: Group, number: int, waits: "_Waits", presampled: tuple[Step, TrainingRow] | None = None
+        self, group: Group, number: int, delays: "_Delays", presampled: tuple[Step, TrainingRow] | None = None
     ) -> Rollout:
-        roles, delayed = self._pools[group.task.env].loaded.roles, partial(waits.settled, over=False)
+        roles, delayed = self._pools[group.task.env].loaded.roles, partial(delays.settled, over=False)
         return Rollout(self, group, number, roles, delayed=delayed, presampled=presampled)
 
-    async def _run_rollout(self, group: Group, number: int, waits: "_Waits") -> EpisodeResult:
-        pool, rollout = self._pools[group.task.env], self._rollout(group, number, waits)
+    async def _run_rollout(self, group: Group, number: int, delays: "_Delays") -> EpisodeResult:
+        pool, rollout = self._pools[group.task.env], self._rollout(group, number, delays)
         try:
             seed = self._seed_of(group.task, number)
             outcome = await pool.run(group.task, seed=seed, begin=rollout.begin, score=group.score)
         finally:
             rollout.close()
-        waits.settled(number, over=True)
+        delays.settled(number, over=True)
         return self._result(group, number, outcome, rollout.steps, rollout.rows())
 
     async def _run_single_turns(
-        self, group: Group, sampled: Callable[[], None], waits: "_Waits"
+        self, group: Group, sampled: Callable[[], None], delays: "_Delays"
     ) -> list[EpisodeResult]:
         """Runs a group of single answers: one request to a server, and one to a worker."""
         try:
@@ -175,7 +175,7 @@ class RolloutEngine:
 
         async def answer(place: int, call: AnyCall) -> Reply:
             if place not in rollouts:
-                rollouts[place] = self._rollout(group, place, waits, answers[place])
+                rollouts[place] = self._rollout(group, place, delays, answers[place])
             return await rollouts[place](call)
 
         def begin(place: int) -> Callable[[AnyCall], Awaitable[Reply]]:
@@ -184,7 +184,7 @@ class RolloutEngine:
             return partial(answer, place)
 
         try:
-            outcomes = await self._scored(group, [step for step, _ in answers], begin, waits)
+            outcomes = await self._scored(group, [step for step, _ in answers], begin, delays)
         finally:
             for rollout in rollouts.values():
                 rollout.close()
@@ -199,9 +199,9 @@ class RolloutEngine:
         group: Group,
         steps: Sequence[Step],
         begin: Callable[[int], Callable[[AnyCall], Awaitable[Reply]]],
-        waits: "_Waits",
+        delays: "_Delays",
     ) -> Sequence[Outcome | Failure]:
-        """What the environment's rubric says about each answer."""
+        """Returns the outcome of each answer, by the environment's rubric."""
         if not group.score:
             return [Outcome(rewards={step.role: 0.0}, num_answers=1) for step in steps]
         task = group.task
@@ -214,7 +214,7 @@ class RolloutEngine:
             num_tokens=[len(step.completion.token_ids) for step in steps],
             seeds=[self._seed_of(task, number) for number in range(group.num)],
         )
-        return await self._pools[task.env].score(message, begin=begin, over=partial(waits.settled, over=True))
+        return await self._pools[task.env].score(message, begin=begin, over=partial(delays.settled, over=True))
 
     def _result(
         self, group: Group, number: int, outcome: Outcome | Failure, steps: Steps, rows: Mapping[int, list[TrainingRow]]
@@ -227,7 +227,7 @@ class RolloutEngine:
         return result
 
     def _seed_of(self, task: Task, number: int) -> int:
-        """A rollout's own; in an evaluation that of its example, the same at every version."""
+        """Returns the seed of a rollout; in an evaluation it is the same at every version."""
         return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
 
     async def _prompt_ids(self, messages: Messages) -> list[int]:
@@ -333,8 +333,8 @@ def marked(step: Step, mark: Mark | None) -> Step:
     return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
 
 
-class _Waits:
-    """Which rollouts of a group go on, and which wait for rewards that come later."""
+class _Delays:
+    """The rollouts of a group that go on, and those that wait for rewards that come later."""
 
     def __init__(self, num: int, all_wait: Callable[[], None]) -> None:
         self._going_on, self._waiting, self._all_wait = set(range(num)), set[int](), all_wait

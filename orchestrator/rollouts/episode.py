@@ -1,4 +1,4 @@
-"""How an example is rolled out: who is called with what, and when it is over."""
+"""Episodes: the protocols by which examples are rolled out and scored."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from grpo.orchestrator.rollouts.state import EpisodeState, Reply
 from grpo.orchestrator.workers.protocol import Mark, Outcome
 
 Response = str | Message | Sequence[Message] | None
-"""What an environment says to an answer: a text, which becomes a user's message, a message, several, or None for
+"""An environment's response to an answer: a text, which becomes a user's message, a message, several, or None for
 nothing more."""
 
 
@@ -23,7 +23,7 @@ class Episode(ABC):
     rubric: Rubric
     """Scores the rollout; a class attribute, or set in `__init__`."""
     roles: Sequence[Role] = (Role(id=POLICY),)
-    """Who is trained."""
+    """The roles that are trained."""
 
     @abstractmethod
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
@@ -145,32 +145,32 @@ class ChatEpisode(Episode):
     more to say, `is_done`, or the context is full, which ends the rollout as truncated."""
 
     def initial_role(self, state: EpisodeState) -> str:
-        """Who begins; the first role, where not overridden."""
+        """Returns the role that begins; by default the first."""
         return self.roles[0].id
 
     def initial_messages(self, state: EpisodeState) -> Sequence[Message]:
-        """What comes before the first answer; the example's prompt, where not overridden."""
+        """Returns the messages before the first answer; by default the example's prompt."""
         return messages_of(state.example)
 
     @abstractmethod
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-        """What the environment says to the newest answer, `state.last_text`; None ends the rollout. Called after every
+        """Returns the response to the newest answer, `state.last_text`; None ends the rollout. Called after every
         answer but one at which `is_done`: also after the last one that is allowed, to which nobody answers."""
 
     def is_done(self, state: EpisodeState) -> bool:
-        """Whether the newest answer was the last one."""
+        """Returns whether the newest answer was the last one."""
         return False
 
     def next_role(self, state: EpisodeState) -> str:
-        """Who answers next; the same as before, where not overridden."""
+        """Returns the role that answers next; by default the same again."""
         return state.role
 
     def messages_for(self, role: str, state: EpisodeState) -> Sequence[Message]:
-        """What a role is shown: the conversation, where not overridden."""
+        """Returns the messages that a role is shown; by default the whole conversation."""
         return state.messages
 
     def tools_for(self, role: str, state: EpisodeState) -> Sequence[Mapping[str, Any]] | None:
-        """What a role may call, in the OpenAI format, for the model's chat template to show."""
+        """Returns the tools that a role may call, in the OpenAI format. The model's chat template shows them."""
         return None
 
     def observe(self, state: EpisodeState) -> Sequence[Message] | None:
@@ -225,7 +225,7 @@ class SingleTurnEpisode(ChatEpisode):
             self.roles = roles
 
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-        """Nothing."""
+        """Returns None: the rollout is over."""
         return None
 
 
@@ -284,7 +284,7 @@ class AlternatingRolesEpisode(MultiTurnEpisode):
             raise ValueError(f"{len(self.roles)} roles cannot alternate, expected 2")
 
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-        """What the environment says in between, to both; nothing, where not overridden."""
+        """Returns the environment's messages in between, to both roles; by default none."""
         return ()
 
     def next_role(self, state: EpisodeState) -> str:

@@ -32,13 +32,13 @@ CONTEXT_FULL = "context_length_exceeded"
 SHARED = "all"
 MAX_BODY_BYTES = 1 << 28
 MAX_ANSWERS = 128
-"""Of one request."""
+"""Answers of one request."""
 
 _HEEDED = {"messages", "prompt", "tools", "tool_choice", "n", "max_tokens", "max_completion_tokens", "temperature"}
 _HEEDED |= {"logprobs", "stream", "stream_options"}
 _SILENT = {"model", "seed", "user", "metadata", "store", "service_tier", "safety_identifier"}
 _SILENT |= {"prompt_cache_key", "prompt_cache_retention"}
-"""What says nothing of the answer's words."""
+"""Keys that do not change the answer's words."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -55,7 +55,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
 }
-"""What would change how answers are drawn, or their form, and the values with which it does not."""
+"""Keys that would change the distribution or the form of answers, and the values with which they do not."""
 
 
 class BadRequest(ValueError):
@@ -64,19 +64,19 @@ class BadRequest(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class Endpoint:
-    """Where an agent of one rollout finds the policy. Example: ``AsyncOpenAI(base_url=..., api_key=...)``"""
+    """The address of the policy for agents of one rollout. Example: ``AsyncOpenAI(base_url=..., api_key=...)``"""
 
     base_url: str
     """`http://127.0.0.1:PORT/NUMBER/v1`"""
     api_key: str
     ctx: RolloutContext
     role: str
-    """Whose answers are asked for."""
+    """The role that answers."""
     speakers: dict[str, str | None] = field(default_factory=dict)
     """The roles of others, by what their requests have for `X-Session-ID`; for rollouts with several agents. None: the
     policy answers, and nothing of it is trained."""
     failure: BaseException | None = None
-    """Why a call came to nothing, for who wants to raise it where an agent keeps quiet about it."""
+    """The error of the newest call that failed. An episode may raise it if the agent says nothing about it."""
     full: bool = False
     """The context had no room for another answer."""
     answering: "set[asyncio.Task[Any]]" = field(default_factory=set)
@@ -89,7 +89,7 @@ class Endpoint:
     """Raw prompts with their answers."""
 
     async def chat(self, body: Mapping[str, Any], role: str | None) -> dict[str, Any]:
-        """What `/chat/completions` answers. Raises BadRequest, and what the context raises."""
+        """Returns the answer of `/chat/completions`. Raises BadRequest, and what the context raises."""
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise BadRequest("the request has no messages")
         if body.get("tool_choice") not in (None, "auto", "none"):
@@ -101,7 +101,7 @@ class Endpoint:
         return {"object": "chat.completion", "choices": choices, "usage": _usage(replies)}
 
     async def complete(self, body: Mapping[str, Any], role: str | None) -> dict[str, Any]:
-        """What `/completions` answers. Raises BadRequest, and what the context raises."""
+        """Returns the answer of `/completions`. Raises BadRequest, and what the context raises."""
         prompt = body.get("prompt")
         if not isinstance(prompt, str) or not prompt:
             raise BadRequest(f"the request has prompt = {str(prompt)[:200]!r}, expected a text")
@@ -131,17 +131,17 @@ class Endpoint:
         tools: list[dict[str, Any]] | None,
         raw: bool,
     ) -> list[Reply]:
-        """As many answers as are asked for, all sampled at the same time."""
+        """Returns as many answers as the request wants, all sampled at the same time."""
         _check(body)
         max_tokens, temperature = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("temperature")
         if role is None:
             if tools is not None:
                 raise BadRequest("an agent that is not trained has tools, which only a trained role can call")
-            asked = [
+            answers = [
                 self.ctx.ask(messages, model="policy", temperature=temperature or 0.0, max_tokens=max_tokens)
                 for _ in range(body.get("n") or 1)
             ]
-            first, texts = self._num_untrained + 1, await together(asked)
+            first, texts = self._num_untrained + 1, await together(answers)
             self._num_untrained += len(texts)
             return [
                 Reply(role="", messages=(), text=text, finish_reason="stop", num_tokens=0, index=-number)
@@ -271,7 +271,7 @@ class _Server:
         self._starting = asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
 
     async def address(self) -> str:
-        """Where it listens, once it does."""
+        """Returns the address, once the server listens."""
         await asyncio.shield(self._starting)
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
@@ -290,9 +290,9 @@ class _Server:
             endpoint = next((one for one in self.endpoints.values() if speaker in one.speakers), None)
         else:
             endpoint = self.endpoints.get(number)
-        given = request.headers.get(KEY_HEADER) or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = self.key if number == SHARED or endpoint is None else endpoint.api_key
-        is_right = secrets.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+        key = request.headers.get(KEY_HEADER) or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        expected = self.key if number == SHARED or endpoint is None else endpoint.api_key
+        is_right = secrets.compare_digest(key.encode(errors="surrogateescape"), expected.encode())
         return endpoint if is_right else None
 
     async def _answer(self, request: "web.Request") -> "web.Response":

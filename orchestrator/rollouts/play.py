@@ -81,12 +81,12 @@ def _script(answers: Answers) -> Callable[[str, list[dict[str, Any]]], str]:
     """Answers as a function."""
     if callable(answers):
         return answers
-    left, given = iter(answers), len(answers)
+    left, num = iter(answers), len(answers)
 
     def following(role: str, messages: list[dict[str, Any]]) -> str:
         if (text := next(left, None)) is None:
             raise ValueError(
-                f"{role} is asked for answer {given + 1}, and {given} were given; it is to answer {messages[-1]!r}"
+                f"{role} is asked for answer {num + 1}, and {num} were given; it is to answer {messages[-1]!r}"
             )
         return text
 

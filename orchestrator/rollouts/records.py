@@ -1,4 +1,4 @@
-"""What the orchestrator knows of a rollout: one tree of records, from the episode to the ledger.
+"""The orchestrator's records of a rollout, from the task to the tree of results.
 
 Only roles are trained; whoever judges or answers beside them is no role and leaves no step.
 
@@ -28,7 +28,7 @@ Messages = tuple[Message, ...]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How a policy is sampled. Example: ``SamplingParams(temperature=1.0, max_tokens=64)``"""
+    """The parameters that a policy is sampled with. Example: ``SamplingParams(temperature=1.0, max_tokens=64)``"""
 
     temperature: float
     """0 is greedy."""
@@ -55,9 +55,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """Its place in the environment's dataset; the rest of the example stays in the environment's workers."""
     messages: Messages
-    """What the policy is shown."""
+    """The prompt."""
     epoch: int = 0
-    """In which pass over the training examples it is asked; seeds follow from that, so that they outlive a restart."""
+    """The pass over the training examples. Seeds follow from it, so that they outlive a restart."""
     solution: str = ""
     """The example's own `solution`, for hints; empty where it has none."""
 
@@ -75,9 +75,9 @@ class Group:
     params: SamplingParams
     adapters: RoleAdapters = SHARED_ADAPTER
     seed: int | None = None
-    """Of its requests; None for the server's own randomness."""
+    """The seed of its requests; None for the server's own randomness."""
     score: bool = True
-    """Whether the rubric is asked; otherwise rewards are 0."""
+    """False if the rubric is not asked, and rewards are 0."""
     first: int = 0
     """Number of the first of its rollouts."""
 
@@ -109,17 +109,17 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     """Id of the role that acted."""
     temperature: float = 1.0
-    """That it was sampled at."""
+    """The sampling temperature."""
     completion: Choice = Choice(token_ids=[], logprobs=[], finish_reason="")
-    """As the server sampled it, never decoded and tokenized again."""
+    """The tokens as the server sampled them, never decoded and tokenized again."""
     text: str = ""
     """The completion decoded without special tokens: for reward functions, never for training."""
     version: int = 0
     """Policy version that was asked for; newer ones may have sampled, where the request follows them."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """What is new in the conversation since its answer before this one."""
+    """The messages that are new in the conversation since its answer before this one."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """What could be called, in the OpenAI format, as far as the template was told."""
+    """The tools that could be called, in the OpenAI format."""
     observed: Sequence[Mapping[str, Any]] | None = None
     """The state in which it acted as the environment tells all of it without the conversation; None: only the
     conversation tells."""
@@ -127,7 +127,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     adapter: int = 0
     """The one that sampled it, by its place among the run's."""
     evidence: StepEvidence | None = None
-    """For credit, where evidence is an advantage."""
+    """For credit, if evidence is an advantage."""
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -141,7 +141,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """Its place among the policy's answers in the conversation, from 0."""
     opens: int
-    """Where the template opens the turn: everything before is what the policy was told. A hint goes here. Equal to
+    """The index where the template opens the turn: everything before is the prompt. A hint goes here. Equal to
     `begins` where the template opens turns with nothing, or with what cannot be told apart."""
     begins: int
     """Its first sampled token."""
@@ -171,7 +171,7 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[Turn, ...]
     """In order, at least one."""
     steps: tuple[int, ...] = ()
-    """For each of the turns, the index of its step in the rollout."""
+    """The index of each turn's step in the rollout."""
 
     def spread(self, by_turn: Sequence[float] | Mapping[int, float | Float32]) -> Float32:
         """[L] a number for each of the conversation's turns (by `Turn.index`), or one for each of its sampled tokens,
@@ -186,9 +186,9 @@ def single_row(
     prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
 ) -> TrainingRow:
     """Returns the row of a prompt with one answer, of a rollout with one step. `opening`: how the template opens the
-    policy's turn; `version`: the one that was asked for. Raises ValueError where the completion contradicts itself."""
+    policy's turn; `version`: the requested one. Raises ValueError if the completion contradicts itself."""
     begins, ends, versions = len(prompt), len(prompt) + len(completion.token_ids), list[tuple[int, int]]()
-    add_versions(versions, completion, asked=version, num_before=begins)
+    add_versions(versions, completion, requested=version, num_before=begins)
     logprobs, sampled = np.zeros(ends, np.float32), np.zeros(ends, np.bool_)
     with np.errstate(over="ignore"):  # before it is sent, what float32 does not hold is found
         logprobs[begins:] = completion.logprobs
@@ -213,7 +213,7 @@ def opening_at(token_ids: Sequence[int], opening: Sequence[int]) -> int:
     return at if at >= 0 and tuple(token_ids[at:]) == tuple(opening) else length
 
 
-def add_versions(known: list[tuple[int, int]], completion: Choice, *, asked: int, num_before: int) -> None:
+def add_versions(known: list[tuple[int, int]], completion: Choice, *, requested: int, num_before: int) -> None:
     """Adds the versions that sampled an answer to the runs (version, number of tokens) of its row. `num_before`: tokens
     before it, which count as sampled by the first. Raises ValueError where the completion contradicts itself."""
     num = len(completion.token_ids)
@@ -222,7 +222,7 @@ def add_versions(known: list[tuple[int, int]], completion: Choice, *, asked: int
             f"a completion of {num} tokens has {len(completion.logprobs)} log-probabilities; a server must give one "
             "for each"
         )
-    (first, count), *others = versions = completion.versions or ((asked, num),)
+    (first, count), *others = versions = completion.versions or ((requested, num),)
     if (covered := sum(count for _, count in versions)) != num:
         raise ValueError(f"a completion of {num} tokens has versions {versions}, which cover {covered}; expected all")
     for version, num_tokens in ((first, num_before + count), *others):
@@ -233,13 +233,13 @@ def add_versions(known: list[tuple[int, int]], completion: Choice, *, asked: int
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a rollout came to nothing."""
+    """The reason why a rollout failed."""
 
     reason: str
     """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `reward_too_large`,
     `context_full` (before an episode's first answer), `server_timeout`, or `prompt_too_long` in an evaluation."""
     message: str
-    """For people: the environment's own traceback, where there is one."""
+    """A text for people, with the environment's own traceback if there is one."""
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,17 +253,17 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Unique in the run, `group/number`; of a child `group/number.place`."""
     task: Task = Task(env="", split="", index=-1, messages=())
     steps: tuple[Step, ...] = ()
-    """In order; those of children are theirs."""
+    """The rollout's own steps in order, without those of its children."""
     rows: tuple[TrainingRow, ...] = ()
-    """For training."""
+    """The rows for training."""
     rewards: Mapping[str, float] = {}
     """Reward of each role by its id; every role that has a step has one, unless the rollout failed."""
     accuracy: float = 0.0
     """The measure that evaluation reports."""
     metrics: Mapping[str, float] = {}
-    """What the rubric measured, by name."""
+    """The rubric's metrics by name."""
     extras: Mapping[str, Any] = {}
-    """What the episode says of the rollout, for logs."""
+    """The result of `Episode.extras`, for logs."""
     context_full: bool = False
     """Ended by the episode because the context was full."""
     children: "tuple[EpisodeResult, ...]" = ()
@@ -292,7 +292,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reward(self) -> float:
-        """Of the role that acted first, which stands for the whole rollout where one number must."""
+        """The reward of the role that acted first. It stands for the rollout where one number is needed."""
         return self.rewards[self.steps[0].role] if self.steps else 0.0
 
     @property
@@ -302,7 +302,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncated(self) -> bool:
-        """Whether the last answer ran into its limit, or no room was left for another one."""
+        """True if the last answer was cut at its limit, or no room was left for another one."""
         return self.context_full or (bool(self.steps) and self.steps[-1].completion.finish_reason == "length")
 
     @property

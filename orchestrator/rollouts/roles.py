@@ -36,7 +36,7 @@ class Role:
     temperature: float | None = None
     """None: the run's `sampling.temperature`. In an evaluation that of the evaluation."""
     max_tokens: int | None = None
-    """Of one answer. None: the run's `sampling.max_tokens`."""
+    """The longest answer in tokens. None: the run's `sampling.max_tokens`."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -65,7 +65,7 @@ class RoleAdapters:
     names: tuple[str, ...] = ()
     """All of the run, in their order; none where it has one, which all roles share."""
     of_roles: Mapping[str, str] = field(default_factory=dict)
-    """By role; the others have the first."""
+    """Adapters by role; the other roles have the first."""
 
     def place(self, role: str) -> int:
         """Among the run's adapters."""

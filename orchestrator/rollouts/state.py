@@ -1,4 +1,4 @@
-"""A rollout while it runs, and what it came to, as user code sees them: text, no tokens."""
+"""A rollout as user code sees it, while it runs and once it is over: text, no tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class StepError(msgspec.Struct, frozen=True, kw_only=True):
     hint_template_key: str
     """Which hint would have helped."""
     message: str = ""
-    """What the environment said."""
+    """The environment's own words about it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Reply:
     """One answer of the policy."""
 
     role: str
-    """Who answered."""
+    """The role that answered."""
     messages: tuple[Message, ...]
-    """All that it answered to."""
+    """All messages before it."""
     text: str
     """Without control tokens."""
     finish_reason: str
@@ -42,7 +42,7 @@ class Reply:
     call: int = -1
     """Its number among all calls of the rollout and of those that it spawned."""
     observed: tuple[Message, ...] | None = None
-    """What `ChatEpisode.observe` said of the state in which it answered."""
+    """The result of `ChatEpisode.observe` before it answered."""
     error: StepError | None = None
     """Set by `EpisodeState.mark_error`."""
 
@@ -58,7 +58,7 @@ class EpisodeState:
     never into `self`. Once the rollout is over, it says what it came to."""
 
     example: Mapping[str, Any]
-    """Of the environment's dataset, or what was given to `spawn`."""
+    """One of the environment's dataset, or one that was spawned."""
     number: int = 0
     """0, or which of the sub-episodes it is, as they were spawned anywhere below one rollout."""
     messages: list[Message] = field(default_factory=list)
@@ -66,7 +66,7 @@ class EpisodeState:
     trajectory: list[Reply] = field(default_factory=list)
     """All answers of the rollout's roles; its children's are theirs."""
     role: str = ""
-    """Who acts now, or acted last."""
+    """The role that acts now, or acted last."""
     data: dict[str, Any] = field(default_factory=dict)
     """The episode's own."""
     done: bool = False
@@ -75,13 +75,13 @@ class EpisodeState:
     children: list["EpisodeState"] = field(default_factory=list)
     """Rollouts of `RolloutContext.spawn`, which are over and scored."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """By role, once it is scored."""
+    """Rewards by role, once it is scored."""
     accuracy: float = 0.0
     """The measure that evaluation reports, once it is scored."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the rubric measured, once it is scored."""
+    """The rubric's metrics, once it is scored."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """What `Episode.extras` said, once it is scored."""
+    """The result of `Episode.extras`, once it is scored."""
 
     @property
     def turn(self) -> int:
@@ -100,12 +100,12 @@ class EpisodeState:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Who acted, in the order in which they did first."""
+        """The roles that acted, in the order in which they did first."""
         return tuple(dict.fromkeys(reply.role for reply in self.trajectory))
 
     @property
     def reward(self) -> float:
-        """Of the role that acted first; 0 where nobody acted, or before it is scored."""
+        """The reward of the role that acted first; 0 if nobody acted, or before it is scored."""
         return self.rewards.get(self.trajectory[0].role, 0.0) if self.trajectory else 0.0
 
     def mark_error(self, error_kind: str, hint_template_key: str, message: str = "", *, index: int = -1) -> None:

@@ -1,4 +1,4 @@
-"""What a conversation must know of the model's chat template: how a turn opens and ends."""
+"""Facts about the model's chat template that conversations need: how a turn opens and ends."""
 
 import functools
 import json
@@ -26,22 +26,22 @@ class ChatTemplate:
 
     renderer: ChatRenderer
     tools: tuple[Mapping[str, Any], ...] | None
-    """What the policy may call, in the OpenAI format, as the template is given them; None: nothing."""
+    """The tools that the policy may call, in the OpenAI format; None if it has none."""
     opening: str
     """The text that opens the policy's turn; empty where there is none, or it cannot be told."""
     opening_ids: tuple[int, ...]
-    """The same as ids."""
+    """The opening as token ids."""
     end_id: int | None
     """The control token that follows an answer; None where plain text does."""
 
     @classmethod
     def of(cls, renderer: ChatRenderer, tools: Sequence[Mapping[str, Any]] | None = None) -> "ChatTemplate":
         """Looks at the template once. Raises TemplateRefused where it takes no question with its answer."""
-        kept, asked = None if tools is None else tuple(tools), {"role": "user", "content": "x"}
+        kept, question = None if tools is None else tuple(tools), {"role": "user", "content": "x"}
         try:
-            closed, opened = (renderer.render([asked], tools=kept, opened=opened) for opened in (False, True))
-            answered = [asked, {"role": "assistant", "content": _PROBE}, asked]
-            _, found, ending = renderer.render(answered, tools=kept, opened=True).rpartition(_PROBE)
+            closed, opened = (renderer.render([question], tools=kept, opened=opened) for opened in (False, True))
+            messages = [question, {"role": "assistant", "content": _PROBE}, question]
+            _, found, ending = renderer.render(messages, tools=kept, opened=True).rpartition(_PROBE)
         except Exception as error:  # templates are code: they add texts to what is none, for example
             raise TemplateRefused(
                 f"the model's chat template does not take a user's message and an answer to it: {error}; use a model "
@@ -91,14 +91,14 @@ class Templates:
 
     @functools.cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """How the template opens the policy's turn; nothing where it takes no question with its answer."""
+        """The token ids that open the policy's turn; empty if the template takes no question with its answer."""
         try:
             return self.of(None).opening_ids
         except TemplateRefused:
             return ()
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
-        """What tools say cannot end the turn in which the template tells of them. Raises TemplateRefused."""
+        """Returns the template with these tools, whose texts cannot end a turn. Raises TemplateRefused."""
         return self._with_tools(json.dumps(tools))
 
     def _look(self, written: str) -> ChatTemplate:

@@ -25,7 +25,7 @@ END_LIMIT_S = 12.0
 """A worker's guard has so long to end all that the worker started."""
 KILLED = 128 + signal.SIGKILL
 PRINT_BURST_BYTES, PRINT_BYTES_PER_S = 8 << 20, 4 << 10
-"""What the code of one environment may print into our log at once, and for as long as it runs."""
+"""The code of one environment may print so much into our log at once, and so much a second after that."""
 PRINT_LIMIT_S = 2.0
 """So long the last output is waited for when the program is closed."""
 
@@ -143,7 +143,7 @@ class WorkerProcess:
             os.close(report)
 
     def connected(self) -> None:
-        """Removes the address of the socket: the worker has connected, and nothing else is to connect."""
+        """Removes the address of the socket: the worker has connected, and no other process is to."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property

@@ -1,4 +1,4 @@
-"""What the orchestrator and an environment worker say to each other over ZeroMQ.
+"""The messages between the orchestrator and an environment worker, over ZeroMQ.
 
 A frame is a list of these structs as MessagePack, what is said at one time; nothing is ever unpickled. A worker serves
 one environment: it is loaded first, then asked for its prompts, then any number of rollouts run in it at a time.
@@ -18,9 +18,9 @@ PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 31
 """A peer that sends more is cut off."""
 MAX_USER_BYTES = 1 << 26
-"""Of one message with values of user code."""
+"""The longest message with values of user code."""
 ALIVE_INTERVAL_S = 1.0
-"""How often either side says that its event loop turns."""
+"""The interval of heartbeats, of both sides."""
 
 SILENCE_LIMIT_S = 10.0
 """An orchestrator, or an environment server, that says nothing for so long is gone."""
@@ -42,9 +42,9 @@ class Load(Job, kw_only=True):
     env_id: str
     args: dict[str, Any]
     timeout_s: float
-    """What a rollout's own code may take between two calls of a model."""
+    """A rollout's own code may take so long between two calls of a model."""
     memory_bytes: int | None = None
-    """What the environment's code may allocate (None: as much as the machine has)."""
+    """The environment's code may allocate so much (None: as much as the machine has)."""
 
 
 class Loaded(Job, kw_only=True):
@@ -53,7 +53,7 @@ class Loaded(Job, kw_only=True):
     single_turn: bool
     """Each rollout is one answer to its prompt."""
     roles: list[Role]
-    """Of all its episodes."""
+    """The roles of all its episodes."""
     stores: dict[str, int]
     """Artifact stores by name, with the number of artifacts that each may hold."""
 
@@ -73,13 +73,13 @@ class Prompts(Job, kw_only=True):
 
     prompts: list[list[dict[str, str]]]
     identities: list[str]
-    """Of each example, where `hash_keys` were given."""
+    """Each example's identity, if `hash_keys` were given."""
     solutions: list[str]
     """Each example's own `solution`; none where no example has one."""
 
 
 class Call(Job, kw_only=True):
-    """What a rollout asks of the orchestrator, or the answer."""
+    """A call of a rollout to the orchestrator, or the reply."""
 
     call: int = -1
     """Counts the calls of a rollout, from 0. An answer gets that of its call, as `job`, where it is sent."""
@@ -104,7 +104,7 @@ class Stored(Call, kw_only=True):
 
 
 class Refused(Call, kw_only=True):
-    """Answers a call that comes to nothing."""
+    """Answers a call that fails."""
 
     reason: str
     """`context_full`, or `failed`."""
@@ -116,13 +116,13 @@ class Sample(Call, kw_only=True):
 
     role: str
     rollout: int = 0
-    """Who asks: 0 for the rollout itself, another number for each that it spawned."""
+    """The rollout of the tree that calls: 0 for the root, another number for each that was spawned."""
     conversation: int
     """Which conversation goes on; a number that was not used before begins one."""
     messages: list[ChatMessage]
-    """What is new in it since its newest answer."""
+    """The messages since its newest answer."""
     tools: list[dict[str, Any]] | None = None
-    """What may be called, in the OpenAI format; only where a conversation begins."""
+    """The tools that may be called, in the OpenAI format; only where a conversation begins."""
     max_tokens: int | None = None
     """None: the role's."""
     temperature: float | None = None
@@ -130,7 +130,7 @@ class Sample(Call, kw_only=True):
     raw: bool = False
     """The messages' texts, one after the other, are the prompt, without a chat template."""
     logprobs: bool = False
-    """Whether the answer is to have its tokens."""
+    """True if the answer is to have its tokens."""
 
 
 class Ask(Call, kw_only=True):
@@ -152,7 +152,7 @@ class Store(Call, kw_only=True):
 
 
 class Delay(Call, kw_only=True):
-    """From here on the rollout waits for a reward that comes later. Answered by Stored."""
+    """The rollout begins to wait for a reward that comes later. Answered by Stored."""
 
 
 class Withdraw(Call, kw_only=True):
@@ -166,10 +166,10 @@ class Run(Job, kw_only=True):
     split: str
     index: int
     prompt: list[dict[str, str]]
-    """Of the example, which must be what the worker finds at `index`."""
+    """The example's prompt, which must be what the worker finds at `index`."""
     seed: int | None
     score: bool = True
-    """Whether the rubric is asked; otherwise rewards are 0."""
+    """False if the rubric is not asked, and rewards are 0."""
 
 
 class Score(Job, kw_only=True):
@@ -179,21 +179,19 @@ class Score(Job, kw_only=True):
     split: str
     index: int
     prompt: list[dict[str, str]]
-    """Of the example, which must be what the worker finds at `index`."""
+    """The example's prompt, which must be what the worker finds at `index`."""
     texts: list[str]
     """The answers, without control tokens."""
     finish_reasons: list[str]
-    """Of each answer."""
     num_tokens: list[int]
-    """Of each answer."""
     seeds: list[int | None]
-    """Of each rollout."""
+    """One for each answer, as of the two lists before."""
     trial: bool = False
-    """Whether only this is asked: can an answer be scored; see `grpo.orchestrator.workers.trial`."""
+    """True for a trial: can an answer be scored? See `grpo.orchestrator.workers.trial`."""
 
 
 class Mark(msgspec.Struct, kw_only=True):
-    """What an environment says about one answer of the policy."""
+    """The environment's remarks on one answer of the policy."""
 
     error: StepError | None = None
     observed: list[ChatMessage] | None = None
@@ -204,9 +202,9 @@ class Outcome(Job, kw_only=True):
     """A rollout is over and scored. The orchestrator has its steps."""
 
     rollout: int = 0
-    """Who it is about, as in Sample."""
+    """The rollout of the tree, as in Sample."""
     rewards: dict[str, float]
-    """By role."""
+    """Rewards by role."""
     accuracy: float = 0.0
     metrics: dict[str, float] = {}
     extras: dict[str, Any] = {}
@@ -215,16 +213,16 @@ class Outcome(Job, kw_only=True):
     num_answers: int = 0
     """Answers of the policy that have arrived."""
     marks: dict[int, Mark] = {}
-    """By call."""
+    """Remarks by call."""
     children: "list[Outcome]" = []
-    """Of the rollouts that it spawned; their `job` says nothing."""
+    """The outcomes of the rollouts that it spawned; they have no `job`."""
 
     def __post_init__(self) -> None:
         check_numbers("a rollout", self.rewards, self.metrics, self.accuracy)
 
 
 class Failed(Job, kw_only=True):
-    """What was asked has come to nothing."""
+    """A job has failed."""
 
     reason: str
     """`env_error`, `env_timeout`, `env_memory`, `reward_not_finite`, `reward_too_large`, or `context_full` (before the
@@ -286,7 +284,7 @@ ALIVE, SERVER_ALIVE, LEFT = (frame_of(encode(one)) for one in (Alive(protocol=PR
 
 
 def protocol_of(frame: bytes) -> int | None:
-    """What an end speaks that sends this frame; None where it is no greeting."""
+    """Returns the protocol of the end that sent this frame; None if it is no greeting."""
     try:
         [said] = _greetings.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -295,13 +293,13 @@ def protocol_of(frame: bytes) -> int | None:
 
 
 def other_protocol(theirs: int) -> str:
-    """What becomes of a worker where the other end speaks another protocol."""
+    """Returns what is said of a worker whose other end speaks another protocol."""
     return f"speaks protocol {PROTOCOL}, and the other end {theirs}; install the same release of grpo on both"
 
 
 def encode_checked(message: FromWorker) -> bytes:
-    """As `encode`, for what user code has put values into. Raises ValueError where one has another type than is
-    expected in its place, and for what would hold up the other end."""
+    """Returns a message with values of user code as bytes. Raises ValueError if a value does not have the expected
+    type, and if the message is too long."""
     try:
         data = encode(message)
         _decode(data)

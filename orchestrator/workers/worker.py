@@ -57,12 +57,12 @@ from grpo.transport.errors import UserError
 from grpo.transport.logs import start_log
 
 STACK_BYTES = 2 << 20
-"""Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
+"""The stack of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
 MAX_LEFT = 8
 """Rollouts and threads that nobody waits for and that do not end; a worker with so many ends."""
 MAX_MESSAGE_CHARACTERS = 20_000
 RESERVE_BYTES = 64 << 20
-"""What a worker gets beyond its limit, once it is used up, until it ends."""
+"""Memory beyond the limit, for the end of a worker that has used up its own."""
 IDENTITY_BYTES = 12
 """Enough that among a thousand million examples no two share one by chance."""
 
@@ -83,7 +83,7 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         """Rollouts by job."""
         self._replies: dict[tuple[int, int], asyncio.Future[Sampled | Stored | Refused]] = {}
-        """What calls wait for, by job and call."""
+        """Replies that calls wait for, by job and call."""
         self._left: set[asyncio.Task[EpisodeState]] = set()
         """Code of rollouts that are over, which has been told to end."""
         self._is_out_of_memory = False
@@ -136,21 +136,21 @@ class Worker:
                 except BaseException as error:  # user code may raise even SystemExit
                     self.send(encode(self._failed(message.job, error)))
             case Sampled() | Stored() | Refused():
-                answered = self._replies.pop((message.job, message.call), None)
-                if answered is not None and not answered.done():
-                    answered.set_result(message)
+                reply = self._replies.pop((message.job, message.call), None)
+                if reply is not None and not reply.done():
+                    reply.set_result(message)
 
     async def reply_to(self, call: AnyCall) -> Any:
-        """What the orchestrator answers; the wait is not the rollout's own time. Raises CancelledError in code of a
+        """Returns the orchestrator's reply; the wait is not the rollout's own time. Raises CancelledError in code of a
         rollout that is over."""
         if call.job not in self._running:
             raise asyncio.CancelledError("the rollout is over, and something that it started goes on")
         key = call.job, call.call
-        answered = self._replies[key] = asyncio.get_running_loop().create_future()
+        reply = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
             self.send(encode_checked(call))
             with waiting(restart=True):
-                return await answered
+                return await reply
         except asyncio.CancelledError:
             if isinstance(call, Sample) and call.job in self._running:
                 self.send(encode(Withdraw(job=call.job, call=call.call)))
@@ -244,7 +244,7 @@ class Worker:
         assert self._environment is not None
         return await run_episode(
             self._episode,
-            partial(self._answered, run.job),
+            partial(self._call, run.job),
             example=example,
             split=run.split,
             seed=run.seed,
@@ -264,11 +264,11 @@ class Worker:
             index=0,
             call=0,
         )
-        backend = partial(self._answered, score.job + place)
+        backend = partial(self._call, score.job + place)
         seed = score.seeds[place]
         return await score_answer(self._episode, backend, answer, example=example, split=score.split, seed=seed)
 
-    async def _answered(self, job: int, call: AnyCall) -> Any:
+    async def _call(self, job: int, call: AnyCall) -> Any:
         call.job = job
         return await self.reply_to(call)
 
@@ -308,7 +308,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> str:
-    """The same text wherever and whenever an example has the same values for `keys`, and another one otherwise. Raises
+    """Returns a text that is the same for examples with the same values for `keys`, and different for others. Raises
     ValueError for one that has no such field, or something in it that cannot be compared from run to run."""
     if missing := [key for key in keys if key not in example]:
         raise ValueError(

@@ -12,7 +12,7 @@ from grpo.transport.records import Canary
 from tokenizers import Tokenizer
 
 from tests.e2e.runs import ROOT, Run, trained
-from tests.environments.sandbox.conftest import why_no_sandbox
+from tests.environments.conftest import why_no_sandbox
 from tests.support import options
 
 pytestmark = pytest.mark.e2e

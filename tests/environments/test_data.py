@@ -279,8 +279,10 @@ def test_a_cell_a_line_and_a_file_have_a_longest(
     name: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, name, limit)
+    usual = csv.field_size_limit()
     with pytest.raises(UserError, match=r"data\.csv"):
         made(write(tmp_path / "data.csv", [*sums(3), {"sum": "9" * 200, "result": "1"}]))
+    csv.field_size_limit(usual)  # is the whole process's
 
 
 def test_a_long_prompt_is_shown_by_its_beginning(tmp_path: Path) -> None:

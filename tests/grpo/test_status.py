@@ -10,7 +10,7 @@ import pytest
 from grpo.transport.status import process_start
 
 from grpo.commands.status import ProcessStatus, RunStatus, run_status
-from grpo.run_files import NoRun, Said
+from grpo.run_files import NoRun, ProgramStatus
 from tests.grpo.run_folder import found, gone_pid, grpo, says, write_ledger, write_metrics
 
 
@@ -148,11 +148,11 @@ def test_json_holds_everything(run: Path) -> None:
 
 def test_a_process_is_known_by_its_start_whatever_the_clock_says() -> None:
     here, pid, started = socket.gethostname(), os.getpid(), process_start(os.getpid())
-    assert Said(state="", pid=pid, host=here, started=started, since=0.0).alive
-    assert Said(state="", pid=pid, host=here, started=1).alive is False  # another one has its number now
-    assert Said(state="", pid=gone_pid(), host=here).alive is False
-    assert Said(state="", pid=1, host="elsewhere").alive is None
-    assert Said(state="").alive is None
+    assert ProgramStatus(state="", pid=pid, host=here, started=started, since=0.0).alive
+    assert ProgramStatus(state="", pid=pid, host=here, started=1).alive is False  # another one has its number now
+    assert ProgramStatus(state="", pid=gone_pid(), host=here).alive is False
+    assert ProgramStatus(state="", pid=1, host="elsewhere").alive is None
+    assert ProgramStatus(state="").alive is None
 
 
 def test_a_status_folder_that_is_a_file_counts_as_missing(run: Path) -> None:

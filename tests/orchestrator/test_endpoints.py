@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from grpo.configs.auxiliary import ApiSettings
-from grpo.orchestrator.endpoints import MAX_ECHO, Endpoint, EndpointError
+from grpo.orchestrator.endpoints import MAX_ECHO, ApiModel, EndpointError
 from grpo.orchestrator.rollouts.messages import ModelResponse
 from grpo.transport.ports import free_port
 
@@ -25,9 +25,9 @@ QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"
 
 
-def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> Endpoint:
+def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> ApiModel:
     known = {"name": "m", "base_url": base_url, "model": "m", "timeout_s": 60.0, "retries": 0}
-    return Endpoint(ApiSettings(**(known | settings)), own_servers=lambda: own)
+    return ApiModel(ApiSettings(**(known | settings)), own_servers=lambda: own)
 
 
 async def asked(
@@ -97,7 +97,7 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(chats: Fake
 
     chats.says["m"] += [counted] * 15
     settings = ApiSettings(name="m", base_url=chats.base_url, model="m", requests_per_s=10)
-    endpoint, began_s = Endpoint(settings, num_parallel=3), time.monotonic()
+    endpoint, began_s = ApiModel(settings, num_parallel=3), time.monotonic()
     await asyncio.gather(*(endpoint.ask(QUESTION) for _ in range(15)))
     assert time.monotonic() - began_s > 0.3  # 10 at once, 5 more in half a second
     assert max(running) == 3

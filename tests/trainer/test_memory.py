@@ -7,13 +7,19 @@ from typing import Any
 import pytest
 import torch
 from grpo.trainer.errors import ModelError, OutOfMemory
-from grpo.trainer.memory import falling_back, missing_for_compile, prepare_layers, recorded_checkpointing
+from grpo.trainer.memory import (
+    ActivationCheckpointing,
+    falling_back,
+    missing_for_compile,
+    prepare_layers,
+    recorded_checkpointing,
+)
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import packed_tokens
-from grpo.transport.records import MicroBatch, Quantization
+from grpo.transport.records import MicroBatch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy, tiny_settings
+from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy, tiny_settings
 
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
 
@@ -55,15 +61,19 @@ def kept_for_backward(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "target_modules"), [(None, TARGETS), ("nf4", TARGETS), ("fp8", ("q_proj", "down_proj"))]
+    ("checkpointing", "options"),
+    [
+        ("full", {}),
+        ("selective", {}),  # whose attention here is no operator that could be kept
+        ("full", {"quantization": "nf4"}),
+        ("full", {"quantization": "fp8", "target_modules": ("q_proj", "down_proj")}),
+    ],
 )
 def test_checkpointed_layers_give_the_same_bit_for_bit(
-    tiny_model: Path, quantization: Quantization | None, target_modules: tuple[str, ...]
+    tiny_model: Path, checkpointing: ActivationCheckpointing, options: dict[str, Any]
 ) -> None:
-    plain = tiny_policy(tiny_model, quantization=quantization, target_modules=target_modules)
-    checkpointed = tiny_policy(
-        tiny_model, quantization=quantization, target_modules=target_modules, checkpointing="full"
-    )
+    plain = tiny_policy(tiny_model, **options)
+    checkpointed = tiny_policy(tiny_model, checkpointing=checkpointing, **options)
     for batch in BATCHES:
         for expected, ours in zip(results(plain, batch), results(checkpointed, batch), strict=True):
             assert torch.equal(expected, ours)

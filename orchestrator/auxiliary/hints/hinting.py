@@ -19,7 +19,7 @@ from grpo.orchestrator.auxiliary.hints.sources import (
     from_templates,
     load_templates,
 )
-from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.endpoints import ApiModel, Costs
 from grpo.orchestrator.hooks import Hook, Opening
 from grpo.orchestrator.monitoring.metrics import Figures, all_figures
 from grpo.orchestrator.rollouts.records import EpisodeResult, TrainingRow
@@ -47,7 +47,7 @@ class Hinter(Hook):
         *,
         seq_len: int,
         max_per_sample: int | None = None,
-        model: Endpoint | None = None,
+        model: ApiModel | None = None,
         is_trained: Callable[[], bool] = lambda: True,
         advantages: HintAdvantages | None = None,
     ) -> None:

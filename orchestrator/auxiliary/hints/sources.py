@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from grpo.configs.loading import read_yaml
-from grpo.orchestrator.endpoints import Endpoint, EndpointError
+from grpo.orchestrator.endpoints import ApiModel, EndpointError
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn, walk_all
 from grpo.orchestrator.rollouts.state import StepError
@@ -168,7 +168,7 @@ async def from_solution(site: Site) -> str:
     return SOLVED.format(solution=solution)
 
 
-def from_model(model: Endpoint, renderer: ChatRenderer) -> Source:
+def from_model(model: ApiModel, renderer: ChatRenderer) -> Source:
     """Returns a source of hints that a model writes: it is shown what the policy was shown, what it answered, and what
     was wrong with that. A failure of the model costs its hint and nothing else. `renderer`: of the policy."""
 

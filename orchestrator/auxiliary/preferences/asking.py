@@ -26,7 +26,7 @@ from grpo.orchestrator.auxiliary.preferences.pairs import (
     pairs_of_run,
 )
 from grpo.orchestrator.auxiliary.preferences.turns import PolicyTurn, chosen_turns, state_key
-from grpo.orchestrator.endpoints import Costs, Endpoint, EndpointError
+from grpo.orchestrator.endpoints import ApiModel, Costs, EndpointError
 from grpo.orchestrator.hooks import Hook, Opening
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import Figures
@@ -67,7 +67,7 @@ class Preferences(Hook):
         ledger: Ledger,
         reference: Reference,
         template_of: Callable[[Tools], ChatTemplate],
-        open_api: Callable[[ApiSettings, Costs], Endpoint],
+        open_api: Callable[[ApiSettings, Costs], ApiModel],
         *,
         base_model: str,
         sequence_len: int,
@@ -258,7 +258,7 @@ class Preferences(Hook):
         return {name: one if isinstance(one, Action) else None for name, one in zip(tasks, answers, strict=True)}
 
     def _answer(
-        self, teacher: Endpoint, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
+        self, teacher: ApiModel, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
     ) -> asyncio.Task[Action]:
         key = (teacher.name, state)
         answer = self._answers.pop(key, None)
@@ -281,7 +281,7 @@ class Preferences(Hook):
         return found == {"yes"}
 
 
-async def _action(teacher: Endpoint, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Action:
+async def _action(teacher: ApiModel, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Action:
     """Returns what a teacher would do. Hosted APIs take a tool's messages only after calls of their own format: they
     are sent as the user's. Raises EndpointError."""
     sent = [{**one, "role": "user"} if one["role"] == "tool" and "tool_call_id" not in one else one for one in messages]

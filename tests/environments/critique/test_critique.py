@@ -17,9 +17,6 @@ from grpo.environments.sandbox.records import LimitName, Limits, Result, Sandbox
 from grpo.orchestrator.rollouts.play import play
 
 from grpo import MockClient
-from tests.environments.sandbox.conftest import needs_bubblewrap
-
-__all__ = ["needs_bubblewrap"]
 
 JUDGED = "Overall judgment: Incorrect"
 RIGHT = "print(int(input()) * 2)"

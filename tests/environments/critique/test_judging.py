@@ -9,10 +9,6 @@ from grpo.environments.critique.testing import run_tests
 from grpo.environments.sandbox.local import LocalSandbox
 from grpo.environments.sandbox.records import Limits
 
-from tests.environments.sandbox.conftest import needs_bubblewrap, sandbox
-
-__all__ = ["needs_bubblewrap", "sandbox"]
-
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 ADDITION = {"question": "Add.", "inputs": ["1 2", "2 2", "3 3", "4 4"], "outputs": ["3", "4", "6", "8"]}
 UNIT = {"question": "Write double.", "tests": ["assert double(2) == 4", "assert double(3) == 6"]}

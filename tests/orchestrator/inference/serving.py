@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from grpo.orchestrator.inference.client import InferenceClient
+from grpo.orchestrator.inference.client import PolicyClient
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
@@ -19,16 +19,16 @@ def name_of(server: FakeServer) -> str:
     return server.url.removesuffix("/v1")
 
 
-def client_of(*urls: str, timeout_s: float = 30, api_key: str | None = None) -> InferenceClient:
+def client_of(*urls: str, timeout_s: float = 30, api_key: str | None = None) -> PolicyClient:
     """Of servers in the routing."""
     pool = ServerPool(urls)
     for server in pool.servers:
         pool.readmit(server)
-    return InferenceClient(pool, api_key=api_key, timeout_s=timeout_s)
+    return PolicyClient(pool, api_key=api_key, timeout_s=timeout_s)
 
 
 @asynccontextmanager
-async def running(watch: ServerWatch, client: InferenceClient) -> AsyncIterator[None]:
+async def running(watch: ServerWatch, client: PolicyClient) -> AsyncIterator[None]:
     """While the servers are watched, a minute at most; closes the client afterwards."""
     task = asyncio.create_task(watch.run())
     try:
@@ -43,12 +43,12 @@ async def running(watch: ServerWatch, client: InferenceClient) -> AsyncIterator[
 @asynccontextmanager
 async def watched(
     *servers: FakeServer, timeout_s: float = 30, silence_s: float = 30, **settings: Any
-) -> AsyncIterator[tuple[InferenceClient, WeightSync, ServerWatch]]:
+) -> AsyncIterator[tuple[PolicyClient, WeightSync, ServerWatch]]:
     """A weight sync whose servers have been brought in and are watched; those without an address are started."""
     for server in servers:
         if not server.url:
             await server.start()
-    client = InferenceClient(ServerPool([server.url for server in servers]), api_key=None, timeout_s=timeout_s)
+    client = PolicyClient(ServerPool([server.url for server in servers]), api_key=None, timeout_s=timeout_s)
     sync = WeightSync(client, alias="default", **settings)
     sync.run_id = "run"
     watch = ServerWatch(sync, interval_s=0.02, timeout_s=silence_s)
@@ -65,13 +65,13 @@ async def watched(
 
 
 @asynccontextmanager
-async def synced(*servers: FakeServer, **settings: Any) -> AsyncIterator[tuple[InferenceClient, WeightSync]]:
+async def synced(*servers: FakeServer, **settings: Any) -> AsyncIterator[tuple[PolicyClient, WeightSync]]:
     """The same without the watch."""
     async with watched(*servers, **settings) as (client, sync, _):
         yield client, sync
 
 
-async def ask(client: InferenceClient, version: int = 0, num: int = 1, **params: Any) -> int:
+async def ask(client: PolicyClient, version: int = 0, num: int = 1, **params: Any) -> int:
     """The number of answers under a version."""
     sampling = SamplingParams(temperature=1.0, max_tokens=4, **params)
     return len(await client.generate([65], params=sampling, num=num, version=version, seed=None))

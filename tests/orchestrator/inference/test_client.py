@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from grpo.orchestrator.inference.client import InferenceClient, ServerError, ServersAway, TimedOut
+from grpo.orchestrator.inference.client import PolicyClient, ServerError, ServersAway, TimedOut
 from grpo.orchestrator.rollouts.records import SamplingParams
 from grpo.transport.limits import raise_file_limit
 
@@ -30,7 +30,7 @@ async def faulty(say: Say) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def asking(*urls: str, **settings: Any) -> AsyncIterator[InferenceClient]:
+async def asking(*urls: str, **settings: Any) -> AsyncIterator[PolicyClient]:
     client = client_of(*urls, **settings)
     try:
         yield client

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from grpo.configs.client import ElasticSettings
-from grpo.orchestrator.inference.client import InferenceClient, ServerError
+from grpo.orchestrator.inference.client import PolicyClient, ServerError
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
@@ -49,9 +49,9 @@ async def servers_at(*addresses: str) -> AsyncIterator[list[FakeServer]]:
 
 
 @asynccontextmanager
-async def found(names: Names, port: int, timeout_s: float = 30) -> AsyncIterator[tuple[InferenceClient, WeightSync]]:
+async def found(names: Names, port: int, timeout_s: float = 30) -> AsyncIterator[tuple[PolicyClient, WeightSync]]:
     """A weight sync for servers that are found by name."""
-    client = InferenceClient(ServerPool(), api_key=None, timeout_s=timeout_s)
+    client = PolicyClient(ServerPool(), api_key=None, timeout_s=timeout_s)
     sync = WeightSync(client, alias="default")
     settings = ElasticSettings(hostname="servers", port=port, sync_interval=0.01)
     watch = ServerWatch(sync, interval_s=0.02, timeout_s=30, elastic=settings, look_up=names.look_up)
@@ -62,7 +62,7 @@ async def found(names: Names, port: int, timeout_s: float = 30) -> AsyncIterator
 async def test_servers_are_found_that_tell_the_runs_folder_where_they_are_until_they_say_that_they_end(
     tmp_path: Path,
 ) -> None:
-    client = InferenceClient(ServerPool(), api_key=None, timeout_s=30)
+    client = PolicyClient(ServerPool(), api_key=None, timeout_s=30)
     sync = WeightSync(client, alias="default")
     watch = ServerWatch(
         sync, interval_s=0.02, timeout_s=30, elastic=ElasticSettings(sync_interval=0.01), folder=tmp_path

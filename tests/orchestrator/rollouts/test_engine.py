@@ -103,6 +103,33 @@ class Once(Environment):
     def dataset(self, split):
         return [{"prompt": "hi"}]
 
+async def does_what_it_says(completion, state, ctx):
+    if completion == "ask":
+        return float(await ctx.ask([{"role": "user", "content": "a judge"}], model="policy") == "yes")
+    if completion == "sample":
+        await ctx.sample("policy", [{"role": "user", "content": "more"}])
+    if completion == "mark":
+        state.mark_error("kind", "key")
+    if completion == "raise":
+        raise ValueError("no")
+    if completion == "inf":
+        return float("inf")
+    if completion == "clear":
+        state.trajectory.clear()
+    if completion == "exit":
+        os._exit(3)
+    if completion == "wait":
+        async with ctx.delayed(timeout_s=60):
+            while not os.path.exists(__file__ + ".delayed"):
+                await asyncio.sleep(0.01)
+    return 1.0
+
+class Judged(Environment):
+    """Its reward does what the answer says."""
+    rubric = Rubric([does_what_it_says])
+    def dataset(self, split):
+        return [{"prompt": "hi"}]
+
 class Agent(Episode, Environment):
     """An agent with OpenAI's client: a chat of two turns, two answers to one question, and raw text that goes on."""
     rubric = Rubric([lambda extras: float(extras["logprobs"] == [-1 / 16, -2 / 16])])
@@ -170,8 +197,9 @@ class Propose(Episode, Environment):
 class Parrot:
     """Answers what a function of the prompt's text says, a token a letter; to a seed that it knows, the same again."""
 
-    def __init__(self, answer: Callable[[str], str]) -> None:
-        self.answer = answer
+    def __init__(self, answer: Callable[[str], str], words: Sequence[str] = ()) -> None:
+        """`words`: the answers to a request for several."""
+        self.answer, self.words = answer, words
         self.context_len = 512
         self._given: dict[int | None, str] = {}
         self.asked: list[tuple[list[int], SamplingParams, int | None, int | None]] = []
@@ -189,12 +217,16 @@ class Parrot:
         if "refused" in prompt:
             raise RequestRefused(400, "bad_request", "cannot be sampled")
         self.asked.append((list(prompt_token_ids), params, version, seed))
+        if num > 1 and self.words:
+            return [self._choice(word, params) for word in self.words]
         if seed not in self._given:
             self._given[seed] = self.answer(prompt)
-        text = self._given[seed]
+        return [self._choice(self._given[seed], params)] * num
+
+    def _choice(self, text: str, params: SamplingParams) -> Choice:
         ids = [*text.encode(), END_OF_TURN][: params.max_tokens]
         logprobs = [-(position + 1) / 16 for position in range(len(ids))]
-        return [Choice(token_ids=ids, logprobs=logprobs, finish_reason="stop")] * num
+        return Choice(token_ids=ids, logprobs=logprobs, finish_reason="stop")
 
 
 class World:
@@ -212,7 +244,9 @@ class World:
         self.pool = WorkerPool(env_id=f"{self.folder / 'envs.py'}:{name}", **told)
         self.prompts = await self.pool.prompts("train")
 
-    async def group(self, answer: Callable[[str], str], num: int, *, score: bool = True) -> list[EpisodeResult]:
+    async def group(
+        self, answer: Callable[[str], str] | Parrot, num: int, *, score: bool = True, **callbacks: Callable[[], None]
+    ) -> list[EpisodeResult]:
         assert self.pool is not None
         self.policy = Parrot(answer) if not isinstance(answer, Parrot) else answer
         task = Task(env="e", split="train", index=0, messages=self.prompts[0])
@@ -222,7 +256,7 @@ class World:
             stores = ArtifactStores(ledger, seed=1)
             given: dict[str, Any] = {"context_len": self.policy.context_len, "seed": 3, "stores": stores}
             self.engine = RolloutEngine({"e": self.pool}, cast(Any, self.policy), self.renderer, **given)
-            return await self.engine.run_group(group)
+            return await self.engine.run_group(group, **callbacks)
 
 
 @pytest_asyncio.fixture
@@ -255,6 +289,35 @@ async def test_single_answers_are_one_request_and_episodes_with_a_row_each(world
     unscored = await world.group(lambda prompt: "a", 2, score=False)
     assert [one.reward for one in unscored] == [0.0, 0.0]
     assert [len(one.rows) for one in unscored] == [1, 1]
+
+
+SINGLE = {"fine": "", "ask": "", "sample": "", "mark": "", "raise": "env_error", "inf": "reward_not_finite"}
+SINGLE |= {"clear": "env_error", "exit": "env_crashed"}
+
+
+async def test_each_answer_of_a_group_is_scored_for_itself_and_its_reward_may_call_models(world: World) -> None:
+    await world.start("Judged")
+    results = await world.group(Parrot(lambda prompt: "yes", words=[*SINGLE]), len(SINGLE))
+    assert dict(zip(SINGLE, failures(results), strict=True)) == SINGLE
+    assert world.outcomes == [result.failure for result in results]
+    by_word = dict(zip(SINGLE, results, strict=True))
+    assert [by_word[word].reward for word in ("fine", "ask", "sample", "mark")] == [1.0] * 4
+    assert [(len(result.steps), len(result.rows)) for result in results[:4]] == [(1, 1), (1, 1), (2, 2), (1, 1)]
+    assert [step.error is not None for result in results[:4] for step in result.steps] == [False] * 4 + [True]
+    assert [step.text for step in by_word["sample"].steps] == ["sample", "yes"]
+
+
+async def test_a_group_is_delayed_once_all_of_it_is_over_but_those_that_wait_for_rewards(world: World) -> None:
+    await world.start("Judged")
+    delayed: list[int] = []
+
+    def go_on() -> None:
+        delayed.append(1)
+        (world.folder / "envs.py.delayed").touch()
+
+    results = await world.group(Parrot(lambda prompt: "", words=["wait", "ask", "wait", "fine"]), 4, delayed=go_on)
+    assert failures(results) == [""] * 4
+    assert delayed
 
 
 async def test_what_an_agent_of_any_kind_samples_is_recorded_token_by_token(world: World) -> None:
@@ -342,7 +405,7 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
             return word
         return "fine"
 
-    monkeypatch.setattr("grpo.orchestrator.rollouts.attempt.MAX_CALLS", 50)
+    monkeypatch.setattr("grpo.orchestrator.rollouts.rollout.MAX_CALLS", 50)
     results = await world.group(answer, 4)
     assert sorted(failures(results)) == ["", "", "", WRONG[word]]
     assert len(world.outcomes) == 4
@@ -510,11 +573,11 @@ async def test_a_first_prompt_without_room_is_too_long_and_a_later_one_ends_the_
     await world.start("Chat", max_turns=50)
     policy = Parrot(lambda prompt: "word")
     policy.context_len = 120
-    results = await world.group(policy, 2)  # type: ignore[arg-type]
+    results = await world.group(policy, 2)
     assert [result.truncated for result in results] == [True, True]
     policy.context_len = 10
     with pytest.raises(PromptTooLong):
-        await world.group(policy, 2)  # type: ignore[arg-type]
+        await world.group(policy, 2)
     assert world.outcomes == [None, None]  # a prompt that is too long is no fault of the environment's
 
 

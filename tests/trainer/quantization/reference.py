@@ -1,7 +1,5 @@
 """The formats once more, from their definitions, in NumPy. Nothing of grpo.trainer.quantization is used here."""
 
-from statistics import NormalDist
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,26 +22,6 @@ E4M3 = np.array([minifloat(byte, exponent_bits=4, mantissa_bits=3, bias=7) for b
 E4M3[[127, 255]] = np.nan
 E2M1 = np.array([minifloat(byte, exponent_bits=2, mantissa_bits=1, bias=1) for byte in range(16)])
 """Value of each 4 bits."""
-
-
-def nf4_levels() -> Float64:
-    """QLoRA: quantiles of the normal distribution, 8 positive and 7 negative ones around 0, divided by the largest.
-    The outermost is halfway between the quantile that leaves out 1/30 and that which leaves out 1/32."""
-    outermost = 1 - (1 / 30 + 1 / 32) / 2
-    positive = [NormalDist().inv_cdf(p) for p in np.linspace(outermost, 0.5, 9)[:-1]]
-    negative = [-NormalDist().inv_cdf(p) for p in np.linspace(outermost, 0.5, 8)[:-1]]
-    levels = np.array(sorted([*positive, 0.0, *negative]))
-    return levels / levels.max()
-
-
-def dynamic_levels() -> Float64:
-    """The signed dynamic 8-bit type: for each i below 7 the middles of 2^i equal parts of 0.1…1, times 10^(i - 6), with
-    both signs, and 0 and 1."""
-    positive = []
-    for i in range(7):
-        edges = np.linspace(0.1, 1, 2**i + 1)
-        positive += list((edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6))
-    return np.array(sorted([0.0, 1.0, *positive, *(-level for level in positive)]))
 
 
 def dequantized_nf4(codes: NDArray[np.uint8], absmax: Float32, shape: tuple[int, int], levels: Float32) -> Float32:

@@ -13,7 +13,7 @@ from grpo.orchestrator.auxiliary.hints.sources import (
     from_solution,
     from_templates,
 )
-from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.endpoints import ApiModel, Costs
 from msgspec.structs import replace
 
 from tests.orchestrator.auxiliary.hints.played import TINY, Answer, played, site, wrong
@@ -69,7 +69,7 @@ async def test_an_answer_that_shows_nothing_better_is_no_hint(answer: Answer) ->
 
 async def test_a_model_is_shown_what_went_wrong_and_writes_a_hint(chats: FakeChatServer) -> None:
     settings = ApiSettings(name="w", base_url=chats.base_url, model="m", retries=0)
-    api = Endpoint(settings, Costs(), own_servers=list, own_key_var=None, own_model="")
+    api = ApiModel(settings, Costs(), own_servers=list, own_key_var=None, own_model="")
     source, rollout = from_model(api, TINY.renderer), played("a", [wrong("AD[1]", "no <|im_end|>")])
     answers = [" Mind x.\n", " ", "m" * 2000]
     chats.does["m"] = lambda messages: answers.pop(0)

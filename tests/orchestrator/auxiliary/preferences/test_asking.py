@@ -10,7 +10,7 @@ import pytest_asyncio
 from grpo.configs.auxiliary import ApiSettings, PreferenceSettings
 from grpo.orchestrator.auxiliary.preferences import asking
 from grpo.orchestrator.auxiliary.preferences.asking import Preferences
-from grpo.orchestrator.endpoints import Costs, Endpoint
+from grpo.orchestrator.endpoints import ApiModel, Costs
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.samples import ScoredGroup
@@ -42,9 +42,9 @@ async def build(chats: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
         known = {"select": ["all"], "teachers": teachers or [api(chats, name) for name in "abc"]}
         ledger = Ledger(tmp_path / "ledger.sqlite")
 
-        def open_one(one: ApiSettings, costs: Costs) -> Endpoint:
+        def open_one(one: ApiSettings, costs: Costs) -> ApiModel:
             own = [chats.base_url.removesuffix("/v1")]
-            return Endpoint(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
+            return ApiModel(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
 
         asked = Preferences(
             PreferenceSettings.model_validate(known | settings),
@@ -214,3 +214,11 @@ async def test_what_teachers_agree_on_is_an_advantage_of_what_is_trained(chats: 
     evidence = group.evidence["0/0", 0]
     assert (evidence.consensus, evidence.teachers) == (pytest.approx(1 / 3), {"a": "c", "b": "c.", "d": "d"})
     assert (asked.num_turns_waiting, asked.figures().counts["evidence/asked"]) == (0, 1)
+
+
+async def test_only_groups_that_are_trained_are_asked_about(chats: FakeChatServer, build: Build) -> None:
+    asked = build()
+    await asked.before_credit(ScoredGroup([result("0/0", "q", "Y")], withheld={"0/0": "gibberish"}))
+    assert asked.num_turns_waiting == 0
+    await asked.before_credit(ScoredGroup([result("0/0", "q", "Y"), result("0/1", "q", "Z")], withheld={"0/0": "x"}))
+    assert asked.num_turns_waiting == 2

@@ -1,4 +1,4 @@
-"""A rollout while it runs: its calls are answered, and its conversations, steps and children are kept, here alone."""
+"""A rollout while it runs: answers its calls and keeps its tree of conversations and steps."""
 
 import asyncio
 import hashlib
@@ -7,7 +7,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from grpo.orchestrator.background import in_thread
-from grpo.orchestrator.inference.client import InferenceClient, RequestRefused, ServerError, TimedOut
+from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, TimedOut
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
@@ -41,18 +41,18 @@ from msgspec.structs import replace
 T = TypeVar("T")
 CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"
 MAX_CALLS = 2000
-"""Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
+"""Calls of one rollout. Each call gives it new time, so that no deadline ends an endless episode."""
 MAX_CHARACTERS_ON_LOOP = 1 << 14
 """Longer texts are tokenized in a thread."""
 FOR_ALL = (401, 403)
-"""What servers refuse with these, they refuse whoever asks."""
+"""HTTP statuses of refusals that concern the whole run, such as a wrong key."""
 MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
 
 
 class Means(Protocol):
     """The engine, which answers the calls of all rollouts."""
 
-    client: InferenceClient
+    client: PolicyClient
     renderer: ChatRenderer
     templates: Templates
     stores: ArtifactStores | None
@@ -79,36 +79,36 @@ class Rollout:
         self.number, self._engine, self._group, self._delayed = number, engine, group, delayed
         self._roles, self._presampled = {role.id: role for role in roles}, presampled
         self._generating: dict[tuple[object, ...], asyncio.Task[list[Choice]]] = {}
-        """What servers were asked, answered or not. A rollout that begins again, because its worker has ended, and asks
-        the same again gets the same answers."""
+        """Requests to servers. A rollout that begins again, because its worker has ended, and makes the same requests
+        gets the same answers."""
         self.begin()
 
     def begin(self) -> Self:
         """Begins from the first call, also once more."""
         self.steps: dict[int, dict[int, Step]] = {}
-        """By rollout of the tree, 0 for this one, and by call."""
+        """Steps by rollout of the tree, 0 for this one, and by call."""
         self._conversations: dict[tuple[int, int], Conversation] = {}
-        """By rollout of the tree and number."""
+        """Conversations by rollout of the tree and number."""
         self._num_calls = 0
         self._has_waited = False
-        """For a reward that comes later: servers may have unloaded the group's version meanwhile."""
+        """True after a wait for a delayed reward: servers may have unloaded the group's version meanwhile."""
         self._asked: dict[bytes, int] = {}
-        """How often each prompt was sampled from."""
+        """The number of samples from each prompt."""
         self._free: dict[bytes, list[int]] = {}
-        """Of each prompt, the numbers of answers that were withdrawn: they are given to who asks the same again."""
+        """Numbers of withdrawn answers by prompt. The next call with the same prompt gets one of them."""
         self._numbers: dict[int, tuple[bytes, int]] = {}
-        """Prompt and number of each call's answer."""
+        """The prompt and the number of each call's answer."""
         if self._presampled is not None:
             self.steps[0] = {0: self._presampled[0]}
         return self
 
     def close(self) -> None:
-        """Waits for no server any more."""
-        for asked in self._generating.values():
-            asked.cancel()
+        """Cancels all requests to servers."""
+        for request in self._generating.values():
+            request.cancel()
 
     async def __call__(self, call: AnyCall) -> Reply:
-        """The reply to a call. Raises GivenUp, and what servers raise."""
+        """Returns the reply to a call. Raises GivenUp, and what servers raise."""
         if self._num_calls >= MAX_CALLS:
             message = f"a rollout may call models {MAX_CALLS} times, and this one goes on; let its episode end"
             raise GivenUp(Failure(reason="env_error", message=message))
@@ -129,8 +129,8 @@ class Rollout:
             return Refused(reason=refused.reason, message=str(refused))
         except (ServerError, GivenUp):
             raise
-        except Exception as error:  # what was asked is user code's, whoever chokes on it
-            message = f"{type(call).__name__} came to nothing: {type(error).__name__}: {str(error)[:1000]}"
+        except Exception as error:  # the call is user code's, whoever chokes on it
+            message = f"{type(call).__name__} failed: {type(error).__name__}: {str(error)[:1000]}"
             return Refused(reason=CALL_FAILED, message=message)
 
     async def _sample(self, call: Sample) -> Reply:
@@ -175,7 +175,7 @@ class Rollout:
         return reply
 
     def _conversation(self, call: Sample, known: dict[tuple[int, int], Conversation]) -> Conversation:
-        """The conversation of a call, with its new messages."""
+        """Returns the conversation of a call, with its new messages."""
         templates, key = self._engine.templates, (call.rollout, call.conversation)
         messages = call.messages if call.raw else self._harmless(call.messages)
         if (conversation := known.get(key)) is None:
@@ -200,14 +200,14 @@ class Rollout:
 
     @property
     def _follows(self) -> bool:
-        """Whether servers answer under the newest version, which each token then has on record. An evaluation's own
+        """True if servers answer under the newest version, which each token then has on record. An evaluation's own
         version stays."""
         return self._group.params.follow or (self._has_waited and self._group.task.split == "train")
 
-    async def _tokenized(self, make: Callable[[], T], *said: object) -> T:
-        """What `make` makes of what user code has said: in a thread, where that is long."""
+    async def _tokenized(self, make: Callable[[], T], *texts: object) -> T:
+        """Returns the result of `make`, which runs in a thread if user code's texts are long."""
         engine = self._engine
-        if (num := num_characters(said)) > engine.max_characters:
+        if (num := num_characters(texts)) > engine.max_characters:
             raise _CallRefused(
                 CONTEXT_FULL,
                 f"messages of {num} characters; no {engine.context_len} tokens have so many, which is what the context "
@@ -219,8 +219,8 @@ class Rollout:
             raise _CallRefused(CALL_FAILED, str(error)) from None
 
     async def _ask(self, call: Ask) -> Reply:
-        """An answer beside the rollout, of the base model or of the version that it is sampled by, by its first
-        adapter."""
+        """Samples an answer that is not trained, from the base model, or from the first adapter of the rollout's own
+        version."""
         if call.model not in ("base", "policy"):
             raise _CallRefused(CALL_FAILED, f"model is {call.model!r}, expected base or policy")
 
@@ -239,8 +239,8 @@ class Rollout:
         return reply_of(self._engine.renderer.texts([completion])[0], completion)
 
     async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None, call: int) -> Choice:
-        """One answer. Its seed follows from what is asked, and how often it was, because calls that are made at once
-        come in no certain order."""
+        """Returns one answer. Its seed follows from the prompt and the number of samples from it, because calls at the
+        same time come in no certain order."""
         digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
         if free := self._free.get(digest):
             num = free.pop(0)
@@ -251,8 +251,8 @@ class Rollout:
         if key not in self._generating:
             base = self._group.seed
             seed = None if base is None else mixed_seed(mixed_seed(base, self.number), digest.hex(), num)
-            asked = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
-            self._generating[key] = asyncio.create_task(asked)
+            request = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
+            self._generating[key] = asyncio.create_task(request)
         try:
             [completion] = await asyncio.shield(self._generating[key])
         except RequestRefused as error:
@@ -262,7 +262,7 @@ class Rollout:
         return completion
 
     def _withdraw(self, call: int) -> Reply:
-        """Nobody received the answer to a call, which is not trained. Who asks the same again gets it."""
+        """Takes the answer to a call back, because nobody received it: it is not trained."""
         for (rollout, _), conversation in self._conversations.items():
             if conversation.calls[-1:] == [call]:
                 conversation.take_back()
@@ -285,7 +285,7 @@ class Rollout:
         return Stored(value=value)
 
     def rows(self) -> dict[int, list[TrainingRow]]:
-        """What was sampled, for training, by rollout of the tree."""
+        """Returns what was sampled, for training, by rollout of the tree."""
         rows = {} if self._presampled is None else {0: [self._presampled[1]]}
         for (rollout, _), conversation in self._conversations.items():
             places = {call: place for place, call in enumerate(self.steps[rollout])}
@@ -294,7 +294,7 @@ class Rollout:
 
 
 class _CallRefused(Exception):
-    """A call comes to nothing, which the rollout's code is told."""
+    """A call fails. The rollout's code gets the error."""
 
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
