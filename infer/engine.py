@@ -295,7 +295,7 @@ class Engine:
             await self._client.sleep(level=1, mode="wait")
 
     async def wake(self) -> None:
-        """Takes the memory again, and goes on; without effect where it is awake. Raises `EngineError`."""
+        """Takes the memory again; without effect where it is awake. Raises `EngineError`."""
         if self.asleep:
             with _failing("the engine cannot wake; is the GPU's memory free?"):
                 await self._client.wake_up()
@@ -354,7 +354,7 @@ def _sampled(output: Any) -> Choice:
 
 @contextlib.asynccontextmanager
 async def _forked_engine(args: Namespace, launcher: Any) -> AsyncIterator[Any]:
-    """vLLM's client of an engine whose process is forked from this one, where that can be; else it is started anew."""
+    """Yields vLLM's client of an engine whose process is forked from this one, or started anew where it cannot be."""
     engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
 
     class Forked(engine_args):  # type: ignore[misc, valid-type]

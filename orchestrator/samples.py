@@ -112,7 +112,7 @@ def finish_group(scored: ScoredGroup, credit: Credit, *, group: str) -> Finished
         samples=training_samples(scored.trained, advantages, group=group, fields=scored.fields),
         found=scored.found,
         withheld=scored.withheld,
-        hint_texts={key: text for key, text in scored.hint_texts.items() if root_id(key[0]) not in scored.withheld},
+        hint_texts=scored.hint_texts,
         dropped=scored.dropped,
     )
 
@@ -169,11 +169,6 @@ def numbered_rows(
         for result in root.walk():
             for index, row in enumerate(result.rows):
                 yield root, (result.id, index), result, row
-
-
-def root_id(rollout_id: str) -> str:
-    """The id of the rollout that a group began with, by that of one that it may have spawned: `3/1` for `3/1.0.2`."""
-    return rollout_id.partition(".")[0]
 
 
 def _samples(

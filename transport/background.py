@@ -18,8 +18,8 @@ class Background:
     """A thread that does jobs in the order in which they were given. After an error it does no more."""
 
     def __init__(self, name: str, *, timeout_s: float, waits_for: str, max_waiting: int = 2) -> None:
-        """`submit` and `flush` wait at most `timeout_s` seconds, `waits_for` says for whom; `max_waiting` jobs may wait
-        beside the one at work, with more `submit` waits too."""
+        """`submit` and `flush` wait at most `timeout_s` seconds; `waits_for` names the cause. `max_waiting` jobs may
+        wait beside the one at work; with more, `submit` waits too."""
         self._timeout_s, self._waits_for = timeout_s, waits_for
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(max_waiting)
         self._error: BaseException | None = None

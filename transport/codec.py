@@ -180,7 +180,7 @@ def _check(header: Header, streams: Mapping[str, NDArray[Any]]) -> None:
         allowed = {"T": tokens, "S": samples, "0": [0] * num, "R": own}
         chosen = [allowed[numbers] for numbers in _STREAMS[name][1]]
         fits = own in chosen or all(one in rest for one, *rest in zip(own, *chosen, strict=True))
-        require(fits, f"{name} has not as many numbers as there are tokens or samples in each micro-batch")
+        require(fits, f"{name} has another number of values than there are tokens or samples in each micro-batch")
     require(min(samples, default=0) >= 1, "a micro-batch has no samples")
     require([len(ids) for ids in header.rollout_ids] == samples, "each sample needs one rollout id")
     named = all(len(envs) in (0, of) for envs, of in zip(header.envs, samples, strict=True))

@@ -50,7 +50,7 @@ def load_object(location: str, *, setting: str) -> Any:
 
 
 def _from_file(path: Path, setting: str) -> ModuleType:
-    """A file is imported once, whoever asks for it, under a name that is its own."""
+    """Imports a file once in a process, under a module name of its own."""
     if not path.is_file():
         raise UserError(f"{setting}: no such file {path.absolute()}")
     path = path.resolve()

@@ -1,4 +1,4 @@
-"""The key of a run's sockets, which whoever makes the run writes into its folder.
+"""The key of a run's sockets, which the program that makes the run writes into its folder.
 
 CURVE encrypts every connection over ZeroMQ, on loopback too, with a key pair that both ends derive from the key: who
 does not have it gets no connection. It compares in constant time, as those do who look at the token.

@@ -122,7 +122,7 @@ class Hint(Record, frozen=True, kw_only=True, eq=False):
 
 
 class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
-    """Two continuations of one prompt, of which teachers prefer the first.
+    """Two continuations of one prompt; teachers prefer the first.
 
     Example: ``PreferencePair(prompt_ids=[5, 6], chosen_ids=[7], rejected_ids=[8, 9], chosen_ref_logprob=-1.2,
     rejected_ref_logprob=-3.4, source="2 of 3 teachers")``
@@ -143,8 +143,7 @@ class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
     adapter: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)] = 0
     """Index of the adapter that it trains."""
     score_gap: float = 1.0
-    """Score of the first less that of the second: the shares of the teachers that would have done the one and the
-    other."""
+    """Score of the first minus score of the second; a score is the share of teachers that would have done it."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "chosen_ids", "rejected_ids"):

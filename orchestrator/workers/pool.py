@@ -106,10 +106,8 @@ class WorkerPool:
         calls; it is called each time that the rollout begins. Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
         run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score)
-        try:
-            return await self._least_loaded().run(run, begin())
-        except WorkerLost as lost:
-            return await self._run_again(run, begin, lost)
+        [outcome] = await self._run(run, lambda index: begin(), 1)
+        return outcome
 
     async def score(
         self, score: Score, *, begin: Callable[[int], Answerer], over: Callable[[int], None] = lambda index: None
@@ -117,16 +115,25 @@ class WorkerPool:
         """Scores single answers to one prompt, in one worker. `begin` returns what answers the calls of the rewards for
         the answer with this index; it is called each time that the scoring begins. `over` is called with each index
         whose outcome is known. Raises EnvironmentFailed, and what the answers raise."""
-        answers = [begin(index) for index in range(len(score.texts))]
-        known = await self._least_loaded().score(score, answers, over)
+        return await self._run(score, begin, len(score.texts), over)
 
-        async def outcome_of(index: int, outcome: Outcome | Failure | WorkerLost) -> Outcome | Failure:
-            if isinstance(outcome, WorkerLost):
-                outcome = await self._run_again(one_of(score, index), partial(begin, index), outcome)
-                over(index)
-            return outcome
+    async def _run(
+        self,
+        request: Run | Score,
+        begin: Callable[[int], Answerer],
+        num: int,
+        over: Callable[[int], None] = lambda index: None,
+    ) -> list[Outcome | Failure]:
+        known = await self._least_loaded().run(request, [begin(index) for index in range(num)], over)
 
-        return await together(outcome_of(index, outcome) for index, outcome in enumerate(known))
+        async def again(index: int, lost: WorkerLost) -> None:
+            alone = one_of(request, index) if isinstance(request, Score) else request
+            outcomes[index] = await self._run_again(alone, partial(begin, index), lost)
+            over(index)
+
+        outcomes = {index: outcome for index, outcome in enumerate(known) if not isinstance(outcome, WorkerLost)}
+        await together(again(index, lost) for index, lost in enumerate(known) if isinstance(lost, WorkerLost))
+        return [outcomes[index] for index in range(num)]
 
     async def _run_again(
         self, request: Run | Score, begin: Callable[[], Answerer], lost: WorkerLost
@@ -136,18 +143,17 @@ class WorkerPool:
         for _ in range(MAX_SHARED - 1):
             if not lost.waited:
                 break
-            try:
-                return await self._least_loaded().run(request, begin())
-            except WorkerLost as error:
-                self.num_restarted += 1
-                lost = error
+            [outcome] = await self._least_loaded().run(request, [begin()])
+            if not isinstance(outcome, WorkerLost):
+                return outcome
+            self.num_restarted += 1
+            lost = outcome
         async with self._alone:
             session = self._session()  # never one that had a rollout before: that one's threads may still run in it
             self._alone_sessions.add(session)
             try:
-                return await session.run(request, begin())
-            except WorkerLost as error:
-                return error.failure
+                [outcome] = await session.run(request, [begin()])
+                return outcome.failure if isinstance(outcome, WorkerLost) else outcome
             finally:
                 await session.close()
                 self._alone_sessions.remove(session)
@@ -172,11 +178,8 @@ class WorkerPool:
             seeds=[0],
             trial=True,
         )
-        try:
-            failure = await self._sessions[0].run(empty, unanswered)
-        except WorkerLost:  # the first rollout that ends its worker says so
-            return
-        if not isinstance(failure, Failure):
+        [failure] = await self._sessions[0].run(empty, [unanswered])
+        if not isinstance(failure, Failure):  # where it has ended its worker, the first rollout that does so says it
             return
         what = f"environment {self.label}: scoring an empty answer to its first example"
         if failure.reason == BROKEN:

@@ -170,24 +170,12 @@ class Session:
             raise EnvironmentFailed(f"environment {self._label}: {what} raised{between}{error}")
         return answer
 
-    async def run(self, run: Run | Score, answer: Answerer) -> Outcome | Failure:
-        """Rolls out an episode, or scores an answer. Raises WorkerLost, EnvironmentFailed, and what `answer` raises."""
-        self.num_running += 1
-        try:
-            await self.open()
-            if self.over:
-                raise WorkerLost(Failure(reason=CRASHED, message="the worker has ended"), waited=True)
-            result: Outcome | Failure = await self._do(run, answer)
-            return result
-        finally:
-            self.num_running -= 1
-
-    async def score(
-        self, score: Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda index: None
+    async def run(
+        self, request: Run | Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda index: None
     ) -> "list[Outcome | Failure | WorkerLost]":
-        """Scores answers to one prompt; `answers` answer the calls of their rewards. Returns an outcome for each, which
-        is WorkerLost if the worker ended first. `over` is called with the index of each other one as soon as that is
-        known. Raises EnvironmentFailed, and what `answers` raise."""
+        """Rolls out an episode, or scores answers to one prompt; each of `answers` answers the calls of one rollout.
+        Returns an outcome for each, which is WorkerLost if the worker ended first. `over` is called with the index of
+        each other one as soon as that is known. Raises EnvironmentFailed, and what `answers` raise."""
         self.num_running += len(answers)
         numbers: list[int] = []
         try:
@@ -209,7 +197,7 @@ class Session:
                     _set(all_known, None)
 
             jobs = [(answer, partial(settle, index)) for index, answer in enumerate(answers)]
-            numbers = self._begin(score, jobs)
+            numbers = self._begin(request, jobs)
             await all_known
             return [known[index] for index in range(len(answers))]
         finally:
@@ -279,10 +267,10 @@ class Session:
 
     # --- messages ---
 
-    async def _do(self, message: Load | Dataset | Run | Score, answer: Answerer | None = None) -> Any:
-        """Returns the outcome of a request. Raises WorkerLost, and what `answer` raises."""
+    async def _do(self, message: Load | Dataset) -> Any:
+        """Returns the answer to a request. Raises WorkerLost."""
         outcome = asyncio.get_running_loop().create_future()
-        [number] = self._begin(message, [(answer, partial(_set, outcome))])
+        [number] = self._begin(message, [(None, partial(_set, outcome))])
         try:
             return await outcome
         finally:
@@ -294,8 +282,8 @@ class Session:
         """Sends the message that begins these jobs. Returns their numbers."""
         numbers = [next(self._numbers) for _ in jobs]
         message.job = numbers[0]
-        self._jobs.update(zip(numbers, jobs, strict=True))
         self._send(message)
+        self._jobs.update(zip(numbers, jobs, strict=True))
         return numbers
 
     def _forget(self, number: int) -> None:

@@ -23,6 +23,7 @@ from grpo.orchestrator.run import orchestrate
 
 from tests.chaos.kill_points import DISK_CALLS, kill_at
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.words import Words
 
 pytestmark = pytest.mark.chaos
 
@@ -129,7 +130,7 @@ class Run:
     def examples(self) -> list[int]:
         """Those that a run which nobody interrupts trains."""
         settings = self.settings()
-        keys = [str(index) for index in range(settings.env[0].args["num_train"])]
+        keys = [str(index) for index in range(len(Words().dataset("train")))]
         buffer = Buffer({"words": keys}, seed=settings.seed)
         return [buffer.issue(group).index for group in range(self.num_steps * GROUPS_PER_BATCH)]
 

@@ -31,7 +31,16 @@ def finished(folder: Path, *, rewards: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
             "policy/lag_mean": level,
             "policy/lag_max": level,
         }
-        lines.append({"progress/step": step, "reward/mean": reward, "time/step_s": 3.0, "hints/given": 2.0, **figures})
+        lines.append(
+            {
+                "progress/step": step,
+                "reward/mean": reward,
+                "time/step_s": 3.0,
+                "hints/given": 2.0,
+                "pairs/cost": step,
+                **figures,
+            }
+        )
     for version, accuracy in ((0, 0.25), (4, 0.75)):
         evaluation = {"eval/accuracy": accuracy, "eval/accuracy/e": accuracy, "eval/failed": 0, "time/evaluate_s": 1.0}
         lines.append({"progress/step": version, **evaluation})
@@ -113,7 +122,7 @@ def test_times_are_those_between_the_first_and_the_last_version_being_live(
 def test_rewards_are_of_the_last_quarter_sums_of_all_steps_and_accuracies_before_and_after(tmp_path: Path) -> None:
     figures = measured(Run(finished(tmp_path / "run")))
     assert figures["reward, last quarter"] == 1.0
-    assert figures["hints given"] == 8.0
+    assert (figures["hints given"], figures["cost of teachers"]) == (8.0, 4.0)
     assert (figures["accuracy/e before"], figures["accuracy/e after"]) == (0.25, 0.75)
     assert "loss, last quarter" not in figures
 

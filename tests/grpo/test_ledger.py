@@ -128,6 +128,19 @@ def test_a_ledger_that_is_being_written_is_read_as_it_was_last_committed(tmp_pat
     ledger.close()
 
 
+def test_steps_are_those_of_an_example_and_the_newest_or_the_newest_that_has_left(tmp_path: Path) -> None:
+    folder = found(tmp_path / "living")
+    ledger = write_ledger(folder, close=False)
+    ledger.issued(5, num=1, env="reverse-text", example=6, version=2)
+    ledger.scored("5/0", reward=1.0, num_tokens=3)
+    ledger.shipping(["5/0"], 3, state={}, metrics={})()
+    with open_ledger(folder) as reader:
+        assert (reader.newest_step(), reader.newest_step(has_left=True)) == (3, 2)
+        assert [reader.steps_of("reverse-text", example) for example in (5, 6, 7)] == [{1, 2}, {1, 3}, {2}]
+        assert reader.steps_of("other", 5) == set()
+    ledger.close()
+
+
 def test_the_ledger_cannot_be_changed_by_looking(run: Path) -> None:
     with open_ledger(run) as ledger, pytest.raises(sqlite3.OperationalError):
         ledger._rows("DELETE FROM rollouts")

@@ -71,6 +71,7 @@ def test_a_run_in_which_everything_agrees_passes(run: Path) -> None:
         ("UPDATE rollouts SET env = 'other' WHERE id = '3/0'", GROUPS),
         ("UPDATE rollouts SET step = 3 WHERE step = 2", HOLES),
         ("UPDATE rollouts SET state = 'shipped' WHERE step = 1", HOLES),
+        ("UPDATE rollouts SET state = 'shipped' WHERE id = '0/0'", HOLES),
         ("UPDATE rollouts SET version = 1 WHERE group_id = 0", LAGS),
         ("UPDATE rollouts SET version = -8 WHERE group_id = 3", LAGS),
         ("UPDATE rollouts SET reward = 0.9 WHERE id = '1/1'", METRICS),

@@ -1,4 +1,4 @@
-"""Our routes and the key guard over a fake engine, the status file, and the program before vLLM."""
+"""Our routes over a fake engine, the status file, and the program before vLLM."""
 
 import asyncio
 import json
@@ -14,7 +14,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from grpo.configs.infer import InferSettings
-from grpo.infer.access import guarded
 from grpo.infer.engine import Adapter, EngineEnded, EngineError
 from grpo.infer.routes import PolicyRoutes
 from grpo.infer.server import listening_socket
@@ -83,9 +82,8 @@ def app(engine: SlowEngine, run: RunFolder) -> FastAPI:
     return app_of(engine, run)
 
 
-def client(app: Any, key: str | None = None) -> httpx.AsyncClient:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
+def client(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 
 def said(response: httpx.Response) -> tuple[int, str]:
@@ -247,19 +245,6 @@ async def test_sampling_ends_when_the_client_hangs_up(app: FastAPI, engine: Slow
     scope = {"type": "http", "method": "POST", "path": "/policy/generate", "headers": [], "query_string": b""}
     await asyncio.wait_for(app(scope, receive, send), 60)
     assert engine.cancelled.is_set()
-
-
-async def test_the_key_guards_every_route_but_health(app: FastAPI) -> None:
-    served = guarded(app, key="secret", host="127.0.0.1", key_var="VLLM_API_KEY")
-    async with client(served) as anybody, client(served, key="secret") as friend, client(served, "no") as foe:
-        assert (await anybody.get("/health")).status_code == 200
-        for path in ("/policy/info", "/metrics", "/v1/models", "/health/", "/nothing", "/"):
-            for http in (anybody, foe):
-                response = await http.get(path)
-                assert response.status_code == 401, path
-                assert response.json()["error"]["type"] == "unauthorized"
-        page = {"Origin": "https://site.example"}  # one that has the key
-        assert (await friend.get("/policy/info", headers=page)).status_code == 200
 
 
 def test_a_port_in_use_is_refused_by_name() -> None:

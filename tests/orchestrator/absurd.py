@@ -195,6 +195,41 @@ def _metrics(state: EpisodeState) -> Any:
 numbers = itertools.count()
 
 
+async def _as_planned(ctx: RolloutContext, state: EpisodeState) -> None:
+    reply = state.trajectory[0]
+    try:
+        place, index, caught = json.loads(reply.text)
+    except ValueError:
+        return
+    value = VALUES[index]()
+    state.data["plan"] = place, value
+    kind, _, name = place.partition(".")
+    try:
+        if place in CALLS:
+            await CALLS[place](ctx, state, value)
+        elif kind in ("state", "reply"):
+            setattr(state if kind == "state" else reply, name, value)
+    except Exception:
+        if not caught:
+            raise
+
+
+async def _in_the_reward(ctx: RolloutContext, state: EpisodeState) -> Any:
+    await _as_planned(ctx, state)
+    return _returned("reward", 1.0)(state)
+
+
+class AbsurdReward(Environment):
+    """A single answer, which says the same, and whose reward does it."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self.rubric = Rubric([_in_the_reward])
+
+    def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
+        return [{"prompt": f"number {number}."} for number in range(self._num)]
+
+
 class Absurd(Episode, Environment):
     """Its policy's first answer says what is passed where: `[place, index of the value, whether errors are caught]`."""
 
@@ -214,22 +249,8 @@ class Absurd(Episode, Environment):
         return [{"prompt": f"number {number}."} for number in range(self._num)]
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        reply = await ctx.sample("policy", [{"role": "user", "content": state.example["prompt"]}])
-        try:
-            place, index, caught = json.loads(reply.text)
-        except ValueError:
-            return
-        value = VALUES[index]()
-        state.data["plan"] = place, value
-        kind, _, name = place.partition(".")
-        try:
-            if place in CALLS:
-                await CALLS[place](ctx, state, value)
-            elif kind in ("state", "reply"):
-                setattr(state if kind == "state" else reply, name, value)
-        except Exception:
-            if not caught:
-                raise
+        await ctx.sample("policy", [{"role": "user", "content": state.example["prompt"]}])
+        await _as_planned(ctx, state)
 
     def extras(self, state: EpisodeState) -> Any:
         place, value = state.data.get("plan", ("", None))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpo.configs.errors import SettingsError
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator import cli
 from grpo.orchestrator.inference.client import ServerError, ServersAway
@@ -71,9 +72,10 @@ def test_a_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals, code: 
         (PeerFailed("the trainer has ended"), START_AGAIN),
         (ServerError("409"), 1),
         (ValueError("no"), 1),
+        (SettingsError([]), 2),
     ],
 )
-def test_who_has_lost_its_peers_ends_so_that_it_is_started_again(
+def test_who_has_lost_its_peers_ends_so_that_it_is_started_again_and_others_with_their_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
     async def ended(settings: OrchSettings) -> None:

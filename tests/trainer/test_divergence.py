@@ -97,7 +97,7 @@ def test_each_entry_of_the_vocabulary_is_clipped_or_each_position() -> None:
         assert of_probabilities(student, teacher, beta=0.0, token_clip=clip) == pytest.approx(high * 2 / 3)
 
 
-@pytest.mark.parametrize(("beta", "clip_by"), [(0.0, "entry"), (0.3, "entry"), (0.3, "position")])
+@pytest.mark.parametrize(("beta", "clip_by"), [(0.0, "entry"), (0.3, "entry"), (1.0, "entry"), (0.3, "position")])
 def test_what_is_clipped_has_no_gradient_and_all_else_that_of_finite_differences(beta: float, clip_by: str) -> None:
     student, teacher, head, teacher_head = inputs(8)
     options: dict[str, Any] = {"beta": beta, "temperature": 0.7, "clip_by": clip_by}

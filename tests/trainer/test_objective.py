@@ -221,19 +221,22 @@ def test_each_stream_alone_is_what_hugging_face_gives_on_single_samples(
     assert_close(ours.gradients, theirs, tolerance=1e-4)
 
 
-def test_the_streams_add_up(tiny_model: Path, step: Step) -> None:
+def test_the_streams_add_up_and_each_ones_norm_and_share_are_told(tiny_model: Path, step: Step) -> None:
     policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
     together = accumulated(policy, batches, ALL_ON)
     alone = {
-        "policy": accumulated(policy, batches, POLICY_ONLY),
-        "sdpo": accumulated(policy, batches, SDPO_ONLY),
-        "dpo": accumulated(policy, batches, DPO_ONLY),
+        name: accumulated(policy, batches, options)
+        for name, options in (("policy", POLICY_ONLY), ("sdpo", SDPO_ONLY), ("dpo", DPO_ONLY))
     }
     sums = [torch.stack(parts).sum(0) for parts in zip(*(one.gradients for one in alone.values()), strict=True)]
     assert_close(together.gradients, sums, tolerance=1e-6)
     metrics = together.metrics
+    norms = {name: float(torch.cat([g.flatten() for g in one.gradients]).norm()) for name, one in alone.items()}
     for name, one in alone.items():
         assert metrics[f"loss/{name}"] == one.metrics[f"loss/{name}"]
+        assert metrics[f"optim/grad_norm_{name}"] == pytest.approx(norms[name], rel=1e-5)
+        assert metrics[f"optim/grad_share_{name}"] == pytest.approx(norms[name] / sum(norms.values()), rel=1e-5)
+        assert not [key for key in one.metrics if key.startswith("optim/")]
     # policy + 0.7 · sdpo + 0.4 · dpo
     total = metrics["loss/policy"] + 0.7 * metrics["loss/sdpo"] + 0.4 * metrics["loss/dpo"]
     assert metrics["loss/total"] == pytest.approx(total)
@@ -249,19 +252,6 @@ def test_weights_of_hints_and_pairs_rise_and_fall_by_the_step(
     scaled = {name: share * ALL_ON[name] for name in ("alpha_sdpo", "beta_replay")}
     ours, theirs = accumulated(policy, batches, ALL_ON | falling), accumulated(policy, batches, ALL_ON | scaled)
     assert_close(ours.gradients, theirs.gradients, tolerance=1e-6)
-
-
-def test_each_streams_norm_and_share_are_those_of_its_gradients_alone(tiny_model: Path, step: Step) -> None:
-    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
-    metrics = accumulated(policy, batches, ALL_ON).metrics
-    norms = {}
-    for name, options in {"policy": POLICY_ONLY, "sdpo": SDPO_ONLY, "dpo": DPO_ONLY}.items():
-        one = accumulated(policy, batches, options)
-        norms[name] = float(torch.cat([gradient.flatten() for gradient in one.gradients]).norm())
-        assert not [key for key in one.metrics if key.startswith("optim/")]
-    for name, norm in norms.items():
-        assert metrics[f"optim/grad_norm_{name}"] == pytest.approx(norm, rel=1e-5)
-        assert metrics[f"optim/grad_share_{name}"] == pytest.approx(norm / sum(norms.values()), rel=1e-5)
 
 
 SPLITS = {

@@ -343,7 +343,10 @@ def test_an_absurd_question_of_who_has_the_key_harms_nobody(sockets: Batches) ->
             absurd.send_multipart(frames)
         sender.send(1, [[micro_batch()]])
         assert receive(receiver, 1).step == 1
-        absurd.send(bytes(10_000_000))  # ends its connection
+        with absurd.get_monitor_socket(zmq.EVENT_DISCONNECTED) as lost:
+            absurd.send(bytes(10_000_000))
+            assert lost.poll(60_000), "a question has at most 4 KiB"
+            absurd.disable_monitor()
         sender.send(2, [[micro_batch(step=2)]])
         assert receive(receiver, 2).step == 2
     assert sockets.steps() == [1, 2]

@@ -11,8 +11,8 @@ Kind = Literal["filesystem", "zmq"]
 
 
 def open_sender(run: RunFolder, *, type: Kind, key_var: str = "", **options: Any) -> BatchSender:
-    """Returns the orchestrator's end, of which the `options` are. `key_var` names an environment variable that may hold
-    the sockets' key; otherwise it is the run's."""
+    """Returns the orchestrator's end with these `options`. `key_var` names an environment variable that may hold the
+    sockets' key; without it the run's own key is used."""
     checkpoints = Checkpoints(run)
     options |= {"run_id": run.run_id, "checkpointed": lambda: max(checkpoints.steps(), default=0)}
     if type == "filesystem":
@@ -23,7 +23,7 @@ def open_sender(run: RunFolder, *, type: Kind, key_var: str = "", **options: Any
 def open_receiver(
     run: RunFolder, *, rank: int, num_ranks: int, type: Kind, key_var: str = "", **address: Any
 ) -> BatchReceiver:
-    """Returns the end of one of the trainer's ranks; the high-water mark is the sender's."""
+    """Returns the end of one of the trainer's ranks."""
     place: dict[str, Any] = {"run_id": run.run_id, "rank": rank, "num_ranks": num_ranks}
     if type == "filesystem":
         return FilesystemBatchReceiver(run.batches, **place)

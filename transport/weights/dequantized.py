@@ -22,7 +22,7 @@ class DequantizedManifest(Manifest, frozen=True, kw_only=True):
     """Identity of the checkpoint that was quantized."""
     quantization: Quantization
     dtype: str
-    """Type that the values are rounded to, once: that of the trainer's computation."""
+    """Type that the values are rounded to, once; the trainer computes in it."""
 
 
 def write_dequantized(

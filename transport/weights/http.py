@@ -124,7 +124,7 @@ class FetchedVersions:
                 raise PolicyRefused("corrupt", f"version {version} from {self._url}: {error}") from error
 
     def _pieces(self, client: httpx.Client, address: str, size: float, deadline: float) -> Iterator[bytes]:
-        """Yields a file of at most `size` bytes, and goes on where a connection breaks. Raises `DeadlineError`."""
+        """Yields a file of at most `size` bytes, and resumes it where a connection breaks. Raises `DeadlineError`."""
         have = 0
         while have < size:
             try:
@@ -136,7 +136,7 @@ class FetchedVersions:
                 return
             except httpx.TransportError as error:
                 why = str(error) or type(error).__name__
-                log.warning("%s: %s; goes on", address, why)
+                log.warning("%s: %s; it is tried again", address, why)
                 if self._closing.wait(_PAUSE_S) or time.monotonic() > deadline:
                     waited = f"waited {self._timeout_s:g} s for {address} (weight_broadcast_url)"
                     raise DeadlineError(f"{waited}: {why}") from error

@@ -63,8 +63,8 @@ def shard_files(weights: Sequence[Weight], *, max_shard_bytes: int = MAX_SHARD_B
 
 
 def checkpoint_files(folder: Path, *, dtype: str) -> dict[str, Content]:
-    """Returns what belongs to a checkpoint besides its weights, tokenizer and chat template among it, and its
-    config.json as that of plain weights in `dtype`."""
+    """Returns the files of a checkpoint besides its weights, tokenizer and chat template included; its config.json then
+    describes plain weights in `dtype`."""
     config = json.loads((folder / "config.json").read_bytes())
     for part in (config, config.get("text_config") or {}):
         part.pop("quantization_config", None)

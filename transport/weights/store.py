@@ -108,7 +108,7 @@ def write_in_use(folder: Path, in_use: InUse) -> None:
 
 
 def read_in_use(folder: Path, *, run_id: str) -> InUse | None:
-    """Returns what the orchestrator of this run has written last; None where it has not. Raises `CorruptError`."""
+    """Returns the newest file of this run's orchestrator; None where there is none. Raises `CorruptError`."""
     try:
         in_use = InUse.from_json((folder / IN_USE_FILE).read_bytes())
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def read_in_use(folder: Path, *, run_id: str) -> InUse | None:
 
 
 class PolicyPublisher:
-    """The trainer's end: writes below `folder`, the run's `broadcasts` folder, of which it is the only writer."""
+    """The trainer's end: the only writer below `folder`, the run's `broadcasts` folder."""
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class PolicyPublisher:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         sender: WeightSender | None = None,
     ) -> None:
-        """After each publication versions are removed of which the orchestrator has said that nobody needs them, but
-        the newest `keep_last`, None: all, and multiples of `keep_interval`. A `sender` brings weights that are no
-        adapter to the servers, instead of files."""
+        """After each publication it removes versions that nobody needs by the orchestrator's word, except the newest
+        `keep_last` (None: all) and multiples of `keep_interval`. A `sender` brings weights that are no adapter to the
+        servers, instead of files."""
         self.folder, self._run_id = folder, run_id
         self._keep = {"keep_last": keep_last, "keep_interval": keep_interval}
         self._max_shard_bytes, self._sender = max_shard_bytes, sender
@@ -140,9 +140,9 @@ class PolicyPublisher:
     def publish(
         self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
     ) -> None:
-        """Makes `version` visible to every reader, whole. One that is there already stays untouched where it is the
-        same, whatever its metrics; another one makes room first, so that for a moment there is none. An adapter is
-        among the `files`.
+        """Makes `version` visible to every reader, whole. If the same version is there already, its metrics aside, it
+        stays untouched; another one is removed first, so that for a moment there is none. The `files` include an
+        adapter.
 
         Raises `StorageError`, and `DeadlineError` where a server does not receive the weights; the version is not
         stable then.

@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 from grpo.orchestrator.ledger import Ledger
 from grpo.transport.http import CanaryFigures
-from grpo.transport.records import SCHEMA_VERSION
 from grpo.transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
+
+from tests.grpo.run_folder import found
 
 WORDS = ["the", " cat", " sat", " on", "\n", " a", " mat", ".", " 12", " +"]
 HOSTILE = "<script>alert(1)</script>\x07\u202eabc <img src=x onerror=alert(2)>"
@@ -22,12 +23,8 @@ def make_run(
 ) -> Path:
     """`steps` steps of `groups` groups with `size` rollouts of `tokens` tokens each. All steps beyond the second are
     links to its trace."""
-    for part in ("status", "batches", "broadcasts"):
-        (folder / part).mkdir(parents=True)
     change = {"step": 2, "key": "code env.0.id my_env.py", "before": "sha256:1", "now": "sha256:2"}
-    programs = {"train": {}, "orch": {"settings": {"max_steps": steps}, "changes": [change]}}
-    about = {"run_id": "5f0c", "created": "2026-01-02T03:04:05+0000", "schema_version": SCHEMA_VERSION}
-    (folder / "run.json").write_text(json.dumps(about | {"programs": programs}))
+    found(folder, programs={"train": {}, "orch": {"settings": {"max_steps": steps}, "changes": [change]}})
     metrics = [_metrics(step) for step in range(1, steps + 1)]
     evaluated = [
         {"progress/step": float(step), "eval/failed": 0.0, "eval/accuracy": 0.4 + 0.1 * (step > 0)}

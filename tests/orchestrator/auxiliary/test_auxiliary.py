@@ -1,7 +1,6 @@
 """Whole runs that learn from more than rewards: what is asked, what goes with a batch, what a weight of 0 costs."""
 
 import sqlite3
-from collections import Counter
 from contextlib import closing
 from itertools import cycle
 from pathlib import Path
@@ -199,28 +198,6 @@ async def test_hints_come_from_the_sources_in_their_order_and_what_none_is_for_i
     assert sum("<|im_start|>user\nMind the gap.<|im_end|>\n" in text for text in texts) == 7
     told = pq.read_table(trace_path(folder, 1)).to_pylist()
     assert "Mind this. there is no such word" in told[0]["hint"]
-
-
-async def test_nobody_is_asked_for_hints_for_rollouts_that_are_not_trained(
-    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
-) -> None:
-    first = cycle(["ab", "ab", "abcdefgh"])  # of three first answers, one is withheld; later ones never are
-    server.answer = lambda prompt, version: "ab" if "go on" in prompt else next(first)
-    server.logprob = -0.001
-    writer = {"name": "w", "base_url": teachers.base_url, "model": "writer", "requests_per_s": 1000}
-    batches, steps = await run(
-        tmp_path / "run",
-        server,
-        {"alpha_sdpo": 0.1},
-        env="Wrong",
-        hints={"sources": ["model"], "model": writer},
-        filters=[{"type": "repetition", "enforce": True, "window": 8}],
-    )
-    counts = Counter({key: total(steps, f"hints/{key}") for key in ("errors", "given", "left_out_withheld")})
-    assert counts["given"] == counts["errors"] - counts["left_out_withheld"] > 0
-    assert counts["left_out_withheld"] > 0
-    texts = {text.count("\nX<|im_end|>") for text in texts_of(batches)}
-    assert texts == {2}
 
 
 async def test_the_own_solution_of_an_example_is_a_hint_for_every_answer(tmp_path: Path, server: FakeServer) -> None:

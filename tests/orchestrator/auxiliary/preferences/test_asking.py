@@ -214,3 +214,11 @@ async def test_what_teachers_agree_on_is_an_advantage_of_what_is_trained(chats: 
     evidence = group.evidence["0/0", 0]
     assert (evidence.consensus, evidence.teachers) == (pytest.approx(1 / 3), {"a": "c", "b": "c.", "d": "d"})
     assert (asked.num_turns_waiting, asked.figures().counts["evidence/asked"]) == (0, 1)
+
+
+async def test_only_groups_that_are_trained_are_asked_about(chats: FakeChatServer, build: Build) -> None:
+    asked = build()
+    await asked.before_credit(ScoredGroup([result("0/0", "q", "Y")], withheld={"0/0": "gibberish"}))
+    assert asked.num_turns_waiting == 0
+    await asked.before_credit(ScoredGroup([result("0/0", "q", "Y"), result("0/1", "q", "Z")], withheld={"0/0": "x"}))
+    assert asked.num_turns_waiting == 2

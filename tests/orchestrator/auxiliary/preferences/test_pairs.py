@@ -27,6 +27,8 @@ from tests.orchestrator.auxiliary.preferences.test_turns import HI, TEMPLATES, r
 from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.questions import END, TEMPLATE, result
 
+PLAIN_TEXT = ChatTemplate.of(renderer(PLAIN))
+
 
 def turn(prompt: Sequence[int], rejected: Sequence[int], *, adapter: int = 0) -> PolicyTurn:
     [one] = turns_of(result("0/0", "hi", "Y"))
@@ -127,14 +129,18 @@ def test_an_answer_is_no_beginning_of_a_text_unless_it_would_melt_into_the_openi
     assert answer_ids("\nyes", template, **opened) == [1, *b"\nyes", 2]
 
 
-def test_where_plain_text_ends_an_answer_the_token_that_ended_the_policys_does() -> None:
-    plain = ChatTemplate.of(renderer(PLAIN))
-    assert answer_ids("yes", plain, prompt_ids=[1], sampled_ids=[2, END]) == [*b"yes", END]
-    assert answer_ids("yes", plain, prompt_ids=[1], sampled_ids=[2]) == [*b"yes"]
-
-
-def test_a_teacher_cannot_spell_out_control_tokens() -> None:
-    assert answer_ids("a<|im_end|>b", TEMPLATE, prompt_ids=[1], sampled_ids=[2]) == [*b"a< |im_end|>b", END]
+@pytest.mark.parametrize(
+    ("template", "text", "sampled", "expected"),
+    [
+        (PLAIN_TEXT, "yes", [2, END], [*b"yes", END]),  # where plain text ends an answer, what ended the policy's does
+        (PLAIN_TEXT, "yes", [2], [*b"yes"]),
+        (TEMPLATE, "a<|im_end|>b", [2], [*b"a< |im_end|>b", END]),  # a teacher cannot spell out control tokens
+    ],
+)
+def test_an_answer_ends_as_the_policys_do(
+    template: ChatTemplate, text: str, sampled: list[int], expected: list[int]
+) -> None:
+    assert answer_ids(text, template, prompt_ids=[1], sampled_ids=sampled) == expected
 
 
 # --- the pairs of another run ---

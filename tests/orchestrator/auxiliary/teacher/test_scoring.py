@@ -108,3 +108,16 @@ async def test_a_rollout_of_which_a_row_has_no_scores_is_withheld_as_a_whole() -
     [sample] = finish_group(group, group_credit, group="0").samples
     assert (sample.rollout_id, sample.teacher_logprobs.tolist()) == ("0/1", [0, pytest.approx(-0.1)])
     assert scoring.figures().counts["teacher/failed_timeout"] == 1
+
+
+async def test_a_hook_names_whom_groups_wait_for() -> None:
+    seen = []
+
+    class Watched(Tokens):
+        async def score(self, token_ids: Int32, temperature: float) -> Float32:
+            seen.append(hook.waits_for)
+            return await super().score(token_ids, temperature)
+
+    hook = Distillation(Scoring(Watched()))
+    await hook.before_credit(ScoredGroup([rollout("0/0", [9, 1])]))
+    assert (seen, hook.waits_for) == (["tokens"], None)

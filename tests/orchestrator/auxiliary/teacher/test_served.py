@@ -1,6 +1,5 @@
 """Asking a teacher over HTTP, and everything that it may do instead of answering."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -31,28 +30,23 @@ async def server() -> AsyncIterator[FakeTeacher]:
     await server.stop()
 
 
-def teacher(*servers: str, api_key: str | None = None, timeout: float = 60.0) -> ServedTeacher:
-    client = {"base_url": servers, "timeout": timeout}
+def teacher(*servers: str) -> ServedTeacher:
+    client = {"base_url": servers, "timeout": 60.0}
     settings = TeacherSettings.model_validate({"model": {"name": "large"}, "client": client})
-    return ServedTeacher(settings, api_key=api_key)
+    return ServedTeacher(settings, api_key=None)
 
 
-async def scored(by: ServedTeacher, *rows: Int32, temperature: float = 1.0) -> list[Float32]:
+async def scored(by: ServedTeacher, row: Int32) -> Float32:
     try:
-        return await asyncio.gather(*(by.score(row, temperature) for row in rows))
+        return await by.score(row, 1.0)
     finally:
         await by.close()
 
 
-async def failure(by: ServedTeacher, row: Int32 | None = None, temperature: float = 1.0) -> EndpointError:
+async def failure(by: ServedTeacher) -> EndpointError:
     with pytest.raises(EndpointError) as raised:
-        await scored(by, ids(5, 6, 7) if row is None else row, temperature=temperature)
+        await scored(by, ids(5, 6, 7))
     return raised.value
-
-
-async def test_rows_are_scored_token_by_token(server: FakeTeacher) -> None:
-    found = await scored(teacher(server.url + "/v1"), ids(5, 6, 7), ids(5, 8))
-    assert [one.tolist() for one in found] == [pytest.approx([0, -0.06, -0.07]), pytest.approx([0, -0.08])]
 
 
 @pytest.mark.parametrize(
@@ -67,38 +61,29 @@ async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: 
     server.fault = in_turn(answering(200, text=json.dumps({"choices": [known | choice]})))
     assert (await failure(teacher(server.url))).reason == "nonsense"
     server.fault = in_turn(answering(200, text=json.dumps({"choices": [known]})))
-    assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
-
-
-async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeTeacher) -> None:
-    server.fault = answering(401, text="bad key secret")
-    found = await failure(teacher(server.url, api_key="secret"))
-    assert (found.reason, server.keys) == ("refused", ["Bearer secret"])
-    assert "bad key ***" in str(found)
-    assert "secret" not in str(found)
-
-
-@pytest.mark.parametrize("fault", [answering(503), cut, hang_up])
-async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -> None:
-    server.fault, by = in_turn(fault), teacher(server.url)
-    [found] = await scored(by, ids(5, 6))
-    assert (found.tolist(), by.num_requests) == (pytest.approx([0, -0.06]), 2)
+    assert (await scored(teacher(server.url), ids(5, 6, 7))).tolist() == [0, -1, -2]
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason", "num_tries"),
+    ("faults", "reason", "num_tries"),
     [
-        (answering(400), "refused", 1),
-        (answering(200, text="<html>"), "nonsense", 1),
+        ([], None, 1),
+        ([answering(503), cut, hang_up], None, 4),  # may pass
+        ([answering(400)], "refused", 1),
+        ([answering(200, text="<html>")], "nonsense", 1),
     ],
 )
-async def test_what_does_not_pass_ends_after_the_tries(
-    server: FakeTeacher, fault: Fault, reason: str, num_tries: int
+async def test_what_may_pass_is_tried_again(
+    server: FakeTeacher, faults: list[Fault], reason: str | None, num_tries: int
 ) -> None:
-    server.fault = fault
-    found = await failure(teacher(server.url))
-    assert (found.reason, len(server.asked)) == (reason, num_tries)
-    assert server.url in str(found)
+    server.fault, by = in_turn(*faults), teacher(server.url + "/v1")
+    if reason is None:
+        assert (await scored(by, ids(5, 6, 7))).tolist() == pytest.approx([0, -0.06, -0.07])
+    else:
+        found = await failure(by)
+        assert found.reason == reason
+        assert server.url in str(found)
+    assert len(server.asked) == num_tries
 
 
 # --- before the run ---
@@ -164,7 +149,7 @@ async def test_tokens_that_mean_the_same_are_known_by_the_teachers_ids_and_other
     assert tokens.spread(np.array([0, -1, -2], np.float32), row).tolist() == [0, -1, NO_TEACHER_LOGPROB, -2]
     by = teacher(server.url)
     await by.use(tokens, [1.0])
-    [found] = await scored(by, np.array([5, ids[2], 7], np.int32))
+    found = await scored(by, np.array([5, ids[2], 7], np.int32))
     assert found.tolist() == [0, NO_TEACHER_LOGPROB, pytest.approx(-0.07)]
     assert server.asked[-1]["prompt"] == [5, 7]
 
