@@ -189,6 +189,7 @@ async def _train(
             await _run_loops(sink, ready, watch, sync, environments, sender, progress)
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)
+            ledger.drop_unfinished("run_ended")  # what waits for a reward finds no batch any more
             await in_thread(ledger.changes())
             return await in_thread(recorder.finish, ledger)
         finally:

@@ -33,7 +33,9 @@ def test_the_page_tells_of_every_argument_kind_of_file_reward_and_known_data_set
     assert all(f"`{name}`" in PAGE.text or f"`{{{name}:" in PAGE.text for name in REWARDS)
 
 
-def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(codes: Path) -> None:
+def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(
+    codes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     command = [*FIRST.command("grpo data codes.csv"), "--model", str(ROOT / "configs/quickstart/model")]
     done = grpo(*command)
     assert done.returncode == 0, done.stderr
@@ -45,6 +47,7 @@ def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(codes: 
     assert "codes.csv:26: 1 cells, expected 2" in done.stdout
     assert "codes.csv:27: says the same as codes.csv:2" in done.stdout
     assert "24 have more than max_prompt_length = 5" in done.stdout
+    assert not caplog.records  # the rows are told once
     assert grpo("data", "codes.csv").returncode == 2
 
 

@@ -69,8 +69,8 @@ def main(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Within it the orchestrator's modules log errors alone: the rows that are left out are printed anyway."""
-    logger = logging.getLogger("grpo.orchestrator")
+    """Within it environments log errors alone: the rows that are left out are printed anyway."""
+    logger = logging.getLogger("grpo.environments")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

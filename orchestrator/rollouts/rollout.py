@@ -49,8 +49,8 @@ FOR_ALL = (401, 403)
 MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
 
 
-class Means(Protocol):
-    """The engine, which answers the calls of all rollouts."""
+class EngineParts(Protocol):
+    """The parts of the engine that answering calls needs."""
 
     client: PolicyClient
     renderer: ChatRenderer
@@ -66,7 +66,7 @@ class Rollout:
 
     def __init__(
         self,
-        engine: Means,
+        engine: EngineParts,
         group: Group,
         number: int,
         roles: Sequence[Role],

@@ -282,8 +282,8 @@ class Session:
         """Sends the message that begins these jobs. Returns their numbers."""
         numbers = [next(self._numbers) for _ in jobs]
         message.job = numbers[0]
-        self._jobs.update(zip(numbers, jobs, strict=True))
         self._send(message)
+        self._jobs.update(zip(numbers, jobs, strict=True))
         return numbers
 
     def _forget(self, number: int) -> None:

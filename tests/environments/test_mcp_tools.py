@@ -1,9 +1,11 @@
 """Tools of real MCP servers: a program over its standard input and output, and one over HTTP."""
 
+import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,25 +70,11 @@ async def played(shop: Shop, *answers: str) -> tuple[EpisodeState, list[str]]:
     return state, [message["content"] for message in state.messages if message["role"] == "tool"]
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> McpServer:
-    path = tmp_path_factory.mktemp("shop") / "server.py"
+@pytest.fixture
+def program(tmp_path: Path) -> McpServer:
+    path = tmp_path / "server.py"
     path.write_text(SERVER)
     return McpServer(command=(sys.executable, str(path)), env={"SHOP_KEY": "a"}, start_timeout_s=240)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.fixture
-def address(program: McpServer) -> Iterator[McpServer]:
-    port = free_port()
-    with subprocess.Popen([*program.command, str(port)], stderr=subprocess.DEVNULL) as process:
-        until(lambda: listens(port), process)
-        yield McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["price"], start_timeout_s=240)
-        process.terminate()
 
 
 async def test_a_program_is_called_its_errors_are_told_and_it_sees_its_own_keys(
@@ -105,21 +93,27 @@ async def test_a_program_is_called_its_errors_are_told_and_it_sees_its_own_keys(
     assert names == {"price", "slow", "key", "die"}
     _, [told_late] = await played(Shop(program, timeout_s=0.2), call("slow"))
     assert "0.2 s" in told_late
-
-
-async def test_a_program_that_ended_is_started_again_for_the_next_rollout(program: McpServer) -> None:
-    """The event loop is another one than the other test's, and has a program of its own."""
-    shop = Shop(program, timeout_s=60)
     state, _ = await played(shop, call("die"))
     assert state.data["tool_errors"] == 1
-    assert (await played(shop, call("price", fruit="apple")))[1] == ["5"]
+    assert (await played(shop, call("price", fruit="apple")))[1] == ["5"]  # started again for the next rollout
 
 
-async def test_a_server_over_http_is_called_and_only_the_tools_that_are_named(address: McpServer) -> None:
-    state, told = await played(Shop(address), call("price", fruit="apple") + call("slow"))
-    assert told[0] == "5"
-    assert "price" in told[1]
-    assert state.data["tool_errors"] == 1
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_over_http_is_called_and_only_the_tools_that_are_named(program: McpServer) -> None:
+    port = free_port()
+    with subprocess.Popen([*program.command, str(port)], stderr=subprocess.DEVNULL) as process:
+        until(lambda: listens(port), process)
+        shop = Shop(McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["price"], start_timeout_s=240))
+        for _ in range(2):  # each event loop has a connection of its own
+            state, told = asyncio.run(played(shop, call("price", fruit="apple") + call("slow")))
+            assert told[0] == "5"
+            assert "price" in told[1]
+            assert state.data["tool_errors"] == 1
+        process.terminate()
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_on_a_terminal_a_run_without_a_step_has_no_figures_and_what_it_warns_of_
     during = (
         "from grpo.transport.run_warnings import kept_warnings as kept; import logging\n    with kept(run, 'orch'): "
     )
-    during += "logging.getLogger('orchestrator').warning('all rewards are equal')"
+    during += "logging.getLogger('grpo.orchestrator').warning('all rewards are equal')"
     text = on_terminal(run, during)
     assert "step 0" not in text
     assert text.count("warning: grpo-orch: all rewards are equal") == 1

@@ -17,6 +17,7 @@ from grpo.orchestrator.workers.protocol import (
     LEFT,
     PROTOCOL,
     Alive,
+    Cancel,
     Left,
     Outcome,
     decode_from_worker,
@@ -84,12 +85,15 @@ async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_
         assert (reason(crashed), reason(beside)) == ("env_crashed", "")
 
 
-async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_server_to_others(env_file: Path) -> None:
+async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_server_to_others(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 1e6)
     env_id = f"{env_file}:Talk"
     async with serving(env_id) as server:
         async with greeting(server.address) as orchestrator:
             assert await orchestrator.recv() == ALIVE
-            await orchestrator.send(b"for the worker")
+            await orchestrator.send(frame_of(encode(Cancel(job=1))))  # for the worker
             await orchestrator.send(LEFT)
             await until(lambda: not server._sessions)
         async with pool_for(env_id, address=server.address) as pool:

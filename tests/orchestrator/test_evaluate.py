@@ -231,46 +231,68 @@ async def test_training_goes_on_while_a_version_is_evaluated_which_stays_and_of_
     assert {request["seed"] for request in server.requests if of_evaluation(request)} == {None}  # these are greedy
 
 
+HELD = """
+import asyncio
+from pathlib import Path
+from grpo import Environment, Rubric
+
+FOLDER, seen = Path(__file__).parent, {}
+
+async def worth(completion, example):
+    is_held = example["split"] == "train" and seen.setdefault(example["number"], len(seen)) == 4
+    while is_held and not (FOLDER / "go").exists():
+        await asyncio.sleep(0.01)
+    return 1.0
+
+class Held(Environment):
+    rubric = Rubric([worth])
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}", "split": split, "number": number} for number in range(20)]
+"""
+
+
 class Straggling(FakeServer):
     """The first answers for training come at once. All others under version 0 never come."""
 
-    def __init__(self, *, num_at_once: int) -> None:
+    def __init__(self, folder: Path, *, num_at_once: int) -> None:
         super().__init__()
-        self.num_left, self.never = num_at_once, asyncio.Event()
+        self.num_left, self.never, self.folder = num_at_once, asyncio.Event(), folder
+        self.events: list[str] = []
 
     async def sampling(self, body: dict[str, Any]) -> None:
-        if not of_evaluation(body) and body["version"] == 0:
+        kind = "eval" if of_evaluation(body) else "train"
+        self.events.append(kind)
+        if of_evaluation(body):
+            await asyncio.sleep(0.3)  # in which training rollouts would begin if they could
+            self.events.append(kind)
+            if body["version"] == 1:
+                (self.folder / "go").touch()
+        elif body["version"] == 0:
             self.num_left -= 1
             if self.num_left < 0:
                 await self.never.wait()
 
 
-async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evaluations_are_to_run_alone(
+async def test_what_is_being_sampled_is_cancelled_counted_and_asked_again_if_evaluations_are_to_run_alone(
     tmp_path: Path,
 ) -> None:
-    server = Straggling(num_at_once=4)
+    (tmp_path / "held.py").write_text(HELD)
+    server = Straggling(tmp_path, num_at_once=5)
     await server.start()
-    evaluation = {"interval": 1, "cancel_inflight_rollouts_on_eval": True}
-
-    made = await run(tmp_path, server, max_steps=2, max_async_level=1, eval=evaluation)
+    evaluation = {"interval": 1, "cancel_inflight_rollouts_on_eval": True, "num_examples": 5}
+    given = {"env": [{"id": f"{tmp_path / 'held.py'}:Held"}], "max_steps": 2, "max_async_level": 1}
+    made = await run(tmp_path / "run", server, **given, eval=evaluation)
     server.never.set()
     await server.stop()
 
-    # Under version 0 the groups of batch 1 came back. Those of batch 2 had begun when version 1 was to be evaluated.
-    assert made.summary.rollouts_dropped == {"cancelled_for_eval": 16}
+    # Of eight groups under version 0, four are batch 1 and one waits for its rewards when version 1 is to be evaluated.
+    assert made.summary.rollouts_dropped == {"cancelled_for_eval": 12}
     assert len(made.trained) == made.summary.rollouts_trained == 2 * 16
-    assert check_drops(tmp_path) == {"cancelled_for_eval"}
-    cancelled, asked_after = set(), set()
-    for group, example, reason in rows_of(tmp_path, "SELECT group_id, example, reason FROM rollouts"):
-        assert (reason == "cancelled_for_eval") == (4 <= group < 8)
-        if reason is not None:
-            cancelled.add(example)
-        elif group >= 8:
-            asked_after.add(example)
-    assert asked_after == cancelled
-    assert len(cancelled) == 4
-    # No training rollout begins between the first and the last answer of an evaluation.
-    kinds = [of_evaluation(request) for request in server.requests]
-    for version in (0, 1):
-        asked = [n for n, one in enumerate(server.requests) if of_evaluation(one) and one["version"] == version]
-        assert all(kinds[asked[0] : asked[-1] + 1])
+    assert check_drops(tmp_path / "run") == {"cancelled_for_eval"}
+    rows = set(rows_of(tmp_path / "run", "SELECT group_id, example, reason FROM rollouts"))
+    cancelled = {example for _, example, reason in rows if reason is not None}
+    assert cancelled == {example for group, example, _ in rows if group >= 8}
+    assert len(cancelled) == 3
+    # No training rollout begins between the first and the last answer of an evaluation: five begin, and five end.
+    places = [place for place, kind in enumerate(server.events) if kind == "eval"]
+    assert [places[first + 9] - places[first] for first in range(0, len(places), 10)] == [9] * 3

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import random
 import time
 from collections import Counter
@@ -260,7 +261,7 @@ MIXED = """
 from grpo import Environment, Rubric
 
 def graded(completion, example):
-    return {"b": 1 / 3, "c": 2 / 3}.get(completion) or 1 / (completion == "a")
+    return {"b": 1 / 3, "c": 2 / 3, "e" * 14: -1e6}.get(completion) or 1 / (completion == "a")
 
 class Mixed(Environment):
     rubric = Rubric([graded])
@@ -274,12 +275,14 @@ async def test_rollouts_that_cannot_be_trained_are_dropped_with_one_reason_every
 ) -> None:
     (tmp_path / "mixed.py").write_text(MIXED)
     draws = random.Random(0)
-    # By the prompt all rewards are 1, most rollouts fail, or some do.
-    server.answer = lambda prompt, version: draws.choice(("a", "dddda", "abcd")[prompt.count("x") % 3])
+    # By the prompt all rewards are 1, most rollouts fail, or some do; the penalty for length makes some too large.
+    answers = (["a"], [*"dddda"], [*"abcd", "e" * 14])
+    server.answer = lambda prompt, version: draws.choice(answers[prompt.count("x") % 3])
     given: dict[str, Any] = {"eval": {"num_examples": 0}, "max_env_failure_rate": 1.0, "max_steps": 6}
     given |= {"env": [{"id": f"{tmp_path / 'mixed.py'}:Mixed"}], "buffer": {"online_difficulty_filtering": True}}
-    made = await run(tmp_path, server, **given)
-    assert check_drops(tmp_path) >= {"env_error", "prompt_too_long", "group_too_small", "all_rewards_1"}
+    made = await run(tmp_path, server, **given, reward_shaping={"overlong_interval": 4})
+    reasons = {"env_error", "prompt_too_long", "group_too_small", "all_rewards_1", "reward_too_large"}
+    assert check_drops(tmp_path) >= reasons
     dropped = sum(made.summary.rollouts_dropped.values())
     assert made.summary.rollouts_issued == made.summary.rollouts_trained + dropped
     assert len(made.trained) == made.summary.rollouts_trained
@@ -317,6 +320,8 @@ async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost
     for reason in ("function_failed", "not_finite"):
         assert made.summary.rollouts_dropped[reason] in range(4, 1000, 4)
     assert made.summary.rollouts_issued == 48 + sum(made.summary.rollouts_dropped.values())
+    [(state,)] = rows_of(tmp_path / "run", "SELECT state FROM steps ORDER BY step DESC LIMIT 1")
+    assert json.loads(state)["open"] == [], "examples of dropped groups need not come again"
     with pytest.raises(FunctionFailed, match=r"own\.py:never"):
         await run(
             tmp_path / "other", server, advantage={**chosen, "import_path": f"{tmp_path / 'own.py'}:never"}, **given
@@ -331,12 +336,13 @@ from grpo import Environment, Rubric
 FOLDER = Path(__file__).parent
 
 async def later(completion, example, ctx):
-    if example["number"] not in (0, 1):
+    number = example["number"]
+    if number > 2:
         await asyncio.sleep(0.01)
         return float(completion == "a")
-    async with ctx.delayed(timeout_s=1 if example["number"] else 60):
-        (FOLDER / f"waits {example['number']}").touch()
-        while not (FOLDER / "go").exists():
+    async with ctx.delayed(timeout_s=(60, 1, 600)[number]):
+        (FOLDER / f"waits {number}").touch()
+        while number == 2 or not (FOLDER / "go").exists():
             await asyncio.sleep(0.01)
     return float(bool(await ctx.ask([{"role": "user", "content": "was it good?"}], model="policy", max_tokens=4)))
 
@@ -365,6 +371,7 @@ async def test_a_reward_may_come_later_while_other_groups_take_the_slots(tmp_pat
     made = await run(tmp_path / "run", server, trainer={"step_s": 0.06}, **given)
     await opening
     assert made.summary.rollouts_dropped["env_timeout"] >= 4
+    assert made.summary.rollouts_dropped["run_ended"] >= 4, "a run that has all its batches waits for no reward"
     assert made.summary.rollouts_trained == 240
     query = "SELECT min(step), min(version) FROM rollouts WHERE example = 0 AND state = 'trained'"
     [(step, version)] = rows_of(tmp_path / "run", query)

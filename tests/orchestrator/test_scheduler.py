@@ -86,6 +86,26 @@ def test_nothing_starts_while_anybody_blocks_it() -> None:
     assert not machine.servers_wanted
 
 
+def test_a_delayed_group_holds_neither_slot_nor_version_and_ships_only_where_it_still_can() -> None:
+    machine = scheduler(groups=1, level=0, off_policy=1, in_flight=1)
+    machine.version_live(0)
+    [late] = start_all(machine)
+    machine.delay(late.group)
+    [too_late] = start_all(machine)
+    machine.delay(too_late.group)
+    assert (machine.num_in_flight, machine.drained) == (0, True)
+    [other] = start_all(machine)
+    machine.completed(other.group)
+    ship(machine)
+    machine.version_live(1)
+    assert machine.needed_versions() == {1}
+    assert machine.completed(late.group), "batch 2 may have a group of version 0"
+    assert ship(machine).leases == (late,)
+    machine.version_live(2)
+    assert not machine.completed(too_late.group), "batch 3 may not"
+    assert machine.num_in_flight == 0
+
+
 def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
     machine = scheduler(groups=1, level=1, off_policy=1, oversampling=2.0, follows=True)
     machine.version_live(0)

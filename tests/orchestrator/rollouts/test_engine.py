@@ -315,8 +315,9 @@ async def test_a_group_is_delayed_once_all_of_it_is_over_but_those_that_wait_for
         delayed.append(1)
         (world.folder / "envs.py.delayed").touch()
 
-    results = await world.group(Parrot(lambda prompt: "", words=["wait", "ask", "wait", "fine"]), 4, delayed=go_on)
-    assert failures(results) == [""] * 4
+    words = ["wait", "ask", "exit", "fine"]  # one ends the worker, and is over only when it has done so again
+    results = await world.group(Parrot(lambda prompt: "", words=words), 4, delayed=go_on)
+    assert failures(results) == ["", "", "env_crashed", ""]
     assert delayed
 
 
