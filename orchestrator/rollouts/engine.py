@@ -37,7 +37,7 @@ from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Mark, Outcome, R
 from msgspec.structs import replace
 
 NUM_TOGETHER = 4
-"""Groups whose answers are taken in at one turn of the event loop, however many come at once."""
+"""Groups whose answers, or outcomes, are taken in at one turn of the event loop, however many come at once."""
 
 
 Steps = Mapping[int, Mapping[int, Step]]
@@ -188,6 +188,7 @@ class RolloutEngine:
         finally:
             for rollout in rollouts.values():
                 rollout.close()
+        await self._turn()
         trees = {place: (rollout.steps, rollout.rows()) for place, rollout in rollouts.items()}
         return [
             self._result(group, place, outcome, *trees.get(place, ({0: {0: step}}, {0: [row]})))
@@ -230,6 +231,11 @@ class RolloutEngine:
         """Returns the seed of a rollout; in an evaluation it is the same at every version."""
         return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
 
+    async def _turn(self) -> None:
+        """Waits for a turn of the event loop that few groups have: many may be answered, or scored, at once."""
+        async with self._turns:
+            await asyncio.sleep(0)
+
     async def _prompt_ids(self, messages: Messages) -> list[int]:
         if (num := num_characters(messages)) > self.max_characters:
             raise PromptTooLong(f"a prompt of {num} characters; no {self.context_len} tokens have so many")
@@ -251,8 +257,7 @@ class RolloutEngine:
         completions = await self.client.generate(
             prompt, params=params, num=group.num, version=group.version, seed=group.seed
         )
-        async with self._turns:
-            await asyncio.sleep(0)
+        await self._turn()
         opening, temperature = self.templates.opening_ids, params.temperature
         return [
             (
