@@ -2,7 +2,7 @@
 same command works again. `kill -9` of that run's programs at random moments: it comes to its last step.
 
 Their one copy of the base is quantized, so that the server has to have the trainer's numbers; in
-tests/e2e/test_inflight_updates.py each has a copy of a quantized base.
+tests/e2e/test_adapters.py each has a copy of a quantized base.
 """
 
 import os

@@ -1,5 +1,5 @@
 """Self-play, real vLLM included: proposers and solvers with an adapter of their own each, and beside them the presets'
-debate and critique, whose revisions run in the sandbox."""
+debate and critique, whose revisions run in the sandbox. The base is quantized, and each program has a copy of it."""
 
 import json
 from typing import Any
@@ -26,6 +26,7 @@ ROLES = {"Compute:": 0, "Ask a sum like": 1}
 """Which adapter is whose, by how the prompt begins; whatever else is asked is for the first one."""
 ADAPTERS: dict[str, object] = {
     "train.lora_adapters": NAMES,
+    "train.qlora_bnb": "true",
     "orch.model.lora_adapters": NAMES,
     "infer.max_loras": "22",
     "orch.max_async_level": "0",
