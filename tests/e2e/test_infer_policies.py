@@ -162,7 +162,8 @@ def test_the_canary_agrees_with_and_without_noise(live: Live) -> None:
 
 def test_mixed_batches_sample_and_score_as_hugging_face_does_with_each_ones_norms(live: Live) -> None:
     lengths = (5, 40, 3 * NUM_BATCHED_TOKENS + 7)
-    cases = [(*case, prompt(*place)) for *case, place in product(REQUESTS, TEMPERATURES, enumerate(lengths))]
+    drawn = enumerate(product(REQUESTS, TEMPERATURES, lengths))
+    cases = [(request, temperature, prompt(seed, length)) for seed, (request, temperature, length) in drawn]
     sampled = all_at_once(cases, lambda case: live.sample(case[0], case[2], temperature=case[1], n=2, max_tokens=24))
     whole = [(*case, case[2] + choices[0]["token_ids"]) for case, choices in zip(cases, sampled, strict=True)]
     scores = all_at_once(whole, lambda case: live.score(case[0], case[3], case[1]))
