@@ -114,7 +114,7 @@ def test_there_is_one_copy_on_which_both_compute_and_which_a_step_leaves_alone(e
         assert trainers_share == pytest.approx(resident / 2, rel=0.01)  # the engine has the same pages
         assert servers_share + trainers_share < 1.05 * base_bytes
         # And neither has another copy in memory of its own; the engine's process was forked from the server's.
-        assert anonymous_bytes(engine) - anonymous_bytes(server.process.pid) < 0.5 * base_bytes
+        assert anonymous_bytes(engine) - anonymous_bytes(server.process.pid) < 0.35 * base_bytes  # 0.19 of it
         assert trainer.grown < 0.1 * base_bytes
         # A step changes the policy, and not a byte of the base.
         digests = trainer.ask("step", token_ids=IDS)
