@@ -1,18 +1,10 @@
-"""The real server on the tiny model: policy versions, with and without noise on their norm weights, against Hugging
-Face PEFT with such norms; what it scores as a teacher, and everything it must refuse.
+"""The real server on the tiny model: policy versions against Hugging Face PEFT, what it scores as a teacher, and
+everything it must refuse. Its steps have few tokens, so that long prompts are read in parts."""
 
-Its steps have few tokens, so that long prompts are read in parts. It has fewer slots than adapters, so that noise has
-to follow its adapter from slot to slot.
-"""
-
-import json
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,117 +15,38 @@ import torch
 from grpo.configs.auxiliary import TeacherSettings
 from grpo.infer.checks import PEFT_PREFIX
 from grpo.orchestrator.auxiliary.teacher.served import ServedTeacher
-from grpo.transport.records import Canary, PolicySpec
-from grpo.transport.run import create_run
-from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE, NOISE_FILE
-from msgspec import structs
+from grpo.transport.weights.store import ADAPTER_FILE
 from peft import PeftModel
 
-from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, random_tensors, reference
-from tests.infer.server_process import Server, running
+from tests.e2e.plain_server import KEY, MODEL, NUM_BATCHED_TOKENS, SCALES, Live, plain_server
+from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
 from tests.support import until
 
 pytestmark = pytest.mark.e2e
 
-MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
-KEY = "a key"
-NUM_BATCHED_TOKENS = 64
-"""Of a step of the engine."""
 EXACT = 1e-4
 TEMPERATURES = (0.7, 1.0, 1.3)
 Q0 = f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj"
-NUM_VERSIONS = 5
-NOISY = {1: 0.1, 2: 0.05, 4: 5e-4}
-"""Those with noise and their sigma."""
-Request = tuple[int | None, bool]
-"""A version and whether it is asked for with its noise."""
-REQUESTS: list[Request] = list(product((None, *range(NUM_VERSIONS)), (False, True)))
-CLEAN: Request = (1, False)
-
-
-class NoisePublisher(Publisher):
-    """Of a run whose versions may have noise."""
-
-    def spec(self) -> PolicySpec:
-        return structs.replace(super().spec(), norm_noise=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Live:
-    """A server on which versions 0 to 4 are live, and what is right for each."""
-
-    server: Server
-    publisher: Publisher
-    models: dict[Request, PeftModel]
-
-    def publish(self, version: int, *, seed: int | None = None, sigma: float | None = None) -> None:
-        """A random version, whose adapter is zero for version 0; with `sigma`, one with noise and a canary of both."""
-        seed, publisher = version if seed is None else seed, self.publisher
-        files = publisher.files(version=version, seed=seed, scale=0.1 if version else 0.0)
-        adapter = publisher.publish(version, files)
-        self.models[version, False] = reference(MODEL, adapter)
-        if sigma is not None:
-            noise, model = norm_noise(sigma, seed=version), reference(MODEL, adapter)
-            assert not model.get_base_model().load_state_dict(noise, strict=False).unexpected_keys
-            noisy_logprobs = tuple(logprobs_of(model, CANARY_IDS))
-            canary = structs.replace(Canary.from_json(files[CANARY_FILE]), noisy_logprobs=noisy_logprobs)
-            more = {NOISE_FILE: safetensors.torch.save(noise), CANARY_FILE: canary.to_json()}
-            publisher.publish(version, files | more)
-            self.models[version, True] = model
-
-    def load(self, version: int) -> httpx.Response:
-        run_id = self.publisher.run.run_id
-        return self.server.post("/policy/load", {"run_id": run_id, "version": version, "alias": "policy"})
-
-    def sample(self, request: Request, ids: Sequence[int], **more: object) -> list[dict[str, Any]]:
-        version, noisy = request
-        body = {"version": version, "noisy": noisy, "prompt_token_ids": ids, **more}
-        answer = self.server.answer("/policy/generate", **body)
-        assert answer["version"] == version
-        choices: list[dict[str, Any]] = answer["choices"]
-        return choices
-
-    def score(self, request: Request, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        body = {"version": request[0], "noisy": request[1], "token_ids": ids, "temperature": temperature}
-        logprobs: list[float] = self.server.answer("/policy/score", **body)["logprobs"]
-        return logprobs
-
-    def right(self, request: Request, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        version = request[0] or 0
-        return logprobs_of(self.models.get((version, request[1]), self.models[version, False]), ids, temperature)
-
-    def info(self, key: str) -> Any:
-        return self.server.get("/policy/info").json()[key]
-
-    def in_flight(self) -> dict[int, int]:
-        """How many requests run, by version."""
-        return {int(version): num for version, num in self.info("in_flight").items() if num > 0}
-
-
-def norm_noise(sigma: float, *, seed: int) -> dict[str, torch.Tensor]:
-    """Noisy weights of all norms of the hidden state."""
-    generator, tensors = torch.Generator().manual_seed(seed), safetensors.torch.load_file(MODEL / "model.safetensors")
-    return {
-        name: tensor + sigma * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in tensors.items()
-        if name.endswith("norm.weight") and tensor.shape == (128,)
-    }
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("policies")
-    publisher = NoisePublisher(run=create_run(folder / "run"), model_dir=MODEL)
-    arguments: dict[str, object] = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8}
-    arguments |= {"max_model_len": 512, "norm_noise": "true", "max_loras": 3, "enable_prefix_caching": "true"}
-    arguments |= {"vllm": json.dumps({"max_num_batched_tokens": NUM_BATCHED_TOKENS, "max_num_seqs": 64})}
-    with running(log=folder / "infer.log", api_key=KEY, **arguments) as server:
-        live = Live(server=server, publisher=publisher, models={})
-        for version in range(NUM_VERSIONS):
-            live.publish(version, sigma=NOISY.get(version))
-            response = live.load(version)
-            assert response.status_code == 200, response.text
+    with plain_server(tmp_path_factory.mktemp("plain")) as live:
         yield live
+
+
+@pytest.fixture(scope="module")
+def truth(live: Live) -> Callable[[int | None, Sequence[int], float], list[float]]:
+    """Log-probabilities by Hugging Face in float32."""
+    models: dict[int | None, Any] = {
+        version: reference(MODEL, live.publisher.run.broadcasts / f"step_{version:06d}") for version in SCALES
+    }
+
+    def logprobs(version: int | None, ids: Sequence[int], temperature: float) -> list[float]:
+        model: PeftModel = models[version or 0]
+        return logprobs_of(model, ids, temperature)
+
+    return logprobs
 
 
 def largest(left: Sequence[float], right: Sequence[float]) -> float:
@@ -145,74 +58,83 @@ def prompt(seed: int, length: int) -> list[int]:
     return [int(i) for i in torch.randint(32, 127, (length,), generator=generator)]
 
 
-def all_at_once(asked: Sequence[Any], ask: Callable[[Any], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(asked)) as pool:
-        return list(pool.map(ask, asked))
-
-
-def test_the_canary_agrees_with_and_without_noise(live: Live) -> None:
-    for version in range(NUM_VERSIONS):
+def test_the_canary_agrees_to_float32_accuracy(live: Live) -> None:
+    for version in (0, 1, 2):
         answer = live.load(version).json()
         assert answer["name"] == f"policy-v{version}"
         assert answer["canary"]["max_abs"] < EXACT / 2
-        assert (answer["noise"] is not None) == (version in NOISY)
-        if version in NOISY:
-            assert answer["noise"]["max_abs"] < EXACT / 2
 
 
-def test_mixed_batches_sample_and_score_as_hugging_face_does_with_each_ones_norms(live: Live) -> None:
-    lengths = (5, 40, 3 * NUM_BATCHED_TOKENS + 7)
-    drawn = enumerate(product(REQUESTS, TEMPERATURES, lengths))
-    cases = [(request, temperature, prompt(seed, length)) for seed, (request, temperature, length) in drawn]
-    sampled = all_at_once(cases, lambda case: live.sample(case[0], case[2], temperature=case[1], n=2, max_tokens=24))
-    whole = [(*case, case[2] + choices[0]["token_ids"]) for case, choices in zip(cases, sampled, strict=True)]
-    scores = all_at_once(whole, lambda case: live.score(case[0], case[3], case[1]))
-    for (request, temperature, start), choices, scored in zip(cases, sampled, scores, strict=True):
-        rights = [live.right(request, start + choice["token_ids"], temperature) for choice in choices]
-        assert len(rights) == 2
-        assert largest(scored, rights[0]) < EXACT, request
-        for choice, right in zip(choices, rights, strict=True):
-            assert largest(choice["logprobs"], right[len(start) - 1 :]) < EXACT, request
+def test_mixed_batches_score_as_hugging_face_does(live: Live, truth: Any) -> None:
+    versions: list[int | None] = [None, 1, 2, 1, None, 2, 0, 2, 1, None, None, 2]
+    sequences = [prompt(seed, 5 + 7 * seed) for seed in range(len(versions))]
+
+    def score(pair: tuple[int | None, list[int]]) -> list[float]:
+        logprobs: list[float] = live.server.answer("/policy/score", version=pair[0], token_ids=pair[1])["logprobs"]
+        return logprobs
+
+    with ThreadPoolExecutor(len(versions)) as pool:
+        scores = list(pool.map(score, zip(versions, sequences, strict=True)))
+    for version, ids, scored in zip(versions, sequences, scores, strict=True):
+        assert largest(scored, truth(version, ids, 1.0)) < EXACT, version
+
+
+def test_the_versions_differ_by_far_more_than_the_accuracy(truth: Any) -> None:
     ids = prompt(0, 40)
-    for one, other in ((CLEAN, (2, False)), (CLEAN, (None, False)), (CLEAN, (1, True))):
-        assert largest(live.right(one, ids), live.right(other, ids)) > 100 * EXACT
+    assert largest(truth(1, ids, 1.0), truth(2, ids, 1.0)) > 100 * EXACT
+    assert largest(truth(None, ids, 1.0), truth(1, ids, 1.0)) > 100 * EXACT
 
 
-def test_a_version_without_noise_answers_bit_for_bit_alike_with_the_flag_and_without(live: Live) -> None:
-    ids = prompt(5, 60)
-    live.score((1, True), ids)
-    for version in (None, 0, 3):
-        assert live.score((version, True), ids) == live.score((version, False), ids)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_mixed_batches_sample_with_hugging_faces_logprobs(live: Live, truth: Any, temperature: float) -> None:
+    versions: list[int | None] = [None, 1, 2, 2, None, 1, 0, None]
 
+    def sample(numbered: tuple[int, int | None]) -> Any:
+        index, version = numbered
+        return live.server.answer(
+            "/policy/generate",
+            version=version,
+            prompt_token_ids=prompt(index, 6 + index),
+            n=3,
+            max_tokens=32,
+            temperature=temperature,
+            cache_salt="s",
+        )
 
-def test_clean_scores_have_the_same_bits_alone_and_after_noise(live: Live) -> None:
-    ids = prompt(6, 60)
-    before = live.score(CLEAN, ids)
-    assert live.score((1, True), ids) != before
-    assert live.score(CLEAN, ids) == before
-
-
-def test_the_prefix_cache_is_not_shared_between_noise_and_none(live: Live) -> None:
-    start = prompt(77, 200)  # many whole blocks of the cache
-    for request in (CLEAN, (1, True), CLEAN, (2, True), (1, True)):
-        [choice] = live.sample(request, start, max_tokens=8, temperature=0.0)
-        right = live.right(request, start + choice["token_ids"])
-        assert largest(choice["logprobs"], right[len(start) - 1 :]) < EXACT, request
+    with ThreadPoolExecutor(len(versions)) as pool:
+        answers = list(pool.map(sample, enumerate(versions)))
+    for index, (version, answer) in enumerate(zip(versions, answers, strict=True)):
+        assert answer["version"] == version
+        assert len(answer["choices"]) == 3
+        start = prompt(index, 6 + index)
+        for choice in answer["choices"]:
+            right = truth(version, start + choice["token_ids"], temperature)[len(start) - 1 :]
+            assert largest(choice["logprobs"], right) < EXACT, version
 
 
 def test_a_stop_token_ends_the_answer_and_is_part_of_it(live: Live) -> None:
-    greedy = {"max_tokens": 12, "temperature": 0.0}
-    free = live.sample(CLEAN, prompt(5, 8), **greedy)[0]["token_ids"]
+    free = live.server.answer(
+        "/policy/generate", version=1, prompt_token_ids=prompt(5, 8), max_tokens=12, temperature=0.0
+    )["choices"][0]["token_ids"]
     stop = free[2]
-    [choice] = live.sample(CLEAN, prompt(5, 8), **greedy, stop_token_ids=[stop])
-    assert choice["token_ids"] == free[: free.index(stop) + 1]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    answer = live.server.answer(
+        "/policy/generate",
+        version=1,
+        prompt_token_ids=prompt(5, 8),
+        max_tokens=12,
+        temperature=0.0,
+        stop_token_ids=[stop],
+    )["choices"][0]
+    assert answer["token_ids"] == free[: free.index(stop) + 1]
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", stop)
 
 
 def test_equal_seeds_give_equal_answers_and_no_seed_gives_different_ones(live: Live) -> None:
     def sample(seed: int | None) -> list[list[int]]:
-        choices = live.sample((None, False), [65], max_tokens=16, n=4, seed=seed, temperature=2.0)
-        return [choice["token_ids"] for choice in choices]
+        answer = live.server.answer(
+            "/policy/generate", version=None, prompt_token_ids=[65], max_tokens=16, n=4, seed=seed, temperature=2.0
+        )
+        return [choice["token_ids"] for choice in answer["choices"]]
 
     assert sample(7) == sample(7)
     assert len({tuple(ids) for ids in sample(7)}) > 1
@@ -221,11 +143,42 @@ def test_equal_seeds_give_equal_answers_and_no_seed_gives_different_ones(live: L
 
 def test_seeds_hold_where_prompts_are_read_in_parts(live: Live) -> None:
     def sample(seed: int) -> list[int]:
-        [choice] = live.sample(CLEAN, prompt(seed, 3 * NUM_BATCHED_TOKENS + 7), max_tokens=8, seed=seed)
-        ids: list[int] = choice["token_ids"]
+        start = prompt(seed, 3 * NUM_BATCHED_TOKENS + 7)
+        body = {"version": 1, "prompt_token_ids": start, "max_tokens": 8, "seed": seed}
+        ids: list[int] = live.server.answer("/policy/generate", **body)["choices"][0]["token_ids"]
         return ids
 
-    assert all_at_once(range(16), sample) == [sample(seed) for seed in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(sample, range(16)))
+    assert together == [sample(seed) for seed in range(16)]
+
+
+def score(live: Live, version: int | None, token_ids: Sequence[int], temperature: float) -> list[float]:
+    body = {"version": version, "token_ids": list(token_ids), "temperature": temperature}
+    logprobs: list[float] = live.server.answer("/policy/score", **body)["logprobs"]
+    return logprobs
+
+
+def test_what_was_sampled_scores_as_it_was_sampled_and_as_hugging_face_does(live: Live, truth: Any) -> None:
+    cases = list(product((None, 1), TEMPERATURES, (5, 40, 3 * NUM_BATCHED_TOKENS + 7)))
+    starts = [prompt(index, length) for index, (_, _, length) in enumerate(cases)]
+
+    def sample(index: int) -> Any:
+        version, temperature, _ = cases[index]
+        body = {"version": version, "prompt_token_ids": starts[index], "temperature": temperature, "max_tokens": 24}
+        return live.server.answer("/policy/generate", **body)["choices"][0]
+
+    def scored(index: int) -> list[float]:
+        version, temperature, _ = cases[index]
+        return score(live, version, starts[index] + sampled[index]["token_ids"], temperature)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        sampled = list(pool.map(sample, range(len(cases))))
+        scores = list(pool.map(scored, range(len(cases))))
+    for case, start, choice, found in zip(cases, starts, sampled, scores, strict=True):
+        version, temperature, length = case
+        assert largest(found[length - 1 :], choice["logprobs"]) < EXACT, case
+        assert largest(found, truth(version, start + choice["token_ids"], temperature)) < EXACT, case
 
 
 async def test_openais_routes_of_a_real_vllm_score_as_ours_do(live: Live) -> None:
@@ -249,35 +202,34 @@ async def test_openais_routes_of_a_real_vllm_score_as_ours_do(live: Live) -> Non
 def _outlasts_its_version(live: Live, start: Sequence[int], old: int, new: int) -> bool:
     """Whether a request of the old version was in flight when the new one was live and the old one unloaded; it is not
     where the machine was so slow meanwhile that it had ended before. In any case all answers are right."""
+    publisher = live.publisher
     for version in (old, new):
-        live.publish(version)
+        publisher.publish(version, publisher.files(version=version, seed=version))
     assert live.load(old).status_code == 200
 
     def sample(version: int) -> list[dict[str, Any]]:
-        return live.sample((version, False), start, max_tokens=400, n=4, temperature=1.5)
+        body = {"version": version, "prompt_token_ids": start, "max_tokens": 400, "n": 4, "temperature": 1.5}
+        choices: list[dict[str, Any]] = live.server.answer("/policy/generate", **body)["choices"]
+        return choices
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(sample, old)
-        until_in_flight(live, old, first)
-        assert live.load(new).status_code == 200
+        while live.server.get("/policy/info").json()["in_flight"].get(str(old)) != 1 and not first.done():
+            pass
+        assert live.load(new, alias="policy").status_code == 200
         live.server.answer("/policy/unload", version=old)
         outlasts = not first.done()
-        assert old not in live.info("live")
+        assert old not in live.server.get("/policy/info").json()["live"]
         second = pool.submit(sample, new)
     for version, asked in ((old, first), (new, second)):
+        model = reference(MODEL, publisher.run.broadcasts / f"step_{version:06d}")
         for choice in asked.result():
-            right = live.right((version, False), [*start, *choice["token_ids"]], 1.5)[len(start) - 1 :]
+            right = logprobs_of(model, [*start, *choice["token_ids"]], 1.5)[len(start) - 1 :]
             assert largest(choice["logprobs"], right) < EXACT
-    assert old not in live.in_flight()
+    assert str(old) not in live.server.get("/policy/info").json()["in_flight"]
     refused = live.server.post("/policy/score", {"version": old, "token_ids": [1, 2]})
     assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_live")
     return outlasts
-
-
-def until_in_flight(live: Live, version: int, asked: Future[Any]) -> None:
-    """Returns when a request runs under the version, or the one that was asked has ended before."""
-    while version not in live.in_flight() and not asked.done():
-        pass
 
 
 def test_requests_in_flight_end_on_the_version_they_began_with(live: Live) -> None:
@@ -310,19 +262,21 @@ def other_weights(publisher: Publisher, version: int) -> None:
 
 
 def test_the_server_says_what_runs_and_what_waits_and_how_full_its_cache_is(live: Live) -> None:
+    body = {"version": 1, "prompt_token_ids": [1, 2, 3], "n": 48, "max_tokens": 200, "min_tokens": 200}
+
     def load() -> tuple[int, int, float]:
-        found = live.info("load")
+        found = live.server.get("/policy/info").json()["load"]
         return found["num_running"], found["num_waiting"], found["kv_use"]
 
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(live.sample, CLEAN, [1, 2, 3], n=48, max_tokens=200, min_tokens=200) for _ in range(2)]
+        answers = [pool.submit(live.server.answer, "/policy/generate", **body) for _ in range(2)]
         # 96 sequences on a server that decodes up to 64.
         while (crowded := load())[:2] != (64, 32):
             assert not any(answer.done() for answer in answers), "they have ended without ever having waited"
             time.sleep(0.01)
         assert 0 < crowded[2] <= 1
         for answer in answers:
-            assert len(answer.result()) == 48
+            assert len(answer.result()["choices"]) == 48
     until(lambda: load() == (0, 0, 0), live.server.process)
 
 
@@ -335,9 +289,10 @@ def test_the_server_says_what_runs_and_what_waits_and_how_full_its_cache_is(live
     ],
 )
 def test_a_bad_version_is_refused_with_its_reason_and_the_server_goes_on(
-    live: Live, spoil: Callable[[Publisher, int], None], reason: str, words: str
+    live: Live, truth: Any, spoil: Callable[[Publisher, int], None], reason: str, words: str
 ) -> None:
-    ids, before = prompt(2, 24), live.info("live")
+    ids = prompt(2, 24)
+    before = live.server.get("/policy/info").json()["live"]
     spoil(live.publisher, 30)
     try:
         response = live.load(30)
@@ -348,18 +303,21 @@ def test_a_bad_version_is_refused_with_its_reason_and_the_server_goes_on(
     assert response.status_code == 409
     assert response.json()["error"]["type"] == reason
     assert words in response.json()["error"]["message"]
-    assert live.info("live") == before
-    for request in ((None, False), CLEAN, (2, True)):
-        assert largest(live.score(request, ids), live.right(request, ids)) < EXACT
+    assert live.server.get("/policy/info").json()["live"] == before
+    for version in (None, 1, 2):
+        scored = live.server.answer("/policy/score", version=version, token_ids=ids)["logprobs"]
+        assert largest(scored, truth(version, ids, 1.0)) < EXACT
 
 
 def test_a_new_version_is_proved_before_a_long_queue(live: Live) -> None:
-    live.publish(20)
+    publisher = live.publisher
+    publisher.publish(20, publisher.files(version=20, seed=20))
+
+    body = {"version": 1, "prompt_token_ids": prompt(0, 8), "n": 64, "max_tokens": 100, "min_tokens": 100}
     with ThreadPoolExecutor(4) as pool:
         # 256 sequences where 64 run at once, four times as long as a request takes alone.
-        more = {"n": 64, "max_tokens": 100, "min_tokens": 100}
-        queue = [pool.submit(live.sample, CLEAN, prompt(0, 8), **more) for _ in range(4)]
-        until(lambda: live.in_flight().get(1) == 4, live.server.process)
+        queue = [pool.submit(live.server.answer, "/policy/generate", **body) for _ in range(4)]
+        until(lambda: live.server.get("/policy/info").json()["in_flight"]["1"] == 4, live.server.process)
         assert live.load(20).status_code == 200
         assert sum(not one.done() for one in queue) >= 2
 
@@ -388,73 +346,11 @@ def test_the_key_guards_vllms_routes_and_ours(live: Live) -> None:
 
 
 def test_vllms_own_ways_to_load_adapters_and_its_development_routes_are_closed(live: Live) -> None:
-    adapters = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-    for path in (*adapters, "/collective_rpc", "/sleep", "/reset_prefix_cache"):
+    for path in (
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/collective_rpc",
+        "/sleep",
+        "/reset_prefix_cache",
+    ):
         assert live.server.post(path, {"lora_name": "x", "lora_path": "/tmp"}).status_code in (404, 405), path
-
-
-FOLLOWED = {11: 1, 12: 4, 13: 21}
-"""Versions that follow each other under requests, and the seeds of their weights: these rarely end an answer."""
-FOLLOWED_SIGMAS = {11: 0.1, 12: 0.05}
-"""Version 13 has no noise."""
-FOLLOWED_EXACT = 1e-3
-"""Nats."""
-PROMPT = [66, 101, 103, 105, 110, 58, 32]
-MAX_TOKENS = 440
-
-
-@pytest.fixture(scope="module")
-def followed(live: Live) -> dict[Request, PeftModel]:
-    """The model of each of these versions, which are published, without and with its noise."""
-    for version, seed in FOLLOWED.items():
-        live.publish(version, seed=seed, sigma=FOLLOWED_SIGMAS.get(version))
-    return {request: model for request, model in live.models.items() if request[0] in FOLLOWED}
-
-
-def _followed_all(live: Live, noisy: bool, pause_s: float) -> list[dict[str, Any]]:
-    """Answers that were begun under the first version, while the others became live one after the other; none where
-    the machine was so quick or so slow that no answer met all of them."""
-    first, second, third = FOLLOWED
-    body = {"version": first, "follow": True, "noisy": noisy, "n": 16}
-    body |= {"prompt_token_ids": PROMPT, "max_tokens": MAX_TOKENS}
-    assert live.load(first).status_code == 200
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(live.server.answer, "/policy/generate", **body)
-        until_in_flight(live, first, asked)
-        assert live.load(second).status_code == 200
-        until_in_flight(live, second, asked)
-        live.server.answer("/policy/unload", version=first)
-        assert first not in live.in_flight(), "the first must be free as soon as its requests have moved"
-        time.sleep(pause_s)  # prompt and answer so far are read again, in parts
-        assert live.load(third).status_code == 200
-        until_in_flight(live, third, asked)
-    for version in (second, third):
-        live.server.answer("/policy/unload", version=version)
-    choices: list[dict[str, Any]] = asked.result()["choices"]
-    met = any([version for version, _ in choice["versions"]] == list(FOLLOWED) for choice in choices)
-    return choices if met else []
-
-
-@pytest.mark.parametrize("noisy", [False, True])
-def test_a_request_in_flight_goes_on_under_each_new_version_with_its_logprobs(
-    live: Live, followed: dict[Request, PeftModel], noisy: bool
-) -> None:
-    for attempt in range(1, 31):
-        if choices := _followed_all(live, noisy, pause_s=0.2 * attempt):
-            break
-    assert choices, "in thirty attempts no answer met all versions"
-    apart = defaultdict[tuple[int, Request], float](float)
-    for choice in choices:
-        ids, runs = choice["token_ids"], choice["versions"]
-        assert sum(num for _, num in runs) == len(ids) == len(choice["logprobs"])
-        assert len(ids) == MAX_TOKENS or (choice["finish_reason"] == "stop" and len(ids) < MAX_TOKENS)
-        right = {key: logprobs_of(model, PROMPT + ids)[len(PROMPT) - 1 :] for key, model in followed.items()}
-        begin = 0
-        for version, num in runs:
-            part = slice(begin, begin := begin + num)
-            gaps = {key: largest(choice["logprobs"][part], logprobs[part]) for key, logprobs in right.items()}
-            assert gaps.pop((version, noisy and version in FOLLOWED_SIGMAS)) < FOLLOWED_EXACT
-            for key, gap in gaps.items():
-                apart[version, key] = max(apart[version, key], gap)
-    assert len(apart) == 3 * 4
-    assert min(apart.values()) > 5 * FOLLOWED_EXACT, "under another version they would be others"

@@ -1,6 +1,6 @@
 """README.md's comparison of two runs on real vLLM, from an installed wheel, and what is done with a finished run.
 
-Answers of its asynchronous run go on under new versions; test_infer_policies.py and test_infer_in_place.py compare such
+Answers of its asynchronous run go on under new versions; test_infer_noise.py and test_infer_in_place.py compare such
 answers with Hugging Face's token by token."""
 
 import json

@@ -95,7 +95,7 @@ def test_ranks_are_those_of_vllms_formula(num_rows: int, size: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_code_reads_noise_anew_and_noise_follows_its_adapter_from_slot_to_slot() -> None:
-    """Mixed batches of the whole model are compared with Hugging Face's in tests/e2e/test_infer_policies.py."""
+    """Mixed batches of the whole model are compared with Hugging Face's in tests/e2e/test_infer_noise.py."""
     from grpo.infer.noise import NoiseTable, with_noise
 
     hidden, first, second = 32, 12, 22
