@@ -19,7 +19,7 @@ class OpenBackend:
 
     def __init__(self) -> None:
         self.calls: list[protocol.Sample] = []
-        self.asked: list[protocol.Ask | protocol.Store] = []
+        self.asked: list[protocol.Ask | protocol.StoreCall] = []
         self.open = asyncio.Event()
         self.open.set()
         self.text: str | None = None
@@ -31,10 +31,10 @@ class OpenBackend:
         if isinstance(call, protocol.Ask):
             self.asked.append(call)
             return protocol.Sampled(text="asked", finish_reason="stop", num_tokens=1)
-        if isinstance(call, protocol.Store):
+        if isinstance(call, protocol.StoreCall):
             self.asked.append(call)
             value = {"count": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(call.operation)
-            return protocol.Stored(value=value)
+            return protocol.StoreReply(value=value)
         number = len(self.calls)
         self.calls.append(call)
         await self.open.wait()
