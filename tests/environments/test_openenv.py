@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from grpo.environments import openenv
-from grpo.environments.openenv import OpenEnv, ServerError, SessionLost
+from grpo.environments.openenv import OpenEnv, OpenEnvError, SessionLost
 from grpo.orchestrator.rollouts.play import play
 from grpo.orchestrator.rollouts.state import EpisodeState, StepError
 
@@ -79,7 +79,7 @@ async def test_an_answer_that_is_no_action_is_marked_and_told_and_costs_a_turn(u
 async def test_a_step_that_raises_or_takes_too_long_costs_the_rollout(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServerError, match="EXECUTION_ERROR"):
+    with pytest.raises(OpenEnvError, match="EXECUTION_ERROR"):
         await played(made(url), "raise")
     monkeypatch.setattr(openenv, "STEP_LIMIT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"0\.2"):

@@ -23,7 +23,7 @@ from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.samples import training_samples
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import Loaded, Mark, Outcome, Sample, Withdraw, decode_from_worker
+from grpo.orchestrator.workers.protocol import EnvironmentInfo, Mark, Outcome, Sample, Withdraw, decode_from_worker
 from grpo.orchestrator.workers.session import Answerer
 from grpo.transport.http import Choice
 from grpo.transport.traces import trace_path
@@ -458,7 +458,7 @@ class Forging:
     """Stands for workers whose code cannot be trusted: it makes calls in these conversations, withdraws some, and tells
     what it wants of them."""
 
-    loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
+    loaded = EnvironmentInfo(single_turn=False, roles=[Role(id="policy")], stores={})
 
     def __init__(self, outcome: Outcome, *, calls: Sequence[int] = (0, 0), withdrawn: Sequence[int] = ()) -> None:
         self.outcome, self.calls, self.withdrawn = outcome, calls, withdrawn
