@@ -29,7 +29,7 @@ def test_the_quick_starts_files_make_one_run_in_the_folder_that_one_of_them_name
     with pytest.raises(SettingsError) as caught:
         load_run(None, [*QUICK_START, "--train.sequence_len", "512"])
     [problem] = caught.value.problems
-    assert (problem.origin, problem.key) == (QUICK_START[-1], "seq_len")
+    assert (problem.origin, problem.key, problem.value) == (QUICK_START[-1], "seq_len", 2048)
 
 
 @pytest.mark.parametrize("settings", [REFERENCE, *REFERENCE["examples"]])
