@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from aiohttp import web
@@ -72,20 +72,11 @@ class FakeServer:
         self.url = ""
         self.host, self.port = "127.0.0.1", free_port()
 
-    async def start(self) -> "FakeServer":
+    async def start(self) -> Self:
         app = web.Application(middlewares=[self._unless_asleep])
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/policy/info", self._info),
-                web.post("/policy/load", self._load),
-                web.post("/policy/unload", self._unload),
-                web.post("/policy/sleep", self._sleep),
-                web.post("/policy/wake", self._wake),
-                web.post("/policy/generate", self._generate),
-                web.post("/policy/score", self._score),
-            ]
-        )
+        app.add_routes([web.get("/health", self._health), web.get("/policy/info", self._info)])
+        for name in ("load", "unload", "sleep", "wake", "generate", "score"):
+            app.router.add_post(f"/policy/{name}", getattr(self, f"_{name}"))
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
@@ -97,6 +88,12 @@ class FakeServer:
         await self._runner.cleanup()
         self.live.clear()
         self.asleep = False
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -175,14 +172,8 @@ class FakeServer:
         choices = []
         for _ in range(body["n"]):
             ids = [*self.answer(prompt, version).encode(), END_OF_TURN][: body["max_tokens"]]
-            choices.append(
-                {
-                    "token_ids": ids,
-                    "logprobs": [self.logprob] * len(ids),
-                    "finish_reason": "stop" if ids[-1] == END_OF_TURN else "length",
-                    "stop_reason": None,
-                }
-            )
+            reason = "stop" if ids[-1] == END_OF_TURN else "length"
+            choices.append({"token_ids": ids, "logprobs": [self.logprob] * len(ids), "finish_reason": reason})
             if follows:
                 num = len(ids) if ended == began else 1
                 choices[-1]["versions"] = [(began, num), (ended, len(ids) - num)][: 1 + (num < len(ids))]
