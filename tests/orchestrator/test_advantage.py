@@ -90,9 +90,7 @@ def test_a_length_weighted_mean_counts_each_reward_as_often_as_its_role_has_toke
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 16), st.integers(1, 9))
-def test_rewards_that_differ_by_rounding_alone_give_advantages_of_exactly_0(
-    reward: float, num: int, length: int
-) -> None:
+def test_rewards_that_differ_by_rounding_give_advantages_of_exactly_0(reward: float, num: int, length: int) -> None:
     rewards = [reward * (1 + 1e-12) if number % 3 == 2 else reward for number in range(num)]
     trees = [result(str(n), {"A": one, "B": -one}, steps="AB" * (n + length)) for n, one in enumerate(rewards)]
     for advantage in (group_relative, normalised, leave_one_out, length_weighted):

@@ -180,9 +180,7 @@ def test_a_restored_buffer_has_the_same_state_and_asks_first_what_was_open_and_t
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.randoms())
-def test_a_restored_buffer_asks_every_example_in_the_epoch_of_an_uninterrupted_one(
-    lags: list[int], shuffler: Any
-) -> None:
+def test_a_restored_buffer_asks_every_example_in_the_epoch_of_an_unbroken_one(lags: list[int], shuffler: Any) -> None:
     """`lags`: how many groups are left open as each group is issued."""
     whole, open_groups = Buffer({"a": ["p", "q", "r"], "b": ["s"]}, seed=1), list[int]()
     for group, lag in enumerate(lags):

@@ -10,20 +10,9 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from grpo.orchestrator.workers import protocol
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import (
-    ALIVE,
-    LEFT,
-    PROTOCOL,
-    Alive,
-    Cancel,
-    Left,
-    Outcome,
-    decode_from_worker,
-    encode,
-    frame_of,
-)
 from grpo.orchestrator.workers.server import EnvironmentServer
 
 from tests.orchestrator.fakes import until
@@ -52,7 +41,7 @@ def hostile(env_file: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def greeting(address: str, greeting: bytes = ALIVE) -> AsyncIterator[zmq.asyncio.Socket]:
+async def greeting(address: str, greeting: bytes = protocol.ALIVE) -> AsyncIterator[zmq.asyncio.Socket]:
     """An orchestrator that has greeted the server."""
     async with asyncio.timeout(60):
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
@@ -80,7 +69,7 @@ async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_
         pool_for(talk, address=server.address) as two,
     ):
         outcomes = await asyncio.gather(*(rolled_out(pool, "on", "bye") for pool in (one, two)))
-        assert [one.rewards for one in outcomes if isinstance(one, Outcome)] == [{"policy": 2.0}] * 2
+        assert [one.rewards for one in outcomes if isinstance(one, protocol.Outcome)] == [{"policy": 2.0}] * 2
         crashed, beside = await asyncio.gather(rolled_out(one, "exit"), rolled_out(two, "on", "bye"))
         assert (reason(crashed), reason(beside)) == ("env_crashed", "")
 
@@ -91,9 +80,9 @@ async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_se
     monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 1e6)
     async with serving(talk) as server:
         async with greeting(server.address) as orchestrator:
-            assert await orchestrator.recv() == ALIVE
-            await orchestrator.send(frame_of(encode(Cancel(job=1))))  # for the worker
-            await orchestrator.send(LEFT)
+            assert await orchestrator.recv() == protocol.ALIVE
+            await orchestrator.send(protocol.frame_of(protocol.encode(protocol.Cancel(job=1))))  # for the worker
+            await orchestrator.send(protocol.LEFT)
             await until(lambda: not server._sessions)
         async with pool_for(talk, address=server.address) as pool:
             assert reason(await rolled_out(pool, "on", "bye")) == ""
@@ -124,12 +113,12 @@ async def test_an_environment_that_is_long_to_import_holds_up_no_session(
         await pool.close()
 
 
-async def test_an_orchestrator_that_was_silent_is_told_that_its_worker_was_ended(
+async def test_a_silent_orchestrator_hears_that_its_worker_was_ended(
     talk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 0.1)
     async with serving(talk) as server, greeting(server.address) as orchestrator:
-        while not any(isinstance(one, Left) for one in decode_from_worker(await orchestrator.recv())):
+        while not any(isinstance(one, protocol.Left) for one in protocol.decode_from_worker(await orchestrator.recv())):
             pass
 
 
@@ -150,7 +139,7 @@ async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ev
     async with serving(hostile) as server:
         async with pool_for(hostile, address=server.address) as pool:
             outcome = await scored(pool, "seen")
-            assert isinstance(outcome, Outcome)
+            assert isinstance(outcome, protocol.Outcome)
             assert outcome.accuracy in (0.0, 1.0)  # the key is hidden by the program, not by this test's process
         for key in ("another-key-of-16-characters", ""):
             monkeypatch.setenv("GRPO_ENV_KEY", key)
@@ -202,7 +191,7 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
             as_others_see_it = Path(f"/proc/{program.pid}/environ").read_bytes()  # noqa: ASYNC240
             assert not [key for key in (KEY, "of-the-run") if key.encode() in as_others_see_it]
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
-            seen, *pids = [int(one.accuracy) for one in found if isinstance(one, Outcome)]
+            seen, *pids = [int(one.accuracy) for one in found if isinstance(one, protocol.Outcome)]
             assert seen == 0
             assert all(map(runs, pids))
             program.send_signal(signal.SIGTERM)
@@ -230,7 +219,7 @@ async def answering(frame: bytes, *, times: int = 1000) -> AsyncIterator[str]:
         socket.close(linger=0)
 
 
-OTHER_RELEASE = frame_of(encode(Alive(protocol=PROTOCOL + 1)))
+OTHER_RELEASE = protocol.frame_of(protocol.encode(protocol.Alive(protocol=protocol.PROTOCOL + 1)))
 
 
 @pytest.mark.parametrize(
@@ -251,8 +240,8 @@ async def test_a_server_that_says_what_nobody_understands_is_a_failed_environmen
 
 async def test_an_orchestrator_of_another_release_is_told_so(talk: str) -> None:
     async with serving(talk) as server, greeting(server.address, OTHER_RELEASE) as orchestrator:
-        [message] = decode_from_worker(await orchestrator.recv())
-        assert isinstance(message, Left)
+        [message] = protocol.decode_from_worker(await orchestrator.recv())
+        assert isinstance(message, protocol.Left)
         assert "release" in message.how
 
 
@@ -267,15 +256,13 @@ async def test_a_server_has_so_many_workers_at_most(talk: str, monkeypatch: pyte
 
 async def test_a_server_that_is_lost_early_is_a_reason_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.session.SILENCE_LIMIT_S", 0.2)
-    async with answering(ALIVE, times=1) as address:
+    async with answering(protocol.ALIVE, times=1) as address:
         with pytest.raises(EnvironmentKilled):
             async with pool_for("any:Any", address=address):
                 pass
 
 
-async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(
-    talk: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_stays_away_is_a_reason_to_start_again(talk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
     async with contextlib.AsyncExitStack() as while_served:

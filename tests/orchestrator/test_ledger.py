@@ -158,9 +158,7 @@ def test_a_process_that_goes_on_keeps_what_the_channel_has_and_drops_the_rest(
 @pytest.mark.parametrize(
     ("step", "pools"), [(3, {"a": "normal", "b": "hard"}), (2, {"a": "easy", "b": "hard"}), (1, {"a": "easy"})]
 )
-def test_a_run_that_goes_back_finds_its_pools_as_they_were(
-    path: Path, killed: Ledger, step: int, pools: dict[str, str]
-) -> None:
+def test_a_run_that_goes_back_finds_its_old_pools(path: Path, killed: Ledger, step: int, pools: dict[str, str]) -> None:
     for number, moved in enumerate(({"a": "easy"}, {"b": "hard"}, {"a": "normal"}), start=1):
         killed.examples_moved(moved, number)
     killed.changes()()
@@ -189,9 +187,7 @@ def test_what_could_not_be_written_is_kept_for_the_next_time(path: Path, monkeyp
     assert len(rows(path)) == 3
 
 
-def test_a_full_disk_is_named_with_the_folder_to_make_room_in(
-    tmp_path: Path, small_disk: Callable[[Path], None]
-) -> None:
+def test_a_full_disk_is_named_with_the_folder_to_make_room(tmp_path: Path, small_disk: Callable[[Path], None]) -> None:
     small_disk(tmp_path / "disk")
     ledger = Ledger(tmp_path / "disk" / "ledger.sqlite")
     for number in range(3000):
@@ -202,7 +198,7 @@ def test_a_full_disk_is_named_with_the_folder_to_make_room_in(
         ledger.close()
 
 
-def test_pairs_are_kept_with_the_batch_that_takes_them_and_free_again_where_a_run_goes_back(
+def test_pairs_are_kept_with_the_batch_that_takes_them_and_free_where_a_run_goes_back(
     path: Path, ledger: Ledger
 ) -> None:
     numbers = [ledger.pair_made(version, f"pair of {version}") for version in (0, 1, 2, 3)]
@@ -219,9 +215,7 @@ def test_pairs_are_kept_with_the_batch_that_takes_them_and_free_again_where_a_ru
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_is_removed_or_replaced_is_noticed_with_the_next_batch(
-    path: Path, ledger: Ledger, replaced: bool
-) -> None:
+def test_a_file_that_is_removed_or_replaced_is_noticed_with_a_batch(path: Path, ledger: Ledger, replaced: bool) -> None:
     issue(ledger, 2)
     ship(ledger, 1, "0/0")
     content = path.read_bytes()

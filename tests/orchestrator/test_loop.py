@@ -266,9 +266,7 @@ def never(rewards, lengths):
 """
 
 
-async def test_an_advantage_that_fails_and_refused_numbers_cost_their_groups(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_a_failing_advantage_and_refused_numbers_cost_their_groups(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "own.py").write_text(OWN_ADVANTAGE)
     numbers = itertools.count()
 

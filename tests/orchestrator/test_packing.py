@@ -97,7 +97,7 @@ def test_nothing_is_lost_and_no_bin_is_over_its_capacity(lengths: list[int], num
 
 
 @pytest.mark.parametrize(("num", "num_ranks"), [(1024, 8), (4096, 32)])
-def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_at_every_micro_step(
+def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_each_step(
     num: int, num_ranks: int
 ) -> None:
     # Log-normal: median 600, 99th percentile 6,000, which is 2.3263 standard deviations above it.

@@ -84,9 +84,7 @@ async def test_another_reward_is_refused_and_with_a_word_holds_from_there_on(
     assert code_changes(read_run(tmp_path / "run")) == {2: ["worth.py"]}
 
 
-async def test_one_that_was_killed_after_the_last_version_ends_the_run_alone(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_one_that_was_killed_after_the_last_version_ends_it_alone(tmp_path: Path, server: FakeServer) -> None:
     whole = await go(tmp_path, server, max_steps=2)
     (tmp_path / "summary.json").unlink()
     summary = await orchestrate(settings_for(tmp_path, server, max_steps=2))

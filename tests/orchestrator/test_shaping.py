@@ -92,9 +92,7 @@ def test_reinforce_plus_plus_normalises_over_the_tokens_of_the_batch() -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.integers(1, 7), min_size=1, max_size=16), st.floats(0.0, 0.99))
-def test_equal_rewards_of_whole_batches_give_advantages_of_exactly_0(
-    reward: float, lengths: list[int], decay: float
-) -> None:
+def test_equal_rewards_of_batches_give_advantages_of_exactly_0(reward: float, lengths: list[int], decay: float) -> None:
     batch = [rewarded(*[reward] * len(lengths), lengths=lengths), rewarded(reward, reward)]
     zeros = [[0.0] * len(lengths), [0.0] * 2]
     running = BatchAdvantages(RunningBaseline(type="running_baseline", decay=decay))

@@ -48,9 +48,7 @@ def away(completion: str) -> float:
         (away, AWAY),
     ],
 )
-async def test_only_what_no_answer_can_be_the_reason_for_is_refused(
-    reward: Callable[..., Any], reason: str | None
-) -> None:
+async def test_only_what_no_answer_can_explain_is_refused(reward: Callable[..., Any], reason: str | None) -> None:
     ctx = context_on(OpenBackend(), example=(example := Watched(EXAMPLES[0])))
     with pytest.raises(Exception) as raised:  # noqa: PT011 - what user code raises
         await Rubric([reward]).score(ctx.state, ctx)

@@ -86,7 +86,7 @@ async def test_the_only_servers_fault_is_an_error_and_so_is_a_request_that_is_re
         faulty.fault = 409, '{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
         with pytest.raises(RequestRefused):
             await sync.keep_only(set())
-        faulty.refuse_version = 1
+        faulty.fault, faulty.refuse_version = None, 1
         with pytest.raises(RequestRefused):
             await sync.load(1)
 
