@@ -30,6 +30,10 @@ WORDS = {"id": f"{Path(__file__).with_name('words.py')}:Words", "name": "words"}
 """The environment of most tests."""
 
 
+def error(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response({"error": {"type": kind, "message": message}}, status=status)
+
+
 class FakeServer:
     """Answers like grpo-infer. `answer` gives the text for a prompt's text and a version."""
 
@@ -58,8 +62,7 @@ class FakeServer:
         self.in_flight: dict[int, int] = {}
         """Requests that other clients have, by version."""
         self.asleep = False
-        self.refuses_sleep: tuple[int, str] | None = None
-        """Status and kind of the error with which it answers."""
+        self.refuses_sleep = False
         self.told: list[str] = []
         """Requests to sleep, to wake and to load, in their order."""
         self.num_failures = 0
@@ -105,9 +108,8 @@ class FakeServer:
 
     async def _sleep(self, request: web.Request) -> web.Response:
         self.told.append("sleep")
-        if self.refuses_sleep is not None:
-            status, kind = self.refuses_sleep
-            return web.json_response({"error": {"type": kind, "message": "cannot"}}, status=status)
+        if self.refuses_sleep:
+            return error(503, "engine", "cannot")
         self.asleep = True
         return web.json_response({"seconds": 0.1})
 
@@ -124,7 +126,7 @@ class FakeServer:
         await self.answering(request)
         needs_engine = request.path.removeprefix("/policy/") in ("load", "unload", "generate", "score")
         if self.asleep and needs_engine:
-            return web.json_response({"error": {"type": "asleep", "message": "sleeps"}}, status=503)
+            return error(503, "asleep", "sleeps")
         return await handler(request)
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -134,8 +136,7 @@ class FakeServer:
         await asyncio.sleep(self.load_latency_s)
         version = body["version"]
         if version == self.refuse_version:
-            error = {"type": "canary_mismatch", "message": f"version {version}: the canary is 3.2 nats off"}
-            return web.json_response({"error": error}, status=409)
+            return error(409, "canary_mismatch", f"version {version}: the canary is 3.2 nats off")
         self.live.add(version)
         self._of_run = {"run_id": body["run_id"]}
         canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs"}
@@ -155,8 +156,8 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.Response:
         try:  # as grpo-infer
             msgspec.json.decode(data := await request.read(), type=GenerateRequest)
-        except (msgspec.MsgspecError, ValueError) as error:
-            return web.json_response({"error": {"type": "bad_request", "message": str(error)}}, status=400)
+        except (msgspec.MsgspecError, ValueError) as problem:
+            return error(400, "bad_request", str(problem))
         body = json.loads(data)
         if self.num_failures > 0:
             self.num_failures -= 1
@@ -164,7 +165,7 @@ class FakeServer:
         version, follows = body["version"], body.get("follow", False)
         began = max(version, *self.live) if follows and self.live else version
         if began is not None and began not in self.live:
-            return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
+            return error(404, "not_live", f"{version} not live")
         self.requests.append(body)
         await self.sampling(body)
         ended = max(began, *self.live) if follows and self.live else began
@@ -184,7 +185,7 @@ class FakeServer:
         body = await request.json()
         version = body["version"]
         if version is not None and version not in self.live:
-            return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
+            return error(404, "not_live", f"{version} not live")
         self.scores.append(body)
         logprob = self.scored / body.get("temperature", 1.0)
         return web.json_response({"version": version, "logprobs": [logprob] * (len(body["token_ids"]) - 1)})

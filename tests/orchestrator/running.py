@@ -68,7 +68,6 @@ class Run:
 
     @property
     def batches(self) -> dict[int, tuple[MicroBatch, ...]]:
-        """By step."""
         return self.trainer.batches
 
     @property

@@ -72,7 +72,7 @@ async def test_servers_sleep_before_a_batch_leaves_and_wake_before_its_version_i
 
 
 async def test_a_server_that_cannot_sleep_ends_the_run(tmp_path: Path, server: FakeServer) -> None:
-    server.refuses_sleep = 503, "engine"
+    server.refuses_sleep = True
     with pytest.raises(ServerError, match="/policy/sleep"):
         await run(tmp_path, server)
 
