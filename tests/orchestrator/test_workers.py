@@ -11,7 +11,7 @@ import pytest
 from grpo.orchestrator.rollouts.records import Failure
 from grpo.orchestrator.startup import keys_of_run
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
-from grpo.orchestrator.workers.protocol import Outcome, Store, encode_checked
+from grpo.orchestrator.workers.protocol import Outcome, StoreCall, encode_checked
 from grpo.orchestrator.workers.worker import identity_of
 from grpo.transport.importing import load_object
 
@@ -325,7 +325,7 @@ def test_a_file_is_imported_once_and_two_of_one_name_do_not_collide(tmp_path: Pa
 
 
 def test_what_user_code_sends_is_bounded() -> None:
-    long = Store(store="s", operation="add", arguments={"data": "x" * (1 << 26)})
+    long = StoreCall(store="s", operation="add", arguments={"data": "x" * (1 << 26)})
     with pytest.raises(ValueError, match="bytes"):
         encode_checked(long)
 
