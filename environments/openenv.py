@@ -42,7 +42,7 @@ class SessionLost(ConnectionError):
     """No server took a session in time, or it went away in the middle of a rollout."""
 
 
-class ServerError(RuntimeError):
+class OpenEnvError(RuntimeError):
     """The server said that something went wrong."""
 
     def __init__(self, about: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class ServerError(RuntimeError):
 
 def _may_pass(error: BaseException) -> bool:
     """Tells whether nobody is there, or no session is left."""
-    return isinstance(error, SessionLost) or (isinstance(error, ServerError) and error.code == "CAPACITY_REACHED")
+    return isinstance(error, SessionLost) or (isinstance(error, OpenEnvError) and error.code == "CAPACITY_REACHED")
 
 
 class Observed(BaseModel):
@@ -104,7 +104,7 @@ class Codec:
 
 
 async def _ask(socket: ClientConnection, kind: str, limit_s: float, data: Mapping[str, Any] | None = None) -> Any:
-    """Raises ServerError, SessionLost and TimeoutError."""
+    """Raises OpenEnvError, SessionLost and TimeoutError."""
     try:
         async with asyncio.timeout(limit_s):
             await socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": dict(data)})))
@@ -115,7 +115,7 @@ async def _ask(socket: ClientConnection, kind: str, limit_s: float, data: Mappin
         raise SessionLost(f"the OpenEnv server closed the session at {kind}: {error}") from None
     about = answer.get("data", {})
     if answer.get("type") == "error":
-        raise ServerError(about)
+        raise OpenEnvError(about)
     return about
 
 
@@ -181,14 +181,14 @@ class OpenEnv(MultiTurnEpisode, Environment):
         return [{"prompt": self._prompt, "task": f"{self._url}#{seed}", "seed": seed} for seed in seeds]
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        """Raises SessionLost, TimeoutError and ServerError, each of which costs the rollout."""
+        """Raises SessionLost, TimeoutError and OpenEnvError, each of which costs the rollout."""
         arguments = {**self._reset, "seed": state.example["seed"]}
         async with self._session(arguments) as (socket, observed):
             state.data |= {"rewards": [], "actions": [], "reset": arguments, "socket": socket, "observed": observed}
             await super().rollout(ctx, state)
             try:
                 state.data["state"] = await _ask(socket, "state", STATE_LIMIT_S)
-            except (ServerError, SessionLost, TimeoutError):
+            except (OpenEnvError, SessionLost, TimeoutError):
                 state.data["state"] = None
 
     def initial_messages(self, state: EpisodeState) -> Sequence[Message]:
@@ -212,7 +212,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
             return f"error: {error}"
         try:
             observed = Observed(**await _ask(state.data["socket"], "step", STEP_LIMIT_S, action))
-        except ServerError as error:
+        except OpenEnvError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
             state.mark_error(REFUSED_ACTION, REFUSED_ACTION, error.message)

@@ -61,7 +61,7 @@ def problems(asked: str, where: str, shown: str) -> list[str]:
     links = re.findall(r"\]\((\w+\.md)(?:#[\w-]+)?\)", where)
     wrong = [f"{one} is not there" for one in paths if not (ROOT / one).exists()]
     wrong += [f"docs/{one} is not there" for one in links if not (ROOT / "docs" / one).exists()]
-    wrong += [f"{one} is no test" for one in re.findall(r"`([^`]+)`", shown) if not is_citation(one, cited)]
+    wrong += [f"{one} is no test" for one in re.findall(r"`([^`]+)`", shown) if tuple(one.split("::")) not in cited]
     wrong += [] if cited else ["no test is cited"]
     wrong += [] if words else ["no word in code style says what it is about"]
     texts = {name: sources(path).get(name) for path, name in cited if (ROOT / path).exists()}
@@ -75,11 +75,6 @@ def problems(asked: str, where: str, shown: str) -> list[str]:
     files = [(ROOT / path).read_text() for path, _ in cited if (ROOT / path).exists()]
     wrong += [f"{one} is in none of its tests' files" for one in paths if not any(names(one, text) for text in files)]
     return [f"{asked}: {problem}" for problem in wrong]
-
-
-def is_citation(code: str, cited: list[tuple[str, str]]) -> bool:
-    path, _, name = code.partition("::")
-    return (path, name) in cited
 
 
 def parts(code: str) -> list[str]:

@@ -112,20 +112,17 @@ def test_runs_of_the_page_are_accepted(line: str, folder: Path) -> None:
 # --- tables ---
 
 
-def test_the_table_of_what_is_built_in() -> None:
+def test_the_table_has_all_that_is_built_in_and_every_preset() -> None:
     rows = {in_backticks(row[0])[0]: row for row in PAGE.table("| id | arguments | preset |")}
     assert list(rows) == list(BUILT_IN)
+    presets = {f"configs/{file.parent.name}" for file in (ROOT / "configs").glob("*/run.yaml")}
+    told = {path for _, _, preset in rows.values() for path in in_backticks(preset)}
+    assert told == presets - {"configs/arena"}  # it has no environment
     for env_id, (_, arguments, preset) in rows.items():
         assert set(in_backticks(arguments)) == set(arguments_of(BUILT_IN[env_id])), env_id
         for path in in_backticks(preset):
             settings = yaml.safe_load((ROOT / path / "run.yaml").read_text())["orch"]
             assert [env["id"] for env in settings["env"]] == [env_id]
-
-
-def test_every_preset_of_the_product_is_in_the_table() -> None:
-    told = {path for row in PAGE.table("| id | arguments | preset |") for path in in_backticks(row[2])}
-    presets = {f"configs/{file.parent.name}" for file in (ROOT / "configs").glob("*/run.yaml")}
-    assert told == presets - {"configs/arena"}  # it has no environment
 
 
 def arguments_of(location: str) -> list[str]:

@@ -6,31 +6,14 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS = {"grpo": "grpo", **SETTINGS["package-dir"]}
 """Our folders in the repository by the names of their packages."""
 
 
-def packages_in_the_tree() -> set[str]:
-    """Names of all packages: folders with modules."""
-    found = set[str]()
-    for package, folder in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            found.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
-    return found
-
-
-def test_every_package_is_listed() -> None:
-    assert set(SETTINGS["packages"]) == packages_in_the_tree()
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def built(folder: Path) -> list[str]:
     """Names of the files in a wheel that is built of the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     # A copy, since setuptools leaves a folder `build` in the tree, and takes what lies there for its own.
     source = folder / "tree"
@@ -43,12 +26,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return zipfile.ZipFile(made).namelist()
 
 
-def test_a_wheel_has_one_name_at_the_top(wheel: list[str]) -> None:
+def test_a_wheel_has_one_name_at_the_top_with_every_module_and_what_programs_read(tmp_path: Path) -> None:
+    wheel = built(tmp_path)
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"grpo"}
-
-
-def test_a_wheel_has_every_module_and_what_programs_read(wheel: list[str]) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS.values()],
         cwd=ROOT, capture_output=True, text=True, check=True,

@@ -9,7 +9,7 @@ from grpo.orchestrator.rollouts.clock import OwnTimeout, no_exit, waiting
 from grpo.orchestrator.rollouts.episode import Episode, outcome_of, reason_of, run_episode
 from grpo.orchestrator.rollouts.records import Failure, Task
 from grpo.orchestrator.rollouts.roles import all_roles
-from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Outcome, Score
+from grpo.orchestrator.workers.protocol import AnyCall, EnvironmentInfo, Outcome, Score
 from grpo.orchestrator.workers.session import GivenUp
 
 
@@ -31,7 +31,7 @@ class LocalPool:
         does between two calls of a model. `record` is told of each outcome as it comes."""
         self._episodes, self._timeout_s, self.record = episodes, timeout_s, record
         roles = all_roles(episode.roles for episode in episodes.values())
-        self.loaded = Loaded(single_turn=False, roles=roles, stores=dict(stores))
+        self.loaded = EnvironmentInfo(single_turn=False, roles=roles, stores=dict(stores))
         self._requested: dict[int, tuple[str, Any, Mapping[str, Any]]] = {}
         self._numbers = itertools.count()
 

@@ -76,7 +76,7 @@ class Store:
         return int(await self._do("count"))
 
     async def _do(self, operation: str, **arguments: Any) -> Any:
-        return (await self._call(protocol.Store(store=self.name, operation=operation, arguments=arguments))).value
+        return (await self._call(protocol.StoreCall(store=self.name, operation=operation, arguments=arguments))).value
 
 
 class _Stores(dict[str, Store]):
@@ -330,7 +330,7 @@ class RolloutContext:
         root = self._root
         call.call, root._num_calls = root._num_calls, root._num_calls + 1
         reply = await self._backend(call)
-        if isinstance(reply, protocol.Refused):
+        if isinstance(reply, protocol.CallRefused):
             raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
         return reply
 

@@ -33,7 +33,7 @@ from grpo.orchestrator.rollouts.rollout import (
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
-from grpo.orchestrator.workers.protocol import AnyCall, Loaded, Mark, Outcome, Reply, Score
+from grpo.orchestrator.workers.protocol import AnyCall, EnvironmentInfo, Mark, Outcome, Reply, Score
 from msgspec.structs import replace
 
 NUM_TOGETHER = 4
@@ -53,7 +53,7 @@ class EpisodePool(Protocol):
     """Runs the episodes of one environment: its worker pool."""
 
     @property
-    def loaded(self) -> Loaded: ...
+    def loaded(self) -> EnvironmentInfo: ...
     @property
     def solutions(self) -> Sequence[str]: ...
     @property

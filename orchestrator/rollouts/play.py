@@ -52,13 +52,13 @@ class ScriptedBackend:
 
     async def __call__(self, call: protocol.AnyCall) -> Any:
         if isinstance(call, protocol.Delay | protocol.Withdraw):
-            return protocol.Stored(value=None)
-        if isinstance(call, protocol.Store):
+            return protocol.StoreReply(value=None)
+        if isinstance(call, protocol.StoreCall):
             try:
                 value = self._stores[call.store].operate(call.operation, call.arguments)
             except (KeyError, ValueError) as error:
                 raise CallFailed(str(error.args[0])) from None
-            return protocol.Stored(value=value)
+            return protocol.StoreReply(value=value)
         if isinstance(call, protocol.Ask):
             return await self.answer(call, call.messages)
         known = self._conversations.setdefault(call.conversation, [])

@@ -25,13 +25,13 @@ from grpo.orchestrator.seeds import mixed_seed
 from grpo.orchestrator.workers.protocol import (
     AnyCall,
     Ask,
+    CallRefused,
     Delay,
-    Refused,
     Reply,
     Sample,
     Sampled,
-    Store,
-    Stored,
+    StoreCall,
+    StoreReply,
     Withdraw,
 )
 from grpo.orchestrator.workers.session import GivenUp
@@ -119,19 +119,19 @@ class Rollout:
             if isinstance(call, Delay):
                 self._has_waited = True
                 self._delayed(self.number)
-                return Stored(value=None)
+                return StoreReply(value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
         except TimedOut as error:
             raise GivenUp(Failure(reason=SERVER_TIMEOUT, message=str(error))) from None
         except _CallRefused as refused:
-            return Refused(reason=refused.reason, message=str(refused))
+            return CallRefused(reason=refused.reason, message=str(refused))
         except (ServerError, GivenUp):
             raise
         except Exception as error:  # the call is user code's, whoever chokes on it
             message = f"{type(call).__name__} failed: {type(error).__name__}: {str(error)[:1000]}"
-            return Refused(reason=CALL_FAILED, message=message)
+            return CallRefused(reason=CALL_FAILED, message=message)
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
@@ -272,9 +272,9 @@ class Rollout:
             digest, num = known
             self._free.setdefault(digest, []).append(num)
             self._engine.num_withdrawn += 1
-        return Stored(value=None)
+        return StoreReply(value=None)
 
-    def _store(self, call: Store) -> Reply:
+    def _store(self, call: StoreCall) -> Reply:
         task, stores = self._group.task, self._engine.stores
         try:
             if stores is None:
@@ -282,7 +282,7 @@ class Rollout:
             value = stores.of(task.env, task.split, call.store).operate(call.operation, call.arguments)
         except (KeyError, ValueError, TypeError) as error:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
-        return Stored(value=value)
+        return StoreReply(value=value)
 
     def rows(self) -> dict[int, list[TrainingRow]]:
         """Returns what was sampled, for training, by rollout of the tree."""

@@ -10,7 +10,17 @@ from grpo.orchestrator.rollouts.clock import together
 from grpo.orchestrator.rollouts.records import Failure, Messages, Task
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.orchestrator.workers.process import ForkServer
-from grpo.orchestrator.workers.protocol import AnyCall, Dataset, Load, Loaded, Outcome, Prompts, Reply, Run, Score
+from grpo.orchestrator.workers.protocol import (
+    AnyCall,
+    EnvironmentInfo,
+    Load,
+    LoadDataset,
+    Outcome,
+    Prompts,
+    Reply,
+    RunEpisode,
+    Score,
+)
 from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerLost
 from grpo.orchestrator.workers.trial import AWAY, BROKEN
 from msgspec.structs import replace
@@ -54,7 +64,7 @@ class WorkerPool:
         self.label, self._hash_keys, self.record = label, hash_keys, record
         self._load = Load(env_id=env_id, args=args, timeout_s=timeout_s, memory_bytes=memory_bytes)
         self._address, self._start_s, self._forks = address, start_timeout_s, ForkServer(env_id, hidden=hidden)
-        self._loaded: Loaded | None = None
+        self._loaded: EnvironmentInfo | None = None
         self._sessions = [self._session() for _ in range(num_workers)]
         self._alone = asyncio.Semaphore(MAX_ALONE)
         self._alone_sessions: set[Session] = set()
@@ -66,7 +76,7 @@ class WorkerPool:
         """How often a rollout began again because its worker ended."""
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> EnvironmentInfo:
         """What the environment says about itself, after `load`."""
         assert self._loaded is not None, f"environment {self.label} is not loaded yet"
         return self._loaded
@@ -76,7 +86,7 @@ class WorkerPool:
         """Rollouts that wait for the environment, and not for an answer of ours."""
         return sum(session.num_in_environment for session in self._all())
 
-    async def load(self) -> Loaded:
+    async def load(self) -> EnvironmentInfo:
         """Constructs the environment without its data. Raises EnvironmentFailed."""
         self._loaded = await self._sessions[0].open()
         return self._loaded
@@ -85,7 +95,7 @@ class WorkerPool:
         """Returns the prompts of a split. Raises EnvironmentFailed."""
         await self.load()
         hash_keys, what = self._hash_keys if split == "train" else (), f"dataset({split!r})"
-        answer = await self._sessions[0].request(Dataset(split=split, hash_keys=hash_keys, task=self.label), what)
+        answer = await self._sessions[0].request(LoadDataset(split=split, hash_keys=hash_keys, task=self.label), what)
         assert isinstance(answer, Prompts)
         if not answer.prompts:
             mend = "examples" if split == "train" else "examples, or eval.num_examples: 0"
@@ -105,7 +115,7 @@ class WorkerPool:
         """Rolls out one episode. Rewards are 0 where `score` is false. `begin` returns what answers the rollout's
         calls; it is called each time that the rollout begins. Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
-        run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score)
+        run = RunEpisode(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score)
         [outcome] = await self._run(run, lambda index: begin(), 1)
         return outcome
 
@@ -119,7 +129,7 @@ class WorkerPool:
 
     async def _run(
         self,
-        request: Run | Score,
+        request: RunEpisode | Score,
         begin: Callable[[int], Answerer],
         num: int,
         over: Callable[[int], None] = lambda index: None,
@@ -136,7 +146,7 @@ class WorkerPool:
         return [outcomes[index] for index in range(num)]
 
     async def _run_again(
-        self, request: Run | Score, begin: Callable[[], Answerer], lost: WorkerLost
+        self, request: RunEpisode | Score, begin: Callable[[], Answerer], lost: WorkerLost
     ) -> Outcome | Failure:
         """Runs a rollout whose worker was lost: in shared workers as long as it only waited there, else alone."""
         self.num_restarted += 1

@@ -37,7 +37,7 @@ class Job(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Load(Job, kw_only=True):
-    """Construct the environment. Answered by Loaded or Failed."""
+    """Construct the environment. Answered by EnvironmentInfo or Failed."""
 
     env_id: str
     args: dict[str, Any]
@@ -47,7 +47,7 @@ class Load(Job, kw_only=True):
     """The environment's code may allocate so much (None: as much as the machine has)."""
 
 
-class Loaded(Job, kw_only=True):
+class EnvironmentInfo(Job, kw_only=True):
     """The environment is there."""
 
     single_turn: bool
@@ -58,7 +58,7 @@ class Loaded(Job, kw_only=True):
     """Artifact stores by name, with the number of artifacts that each may hold."""
 
 
-class Dataset(Job, kw_only=True):
+class LoadDataset(Job, kw_only=True):
     """Construct a split. Answered by Prompts or Failed."""
 
     split: str
@@ -97,13 +97,13 @@ class Sampled(Call, kw_only=True):
     """Each sampled token as text, control tokens included, with its log-probability; only where they were asked for."""
 
 
-class Stored(Call, kw_only=True):
-    """Answers Store, with what ArtifactStore.operate returns, and Delay."""
+class StoreReply(Call, kw_only=True):
+    """Answers StoreCall, with what ArtifactStore.operate returns, and Delay."""
 
     value: Any
 
 
-class Refused(Call, kw_only=True):
+class CallRefused(Call, kw_only=True):
     """Answers a call that fails."""
 
     reason: str
@@ -112,7 +112,7 @@ class Refused(Call, kw_only=True):
 
 
 class Sample(Call, kw_only=True):
-    """A role's turn: sample an answer that is trained. Answered by Sampled or Refused."""
+    """A role's turn: sample an answer that is trained. Answered by Sampled or CallRefused."""
 
     role: str
     rollout: int = 0
@@ -134,7 +134,7 @@ class Sample(Call, kw_only=True):
 
 
 class Ask(Call, kw_only=True):
-    """An answer of our own servers that is not trained. Answered by Sampled or Refused."""
+    """An answer of our own servers that is not trained. Answered by Sampled or CallRefused."""
 
     model: str
     """`base` or `policy`."""
@@ -143,8 +143,8 @@ class Ask(Call, kw_only=True):
     max_tokens: int | None = None
 
 
-class Store(Call, kw_only=True):
-    """An operation on an artifact store. Answered by Stored or Refused."""
+class StoreCall(Call, kw_only=True):
+    """An operation on an artifact store. Answered by StoreReply or CallRefused."""
 
     store: str
     operation: str
@@ -152,7 +152,7 @@ class Store(Call, kw_only=True):
 
 
 class Delay(Call, kw_only=True):
-    """The rollout begins to wait for a reward that comes later. Answered by Stored."""
+    """The rollout begins to wait for a reward that comes later. Answered by StoreReply."""
 
 
 class Withdraw(Call, kw_only=True):
@@ -160,7 +160,7 @@ class Withdraw(Call, kw_only=True):
     trained. Its answer is not waited for either."""
 
 
-class Run(Job, kw_only=True):
+class RunEpisode(Job, kw_only=True):
     """Roll out an episode. Answered, after calls, by Outcome or Failed."""
 
     split: str
@@ -253,11 +253,24 @@ class Left(msgspec.Struct, tag=True):
     """The worker was ended by a signal, or with its server."""
 
 
-AnyCall = Sample | Ask | Store | Delay | Withdraw
-Reply = Sampled | Stored | Refused
-Answer = Loaded | Prompts | Outcome | Failed
-ToWorker = Load | Dataset | Run | Score | Cancel | Sampled | Stored | Refused | Alive | Left
-FromWorker = Loaded | Prompts | Outcome | Failed | Sample | Ask | Store | Delay | Withdraw | Alive | ServerAlive | Left
+AnyCall = Sample | Ask | StoreCall | Delay | Withdraw
+Reply = Sampled | StoreReply | CallRefused
+Answer = EnvironmentInfo | Prompts | Outcome | Failed
+ToWorker = Load | LoadDataset | RunEpisode | Score | Cancel | Sampled | StoreReply | CallRefused | Alive | Left
+FromWorker = (
+    EnvironmentInfo
+    | Prompts
+    | Outcome
+    | Failed
+    | Sample
+    | Ask
+    | StoreCall
+    | Delay
+    | Withdraw
+    | Alive
+    | ServerAlive
+    | Left
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _greetings = msgspec.msgpack.Decoder(list[Alive])

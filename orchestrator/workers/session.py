@@ -24,18 +24,18 @@ from grpo.orchestrator.workers.protocol import (
     SILENCE_LIMIT_S,
     Alive,
     AnyCall,
+    CallRefused,
     Cancel,
-    Dataset,
+    EnvironmentInfo,
     Failed,
     FromWorker,
     Left,
     Load,
-    Loaded,
+    LoadDataset,
     Outcome,
     Prompts,
-    Refused,
     Reply,
-    Run,
+    RunEpisode,
     Score,
     ServerAlive,
     ToWorker,
@@ -127,7 +127,7 @@ class Session:
         self._limit_s = max(start_s, load.timeout_s)
         """The environment's code may take so long. Until it is constructed, the start of a worker counts too."""
         self._worker: WorkerProcess | RemoteWorker | None = None
-        self._opening: asyncio.Task[Loaded] | None = None
+        self._opening: asyncio.Task[EnvironmentInfo] | None = None
         self._jobs: dict[int, tuple[Answerer | None, Settle]] = {}
         """What answers the calls of each job that is not over, and who is told its outcome."""
         self._answering = defaultdict[int, dict[asyncio.Task[None], int]](dict)
@@ -147,13 +147,13 @@ class Session:
         """Rollouts that wait for the environment, and not for an answer of ours."""
         return self.num_running - sum(map(bool, self._answering.values()))
 
-    async def open(self) -> Loaded:
+    async def open(self) -> EnvironmentInfo:
         """Starts the worker and constructs the environment. Raises EnvironmentFailed."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
         return self._opening.result() if self._opening.done() else await asyncio.shield(self._opening)
 
-    async def request(self, message: Load | Dataset, what: str) -> Any:
+    async def request(self, message: Load | LoadDataset, what: str) -> Any:
         """Returns the answer to a request that must succeed. Raises EnvironmentFailed."""
         try:
             async with asyncio.timeout(self._limit_s):
@@ -171,7 +171,7 @@ class Session:
         return answer
 
     async def run(
-        self, request: Run | Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda index: None
+        self, request: RunEpisode | Score, answers: Sequence[Answerer], over: Callable[[int], None] = lambda index: None
     ) -> "list[Outcome | Failure | WorkerLost]":
         """Rolls out an episode, or scores answers to one prompt; each of `answers` answers the calls of one rollout.
         Returns an outcome for each, which is WorkerLost if the worker ended first. `over` is called with the index of
@@ -214,7 +214,7 @@ class Session:
 
     # --- start ---
 
-    async def _open(self) -> Loaded:
+    async def _open(self) -> EnvironmentInfo:
         deadline_s = time.monotonic() + self._start_s
         while (failed := await self._reach()) is not None:
             await self._release()
@@ -224,7 +224,7 @@ class Session:
         self._heard_s = self._reached_s = time.monotonic()
         self._tasks = [asyncio.create_task(one) for one in (self._read(), self._watch())]
         try:
-            loaded: Loaded = await self.request(self._load, f"constructing {self._load.env_id}")
+            loaded: EnvironmentInfo = await self.request(self._load, f"constructing {self._load.env_id}")
         except BaseException:
             await self._end("could not be constructed", CRASHED)
             raise
@@ -267,7 +267,7 @@ class Session:
 
     # --- messages ---
 
-    async def _do(self, message: Load | Dataset) -> Any:
+    async def _do(self, message: Load | LoadDataset) -> Any:
         """Returns the answer to a request. Raises WorkerLost."""
         outcome = asyncio.get_running_loop().create_future()
         [number] = self._begin(message, [(None, partial(_set, outcome))])
@@ -277,7 +277,7 @@ class Session:
             self._forget(number)
 
     def _begin(
-        self, message: Load | Dataset | Run | Score, jobs: Sequence[tuple[Answerer | None, Settle]]
+        self, message: Load | LoadDataset | RunEpisode | Score, jobs: Sequence[tuple[Answerer | None, Settle]]
     ) -> list[int]:
         """Sends the message that begins these jobs. Returns their numbers."""
         numbers = [next(self._numbers) for _ in jobs]
@@ -340,7 +340,7 @@ class Session:
             return  # nobody waits for it any more
         if isinstance(message, Failed):
             self._settle(message.job, Failure(reason=message.reason, message=message.message))
-        elif isinstance(message, Loaded | Prompts | Outcome):
+        elif isinstance(message, EnvironmentInfo | Prompts | Outcome):
             self._settle(message.job, message)
         elif (answer := job[0]) is not None:
             answering = self._answering[message.job]
@@ -357,7 +357,7 @@ class Session:
             try:
                 self._send(reply)
             except ValueError as error:  # too large
-                self._send(Refused(job=call.job, call=call.call, reason="failed", message=str(error)))
+                self._send(CallRefused(job=call.job, call=call.call, reason="failed", message=str(error)))
         except Exception as error:
             self._send(Cancel(job=call.job))
             self._settle(call.job, error.failure if isinstance(error, GivenUp) else error)

@@ -32,18 +32,18 @@ from grpo.orchestrator.workers.protocol import (
     PROTOCOL,
     Alive,
     AnyCall,
+    CallRefused,
     Cancel,
-    Dataset,
+    EnvironmentInfo,
     Failed,
     Load,
-    Loaded,
+    LoadDataset,
     Prompts,
-    Refused,
-    Run,
+    RunEpisode,
     Sample,
     Sampled,
     Score,
-    Stored,
+    StoreReply,
     ToWorker,
     Withdraw,
     decode_to_worker,
@@ -70,8 +70,8 @@ IDENTITY_BYTES = 12
 class Worker:
     """Serves one orchestrator.
 
-    Consumes what it sends. Each job of a Run or Score is answered by one Outcome or Failed, whatever user code does.
-    The messages of one turn of the event loop go out together.
+    Consumes what it sends. Each job of a RunEpisode or Score is answered by one Outcome or Failed, whatever user code
+    does. The messages of one turn of the event loop go out together.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, only: str = "") -> None:
@@ -82,7 +82,7 @@ class Worker:
         self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         """Rollouts by job."""
-        self._replies: dict[tuple[int, int], asyncio.Future[Sampled | Stored | Refused]] = {}
+        self._replies: dict[tuple[int, int], asyncio.Future[Sampled | StoreReply | CallRefused]] = {}
         """Replies that calls wait for, by job and call."""
         self._left: set[asyncio.Task[EpisodeState]] = set()
         """Code of rollouts that are over, which has been told to end."""
@@ -120,7 +120,7 @@ class Worker:
 
     def _take(self, message: ToWorker) -> None:
         match message:
-            case Run():
+            case RunEpisode():
                 self._begin(message, 0)
             case Score():
                 for place in range(len(message.texts)):
@@ -128,14 +128,14 @@ class Worker:
             case Cancel():
                 if (running := self._running.get(message.job)) is not None:
                     running.cancel()
-            case Load() | Dataset():
+            case Load() | LoadDataset():
                 try:
                     answer = self._load(message) if isinstance(message, Load) else self._prompts(message)
                     answer.job = message.job
                     self.send(encode(answer))
                 except BaseException as error:  # user code may raise even SystemExit
                     self.send(encode(self._failed(message.job, error)))
-            case Sampled() | Stored() | Refused():
+            case Sampled() | StoreReply() | CallRefused():
                 reply = self._replies.pop((message.job, message.call), None)
                 if reply is not None and not reply.done():
                     reply.set_result(message)
@@ -160,7 +160,7 @@ class Worker:
 
     # --- the environment ---
 
-    def _load(self, load: Load) -> Loaded:
+    def _load(self, load: Load) -> EnvironmentInfo:
         if self._only and self._only != load.env_id:
             raise ValueError(
                 f"env.id is {load.env_id!r}, and the server at env.address serves {self._only!r}; let them agree"
@@ -170,9 +170,9 @@ class Worker:
         environment = self._environment = make_environment(load.env_id, load.args)
         self._episode, self._timeout_s = episode_of(environment), load.timeout_s
         stores = dict(environment.stores)
-        return Loaded(single_turn=is_single_turn(environment), roles=roles_of(environment), stores=stores)
+        return EnvironmentInfo(single_turn=is_single_turn(environment), roles=roles_of(environment), stores=stores)
 
-    def _prompts(self, request: Dataset) -> Prompts:
+    def _prompts(self, request: LoadDataset) -> Prompts:
         examples = self._examples(request.split)
         prompts = [messages_of(examples[index], index) for index in range(len(examples))]
         identities = [
@@ -189,7 +189,7 @@ class Worker:
             examples = self._splits[split] = self._environment.dataset(split)
         return examples
 
-    def _example(self, run: Run | Score) -> Mapping[str, Any]:
+    def _example(self, run: RunEpisode | Score) -> Mapping[str, Any]:
         """The rollout's own copy. Raises ValueError where it is another one than the orchestrator knows."""
         examples = self._examples(run.split)
         prompt = messages_of(examples[run.index], run.index) if run.index < len(examples) else None
@@ -204,10 +204,10 @@ class Worker:
 
     # --- one rollout ---
 
-    def _begin(self, request: Run | Score, place: int) -> None:
+    def _begin(self, request: RunEpisode | Score, place: int) -> None:
         self._running[request.job + place] = asyncio.create_task(self._roll_out(request, place))
 
-    async def _roll_out(self, request: Run | Score, place: int) -> None:
+    async def _roll_out(self, request: RunEpisode | Score, place: int) -> None:
         """Rolls out an episode, or scores the answer at `place`. Whatever user code raises becomes an answer. What it
         does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
@@ -240,7 +240,7 @@ class Worker:
             episode.add_done_callback(self._left.discard)
             episode.cancel()
 
-    async def _run_episode(self, run: Run, example: Mapping[str, Any]) -> EpisodeState:
+    async def _run_episode(self, run: RunEpisode, example: Mapping[str, Any]) -> EpisodeState:
         assert self._environment is not None
         return await run_episode(
             self._episode,

@@ -2,14 +2,14 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from tests.support import until
 
 DISK_CALLS = ("open", "mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 """What the product calls of `os`, by itself or through `pathlib` and `shutil`. All writing of files begins with `open`
 and ends with one of the others."""
-END_S = 300.0
 
 
 def kill_at(call: str, nth: int) -> None:
@@ -58,14 +58,15 @@ class Restarted:
 
     def to_the_end(self, after_kill: Callable[[], object] = lambda: None) -> None:
         """Fails where one ends with an error, or all together take too long."""
-        deadline = time.monotonic() + END_S
-        while self._running:
-            assert time.monotonic() < deadline, f"hangs: {[*self._running]}"
-            time.sleep(0.002)
+
+        def all_ended() -> bool:
             for name, pid in list(self._running.items()):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done and self._after(name, status):
                     after_kill()
+            return not self._running
+
+        until(all_ended, log=lambda: [*self._running], poll_s=0.002)
 
     def _after(self, name: str, status: int) -> bool:
         """Whether it was killed, and has been started again."""

@@ -11,20 +11,19 @@ from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.run import create_run
 
 from tests.chaos.training import Training, batch_of, start
-from tests.support import until
+from tests.support import END_S, until
 from tests.trainer.exported import export_forever
 from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
 
 pytestmark = pytest.mark.chaos
 
-WAIT_S = 300.0
 NUM_BATCHES = 6
 
 
 def kill(process: BaseProcess) -> None:
     process.kill()
-    process.join(WAIT_S)
+    process.join(END_S)
 
 
 class Run:
@@ -45,7 +44,7 @@ class Run:
         return process
 
     def trainer(self) -> BaseProcess:
-        changes = {"colocate": self._colocate, "wait_timeout_s": WAIT_S}
+        changes = {"colocate": self._colocate, "wait_timeout_s": END_S}
         self.processes.append(start(self._context, self.training.settings() | changes))
         return self.processes[-1]
 
@@ -78,7 +77,7 @@ def test_a_trainer_ends_with_its_exporter_and_goes_on_from_its_checkpoint_with_t
         run.train(trainer, to=3)
         assert len(shared_maps(trainer)) == 1
         kill(first)
-        trainer.join(WAIT_S)
+        trainer.join(END_S)
         assert trainer.exitcode == 1  # an error that the command turns into 75
         second, trainer = run.exporter(), run.trainer()
         run.train(trainer, to=4)

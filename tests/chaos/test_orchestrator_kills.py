@@ -24,6 +24,7 @@ from grpo.orchestrator.run import orchestrate
 from tests.chaos.kill_points import DISK_CALLS, kill_at
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.words import Words
+from tests.support import END_S
 
 pytestmark = pytest.mark.chaos
 
@@ -31,7 +32,6 @@ GROUPS_PER_BATCH = 4
 NUM_RANDOM_KILLS = int(os.environ.get("TEST_KILLS", "5"))
 CALLS = [call for call in DISK_CALLS if call not in ("unlink", "rmdir", "fsync")]
 CALLS.append("fsync")  # of files that are made at the end of a run
-END_S = 300.0
 
 
 @contextmanager

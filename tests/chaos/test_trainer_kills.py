@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.kill_points import DISK_CALLS
 from tests.chaos.training import Training, start, training
-from tests.trainer.forked import forks
+from tests.trainer.forked import END_S, forks
 from tests.trainer.models import save_tiny_model
 
 pytestmark = pytest.mark.chaos
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.chaos
 KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 12)]
 """Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
 NUM_RANDOM_KILLS = 12
-END_S = 300.0
 
 
 @pytest.fixture(scope="module")

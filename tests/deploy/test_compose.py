@@ -31,10 +31,11 @@ from packaging.utils import canonicalize_name
 from tests.deploy.containers import start, substituted
 from tests.support import END_S, until
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FILE = (ROOT / "deploy" / "docker-compose.yaml").read_text()
-COMPOSE = yaml.safe_load(FILE)
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+COMPOSE: dict[str, dict[str, Any]] = yaml.safe_load(FILE)
+SERVICES = COMPOSE["services"]
 PROFILES = {"cpu": ("train", "infer", "orch"), "gpu": ("train-gpu", "infer-gpu", "orch-gpu")}
 VOLUME = "/outputs"
 PORT = "8000"
@@ -43,18 +44,13 @@ NUM_STEPS = 3
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_orchestrator_starts_after_a_healthy_server_and_the_trainer(profile: str) -> None:
-    train, infer, orch = PROFILES[profile]
-    assert SERVICES[orch]["depends_on"] == {
-        infer: {"condition": "service_healthy"},
-        train: {"condition": "service_started"},
-    }
-    assert PORT in SERVICES[infer]["healthcheck"]["test"][-1]
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_three_commands_agree_with_each_other(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_three_commands_agree_with_each_other_and_take_what_the_head_of_the_file_names(
+    profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
+    named = set(re.findall(r"GRPO_(?:RUN|TRAIN|INFER|ORCH)_\w+", FILE))
+    for name in named:
+        monkeypatch.setenv(name, "32")
     train, infer, orch = (SERVICES[name]["command"] for name in PROFILES[profile])
     assert [command[0] for command in (train, infer, orch)] == ["grpo-train", "grpo-infer", "grpo-orch"]
     trainer = load_part(TrainSettings, train[1], train[2:])
@@ -64,45 +60,28 @@ def test_the_three_commands_agree_with_each_other(profile: str, monkeypatch: pyt
     assert trainer.output_dir.startswith(VOLUME)
     assert (server.host, str(server.port)) == ("0.0.0.0", PORT)
     assert orchestrator.client.base_url == (f"http://{PROFILES[profile][1]}:{PORT}/v1",)
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_settings_that_the_head_of_the_file_names_reach_every_program(
-    profile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    named = set(re.findall(r"GRPO_(?:RUN|TRAIN|INFER|ORCH)_\w+", FILE))
-    assert named
-    for name in named:
-        monkeypatch.setenv(name, "32")
-    train, infer, orch = (SERVICES[name]["command"] for name in PROFILES[profile])
-    trainer = load_part(TrainSettings, train[1], train[2:])
-    load_part(InferSettings, infer[1], infer[2:])
-    orchestrator = load_part(OrchSettings, orch[1], orch[2:])
     assert (trainer.max_steps, orchestrator.max_steps, orchestrator.batch_size) == (32, 32, 32)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_the_server_needs_an_api_key_and_is_published_on_the_loopback_only(profile: str) -> None:
-    _, infer, orch = PROFILES[profile]
+def test_the_orchestrator_follows_a_healthy_server_which_needs_a_key_and_is_on_the_loopback_only(profile: str) -> None:
+    train, infer, orch = PROFILES[profile]
+    waits = {infer: {"condition": "service_healthy"}, train: {"condition": "service_started"}}
+    assert SERVICES[orch]["depends_on"] == waits
+    assert PORT in SERVICES[infer]["healthcheck"]["test"][-1]
     for name in (infer, orch):
         assert SERVICES[name]["environment"]["VLLM_API_KEY"].startswith("${VLLM_API_KEY:?")
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[infer]["ports"])
 
 
-def test_all_may_write_to_one_volume_and_are_started_again_where_they_fail() -> None:
+def test_all_write_to_one_volume_start_again_where_they_fail_and_have_an_image_that_runs_as_a_user() -> None:
+    assert "outputs" in COMPOSE["volumes"]
     for service in SERVICES.values():
         assert f"outputs:{VOLUME}" in service["volumes"]
         # Not for ever: settings that cannot be honoured do not mend by themselves.
         assert service["restart"].startswith("on-failure:")
-    assert "outputs" in COMPOSE["volumes"]
-
-
-def test_the_image_is_built_with_an_extra_that_exists_and_runs_as_a_user() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for service in SERVICES.values():
         build = service["build"]
-        assert build["args"]["EXTRA"] in extras
+        assert build["args"]["EXTRA"] in PROJECT["project"]["optional-dependencies"]
         assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).samefile(ROOT / "deploy" / "Dockerfile")
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     assert set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE)) >= set(SERVICES["infer"]["build"]["args"])
@@ -114,15 +93,14 @@ def test_the_image_is_built_with_an_extra_that_exists_and_runs_as_a_user() -> No
 def test_the_libraries_of_the_image_are_locked_and_serve_the_project(extra: str) -> None:
     lines = (ROOT / "deploy" / f"requirements-{extra}.txt").read_text().splitlines()
     locked = dict(line.split("==") for line in lines if not line.startswith("#"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for text in [*project["dependencies"], *project["optional-dependencies"][extra]]:
+    for text in [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"][extra]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), text
 
 
 def test_the_image_gets_every_package() -> None:
     ignore = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
-    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values()
+    folders = PROJECT["tool"]["setuptools"]["package-dir"].values()
     assert {f"!{folder}" for folder in ("grpo", *folders)} <= set(ignore)
 
 

@@ -20,9 +20,6 @@ def all_of(num: int) -> tuple[str, ...]:
     return tuple(map(str, range(num)))
 
 
-# --- what is there ---
-
-
 @pytest.mark.parametrize(
     ("listed", "names"),
     [
@@ -53,9 +50,6 @@ def test_where_only_the_driver_shows_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").touch()
     assert visible_gpus({}, tmp_path) == ("0",)
     assert visible_gpus({VARIABLE: "0,7"}, tmp_path) == ("0", "7")  # nothing shows how many there are
-
-
-# --- who gets what ---
 
 
 def test_each_program_is_started_with_its_gpus_and_each_of_several_servers_with_its_part(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from grpo.configs.errors import SettingsError
+from grpo.configs.loading import S
 from grpo.configs.orch import OrchSettings
-from grpo.configs.run import load_part, load_run
+from grpo.configs.run import LoadedRun, load_part, load_run
 from grpo.configs.train import TrainSettings
 from grpo.deploy.cluster import Places, parts
 from grpo.deploy.sky import group
@@ -32,9 +34,8 @@ def test_slurms_file_has_a_group_of_machines_for_each_part_and_the_same_command(
     assert all(line in head for line in ("--requeue", "--signal=B:USR1@120", "/logs/slurm.log"))
     assert all("--partition=gpu" in one and "--time=24:00:00" in one for one in (head, *groups))
     servers, trainer, environment = groups
-    assert all(
-        word in servers for word in ("--ntasks=3", "--gpus-per-task=2", "--cpus-per-task=8", "--mem-per-cpu=8192")
-    )
+    asked = ("--ntasks=3", "--gpus-per-task=2", "--cpus-per-task=8", "--mem-per-cpu=8192")
+    assert all(word in servers for word in asked)
     assert all(word in trainer for word in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=4"))
     words = shlex.split(re.findall(r"^exec (.*)$", environment, re.M)[0])
     assert words[words.index("launch") :] == ["launch", "quickstart", "--on", "slurm", "--inside", *WORDS]
@@ -70,19 +71,28 @@ def test_what_sbatch_would_read_otherwise_is_refused(words: list[str], key: str)
     assert [problem.key for problem in caught.value.problems] == [key]
 
 
+def argv_of(run: LoadedRun, **places: Any) -> dict[str, tuple[str, ...]]:
+    """The command of each part."""
+    return {
+        part.role: part.argv for part in parts(run, Places(target="quickstart", output_dir="/shared/run", **places))
+    }
+
+
+def taken(cls: type[S], argv: tuple[str, ...]) -> S:
+    """The settings that a program takes from its command."""
+    return load_part(cls, argv[1], list(argv[2:]))
+
+
 def test_each_parts_command_has_what_the_command_line_gave_its_program_and_the_programs_take_it() -> None:
     run = load_run("quickstart", WORDS)
-    places = Places(
-        target="quickstart", output_dir="/shared/run", trainer="t0", orchestrator="o0", environments=("e0",)
-    )
-    found = {part.role: part for part in parts(run, places)}
-    trainer = load_part(TrainSettings, *_target_and_rest(found["train"].argv))
+    found = argv_of(run, trainer="t0", orchestrator="o0", environments=("e0",))
+    trainer = taken(TrainSettings, found["train"])
     assert (trainer.nodes, trainer.gpus, trainer.rendezvous, trainer.max_steps) == (2, 4, "t0:29400", 7)
-    orchestrator = load_part(OrchSettings, *_target_and_rest(found["orch"].argv))
+    orchestrator = taken(OrchSettings, found["orch"])
     assert orchestrator.client.elastic is not None
     assert (orchestrator.batch_size, orchestrator.output_dir) == (64, "/shared/run")
     assert [env.address for env in orchestrator.env] == ["tcp://e0:7000"]
-    assert found["env.0"].argv == ("grpo-env", "reverse-text", "--host", "0.0.0.0", "--port", "7000")
+    assert found["env.0"] == ("grpo-env", "reverse-text", "--host", "0.0.0.0", "--port", "7000")
 
 
 def test_settings_of_the_environment_and_lists_reach_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,27 +100,18 @@ def test_settings_of_the_environment_and_lists_reach_their_program(monkeypatch: 
     words = ["--orch.env", '[{"id": "zorplex"}]', "--lora_target_modules", "q_proj,v_proj"]
     run = load_run("quickstart", words)
     monkeypatch.delenv("GRPO_ORCH_BATCH_SIZE")
-    found = {
-        part.role: part
-        for part in parts(run, Places(target="quickstart", output_dir="/r", trainer="", orchestrator=""))
-    }
-    orchestrator = load_part(OrchSettings, *_target_and_rest(found["orch"].argv))
+    found = argv_of(run, trainer="", orchestrator="")
+    orchestrator = taken(OrchSettings, found["orch"])
     assert (orchestrator.batch_size, [env.id for env in orchestrator.env]) == (48, ["zorplex"])
-    trainer = load_part(TrainSettings, *_target_and_rest(found["train"].argv))
-    assert trainer.lora_target_modules == ("q_proj", "v_proj")
-
-
-def _target_and_rest(argv: tuple[str, ...]) -> tuple[str, list[str]]:
-    return argv[1], list(argv[2:])
+    assert taken(TrainSettings, found["train"]).lora_target_modules == ("q_proj", "v_proj")
 
 
 def test_batches_and_versions_that_travel_over_sockets_lead_to_the_orchestrators_machine() -> None:
     words = [*WORDS, "--rollout_transport.type", "zmq", "--weight_broadcast.type", "http"]
-    places = Places(target="quickstart", output_dir="/run", trainer="t0", orchestrator="o0", servers="s")
-    infer, train, orch, *_ = (part.argv for part in parts(load_run("quickstart", words), places))
-    assert "--weight_broadcast_url=http://o0:5556" in infer
-    for argv in (train, orch):
-        assert {"--rollout_transport.host=o0", "--weight_broadcast.host=o0"} <= set(argv)
+    found = argv_of(load_run("quickstart", words), trainer="t0", orchestrator="o0", servers="s")
+    assert "--weight_broadcast_url=http://o0:5556" in found["infer"]
+    for role in ("train", "orch"):
+        assert {"--rollout_transport.host=o0", "--weight_broadcast.host=o0"} <= set(found[role])
 
 
 def test_skypilots_group_has_a_task_for_each_part_that_is_started_again_after_75() -> None:

@@ -29,16 +29,16 @@ def ended(run: RunFolder, said: str) -> Child:
 
 
 def test_the_folder_says_how_the_run_has_ended(run: RunFolder) -> None:
-    states = []
-    failed = ended(run, "error: sums.csv: no such file\n")
-    for outcome in (Outcome(), Outcome(failed=failed), Outcome(stopped_by=signal.SIGTERM)):
+    failed = Outcome(failed=ended(run, "error: sums.csv: no such file\n"))
+    for outcome, state in (
+        (Outcome(), "finished"),
+        (Outcome(stopped_by=signal.SIGTERM), "stopped"),
+        (failed, "failed"),
+    ):
         with launched(run) as end:
-            states.append(run_status(run.path).state)
+            assert run_status(run.path).state == "starting"
             end(outcome)
-        states.append(run_status(run.path).state)
-    assert states == ["starting", "finished", "starting", "failed", "starting", "stopped"]
-    with launched(run) as end:
-        end(Outcome(failed=failed))
+        assert run_status(run.path).state == state
     assert "sums.csv" in run_status(run.path).waits
 
 

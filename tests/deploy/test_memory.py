@@ -56,16 +56,19 @@ def test_the_server_gets_nine_tenths_of_what_the_trainer_leaves_the_base_include
     assert utilization(FOUND, max_model_len=4096, sleep_mode=True) == 0.843  # 0.84375
 
 
-@pytest.mark.parametrize("num_tokens", [None, 200_000])
-def test_a_server_that_would_not_start_is_refused_with_remedies(num_tokens: int | None) -> None:
-    tight = replace(FOUND, total=30 * GIB) if num_tokens is None else FOUND
+@pytest.mark.parametrize(
+    ("found", "num_tokens", "sleeps"),
+    [
+        (replace(FOUND, total=30 * GIB), None, False),
+        (FOUND, 200_000, False),
+        (replace(FOUND, in_step=80 * GIB), 128, True),
+    ],
+)
+def test_a_server_that_leaves_no_room_or_has_none_is_refused_with_remedies(
+    found: Measurement, num_tokens: int | None, sleeps: bool
+) -> None:
     with pytest.raises(NoRoom, match="gradient_checkpointing"):
-        utilization(tight, max_model_len=num_tokens, sleep_mode=False)
-
-
-def test_a_sleeping_server_must_leave_room_for_the_step() -> None:
-    with pytest.raises(NoRoom):
-        utilization(replace(FOUND, in_step=80 * GIB), max_model_len=128, sleep_mode=True)
+        utilization(found, max_model_len=num_tokens, sleep_mode=sleeps)
 
 
 @pytest.mark.parametrize(("measured", "setting"), [("none", False), ("selective", "selective"), ("full", True)])

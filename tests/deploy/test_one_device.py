@@ -25,23 +25,21 @@ def test_one_flag_is_for_all_and_off_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "visible"),
     [
-        ("--train.colocate", "true", "--infer.colocate", "false"),
-        ("--sleep_mode", "--orch.max_async_level", "1"),
-        (*SLEEP, "--train.sleep_mode", "false"),
-        (*SLEEP, "--infer.device", "cuda", "--train.device", "cpu"),
-        (*SLEEP, "--infer.device", "cpu"),
+        (("--train.colocate", "true", "--infer.colocate", "false"), ONE_GPU),
+        (("--sleep_mode", "--orch.max_async_level", "1"), ONE_GPU),
+        ((*SLEEP, "--train.sleep_mode", "false"), ONE_GPU),
+        ((*SLEEP, "--infer.device", "cuda", "--train.device", "cpu"), ONE_GPU),
+        ((*SLEEP, "--infer.device", "cpu"), ONE_GPU),
+        (SLEEP, ()),
     ],
 )
-def test_one_alone_and_what_contradicts_it_is_refused(argv: tuple[str, ...]) -> None:
+def test_one_alone_and_what_contradicts_it_and_sleep_without_a_gpu_is_refused(
+    argv: tuple[str, ...], visible: tuple[str, ...]
+) -> None:
     with pytest.raises(SettingsError, match=r"(sleep_mode|colocate) = "):
-        plan(*argv)
-
-
-def test_nobody_sleeps_without_a_gpu() -> None:
-    with pytest.raises(SettingsError, match="sleep_mode = True: needs a GPU"):
-        plan(*SLEEP, visible=())
+        plan(*argv, visible=visible)
 
 
 def test_a_server_that_shares_computes_in_the_trainers_type_and_on_its_device(tmp_path: Path) -> None:

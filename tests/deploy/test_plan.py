@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 from grpo.configs.errors import SettingsError
-from grpo.configs.infer import InferSettings
 from grpo.configs.loading import load
-from grpo.configs.orch import OrchSettings
 from grpo.configs.resuming import record_of
-from grpo.configs.run import load_run
-from grpo.configs.train import TrainSettings
+from grpo.configs.run import PROGRAMS, load_run
 from grpo.deploy.launcher import make_programs, run
 from grpo.deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from grpo.deploy.programs import Outcome
@@ -45,27 +42,28 @@ def test_what_grpo_chooses_itself_is_refused(argv: tuple[str, ...], key: str) ->
     assert key in {problem.key.removeprefix("orch.").removeprefix("train.") for problem in caught.value.problems}
 
 
-def test_several_servers_have_ports_of_their_own() -> None:
-    ready = with_run(plan("--infer_replicas", "2"), "abc")
-    assert ready.orch.client.base_url == tuple(f"http://127.0.0.1:{port}/v1" for port in ready.ports)
-    assert len(set(ready.ports)) == 2
-    apart = with_run(plan("--infer_replicas", "2", "--infer.port", "4321"), "abc")
-    assert apart.ports == (4321, 4322)
-
-
-def test_the_launcher_chooses_a_free_port_and_leads_the_orchestrator_to_it() -> None:
-    ready = with_run(plan(), "abc")
-    assert ready.infer.port != 8000
-    assert ready.orch.client.base_url == (f"http://127.0.0.1:{ready.infer.port}/v1",)
+@pytest.mark.parametrize(
+    ("argv", "num", "ports"),
+    [
+        ((), 1, None),
+        (("--infer_replicas", "2"), 2, None),
+        (("--infer.port", "4321"), 1, (4321,)),
+        (("--infer_replicas", "2", "--infer.port", "4321"), 2, (4321, 4322)),
+    ],
+)
+def test_the_launcher_chooses_free_ports_or_keeps_a_persons_and_leads_the_orchestrator_to_them(
+    argv: tuple[str, ...], num: int, ports: tuple[int, ...] | None
+) -> None:
+    ready = with_run(plan(*argv), "abc")
     assert (ready.train.run_id, ready.orch.run_id) == ("abc", "abc")
+    assert ready.orch.client.base_url == tuple(f"http://127.0.0.1:{port}/v1" for port in ready.ports)
+    assert len(set(ready.ports)) == num
+    assert ready.ports[0] == ready.infer.port != 8000
+    assert ports in (None, ready.ports)
 
 
-def test_a_port_of_the_users_choice_is_kept() -> None:
-    ready = with_run(plan("--infer.port", "4321"), "abc")
-    assert ready.infer.port == 4321
-    assert ready.orch.client.base_url == ("http://127.0.0.1:4321/v1",)
-    url = ["--orch.client.base_url", "http://localhost:8000/v1"]
-    assert with_run(plan(*url), "abc").infer.port == 8000
+def test_the_port_of_an_address_that_was_given_is_the_servers() -> None:
+    assert with_run(plan("--orch.client.base_url", "http://localhost:8000/v1"), "abc").infer.port == 8000
 
 
 def test_versions_over_http_get_a_free_port_too_and_the_server_is_led_to_it() -> None:
@@ -93,16 +91,11 @@ def test_threads_are_given_only_on_a_cpu_and_where_the_user_left_them_open() -> 
 
 
 def test_the_files_that_are_written_start_each_program_with_the_same_settings(tmp_path: Path) -> None:
-    ready = with_run(plan("--overwrite_output_dir", "--orch.sampling.max_tokens", "9"), "abc")
+    ready = with_run(plan("--overwrite_output_dir", "--orch.sampling.max_tokens", "9", "--train.seed", "2"), "abc")
     files = write_settings(ready, tmp_path / "settings")
-    assert load(TrainSettings, file=files["train"]).settings == ready.train
-    assert load(InferSettings, file=files["infer"]).settings == ready.infer
-    assert load(OrchSettings, file=files["orch"]).settings == ready.orch
+    assert {role: load(PROGRAMS[role], file=file).settings for role, file in files.items()} == ready.settings()
     assert ready.train.overwrite_output_dir is False
-
-
-def test_the_files_hold_no_default_which_would_count_as_set(tmp_path: Path) -> None:
-    files = write_settings(with_run(plan("--train.seed", "2"), "abc"), tmp_path / "settings")
+    # A default would count as set.
     written = yaml.safe_load(files["train"].read_text())
     assert written["seed"] == 2
     assert not {"max_grad_norm", "zero_level", "offload"} & set(written)
@@ -180,9 +173,9 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: P
 
 
 def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path) -> None:
-    earlier = create_run(tmp_path / "run")
+    earlier = create_run(tmp_path)
     with pytest.raises(RunFolderError, match=earlier.run_id):
-        run(load_run(PRESET, ["--output_dir", str(earlier.path), "--resume", "never"]), shown)
+        run(load_run(PRESET, ["--output_dir", str(tmp_path), "--resume", "never"]), shown)
 
 
 @pytest.mark.parametrize(
@@ -200,23 +193,17 @@ def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_
 
 @pytest.mark.parametrize(
     ("words", "starts"),
-    [
-        ((), False),
-        (("--resume_step", "-1"), False),
-        (("--max_steps", "61"), True),
-        (("--overwrite_output_dir",), True),
-    ],
+    [("", False), ("--resume_step=-1", False), ("--max_steps=61", True), ("--overwrite_output_dir", True)],
 )
 def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str], starts: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, starts: bool
 ) -> None:
     started = []
-    monkeypatch.setattr(
-        "grpo.deploy.launcher.run_programs", lambda programs, **_: started.append(programs) or Outcome()
-    )
+    launcher = "grpo.deploy.launcher.run_programs"
+    monkeypatch.setattr(launcher, lambda programs, **_: started.append(programs) or Outcome())
     create_run(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 60}')
-    run(load_run(PRESET, ["--output_dir", str(tmp_path), *words]), shown)
+    run(load_run(PRESET, ["--output_dir", str(tmp_path), *words.split()]), shown)
     assert bool(started) == starts
     assert ("60 steps" in capsys.readouterr().out) != starts
 

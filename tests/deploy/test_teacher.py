@@ -8,7 +8,6 @@ import yaml
 from grpo.configs.errors import SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.loading import load
-from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_run
 from grpo.deploy.plan import Plan, resolve, with_run, write_settings
 from grpo.deploy.teacher import within_model
@@ -37,12 +36,21 @@ def problems(*argv: str) -> dict[str, str]:
     return {problem.key: problem.origin for problem in caught.value.problems}
 
 
-def test_a_teachers_server_is_started_only_with_a_weight_and_a_model_that_nobody_serves_yet() -> None:
+WITHOUT = [
+    (),
+    NAMED,
+    (*TAUGHT[:2], "--orch.teacher_model.reference", "true"),
+    (*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1"),
+]
+
+
+@pytest.mark.parametrize("argv", WITHOUT)
+def test_a_teachers_server_is_started_only_with_a_weight_and_a_model_that_nobody_serves_yet(
+    argv: tuple[str, ...],
+) -> None:
     assert plan(*TAUGHT).teacher is not None
-    assert plan().teacher is None
-    assert plan(*NAMED).teacher is None
-    assert plan(*TAUGHT[:2], "--orch.teacher_model.reference", "true").teacher is None
-    assert plan(*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1").teacher is None
+    assert plan(*argv).teacher is None
+    assert problems(*argv, "--teacher.port", "9") == {"teacher.port": "command line"}
 
 
 def test_its_settings_follow_from_the_runs() -> None:
@@ -71,19 +79,7 @@ def test_its_own_settings_come_from_options_before_its_environment_before_its_fi
     assert (teacher.dtype, teacher.max_model_len, teacher.seed) == ("float32", 1024, 1)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        NAMED,
-        (*TAUGHT[:2], "--orch.teacher_model.reference", "true"),
-        (*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1"),
-    ],
-)
-def test_settings_of_a_server_that_is_not_started_are_refused(argv: tuple[str, ...]) -> None:
-    assert problems(*argv, "--teacher.port", "9") == {"teacher.port": "command line"}
-
-
-def test_so_are_those_in_the_environment_but_not_those_of_the_runs_file(
+def test_its_settings_in_the_environment_are_refused_then_but_not_those_of_the_runs_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = Path(PRESET, "run.yaml").read_text()
@@ -116,7 +112,6 @@ def test_the_orchestrator_is_led_to_the_port_that_is_chosen_for_it(tmp_path: Pat
     assert ready.orch.teacher_model.client.base_url == (f"http://127.0.0.1:{ready.teacher.port}/v1",)
     files = write_settings(ready, tmp_path)
     assert load(InferSettings, file=files["teacher"]).settings == ready.teacher
-    assert load(OrchSettings, file=files["orch"]).settings == ready.orch
     assert not yaml.safe_load(files["teacher"].read_text())["enable_lora"]
     chosen = with_run(plan(*TAUGHT, "--teacher.port", "4321"), "abc")
     assert chosen.orch.teacher_model is not None

@@ -58,15 +58,9 @@ def cases() -> Iterator[Case]:
     yield from policy(COPIES, Arithmetic(), ADDED, "correct")
     # abc backwards is cba: "cbx" has 2 of 3 letters in place, "cbaxx" 3 of 5; 0.5 · 0 + 0.5 · 2/3, and 0.5 · 3/5.
     for answer, reward in {"cbx": 1 / 3, "cbaxx": 0.3, "": 0.0}.items():
-        yield (
-            ReverseText(reward="partial"),
-            {"prompt": "", "word": "abc"},
-            [answer],
-            pytest.approx(reward),
-            {"accuracy": 0},
-        )
-    yield ReverseText(), {"prompt": "", "word": "abc"}, [" cba "], 1.0, {"accuracy": 1.0}
-    yield ReverseText(), {"prompt": "", "word": "abc"}, ["cbx"], 0.0, {"accuracy": 0.0}
+        yield ReverseText(reward="partial"), ABC, [answer], pytest.approx(reward), {"accuracy": 0}
+    yield ReverseText(), ABC, [" cba "], 1.0, {"accuracy": 1.0}
+    yield ReverseText(), ABC, ["cbx"], 0.0, {"accuracy": 0.0}
     # 1 for the right answer + 0.2 for the tag, - 0.1 for each call beyond two
     yield looked_up(1.2, "success", *LOOK_UPS, RIGHT)
     yield looked_up(1.0, "success", *LOOK_UPS, *LOOK_UPS, RIGHT)
@@ -200,9 +194,7 @@ def test_no_topic_is_in_both_splits() -> None:
     topics = [[example["topic"] for example in three.dataset(split)] for split in ("train", "eval")]
     assert [len(one) for one in topics] == [2, 2]  # each held-out topic from both sides
     assert {topic for one in topics for topic in one} == {"tea", "rain", "snow"}
-    assert [{example["prompt"] for example in alone.dataset(split)} for split in ("train", "eval")] == [
-        {"Topic: tea"}
-    ] * 2
+    assert all({one["prompt"] for one in alone.dataset(split)} == {"Topic: tea"} for split in ("train", "eval"))
 
 
 # --- proposed questions ---
@@ -226,21 +218,17 @@ def test_only_small_whole_number_arithmetic_is_a_question(text: str, question: s
     assert question is None or proposer_solver.value_of(question) == eval(question)
 
 
-class Kept:
-    """A store that keeps what is added."""
+class Keeping(ProposerSolver):
+    """Is its own store."""
 
-    def __init__(self) -> None:
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+        store: Any = self
         self.added: list[tuple[str, float]] = []
+        ctx.stores = {"questions": store}
+        await super().rollout(ctx, state)
 
     async def add(self, data: str, *, weight: float) -> None:
         self.added.append((data, weight))
-
-
-class Keeping(ProposerSolver):
-    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        state.data["kept"] = Kept()
-        ctx.stores = {"questions": state.data["kept"]}
-        await super().rollout(ctx, state)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +243,9 @@ class Keeping(ProposerSolver):
 async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
     answers: str, split: str, stored: list[tuple[str, float]]
 ) -> None:
-    outcome = await play(Keeping(), SUM, players("Question: 6*7", *answers.split()), split=split)
-    assert outcome.data["kept"].added == stored
+    environment = Keeping()
+    await play(environment, SUM, players("Question: 6*7", *answers.split()), split=split)
+    assert environment.added == stored
 
 
 async def test_questions_in_words_are_answered_in_words_and_a_model_says_what_is_right(tmp_path: Path) -> None:

@@ -97,30 +97,19 @@ def test_a_folder_has_splits_by_the_names_of_files_and_folders(tmp_path: Path) -
     assert prompts(made(str(tmp_path / "b"), eval_split="validation"), "eval") == ["4+1=", "5+1="]
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The local cache of the Hub."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
-
-
-def download(hub: Path, name: str, files: Mapping[str, Rows]) -> None:
-    """As if the data set had been downloaded."""
-    folder, commit = hub / f"datasets--{name.replace('/', '--')}", "0" * 40
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text(commit)
-    for path, rows in files.items():
-        write(folder / "snapshots" / commit / path, rows)
-
-
-async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
+async def test_gsm8k_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"question": f"Two and {n}?", "answer": f"2 + {n} = <<2+{n}={n + 2}>>\n#### {n + 2},000"} for n in range(3)]
     files = {
         "main/train-00000.parquet": rows[:2],
         "main/test-00000.parquet": rows[2:],
         "socratic/train-0.parquet": rows,
     }
-    download(hub, "openai/gsm8k", files)
+    folder, commit = tmp_path / "hub/datasets--openai--gsm8k", "0" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    for path, of_file in files.items():
+        write(folder / "snapshots" / commit / path, of_file)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     environment = Dataset(path="openai/gsm8k")
     assert [example["answer"] for example in environment.dataset("train")] == ["2,000", "3,000"]
     [example] = environment.dataset("eval")
@@ -246,22 +235,16 @@ def test_messages_and_columns_within_columns(tmp_path: Path) -> None:
 # --- files that hold more than they look ---
 
 
-def repeated(path: Path, *, rows: int, chars: int) -> str:
-    """One text in every row, which is stored once."""
-    table = pyarrow.table({"sum": ["a" * chars] * rows, "result": ["1"] * rows})
-    pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=True)
-    return str(path)
-
-
 @pytest.mark.parametrize(("rows", "chars"), [(1, 1 << 24), (1 << 14, 1 << 10)])
 def test_a_small_file_that_unpacks_to_much_is_refused(
     rows: int, chars: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "MIN_UNPACKED_BYTES", 1 << 20)
-    path = repeated(tmp_path / "bomb.parquet", rows=rows, chars=chars)
-    assert Path(path).stat().st_size < 8_000
+    table = pyarrow.table({"sum": ["a" * chars] * rows, "result": ["1"] * rows})
+    pyarrow.parquet.write_table(table, path := tmp_path / "bomb.parquet", compression="zstd", use_dictionary=True)
+    assert path.stat().st_size < 8_000
     with pytest.raises(UserError, match=r"bomb\.parquet.*give a part"):
-        made(path)
+        made(str(path))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "arrow", "json"])
@@ -274,11 +257,9 @@ def test_more_rows_than_a_process_should_keep_are_refused(
         made(write(tmp_path / f"data.{suffix}", sums(21)))
 
 
-@pytest.mark.parametrize(("name", "limit"), [("MAX_BYTES", 100), ("MAX_LINE_BYTES", 100), ("MAX_CELL_CHARS", 100)])
-def test_a_cell_a_line_and_a_file_have_a_longest(
-    name: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, name, limit)
+@pytest.mark.parametrize("name", ["MAX_BYTES", "MAX_LINE_BYTES", "MAX_CELL_CHARS"])
+def test_a_cell_a_line_and_a_file_have_a_longest(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, name, 100)
     usual = csv.field_size_limit()
     with pytest.raises(UserError, match=r"data\.csv"):
         made(write(tmp_path / "data.csv", [*sums(3), {"sum": "9" * 200, "result": "1"}]))

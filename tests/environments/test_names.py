@@ -16,12 +16,6 @@ def test_what_is_built_in_is_found(name: str) -> None:
     assert f"{find_class(name).__module__}:{find_class(name).__name__}" == BUILT_IN[name]
 
 
-@pytest.mark.parametrize("env_id", ["arithmetc", "owner/nosuch-env"])
-def test_an_unknown_id_is_told_what_there_is(env_id: str) -> None:
-    with pytest.raises(UserError, match="arithmetic"):
-        check_id(env_id)
-
-
 def test_a_package_that_registers_a_built_in_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path, "sums", "arithmetic = sums:Sums")

@@ -83,20 +83,19 @@ __all__ = ["CheckedTaskset", "CheckedEnv"]
 """
 
 
-async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs `checked-env`, and `flaky-env` with the same tasks."""
     (tmp_path / "checked_env.py").write_text(CHECKED)
+    (tmp_path / "flaky_env.py").write_text(FLAKY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    environment = Verifiers(env_id="checked-env", num_eval=1)
+
+
+async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(checked: None) -> None:
     told = {"Solve 1": "ab", "Help with it": "abc", "Help again": "abcdefg"}
-    outcome = await play(
-        environment,
-        environment.dataset("train")[0],
-        lambda role, messages: told[messages[-1]["content"]],
-        asked=["yes"],
-    )
-    await environment.close()
+    async with made(env_id="checked-env", num_eval=1) as environment:
+        [example, *_] = environment.dataset("train")
+        outcome = await play(environment, example, lambda _, messages: told[messages[-1]["content"]], asked=["yes"])
     assert [reply.role for reply in outcome.trajectory] == ["solver", "helper", "helper"]
     assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
 
@@ -117,18 +116,11 @@ __all__ = ["CheckedTaskset", "FlakyEnv"]
 """
 
 
-async def test_tool_servers_that_did_not_start_are_started_again_for_the_next_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "checked_env.py").write_text(CHECKED)
-    (tmp_path / "flaky_env.py").write_text(FLAKY)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    environment = Verifiers(env_id="flaky-env", num_eval=1)
-    with pytest.raises(ConnectionError):
-        await played(environment, ["ab"])
-    outcome = await played(environment, ["ab"])
-    await environment.close()
-    assert outcome.reward == 2.0
+async def test_tool_servers_that_did_not_start_are_started_again_for_the_next_rollout(checked: None) -> None:
+    async with made(env_id="flaky-env", num_eval=1) as environment:
+        with pytest.raises(ConnectionError):
+            await played(environment, ["ab"])
+        assert (await played(environment, ["ab"])).reward == 2.0
 
 
 async def test_calls_that_fail_mark_their_answers_and_tell_the_policy() -> None:
@@ -145,7 +137,7 @@ async def test_calls_that_fail_mark_their_answers_and_tell_the_policy() -> None:
     assert kinds == [None, "tool_error", "unknown_tool", "tool_error", "malformed_json"]
     first, second, third, *_ = outcome.trajectory
     assert second.messages[: len(first.messages) + 1] == (*first.messages, {"role": "assistant", "content": texts[0]})
-    assert [reply.messages[-1]["content"] for reply in (second,)] == ["baa"]
+    assert second.messages[-1]["content"] == "baa"
     assert "numbers begin at 0" in third.messages[-1]["content"]  # what their tool said
 
 

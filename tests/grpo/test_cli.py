@@ -19,7 +19,7 @@ MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 def test_each_command_explains_itself(command: str) -> None:
     done = grpo(command, "--help")
     assert done.returncode == 0
-    assert done.stdout
+    assert COMMANDS.get(command, "usage")[1:] in " ".join(done.stdout.split())
 
 
 def test_run_need_not_be_said() -> None:
@@ -51,16 +51,15 @@ def test_what_is_no_command_or_no_number_is_answered_with_what_is(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "code"), [((), 2), (("help",), 0), (("help", "status"), 0), (("--version",), 0)])
-def test_help_and_version_are_told(
+@pytest.mark.parametrize(("words", "code"), [((), 2), (("help",), 0), (("help", "status"), 0)])
+def test_help_is_told(
     words: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["grpo", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code or 0) == code
-    told = "".join(capsys.readouterr())
-    assert "grpo 0" in told if words == ("--version",) else "usage:" in told
+    assert "usage:" in "".join(capsys.readouterr())
 
 
 def test_a_mistake_is_told_in_a_line_and_a_fault_of_ours_with_its_traceback(

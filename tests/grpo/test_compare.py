@@ -25,22 +25,10 @@ def finished(folder: Path, *, rewards: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
         spans.append(("grpo-infer", "busy", None, start_s, start_s + 1.0))
         spans.append(("grpo-train", "train", step, start_s + 1.0, start_s + 3.0))
         spans.append(("grpo-infer http://a", "load", step, start_s + 3.0, start_s + 3.0))
-        figures = {
-            "rollout/num": 8.0,
-            "rollout/num_tokens_mean": 3.0,
-            "policy/lag_mean": level,
-            "policy/lag_max": level,
-        }
-        lines.append(
-            {
-                "progress/step": step,
-                "reward/mean": reward,
-                "time/step_s": 3.0,
-                "hints/given": 2.0,
-                "pairs/cost": step,
-                **figures,
-            }
-        )
+        rollouts = {"reward/mean": reward, "rollout/num": 8.0, "rollout/num_tokens_mean": 3.0}
+        lags = {"policy/lag_mean": level, "policy/lag_max": level}
+        others = {"time/step_s": 3.0, "hints/given": 2.0, "pairs/cost": step}
+        lines.append({"progress/step": step, **rollouts, **lags, **others})
     for version, accuracy in ((0, 0.25), (4, 0.75)):
         evaluation = {"eval/accuracy": accuracy, "eval/accuracy/e": accuracy, "eval/failed": 0, "time/evaluate_s": 1.0}
         lines.append({"progress/step": version, **evaluation})
@@ -53,9 +41,10 @@ def finished(folder: Path, *, rewards: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
     return folder
 
 
-def words_of(arms: Mapping[str, list[str]], others: tuple[str, ...], **more: object) -> list[tuple[str, ...]]:
-    planned_runs = planned(arms, (PRESET, *others), folder=Path("o"), steps=5, seeds=more.get("seeds", (None,)))  # type: ignore[arg-type]
-    return [run.words for run in planned_runs]
+def words_of(
+    arms: Mapping[str, list[str]], others: tuple[str, ...], seeds: tuple[int | None, ...] = (None,)
+) -> list[tuple[str, ...]]:
+    return [run.words for run in planned(arms, (PRESET, *others), folder=Path("o"), steps=5, seeds=seeds)]
 
 
 def test_arms_are_what_was_given_and_named_ones_can_be_added_to() -> None:

@@ -9,6 +9,7 @@ from grpo.configs.errors import SettingsError
 from grpo.configs.infer import InferSettings
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.evaluate import held_out
+from grpo.orchestrator.run import orchestrate
 from grpo.transport.errors import UserError
 from grpo.transport.run import create_run, join_run
 
@@ -28,8 +29,6 @@ def evaluated_by(orch: OrchSettings) -> tuple[list[str], int, int | None]:
 @pytest.fixture
 async def run(tmp_path: Path) -> Path:
     """A run of three steps."""
-    from grpo.orchestrator.run import orchestrate
-
     server = await FakeServer().start()
     FakeTrainer(tmp_path / "run").start()
     await orchestrate(settings_for(tmp_path / "run", server, eval={"num_examples": 3, "sampling": {"max_tokens": 5}}))
@@ -64,9 +63,8 @@ async def test_a_run_is_asked_under_its_version_and_a_model_as_it_is(run: Path) 
     server.live = {3}
     with subprocess.Popen(["sleep", "600"]) as process:  # noqa: ASYNC220 (returns at once)
         try:
-            served = ServerProcess(
-                url=server.url.removesuffix("/v1"), base="base", key=None, process=process, log=run / "infer.log"
-            )
+            url = server.url.removesuffix("/v1")
+            served = ServerProcess(url=url, base="base", key=None, process=process, log=run / "infer.log")
             for name, version in ((str(run), 3), (MODEL, None)):
                 server.requests.clear()
                 target = find_target(name, None)

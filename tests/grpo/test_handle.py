@@ -1,7 +1,6 @@
 """`grpo.Run` and `grpo.train`: a run from Python."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,8 @@ def test_a_run_that_was_started_elsewhere_is_waited_for_and_not_stopped(folder: 
         says(folder, name, "sampling")
     run = grpo.Run(folder)
     assert run.is_running
-    began_s = time.monotonic()
     with pytest.raises(TimeoutError):
-        run.wait(0.5)
-    assert time.monotonic() - began_s < 30
+        run.wait(0.01)
     with pytest.raises(ValueError, match="not started here"):
         run.stop()
     finish(folder)
@@ -79,11 +76,6 @@ def test_a_run_that_was_started_elsewhere_is_waited_for_and_not_stopped(folder: 
     says(folder, "train", "failed", message="ModelError: no such layer")
     with pytest.raises(grpo.RunFailed, match="no such layer"):
         run.wait()
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NoRun):
-        grpo.Run(tmp_path)
 
 
 def test_settings_are_given_as_sections_or_with_two_underscores() -> None:
@@ -130,6 +122,8 @@ def test_a_run_that_cannot_begin_fails_at_once_with_the_last_words_of_the_comman
         grpo.train("quickstart", output_dir=tmp_path / "o")
 
 
-def test_a_command_that_makes_no_sense_is_a_value_error_with_its_words(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_a_command_that_makes_no_sense_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(NoRun):
+        grpo.Run(tmp_path)
     with pytest.raises(ValueError, match="no run"):
         command("status", str(tmp_path))

@@ -37,29 +37,20 @@ def ask(run: Path) -> Ask:
     return answer
 
 
-def test_totals_are_by_state_and_reason(ask: Ask) -> None:
+def test_totals_groups_rollouts_and_steps_are_told(ask: Ask) -> None:
     code, totals = ask()
     assert (code, totals["rollouts"], totals["groups"], totals["step"]) == (0, 10, 5, 2)
     assert totals["states"] == {"trained": 7, "dropped": 3}
     assert totals["dropped"] == {"env_error": 2, "repetition": 1}
-
-
-def test_a_group_shows_each_of_its_rollouts(ask: Ask) -> None:
     code, answer = ask("--group", "2")
-    assert code == 0
     fates = [(row["id"], row["state"], row["reason"], row["step"], row["lag"]) for row in answer["rollouts"]]
-    assert fates == [("2/0", "trained", None, 2, 0), ("2/1", "dropped", "repetition", None, None)]
-
-
-def test_a_rollout_is_told_with_its_times(ask: Ask) -> None:
-    code, answer = ask("--rollout", "3/1")
     assert code == 0
+    assert fates == [("2/0", "trained", None, 2, 0), ("2/1", "dropped", "repetition", None, None)]
+    code, answer = ask("--rollout", "3/1")
     (row,) = answer["rollouts"]
+    assert code == 0
     assert (row["reward"], row["num_tokens"], row["version"], row["lag"], row["example"]) == (0.0, 5, 0, 1, 7)
     assert row["issued_at"] <= row["changed_at"]
-
-
-def test_a_step_shows_what_trained_it(ask: Ask) -> None:
     code, answer = ask("--step", "2")
     assert (code, answer["groups"], answer["states"], answer["lags"]) == (0, 2, {"trained": 3}, {"0": 1, "1": 2})
     assert [row["id"] for row in answer["rollouts"]] == ["2/0", "3/0", "3/1"]
@@ -77,28 +68,16 @@ def test_a_prompt_shows_every_group_that_asked_it_and_is_found_by_its_text(ask: 
         assert [row["id"] for row in answer["rollouts"]] == ["0/0", "0/1", "2/0", "2/1"]
 
 
-@pytest.mark.parametrize(
-    "question",
-    [("--group", "9"), ("--rollout", "0/7"), ("--step", str(2**63 - 1)), ("--example", "x/11")],
-)
-def test_what_is_not_in_the_ledger_gives_exit_code_1(ask: Ask, question: tuple[str, ...]) -> None:
-    assert ask(*question)[0] == 1
+@pytest.mark.parametrize("question", ["--group 9", "--rollout 0/7", f"--step {2**63 - 1}", "--example x/11"])
+def test_what_is_not_in_the_ledger_gives_exit_code_1(ask: Ask, question: str) -> None:
+    assert ask(*question.split())[0] == 1
 
 
 @pytest.mark.parametrize(
-    "question",
-    [
-        ("--example", "reverse-text"),
-        ("--prompt", "no prompt has this"),
-        ("--group", "1", "--step", "1"),
-        ("--group", str(10**20)),
-        ("--rollout", "17"),
-    ],
+    "question", ["--example reverse-text", "--prompt none", "--group 1 --step 1", f"--group {10**20}", "--rollout 17"]
 )
-def test_questions_that_make_no_sense_give_exit_code_2(run: Path, question: tuple[str, ...]) -> None:
-    done = grpo("ledger", run, *question)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+def test_questions_that_make_no_sense_give_exit_code_2(run: Path, question: str) -> None:
+    assert grpo("ledger", run, *question.split()).returncode == 2
 
 
 @pytest.mark.parametrize("content", [None, b"", b"something else" * 100])
@@ -112,9 +91,7 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path, content: bytes | None) -> 
 def test_a_damaged_row_is_an_error_of_the_ledger(run: Path) -> None:
     with sqlite3.connect(run / "ledger.sqlite") as database:
         database.execute("UPDATE rollouts SET reward = 'much' WHERE id = '0/0'")
-    done = grpo("ledger", run, "--rollout", "0/0")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    assert grpo("ledger", run, "--rollout", "0/0").returncode == 2
 
 
 def test_a_ledger_that_is_being_written_is_read_as_it_was_last_committed(tmp_path: Path) -> None:

@@ -32,11 +32,6 @@ def written(folder: Path, rows: list[Any]) -> Path:
     return folder / "pairs.jsonl"
 
 
-def pairs(folder: Path, number: int = 96) -> Path:
-    words = [f"{chr(97 + n % 26)}{chr(97 + n * 7 % 26)}b" for n in range(number)]
-    return written(folder, [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in words])
-
-
 def test_the_loss_is_on_the_answer_and_on_the_token_that_ends_it(tmp_path: Path) -> None:
     rows = rows_of(written(tmp_path, [{"q": [{"role": "user", "content": "Hi"}], "a": "Ho"}]), prompt="q", answer="a")
     [example] = examples_of(rows, MODEL)
@@ -51,12 +46,8 @@ def test_the_loss_is_on_the_answer_and_on_the_token_that_ends_it(tmp_path: Path)
 def test_a_row_that_is_too_long_is_left_out_and_all_of_them_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = rows_of(
-        written(tmp_path, [{"prompt": "Hi", "answer": "Ho"}, {"prompt": "Hi", "answer": "Ho" * 100}]),
-        prompt="prompt",
-        answer="answer",
-    )
-    examples = examples_of(rows, MODEL)
+    file = written(tmp_path, [{"prompt": "Hi", "answer": answer} for answer in ("Ho", "Ho" * 100)])
+    examples = examples_of(rows_of(file, prompt="prompt", answer="answer"), MODEL)
     assert len(fitting(examples, sequence_len=64)) == 1
     assert "1 of 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="sequence_len"):
@@ -81,10 +72,7 @@ def test_the_best_rollouts_of_a_run_are_learned_each_once(tmp_path: Path) -> Non
         rollouts_of(tmp_path, renderer, min_reward=1.0)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [({"prompt": "Hi"}, "answer"), ({"prompt": "Hi", "answer": ""}, "text")],
-)
+@pytest.mark.parametrize(("row", "says"), [({"prompt": "Hi"}, "answer"), ({"prompt": "Hi", "answer": ""}, "text")])
 def test_a_row_without_a_prompt_or_an_answer_is_named(tmp_path: Path, row: Any, says: str) -> None:
     with pytest.raises(UserError, match=rf"pairs\.jsonl:2.*{says}"):
         rows_of(written(tmp_path, [{"prompt": "Hi", "answer": "Ho"}, row]), prompt="prompt", answer="answer")
@@ -98,7 +86,9 @@ def test_settings_that_a_supervised_stage_ignores_are_refused(given: list[str]) 
 
 def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "sft"
-    command = ["sft", str(pairs(tmp_path)), *ARGUMENTS, "--output_dir", str(output), "--batch_size", "32"]
+    words = [f"{chr(97 + n % 26)}{chr(97 + n * 7 % 26)}b" for n in range(96)]
+    file = written(tmp_path, [{"prompt": f"Reverse: {word}", "answer": word[::-1]} for word in words])
+    command = ["sft", str(file), *ARGUMENTS, "--output_dir", str(output), "--batch_size", "32"]
     command += ["--epochs", "2", "--learning_rate", "1e-3", "--lora_rank", "4", "--lora_alpha", "8"]
     assert _command([*command, "--max_steps", "3"]) == 0
     assert _command(command) == 0

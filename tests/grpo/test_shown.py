@@ -73,9 +73,7 @@ def test_on_a_terminal_a_table_shows_the_newest_step_and_evaluation_and_what_eac
 
 
 def test_on_a_terminal_a_run_without_a_step_has_no_figures_and_what_it_warns_of_stands_above(run: Path) -> None:
-    during = (
-        "from grpo.transport.run_warnings import kept_warnings as kept; import logging\n    with kept(run, 'orch'): "
-    )
+    during = "import logging, grpo.transport.run_warnings as kept\n    with kept.kept_warnings(run, 'orch'): "
     during += "logging.getLogger('grpo.orchestrator').warning('all rewards are equal')"
     text = on_terminal(run, during)
     assert "step 0" not in text

@@ -33,20 +33,16 @@ def notebook(cells: list[str]) -> dict[str, Any]:
     return values
 
 
-def test_a_cells_class_is_written_with_all_that_it_names_and_nothing_else(tmp_path: Path) -> None:
-    source = source_of("Mine", notebook(CELLS), CELLS)
+@pytest.mark.parametrize(("cells", "half"), [(CELLS, 2), ([*CELLS, "def half(x):\n    return -1"], -1)])
+def test_a_cells_class_is_written_with_the_newest_of_all_that_it_names_and_nothing_else(
+    tmp_path: Path, cells: list[str], half: int
+) -> None:
+    source = source_of("Mine", notebook(cells), cells)
     assert "label = " not in source
     (tmp_path / "mine.py").write_text(source)
     made = make_environment(f"{tmp_path}/mine.py:Mine", {})
     assert made.dataset("train") == [{"prompt": "a"}, {"prompt": "b"}]  # as WORDS is now, not as it was assigned
-    assert sys.modules[type(made).__module__].half(5) == 2
-
-
-def test_the_newest_cell_counts(tmp_path: Path) -> None:
-    cells = [*CELLS, "def half(x):\n    return -1"]
-    (tmp_path / "newest.py").write_text(source_of("Mine", notebook(cells), cells))
-    made = make_environment(f"{tmp_path}/newest.py:Mine", {})
-    assert sys.modules[type(made).__module__].half(5) == -1
+    assert sys.modules[type(made).__module__].half(5) == half
 
 
 def test_a_value_that_no_cell_defines_is_named() -> None:
@@ -72,11 +68,6 @@ def settings(env: Any, folder: Path) -> dict[str, Any]:
     return env_settings(env, folder, overwrite=False)
 
 
-def test_rows_of_a_data_set_are_no_environment(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no id; rows"):
-        settings({"prompt": "a", "answer": "b"}, tmp_path)
-
-
 def test_an_object_is_given_by_its_file_and_the_arguments_that_it_was_made_with(tmp_path: Path) -> None:
     given = settings(Shout(5, extra=[1]), tmp_path)
     assert given == {"id": f"{__name__}:Shout", "name": "Shout", "args": {"words": 5, "extra": [1]}}
@@ -98,7 +89,8 @@ def test_what_cannot_be_made_again_is_refused(tmp_path: Path) -> None:
 
     typed_in = types.new_class("Typed", (Plain,))
     typed_in.__module__ = "__main__"
-    for env in (Local(), Shout(extra=object()), Shout(extra={1: 2}), 5, int):
+    rows = {"prompt": "a", "answer": "b"}
+    for env in (Local(), Shout(extra=object()), Shout(extra={1: 2}), 5, int, rows):
         with pytest.raises(UserError):
             settings(env, tmp_path)
 

@@ -34,22 +34,6 @@ def random_tensors(model_dir: Path, *, seed: int, rank: int, scale: float) -> di
     return tensors
 
 
-def adapter_config(*, rank: int, alpha: int) -> bytes:
-    """PEFT's adapter_config.json."""
-    return json.dumps(
-        {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": rank,
-            "lora_alpha": alpha,
-            "target_modules": list(TARGETS),
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "base_model_name_or_path": None,
-        }
-    ).encode()
-
-
 def logprobs_of(model: torch.nn.Module, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
     """[L - 1] log-probabilities of tokens 1 … L-1 by a Hugging Face model."""
     ids = torch.tensor([list(token_ids)])
@@ -81,14 +65,22 @@ class Publisher:
 
     def files(self, *, version: int, seed: int, scale: float = 0.1) -> dict[str, bytes]:
         """A whole and right version: adapter, configuration, canary."""
-        return dict(_files(self, version, seed, scale))
+        return dict(self._files(version, seed, scale))
 
-    def _make_files(self, version: int, seed: int, scale: float) -> dict[str, bytes]:
+    @functools.cache  # noqa: B019 - the canary takes Hugging Face a second or more
+    def _files(self, version: int, seed: int, scale: float) -> dict[str, bytes]:
         tensors = random_tensors(self.model_dir, seed=seed, rank=self.rank, scale=scale)
-        files = {
-            ADAPTER_FILE: safetensors.torch.save(tensors),
-            ADAPTER_CONFIG_FILE: adapter_config(rank=self.rank, alpha=self.alpha),
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": TARGETS,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "base_model_name_or_path": None,
         }
+        files = {ADAPTER_FILE: safetensors.torch.save(tensors), ADAPTER_CONFIG_FILE: json.dumps(config).encode()}
         return files | {CANARY_FILE: self._canary(version, files, is_zero=scale == 0.0)}
 
     def publish(self, version: int, files: Mapping[str, bytes], spec: PolicySpec | None = None) -> Path:
@@ -114,12 +106,6 @@ class Publisher:
             dtype="float32",
             is_zero=is_zero,
         ).to_json()
-
-
-@functools.cache
-def _files(publisher: Publisher, version: int, seed: int, scale: float) -> dict[str, bytes]:
-    """Made once: the canary takes Hugging Face a second or more."""
-    return publisher._make_files(version, seed, scale)
 
 
 def reference(model_dir: Path, adapter_dir: Path) -> PeftModel:

@@ -16,11 +16,10 @@ import httpx
 import psutil
 from grpo.transport.ports import free_port
 
-from tests.support import options, until, until_gone
+from tests.support import END_S, options, until, until_gone
 
-START_S = 500.0
 GONE_S = 120.0
-"""Long, because the machine may be busy: an engine learns of its server's death at once."""
+"""Long, because the machine may be busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +33,11 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
         """POST as JSON."""
-        return httpx.post(self.url + path, json=body, headers=self.headers, timeout=START_S)
+        return httpx.post(self.url + path, json=body, headers=self.headers, timeout=END_S)
 
     def get(self, path: str) -> httpx.Response:
         """GET."""
-        return httpx.get(self.url + path, headers=self.headers, timeout=START_S)
+        return httpx.get(self.url + path, headers=self.headers, timeout=END_S)
 
     def answer(self, path: str, **body: object) -> Any:
         """The body of a POST that must succeed."""
@@ -68,27 +67,6 @@ def start(arguments: Mapping[str, object], *, log: Path, environment: Mapping[st
         )
 
 
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when /health answers; fails with the log's end when the process has ended or after END_S."""
-
-    def answers() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{url}/health", timeout=2).status_code == 200
-        return False
-
-    until(answers, process, log=lambda: log.read_text()[-3000:], poll_s=0.1)
-
-
-def end(process: subprocess.Popen[bytes]) -> int:
-    """SIGTERM and the exit code; SIGKILL after a while."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        return process.wait(GONE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-
-
 @contextlib.contextmanager
 def running(*, log: Path, api_key: str | None = None, **arguments: object) -> Iterator[Server]:
     """A server with these settings on a port of its own, up. Afterwards SIGTERM ends it, and nothing of it is left."""
@@ -98,13 +76,23 @@ def running(*, log: Path, api_key: str | None = None, **arguments: object) -> It
     environment = {"VLLM_API_KEY": api_key or "", "TMPDIR": str(temporary)}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     process = start({"port": port, **arguments}, log=log, environment=environment)
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/health", timeout=2).status_code == 200
+        return False
+
     try:
-        wait_until_healthy(url, process, log)
+        until(answers, process, log=lambda: log.read_text()[-3000:], poll_s=0.1)
         yield Server(url=url, process=process, log=log, headers=headers)
     finally:
         pids = children_of(process.pid)
         if process.poll() is None:
-            assert end(process) == 128 + signal.SIGTERM
+            process.terminate()
+            try:
+                assert process.wait(GONE_S) == 128 + signal.SIGTERM
+            finally:
+                process.kill()
             assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
         until_gone(pids)
         shutil.rmtree(temporary)

@@ -1,62 +1,37 @@
 """Who may send requests to the server."""
 
-from collections.abc import Mapping
-
 import httpx
 import pytest
 from fastapi import FastAPI
 from grpo.infer.access import guarded
 
 
-def application() -> FastAPI:
+@pytest.mark.parametrize(
+    ("key", "headers", "path", "status"),
+    [
+        # without a key no web page drives the server
+        (None, {}, "/policy/unload", 200),
+        (None, {"Host": "[::1]:8000"}, "/policy/unload", 200),
+        (None, {"Host": "gpu-box:8000"}, "/policy/unload", 200),
+        (None, {"Origin": "http://127.0.0.1:8000"}, "/policy/unload", 200),
+        (None, {"Host": "evil.example"}, "/policy/unload", 403),
+        (None, {"Origin": "https://evil.example"}, "/policy/unload", 403),
+        (None, {"Origin": "null"}, "/policy/unload", 403),
+        (None, {"Origin": "http://127.0.0.1:9000"}, "/policy/unload", 403),
+        # with a key every route but health asks for it
+        ("schlüssel", {"Authorization": ""}, "/policy/unload", 401),
+        ("schlüssel", {"Authorization": "Bearer schlussel"}, "/policy/unload", 401),
+        ("schlüssel", {"Authorization": "Basic schlüssel"}, "/policy/unload", 401),
+        ("schlüssel", {"Authorization": "bearer schlüssel"}, "/policy/unload", 200),
+        ("schlüssel", {}, "/health", 200),
+    ],
+)
+async def test_who_may_send_requests(key: str | None, headers: dict[str, str], path: str, status: int) -> None:
     app = FastAPI()
-
-    @app.post("/policy/unload")
-    async def unload() -> dict[str, bool]:
-        return {"done": True}
-
-    @app.get("/health")
-    async def health() -> dict[str, bool]:
-        return {"up": True}
-
-    return app
-
-
-async def status_of(app: object, headers: Mapping[str, str | bytes], path: str = "/policy/unload") -> int:
-    transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+    app.add_api_route("/policy/unload", lambda: {"done": True}, methods=["POST"])
+    app.add_api_route("/health", lambda: {"up": True})
+    transport = httpx.ASGITransport(app=guarded(app, key=key, host="gpu-box", key_var="VLLM_API_KEY"))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
         method = "GET" if path == "/health" else "POST"
-        return (await client.request(method, path, headers=dict(headers))).status_code
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 200),
-        ({"Host": "[::1]:8000"}, 200),
-        ({"Host": "gpu-box:8000"}, 200),
-        ({"Origin": "http://127.0.0.1:8000"}, 200),
-        ({"Host": "evil.example"}, 403),
-        ({"Origin": "https://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
-        ({"Origin": "http://127.0.0.1:9000"}, 403),
-    ],
-)
-async def test_without_a_key_no_web_page_drives_the_server(headers: dict[str, str], status: int) -> None:
-    app = guarded(application(), key=None, host="gpu-box", key_var="VLLM_API_KEY")
-    assert await status_of(app, headers) == status
-
-
-@pytest.mark.parametrize(
-    ("sent", "path", "status"),
-    [
-        ("", "/policy/unload", 401),
-        ("Bearer schlussel", "/policy/unload", 401),
-        ("Basic schlüssel", "/policy/unload", 401),
-        ("bearer schlüssel", "/policy/unload", 200),
-        ("", "/health", 200),
-    ],
-)
-async def test_with_a_key_every_route_but_health_asks_for_it(sent: str, path: str, status: int) -> None:
-    app = guarded(application(), key="schlüssel", host="gpu-box", key_var="VLLM_API_KEY")
-    assert await status_of(app, {"Authorization": sent.encode()}, path) == status
+        sent = {name: value.encode() for name, value in headers.items()}
+        assert (await client.request(method, path, headers=sent)).status_code == status

@@ -217,20 +217,12 @@ def test_announced_weights_that_do_not_fit_are_refused(run: RunFolder, shapes: A
 # --- the effect -------------------------------------------------------------------------------------------------------
 
 
-def effect(
-    served: Sequence[float],
-    without: Sequence[float] = (-1.0, -2.5),
-    *,
-    dtype: str = "float32",
-    device: str = "cpu",
-    tolerance: float | None = None,
-    noise: bool = False,
-    **changes: Any,
-) -> CanaryFigures:
+def effect(served: Sequence[float], without: Sequence[float] = (-1.0, -2.5), **changes: Any) -> CanaryFigures:
     """Of a version that moves the second of two log-probabilities by half a nat, from -2.5 to -2."""
-    fields = {"logprobs": (-1.0, -2.0), "base_logprobs": (-1.0, -2.5), "dtype": dtype} | changes
-    canary = canary_of(3, **fields)
-    return check_effect(canary, served, without, dtype=dtype, device=device, tolerance=tolerance, noise=noise)
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "tolerance": None, "noise": False}
+    settings |= {name: changes.pop(name) for name in [*settings] if name in changes}
+    fields = {"logprobs": (-1.0, -2.0), "base_logprobs": (-1.0, -2.5), "dtype": changes.pop("trainer", "float32")}
+    return check_effect(canary_of(3, **(fields | changes)), served, without, **settings)
 
 
 def reason_of(*args: Any, **kwargs: Any) -> str:
@@ -245,26 +237,11 @@ def test_in_float32_the_largest_difference_counts_and_in_16_bits_the_mean() -> N
     assert (figures.tolerance, figures.measure) == (1e-4, "max_abs")
     assert reason_of([-1.0, -2.0002]) == "canary_mismatch"
     assert effect([-1.0, -2.005], device="cuda").tolerance == 1e-2  # TF32
-    figures = effect([-1.0, -2.08], dtype="bfloat16")
-    assert (figures.measure, figures.tolerance) == ("mean_abs", 0.05)  # 0.08 at one of two tokens is 0.04 on average
-    assert reason_of([-1.0, -2.12], dtype="bfloat16") == "canary_mismatch"
     assert effect([-1.0, -2.01], dtype="float16").tolerance == 0.01
-
-
-def test_the_coarser_type_of_the_two_sides_decides_what_is_compared() -> None:
-    for trainer, server in (("bfloat16", "float32"), ("float32", "bfloat16")):
-        canary = canary_of(3, logprobs=(-1.0, -2.0), base_logprobs=(-1.0, -2.5), dtype=trainer)
-        figures = check_effect(
-            canary, [-1.0, -2.08], [-1.0, -2.5], dtype=server, device="cpu", tolerance=None, noise=False
-        )
+    for coarser in ({"dtype": "bfloat16"}, {"trainer": "bfloat16"}):
+        figures = effect([-1.0, -2.08], **coarser)  # 0.08 at one of two tokens is 0.04 on average
         assert (figures.measure, figures.tolerance) == ("mean_abs", 0.05)
-
-
-def test_the_noise_of_a_version_whose_adapter_is_zero_must_be_applied_too() -> None:
-    zero = {"logprobs": (-1.0, -2.5), "is_zero": True}
-    assert effect([-1.0, -2.5], **zero).max_abs == 0
-    noisy = {"noise": True, "noisy_logprobs": (-1.4, -2.5), "tolerance": 1.0, **zero}
-    assert reason_of([-1.0, -2.5], [-1.0, -2.5], **noisy) == "noise_not_applied"
+        assert reason_of([-1.0, -2.12], **coarser) == "canary_mismatch"
 
 
 def test_a_server_that_answers_as_without_the_adapter_or_the_noise_has_not_applied_it() -> None:
@@ -273,10 +250,12 @@ def test_a_server_that_answers_as_without_the_adapter_or_the_noise_has_not_appli
     noisy = {"noise": True, "noisy_logprobs": (-1.4, -2.0)}
     assert reason_of([-1.0, -2.0], [-1.0, -2.0], **noisy) == "noise_not_applied"
     assert reason_of([-1.3, -2.0], [-1.0, -2.0], **noisy) == "noise_mismatch"
+    of_zero = {"noise": True, "noisy_logprobs": (-1.4, -2.5), "logprobs": (-1.0, -2.5), "is_zero": True}
+    assert reason_of([-1.0, -2.5], tolerance=1.0, **of_zero) == "noise_not_applied"
 
 
 def test_a_change_too_small_to_tell_is_not_taken_for_one_that_is_not_applied() -> None:
-    effect([-1.0, -2.5], logprobs=(-1.0, -2.5), is_zero=True)
+    assert effect([-1.0, -2.5], logprobs=(-1.0, -2.5), is_zero=True).max_abs == 0
     effect([-1.0, -2.5], logprobs=(-1.0, -2.5000001))
     effect([-1.0, -2.0], [-1.0, -2.0], dtype="bfloat16", noise=True, noisy_logprobs=(-1.04, -2.0))
 

@@ -102,12 +102,7 @@ def test_an_importer_has_the_checkpoints_tensors_and_the_model_computes_with_the
     checkpoint = checkpoint_in(tmp_path, model)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     manifest = export_model(
-        model,
-        output_dir=str(tmp_path),
-        base_folder=checkpoint,
-        base_model="m",
-        dtype=torch.float32,
-        device=CPU,
+        model, output_dir=str(tmp_path), base_folder=checkpoint, base_model="m", dtype=torch.float32, device=CPU
     )
     assert manifest.left.keys() == {"lm_head.weight"}
     assert manifest.num_bytes == 4 * sum(torch.Size(shape).numel() for shape in PARTS.values())
@@ -125,34 +120,17 @@ def held(model: Served) -> dict[str, torch.Tensor]:
     return dict(rows_of_parameters(model))
 
 
-def transposed(model: Served) -> None:
-    weight = model.model.o_proj.base_layer.weight  # type: ignore
-    weight.data = weight.data.T
-
-
-def without_norm(model: Served) -> None:
-    del model.model.norm
-
-
-def with_more(model: Served) -> None:
-    model.model.scale = torch.nn.Parameter(torch.ones(1))
-
-
-def of_other_parts(model: Served) -> None:
-    model.fused.output_partition_sizes = (Q, KV)
-
-
 @pytest.mark.parametrize(
     ("spoil", "name"),
     [
-        (transposed, "model.o_proj.weight"),
-        (without_norm, "model.norm.weight"),
-        (with_more, "model.scale"),
-        (of_other_parts, "qkv_proj.base_layer.weight"),
+        (lambda model: model.model.o_proj.base_layer.weight.t_(), "model.o_proj.weight"),
+        (lambda model: delattr(model.model, "norm"), "model.norm.weight"),
+        (lambda model: model.model.register_parameter("scale", torch.nn.Parameter(torch.ones(1))), "model.scale"),
+        (lambda model: setattr(model.fused, "output_partition_sizes", (Q, KV)), "qkv_proj.base_layer.weight"),
     ],
 )
 def test_a_model_that_holds_other_tensors_than_the_checkpoint_exports_nothing(
-    spoil: Callable[[Served], None], name: str
+    spoil: Callable[[Served], object], name: str
 ) -> None:
     model = Served()
     spoil(model)

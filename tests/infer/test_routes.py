@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -19,12 +19,11 @@ from grpo.infer.routes import PolicyRoutes
 from grpo.infer.server import listening_socket
 from grpo.transport.http import Choice, GenerateRequest
 from grpo.transport.run import RunFolder, create_run
-from starlette.responses import PlainTextResponse
 
 from tests.infer.versions_fakes import BASE, NOISE_EFFECT, NOISY, NORMS, SEVERAL, FakeEngine, publish, table_of
 
-GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
-MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
+GENERATE: dict[str, Any] = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
+SCORE: dict[str, Any] = {"version": None, "token_ids": [1, 2, 3]}
 
 
 class SlowEngine(FakeEngine):
@@ -33,11 +32,10 @@ class SlowEngine(FakeEngine):
     def __init__(self) -> None:
         super().__init__()
         self.cancelled, self.started = asyncio.Event(), asyncio.Event()
-        self.slow, self.failing = False, None
+        self.slow = False
+        self.failing: EngineError | None = None
         self.asked: list[str | None] = []
         """The adapters that answers were sampled with."""
-
-    failing: EngineError | None
 
     async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
         self.started.set()
@@ -70,10 +68,8 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def app_of(engine: SlowEngine, run: RunFolder, base: Any = BASE, **settings: Any) -> FastAPI:
-    app, fake = FastAPI(), engine
-    own = InferSettings(model="m", output_dir=str(run.path), **settings)
-    app.include_router(PolicyRoutes(own, fake, table_of(engine, run, base)).router(), prefix="/policy")  # type: ignore[arg-type]
-    app.add_route("/health", lambda request: PlainTextResponse("ok"))
+    app, fake, own = FastAPI(), cast(Any, engine), InferSettings(model="m", output_dir=str(run.path), **settings)
+    app.include_router(PolicyRoutes(own, fake, table_of(engine, run, base)).router(), prefix="/policy")
     return app
 
 
@@ -90,71 +86,53 @@ def said(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["type"]
 
 
-async def test_n_answers_come_in_one_response(app: FastAPI) -> None:
+async def ask(app: Any, path: str, **body: Any) -> httpx.Response:
     async with client(app) as http:
-        response = await http.post("/policy/generate", json=GENERATE | {"n": 2})
-    choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length"}
-    choice |= {"stop_reason": None, "versions": None}
-    assert response.json() == {"version": None, "choices": [choice, choice]}
+        return await http.post(f"/policy/{path}", json=body)
+
+
+async def test_n_answers_come_in_one_response_and_a_score_at_the_temperature_that_is_asked_for(app: FastAPI) -> None:
+    choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length", "stop_reason": None, "versions": None}
+    assert (await ask(app, "generate", **GENERATE, n=2)).json() == {"version": None, "choices": [choice, choice]}
+    for temperature in (1.0, 0.5):
+        scored = await ask(app, "score", **SCORE, temperature=temperature)
+        assert scored.json() == {"version": None, "logprobs": [-temperature] * 2}
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("path", "change", "named"),
     [
-        ({"n": 0}, r"\$\.n"),
-        ({"min_tokens": 5}, "min_tokens"),
-        ({"max_tokens": 7}, "max_tokens.*8"),
-        ({"prompt_token_ids": []}, "prompt_token_ids"),
-        ({"prompt_token_ids": [1, 10]}, "prompt_token_ids.*10"),
-        ({"stop_token_ids": [11]}, "stop_token_ids.*11"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": 0.0, "n": 2}, "temperature"),
-        ({"seed": -1}, "seed"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"follow": True}, "follow"),
-        ({"adapter": "a"}, "adapter"),
+        ("generate", {"n": 0}, r"\$\.n"),
+        ("generate", {"min_tokens": 5}, "min_tokens"),
+        ("generate", {"max_tokens": 7}, "max_tokens.*8"),
+        ("generate", {"prompt_token_ids": []}, "prompt_token_ids"),
+        ("generate", {"prompt_token_ids": [1, 10]}, "prompt_token_ids.*10"),
+        ("generate", {"stop_token_ids": [11]}, "stop_token_ids.*11"),
+        ("generate", {"temperature": -1.0}, "temperature"),
+        ("generate", {"temperature": 0.0, "n": 2}, "temperature"),
+        ("generate", {"seed": -1}, "seed"),
+        ("generate", {"top_p": 0.9}, "top_p"),
+        ("generate", {"follow": True}, "follow"),
+        ("generate", {"adapter": "a"}, "adapter"),
+        *(("score", {"temperature": temperature}, "temperature") for temperature in (0.0, -1.0, 0.001, 101.0)),
+        *(("score", {"token_ids": ids}, "token_ids") for ids in ([1], [1] * 8, [1, 99])),
     ],
 )
-async def test_bad_sampling_input_is_refused_by_the_name_of_the_field(
-    app: FastAPI, change: dict[str, object], named: str
+async def test_bad_input_is_refused_by_the_name_of_the_field(
+    app: FastAPI, path: str, change: dict[str, object], named: str
 ) -> None:
+    response = await ask(app, path, **((SCORE if path == "score" else GENERATE) | change))
+    assert said(response) == (400, "bad_request")
+    assert re.search(named, response.json()["error"]["message"])
+
+
+async def test_the_version_must_be_named_even_for_the_base_model_and_be_live(app: FastAPI) -> None:
+    assert "version" in (await ask(app, "score", token_ids=[1, 2])).json()["error"]["message"]
+    for follow in (False, True):
+        response = await ask(app, "generate", **(GENERATE | {"version": 4, "follow": follow}))
+        assert said(response) == (404, "not_live")
     async with client(app) as http:
-        response = await http.post("/policy/generate", json=GENERATE | change)
-    error = response.json()["error"]
-    assert (response.status_code, error["type"]) == (400, "bad_request")
-    assert re.search(named, error["message"])
-
-
-async def test_the_version_must_be_named_even_for_the_base_model(app: FastAPI) -> None:
-    async with client(app) as http:
-        response = await http.post("/policy/score", json={"token_ids": [1, 2]})
-        assert "version" in response.json()["error"]["message"]
-        assert (await http.post("/policy/score", content=b"{")).status_code == 400
-
-
-async def test_a_sequence_that_cannot_be_scored_is_refused(app: FastAPI) -> None:
-    async with client(app) as http:
-        for ids in ([1], [1] * 8, [1, 99]):
-            assert (await http.post("/policy/score", json={"version": None, "token_ids": ids})).status_code == 400
-        response = await http.post("/policy/score", json={"version": None, "token_ids": [1, 2, 3]})
-    assert response.json() == {"version": None, "logprobs": [-1.0, -1.0]}
-
-
-async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: FastAPI, engine: SlowEngine) -> None:
-    body = {"version": None, "token_ids": [1, 2, 3]}
-    async with client(app) as http:
-        assert (await http.post("/policy/score", json=body | {"temperature": 0.5})).json()["logprobs"] == [-0.5, -0.5]
-        for temperature in (0.0, -1.0, 0.001, 101.0):
-            response = await http.post("/policy/score", json=body | {"temperature": temperature})
-            assert (response.status_code, response.json()["error"]["type"]) == (400, "bad_request")
-
-
-async def test_a_version_that_is_not_live_is_not_found(app: FastAPI) -> None:
-    async with client(app) as http:
-        for follow in (False, True):
-            response = await http.post("/policy/generate", json=GENERATE | {"version": 4, "follow": follow})
-            assert response.status_code == 404
-            assert response.json()["error"]["type"] == "not_live"
+        assert said(await http.post("/policy/score", content=b"{")) == (400, "bad_request")
 
 
 async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: SlowEngine, run: RunFolder) -> None:
@@ -184,17 +162,16 @@ async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: 
 
 
 async def test_an_engine_at_fault_is_told_from_one_that_has_ended(app: FastAPI, engine: SlowEngine) -> None:
+    for fault, kind in ((EngineEnded("it has ended"), "engine_ended"), (EngineError("no answer"), "engine")):
+        engine.failing = fault
+        assert said(await ask(app, "generate", **GENERATE)) == (503, kind)
+    engine.end("it has ended")
     async with client(app) as http:
-        for fault, kind in ((EngineEnded("it has ended"), "engine_ended"), (EngineError("no answer"), "engine")):
-            engine.failing = fault
-            assert said(await http.post("/policy/generate", json=GENERATE)) == (503, kind)
-        engine.end("it has ended")
         assert (await http.get("/policy/info")).status_code == 503
 
 
 async def test_asleep_it_answers_503_to_all_that_needs_the_engine(engine: SlowEngine, run: RunFolder) -> None:
-    async with client(app_of(engine, run)) as http:
-        assert said(await http.post("/policy/sleep")) == (400, "bad_request")
+    assert said(await ask(app_of(engine, run), "sleep")) == (400, "bad_request")
     async with client(app_of(engine, run, sleep_mode=True)) as http:
         assert (await http.post("/policy/sleep")).json()["seconds"] >= 0
         for path, body in (("generate", GENERATE), ("load", {"run_id": "r", "version": 1})):
@@ -205,23 +182,22 @@ async def test_asleep_it_answers_503_to_all_that_needs_the_engine(engine: SlowEn
 
 
 async def test_what_the_server_does_is_told_in_the_runs_folder(engine: SlowEngine, run: RunFolder) -> None:
-    settings, fake = InferSettings(model="m", output_dir=str(run.path), port=8001), engine
-    routes = PolicyRoutes(settings, fake, table_of(engine, run))  # type: ignore[arg-type]
+    settings = InferSettings(model="m", output_dir=str(run.path), port=8001)
+    routes = PolicyRoutes(settings, cast(Any, engine), table_of(engine, run))
     app = FastAPI()
-    app.include_router(routes.router())
+    app.include_router(routes.router(), prefix="/policy")
 
     def told() -> dict[str, Any]:
         fields: dict[str, Any] = json.loads((run.path / "status" / "infer.127.0.0.1_8001.json").read_text())
         return fields
 
     publish(run, 3)
-    async with client(app) as http:
-        assert (await http.post("/load", json={"run_id": "of another run", "version": 3})).status_code == 409
-        assert (told()["state"], "another run" in told()["message"]) == ("serving", True)
-        assert (await http.post("/load", json={"run_id": run.run_id, "version": 3})).status_code == 200
-        assert (told()["state"], told()["step"], told()["message"]) == ("serving", 3, None)
-        assert (await http.post("/load", json={"run_id": run.run_id, "version": 4})).status_code == 409
-        assert (told()["state"], "version 4" in told()["message"]) == ("serving", True)
+    assert (await ask(app, "load", run_id="of another run", version=3)).status_code == 409
+    assert (told()["state"], "another run" in told()["message"]) == ("serving", True)
+    assert (await ask(app, "load", run_id=run.run_id, version=3)).status_code == 200
+    assert (told()["state"], told()["step"], told()["message"]) == ("serving", 3, None)
+    assert (await ask(app, "load", run_id=run.run_id, version=4)).status_code == 409
+    assert (told()["state"], "version 4" in told()["message"]) == ("serving", True)
     routes.report_end(SystemExit(143))
     assert told()["state"] == "finished"
     routes.report_end(RuntimeError("the engine is dead"))
@@ -255,14 +231,10 @@ def test_a_port_in_use_is_refused_by_name() -> None:
             listening_socket("127.0.0.1", port)
 
 
-def grpo_infer(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-X", "importtime", "-m", "grpo.infer.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_a_missing_model_is_named_before_vllm_is_imported() -> None:
-    result = grpo_infer("--model", "/no/such/model")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-X", "importtime", "-m", "grpo.infer.cli", "--model", "/no/such/model"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1
     assert "/no/such/model" in result.stderr.splitlines()[-1]
     assert "vllm.config" not in result.stderr

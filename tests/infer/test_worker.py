@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo.infer.cpu import (
-    GroupedLora,
-    RestoredGenerators,
-    num_at_least,
-)
+from grpo.infer.cpu import GroupedLora, RestoredGenerators, num_at_least
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal

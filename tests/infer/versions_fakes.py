@@ -138,11 +138,8 @@ class FakeEngine:
         return ServerLoad(num_running=3, num_waiting=2, kv_use=0.5)
 
 
-def table_of(
-    engine: FakeEngine, run: RunFolder, base: BaseModel = BASE, *, timeout_s: float = 60.0, fetched: Any = None
-) -> VersionTable:
-    fake: Any = engine
-    return VersionTable(fake, base, output_dir=run.path, tolerance=None, timeout_s=timeout_s, fetched=fetched)
+def table_of(engine: Any, run: RunFolder, base: BaseModel = BASE, *, fetched: Any = None) -> VersionTable:
+    return VersionTable(engine, base, output_dir=run.path, tolerance=None, timeout_s=60.0, fetched=fetched)
 
 
 def canary_of(version: int, *, below: float | None = None, noisy: bool = False, **changes: Any) -> Canary:
@@ -187,8 +184,7 @@ def announcement(shapes: Mapping[str, tuple[int, ...]] = SHAPES, *, session: str
     meeting = Rendezvous(host="localhost", port=29501, world_size=3)
     dtypes: Any = ("float32",) * len(shapes)
     told: dict[str, Any] = {"names": tuple(shapes), "dtypes": dtypes, "shapes": tuple(shapes.values())}
-    made = Announcement(rendezvous=meeting, session=session, **told)
-    return made.to_json()
+    return Announcement(rendezvous=meeting, session=session, **told).to_json()
 
 
 def publish(

@@ -12,6 +12,7 @@ import numpy as np
 from grpo import Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, SingleTurnEpisode, endpoint_of
 
 ASK: Any = [{"role": "user", "content": "x"}]
+ASKED = {"messages": ASK, "prompt": "x"}
 
 
 class Raises:
@@ -23,12 +24,10 @@ class Raises:
     __repr__ = __str__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __eq__ = __hash__ = __getattr__ = _raise
 
 
-class Text(str):
-    """A text of a class of its own."""
+class Text(str): ...
 
 
-class Number(float):
-    """A number of a class of its own."""
+class Number(float): ...
 
 
 def _deep(depth: int) -> Any:
@@ -87,29 +86,15 @@ async def _delayed(ctx: RolloutContext, timeout_s: Any) -> None:
     await ctx.sample("policy", ASK)
 
 
-def _check(status: int) -> None:
-    """Raises what nothing else here raises, so that the test sees it."""
-    if status >= 500:
-        raise TimeoutError(f"the endpoint answered {status}")
-
-
-async def _served(ctx: RolloutContext, role: Any) -> None:
+async def _served(ctx: RolloutContext, *role: Any, body: Any) -> None:
     import aiohttp
 
-    async with endpoint_of(ctx, role) as at, aiohttp.ClientSession() as client:
-        head = {"Authorization": f"Bearer {at.api_key}"}
-        async with client.post(f"{at.base_url}/chat/completions", json={"messages": ASK}, headers=head) as answer:
-            _check(answer.status)
-
-
-async def _body(ctx: RolloutContext, body: Any) -> None:
-    import aiohttp
-
-    async with endpoint_of(ctx) as at, aiohttp.ClientSession() as client:
+    async with endpoint_of(ctx, *role) as at, aiohttp.ClientSession() as client:
         head = {"Authorization": f"Bearer {at.api_key}", "Content-Type": "application/json"}
         for kind in ("chat/completions", "completions"):
             async with client.post(f"{at.base_url}/{kind}", data=json.dumps(body), headers=head) as answer:
-                _check(answer.status)
+                if answer.status >= 500:  # which nothing else here raises, so that the test sees it
+                    raise TimeoutError(f"the endpoint answered {answer.status}")
 
 
 async def _cancelled(ctx: RolloutContext, num: Any) -> None:
@@ -129,17 +114,17 @@ CALLS: dict[str, Call] = {
     "sample messages": lambda ctx, state, value: ctx.sample("policy", value),
     "sample content": lambda ctx, state, value: ctx.sample("policy", [{"role": "user", "content": value}]),
     "sample role of message": lambda ctx, state, value: ctx.sample("policy", [{"role": value, "content": "x"}]),
-    "sample tools": lambda ctx, state, value: ctx.sample("policy", ASK, tools=value),
-    "sample max_tokens": lambda ctx, state, value: ctx.sample("policy", ASK, max_tokens=value),
-    "sample temperature": lambda ctx, state, value: ctx.sample("policy", ASK, temperature=value),
-    "sample raw": lambda ctx, state, value: ctx.sample("policy", ASK, raw=value),
     "sample raw text": lambda ctx, state, value: ctx.sample("policy", [{"role": "user", "content": value}], raw=True),
-    "sample logprobs": lambda ctx, state, value: ctx.sample("policy", ASK, logprobs=value),
+    **{
+        f"sample {name}": lambda ctx, state, value, name=name: ctx.sample("policy", ASK, **{name: value})
+        for name in ("tools", "max_tokens", "temperature", "raw", "logprobs")
+    },
     "ask": lambda ctx, state, value: ctx.ask(value),
     "ask content": lambda ctx, state, value: ctx.ask([{"role": "user", "content": value}]),
-    "ask model": lambda ctx, state, value: ctx.ask(ASK, model=value),
-    "ask temperature": lambda ctx, state, value: ctx.ask(ASK, temperature=value),
-    "ask max_tokens": lambda ctx, state, value: ctx.ask(ASK, model="policy", max_tokens=value),
+    **{
+        f"ask {name}": lambda ctx, state, value, name=name: ctx.ask(ASK, **({"model": "policy"} | {name: value}))
+        for name in ("model", "temperature", "max_tokens")
+    },
     "delayed": lambda ctx, state, value: _delayed(ctx, value),
     "spawn": lambda ctx, state, value: ctx.spawn(value, [{"prompt": "x"}]),
     "spawn examples": lambda ctx, state, value: ctx.spawn("solve", value),
@@ -154,19 +139,21 @@ CALLS: dict[str, Call] = {
     "store get": lambda ctx, state, value: ctx.stores["turns"].get(value),
     "store set_weight": lambda ctx, state, value: ctx.stores["turns"].set_weight(value, 1.0),
     "store set_weight weight": lambda ctx, state, value: ctx.stores["turns"].set_weight("a", value),
-    "mark kind": lambda ctx, state, value: _plainly(state.mark_error, value, "key"),
-    "mark key": lambda ctx, state, value: _plainly(state.mark_error, "kind", value),
-    "mark message": lambda ctx, state, value: _plainly(state.mark_error, "kind", "key", value),
-    "mark index": lambda ctx, state, value: _plainly(state.mark_error, "kind", "key", index=value),
-    "endpoint": lambda ctx, state, value: _served(ctx, value),
-    "endpoint body": lambda ctx, state, value: _body(ctx, value),
-    "endpoint messages": lambda ctx, state, value: _body(ctx, {"messages": value, "prompt": value}),
-    "endpoint settings": lambda ctx, state, value: _body(
-        ctx, {"messages": ASK, "prompt": "x", "n": value, "stream": value, "stream_options": value, "model": value}
-    ),
-    "endpoint sampling": lambda ctx, state, value: _body(
-        ctx, {"messages": ASK, "prompt": "x", "temperature": value, "max_tokens": value}
-    ),
+    **{
+        f"mark {name}": lambda ctx, state, value, name=name: _plainly(
+            state.mark_error, **({"kind": "kind", "key": "key"} | {name: value})
+        )
+        for name in ("kind", "key", "message", "index")
+    },
+    "endpoint": lambda ctx, state, value: _served(ctx, value, body=ASKED),
+    "endpoint body": lambda ctx, state, value: _served(ctx, body=value),
+    "endpoint messages": lambda ctx, state, value: _served(ctx, body={"messages": value, "prompt": value}),
+    **{
+        f"endpoint {names[0]}": lambda ctx, state, value, names=names: _served(
+            ctx, body=ASKED | dict.fromkeys(names, value)
+        )
+        for names in (("n", "stream", "stream_options", "model"), ("temperature", "max_tokens"))
+    },
     "cancel": lambda ctx, state, value: _cancelled(ctx, value),
     "observed": lambda ctx, state, value: _plainly(setattr, state.trajectory[0], "observed", value),
 }
@@ -219,18 +206,21 @@ async def _in_the_reward(ctx: RolloutContext, state: EpisodeState) -> Any:
     return _returned("reward", 1.0)(state)
 
 
-class AbsurdReward(Environment):
-    """A single answer, which says the same, and whose reward does it."""
-
+class Numbered(Environment):
     def __init__(self, num: int) -> None:
         self._num = num
-        self.rubric = Rubric([_in_the_reward])
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": f"number {number}."} for number in range(self._num)]
 
 
-class Absurd(Episode, Environment):
+class AbsurdReward(Numbered):
+    """A single answer, which says the same, and whose reward does it."""
+
+    rubric = Rubric([_in_the_reward])
+
+
+class Absurd(Episode, Numbered):
     """Its policy's first answer says what is passed where: `[place, index of the value, whether errors are caught]`."""
 
     roles = (Role(id="policy"),)
@@ -241,12 +231,6 @@ class Absurd(Episode, Environment):
     )
     episodes = {"solve": SingleTurnEpisode(rubric=Rubric([lambda: 1.0]))}  # noqa: RUF012
     stores = {"turns": 50}  # noqa: RUF012
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-
-    def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        return [{"prompt": f"number {number}."} for number in range(self._num)]
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         await ctx.sample("policy", [{"role": "user", "content": state.example["prompt"]}])

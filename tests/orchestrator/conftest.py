@@ -13,9 +13,8 @@ from tests.orchestrator.fakes import FakeServer
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[FakeServer]:
     """A grpo-infer."""
-    server = await FakeServer().start()
-    yield server
-    await server.stop()
+    async with FakeServer() as server:
+        yield server
 
 
 @pytest_asyncio.fixture

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from aiohttp import web
@@ -28,6 +28,10 @@ MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 END_OF_TURN = 258
 WORDS = {"id": f"{Path(__file__).with_name('words.py')}:Words", "name": "words"}
 """The environment of most tests."""
+
+
+def error(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response({"error": {"type": kind, "message": message}}, status=status)
 
 
 class FakeServer:
@@ -58,8 +62,7 @@ class FakeServer:
         self.in_flight: dict[int, int] = {}
         """Requests that other clients have, by version."""
         self.asleep = False
-        self.refuses_sleep: tuple[int, str] | None = None
-        """Status and kind of the error with which it answers."""
+        self.refuses_sleep = False
         self.told: list[str] = []
         """Requests to sleep, to wake and to load, in their order."""
         self.num_failures = 0
@@ -72,20 +75,11 @@ class FakeServer:
         self.url = ""
         self.host, self.port = "127.0.0.1", free_port()
 
-    async def start(self) -> "FakeServer":
+    async def start(self) -> Self:
         app = web.Application(middlewares=[self._unless_asleep])
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/policy/info", self._info),
-                web.post("/policy/load", self._load),
-                web.post("/policy/unload", self._unload),
-                web.post("/policy/sleep", self._sleep),
-                web.post("/policy/wake", self._wake),
-                web.post("/policy/generate", self._generate),
-                web.post("/policy/score", self._score),
-            ]
-        )
+        app.add_routes([web.get("/health", self._health), web.get("/policy/info", self._info)])
+        for name in ("load", "unload", "sleep", "wake", "generate", "score"):
+            app.router.add_post(f"/policy/{name}", getattr(self, f"_{name}"))
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
@@ -98,6 +92,12 @@ class FakeServer:
         self.live.clear()
         self.asleep = False
 
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
@@ -108,9 +108,8 @@ class FakeServer:
 
     async def _sleep(self, request: web.Request) -> web.Response:
         self.told.append("sleep")
-        if self.refuses_sleep is not None:
-            status, kind = self.refuses_sleep
-            return web.json_response({"error": {"type": kind, "message": "cannot"}}, status=status)
+        if self.refuses_sleep:
+            return error(503, "engine", "cannot")
         self.asleep = True
         return web.json_response({"seconds": 0.1})
 
@@ -127,7 +126,7 @@ class FakeServer:
         await self.answering(request)
         needs_engine = request.path.removeprefix("/policy/") in ("load", "unload", "generate", "score")
         if self.asleep and needs_engine:
-            return web.json_response({"error": {"type": "asleep", "message": "sleeps"}}, status=503)
+            return error(503, "asleep", "sleeps")
         return await handler(request)
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -137,8 +136,7 @@ class FakeServer:
         await asyncio.sleep(self.load_latency_s)
         version = body["version"]
         if version == self.refuse_version:
-            error = {"type": "canary_mismatch", "message": f"version {version}: the canary is 3.2 nats off"}
-            return web.json_response({"error": error}, status=409)
+            return error(409, "canary_mismatch", f"version {version}: the canary is 3.2 nats off")
         self.live.add(version)
         self._of_run = {"run_id": body["run_id"]}
         canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs"}
@@ -158,8 +156,8 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.Response:
         try:  # as grpo-infer
             msgspec.json.decode(data := await request.read(), type=GenerateRequest)
-        except (msgspec.MsgspecError, ValueError) as error:
-            return web.json_response({"error": {"type": "bad_request", "message": str(error)}}, status=400)
+        except (msgspec.MsgspecError, ValueError) as problem:
+            return error(400, "bad_request", str(problem))
         body = json.loads(data)
         if self.num_failures > 0:
             self.num_failures -= 1
@@ -167,7 +165,7 @@ class FakeServer:
         version, follows = body["version"], body.get("follow", False)
         began = max(version, *self.live) if follows and self.live else version
         if began is not None and began not in self.live:
-            return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
+            return error(404, "not_live", f"{version} not live")
         self.requests.append(body)
         await self.sampling(body)
         ended = max(began, *self.live) if follows and self.live else began
@@ -175,14 +173,8 @@ class FakeServer:
         choices = []
         for _ in range(body["n"]):
             ids = [*self.answer(prompt, version).encode(), END_OF_TURN][: body["max_tokens"]]
-            choices.append(
-                {
-                    "token_ids": ids,
-                    "logprobs": [self.logprob] * len(ids),
-                    "finish_reason": "stop" if ids[-1] == END_OF_TURN else "length",
-                    "stop_reason": None,
-                }
-            )
+            reason = "stop" if ids[-1] == END_OF_TURN else "length"
+            choices.append({"token_ids": ids, "logprobs": [self.logprob] * len(ids), "finish_reason": reason})
             if follows:
                 num = len(ids) if ended == began else 1
                 choices[-1]["versions"] = [(began, num), (ended, len(ids) - num)][: 1 + (num < len(ids))]
@@ -193,7 +185,7 @@ class FakeServer:
         body = await request.json()
         version = body["version"]
         if version is not None and version not in self.live:
-            return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
+            return error(404, "not_live", f"{version} not live")
         self.scores.append(body)
         logprob = self.scored / body.get("temperature", 1.0)
         return web.json_response({"version": version, "logprobs": [logprob] * (len(body["token_ids"]) - 1)})

@@ -17,6 +17,25 @@ from grpo.transport.traces import trace_path, traced_steps
 
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
+REWARDED = """
+import os, time
+from grpo import Environment, Rubric
+
+def reward(completion, example):
+    {body}
+
+class Rewarded(Environment):
+    rubric = Rubric([reward])
+    def dataset(self, split):
+        return [{{"prompt": f"say {{i}}", "answer": "a", "split": split, "index": i}} for i in range(20)]
+"""
+
+
+def rewarded(folder: Path, body: str) -> list[dict[str, str]]:
+    """Settings of an environment whose reward is this code."""
+    (folder / "rewarded.py").write_text(REWARDED.format(body=body))
+    return [{"id": f"{folder}/rewarded.py:Rewarded"}]
+
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """Of metrics.jsonl."""
@@ -31,9 +50,7 @@ def rows_of(folder: Path, query: str) -> list[Any]:
 
 def check_drops(folder: Path) -> set[str]:
     """The reasons why rollouts were dropped, of which ledger and traces must tell the same."""
-    tables = [
-        pq.read_table(trace_path(folder, step), columns=["rollout", "drop_reason"]) for step in traced_steps(folder)
-    ]
+    tables = [pq.read_table(trace_path(folder, step)) for step in traced_steps(folder)]
     traced = {row["rollout"]: row["drop_reason"] for table in tables for row in table.to_pylist() if row["drop_reason"]}
     dropped = dict(rows_of(folder, "SELECT id, reason FROM rollouts WHERE state = 'dropped'"))
     assert traced == dropped
@@ -51,7 +68,6 @@ class Run:
 
     @property
     def batches(self) -> dict[int, tuple[MicroBatch, ...]]:
-        """By step."""
         return self.trainer.batches
 
     @property

@@ -89,39 +89,18 @@ def test_a_length_weighted_mean_counts_each_reward_as_often_as_its_role_has_toke
     assert credit == {("0", 0): 0.25, ("0", 1): 0.0, ("0", 2): 0.25, ("1", 0): -0.75}
 
 
-GROUP_KINDS = (group_relative, normalised, leave_one_out, length_weighted)
-
-
 @given(st.floats(-1e6, 1e6), st.integers(1, 16), st.integers(1, 9))
-def test_equal_rewards_give_advantages_of_exactly_0(reward: float, num: int, length: int) -> None:
-    trees = [result(str(number), {"A": reward, "B": -reward}, steps="AB" * (number + length)) for number in range(num)]
-    for advantage in GROUP_KINDS:
+def test_rewards_that_differ_by_rounding_give_advantages_of_exactly_0(reward: float, num: int, length: int) -> None:
+    rewards = [reward * (1 + 1e-12) if number % 3 == 2 else reward for number in range(num)]
+    trees = [result(str(n), {"A": one, "B": -one}, steps="AB" * (n + length)) for n, one in enumerate(rewards)]
+    for advantage in (group_relative, normalised, leave_one_out, length_weighted):
         assert set(group_credit(trees, advantage=advantage).values()) == {0.0}
-
-
-def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
-    trees = [result(str(number), {"A": reward}) for number, reward in enumerate([0.1 + 0.2, 0.3, 0.3])]
-    for advantage in GROUP_KINDS:
-        assert set(group_credit(trees, advantage=advantage).values()) == {0.0}
-
-
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=8), st.randoms())
-def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_its_order(rewards: list[float], shuffler: Any) -> None:
-    trees = [result(str(number), {"A": reward}) for number, reward in enumerate(rewards)]
-    shuffled = list(trees)
-    shuffler.shuffle(shuffled)
-    for advantage in (group_relative, normalised, leave_one_out):
-        credit = group_credit(trees, advantage=advantage)
-        assert sum(credit.values()) == pytest.approx(0.0, abs=1e-4)
-        assert group_credit(shuffled, advantage=advantage) == pytest.approx(credit, abs=1e-6)
 
 
 # --- what settings name ---
 
 OWN = """
 from tests.orchestrator.test_advantage import Always, doubled
-
-number = 3
 
 def ranked(rewards, lengths, *, scale=1.0):
     order = sorted(range(len(rewards)), key=rewards.__getitem__)
@@ -135,9 +114,6 @@ def infinite(rewards, lengths):
 
 def nothing(rewards, lengths):
     return None
-
-def raises(rewards, lengths):
-    raise KeyError("mine")
 
 def huge(rewards, lengths):
     return [2e6] * len(rewards)
@@ -195,7 +171,7 @@ def test_settings_name_a_kind_of_credit(own: Path, chosen: dict[str, Any], expec
     assert [credit[str(n), 0] for n in range(3)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing", "raises", "huge", "words"])
+@pytest.mark.parametrize("name", ["too_few", "infinite", "nothing", "huge", "words"])
 def test_what_is_no_advantage_for_every_rollout_is_an_error(own: Path, name: str) -> None:
     with pytest.raises(FunctionFailed, match=rf"own\.py:{name}"):
         custom_advantage(f"{own}:{name}", {})([1, 0], [1, 1])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.rollouts.stores import ArtifactStore, ArtifactStores
 
 
-def filled(**weights: float) -> ArtifactStore:
-    store = ArtifactStore("topics")
+def fill(store: ArtifactStore, **weights: float) -> ArtifactStore:
     for name, weight in weights.items():
         store.add({"topic": name}, weight=weight)
     return store
@@ -35,20 +35,15 @@ def test_equal_values_are_one_artifact_with_the_newest_weight() -> None:
 
 
 def test_a_full_store_drops_the_lightest_and_among_equals_the_oldest() -> None:
-    store = ArtifactStore("topics", max_size=3)
-    for name, weight in [("a", 2.0), ("b", 1.0), ("c", 1.0)]:
-        store.add({"topic": name}, weight=weight)
-    store.add({"topic": "d"}, weight=1.5)
+    store = fill(ArtifactStore("topics", max_size=3), a=2.0, b=1.0, c=1.0, d=1.5)
     assert topics(store) == {"a": 2.0, "c": 1.0, "d": 1.5}
     store.set_weight(store.all()[0].id, 0.5)
-    store.add({"topic": "e"}, weight=1.0)
-    assert topics(store) == {"c": 1.0, "d": 1.5, "e": 1.0}
-    store.add({"topic": "f"}, weight=0.1)
-    assert topics(store) == {"c": 1.0, "d": 1.5, "e": 1.0}
+    assert topics(fill(store, e=1.0)) == {"c": 1.0, "d": 1.5, "e": 1.0}
+    assert topics(fill(store, f=0.1)) == {"c": 1.0, "d": 1.5, "e": 1.0}
 
 
 def test_weighted_draws_are_by_weight_and_others_are_not() -> None:
-    store = filled(tea=3.0, rain=1.0, never=0.0)
+    store = fill(ArtifactStore("topics"), tea=3.0, rain=1.0, never=0.0)
     weighted = Counter(artifact.data["topic"] for artifact in store.sample(4000, weighted=True))
     # Expected 3000 of 4000, with a standard deviation of sqrt(4000 * 0.75 * 0.25) = 27: six of them either way.
     assert weighted["tea"] == pytest.approx(3000, abs=165)
@@ -64,7 +59,7 @@ def test_weighted_draws_are_by_weight_and_others_are_not() -> None:
 
 @pytest.mark.parametrize("num", [10**7, 10**400, -1, True, 2.0, "3", float("nan")])
 def test_draws_and_values_that_are_too_many_or_too_long_are_refused(num: Any) -> None:
-    store = filled(tea=1e308, rain=1e308)
+    store = fill(ArtifactStore("topics"), tea=1e308, rain=1e308)
     with pytest.raises(ValueError, match="drawn"):
         store.sample(num)
     with pytest.raises(ValueError, match="topics"):
@@ -83,9 +78,8 @@ def test_draws_and_values_that_are_too_many_or_too_long_are_refused(num: Any) ->
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    yield ledger
-    ledger.close()
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        yield ledger
 
 
 def stores_of(ledger: Ledger, max_size: int = 100, seed: str = "0") -> ArtifactStores:
@@ -95,9 +89,7 @@ def stores_of(ledger: Ledger, max_size: int = 100, seed: str = "0") -> ArtifactS
 
 
 def test_a_run_that_goes_on_finds_its_stores_as_they_were_last_whatever_batch_it_goes_on_after(ledger: Ledger) -> None:
-    store = stores_of(ledger, 3).of("e", "train", "topics")
-    for name, weight in (("tea", 1.0), ("rain", 2.0), ("snow", 0.5)):
-        store.add({"topic": name}, weight=weight)
+    store = fill(stores_of(ledger, 3).of("e", "train", "topics"), tea=1.0, rain=2.0, snow=0.5)
     ledger.shipping([], 1, state={}, metrics={})()
     store.set_weight(store.all()[0].id, 4.0)
     store.add({"topic": "sun"})  # the lightest leaves

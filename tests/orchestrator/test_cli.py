@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from grpo.configs.errors import SettingsError
-from grpo.configs.orch import OrchSettings
 from grpo.orchestrator import cli
 from grpo.orchestrator.inference.client import ServerError, ServersAway
 from grpo.transport.errors import START_AGAIN, PeerFailed
@@ -71,15 +71,11 @@ def test_a_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals, code: 
         (ServersAway("none is in service"), START_AGAIN),
         (PeerFailed("the trainer has ended"), START_AGAIN),
         (ServerError("409"), 1),
-        (ValueError("no"), 1),
         (SettingsError([]), 2),
     ],
 )
-def test_who_has_lost_its_peers_ends_so_that_it_is_started_again_and_others_with_their_codes(
+def test_who_has_lost_its_peers_asks_to_be_started_again_and_others_end_with_their_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
-    async def ended(settings: OrchSettings) -> None:
-        raise error
-
-    monkeypatch.setattr("grpo.orchestrator.run.orchestrate", ended)
+    monkeypatch.setattr("grpo.orchestrator.run.orchestrate", AsyncMock(side_effect=error))
     assert cli._run(settings_for(tmp_path, FakeServer())) == code

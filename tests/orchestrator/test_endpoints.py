@@ -10,16 +10,7 @@ from grpo.orchestrator.endpoints import MAX_ECHO, ApiModel, EndpointError
 from grpo.orchestrator.rollouts.messages import ModelResponse
 from grpo.transport.ports import free_port
 
-from tests.orchestrator.chat_server import (
-    FakeChatServer,
-    Say,
-    completion,
-    cut,
-    dripping,
-    says,
-    status,
-    text,
-)
+from tests.orchestrator.chat_server import FakeChatServer, Say, completion, cut, dripping, says, status, text
 
 QUESTION = [{"role": "user", "content": "What?"}]
 KEY = "sk-secret-0815"
@@ -30,9 +21,7 @@ def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> ApiMode
     return ApiModel(ApiSettings(**(known | settings)), own_servers=lambda: own)
 
 
-async def asked(
-    base_url: str | None, own: Any = (), options: dict[str, Any] | None = None, **settings: Any
-) -> ModelResponse:
+async def asked(base_url: str | None, own: Any = (), options: Any = None, **settings: Any) -> ModelResponse:
     endpoint = endpoint_of(base_url, own, **settings)
     try:
         return await endpoint.ask(QUESTION, **(options or {}))
@@ -50,10 +39,7 @@ async def test_it_asks_and_reads_the_answer(chats: FakeChatServer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "cat"}'}}
     chats.says["m"].append(says(lambda: completion("Yes.", tool_calls=[call], finish_reason="tool_calls")))
     answer = await asked(chats.base_url, options={"temperature": 0.0, "max_tokens": None, "top_k": 3})
-    assert answer == ModelResponse(
-        text="Yes.",
-        tool_calls=(("look_up", '{"word": "cat"}'),),
-    )
+    assert answer == ModelResponse(text="Yes.", tool_calls=(("look_up", '{"word": "cat"}'),))
     assert chats.requests[0][1] == {"model": "m", "messages": QUESTION, "temperature": 0.0, "top_k": 3}
 
 
@@ -104,9 +90,7 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(chats: Fake
     await endpoint.close()
 
 
-async def test_the_key_goes_to_the_endpoint_and_into_no_message(
-    chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_key_goes_out_and_into_no_message(chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", f"{KEY}\n")  # as a mounted secret ends
     echo = "bad key " + "x" * (MAX_ECHO - len("bad key ") - 6) + KEY  # of which 6 characters would be shown
     told = json.dumps({"error": {"message": f"bad key {KEY}"}})
@@ -118,13 +102,10 @@ async def test_the_key_goes_to_the_endpoint_and_into_no_message(
     assert chats.requests[0][0]["Authorization"] == f"Bearer {KEY}"
 
 
-async def test_what_this_machine_has_for_others_does_not_go_out(
-    chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_this_machine_has_for_others_stays(chats: FakeChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("OPENAI_ORG_ID", KEY)
-    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"X-Other: {KEY}")
+    for name, value in (("API_KEY", KEY), ("ORG_ID", KEY), ("CUSTOM_HEADERS", f"X-Other: {KEY}")):
+        monkeypatch.setenv(f"OPENAI_{name}", value)
     await asked(chats.base_url)
     assert KEY not in str(chats.requests[0][0])
 
@@ -149,12 +130,9 @@ async def test_a_server_that_has_just_failed_is_left_out(chats: FakeChatServer) 
 @pytest.mark.parametrize(
     "base_url", ["api.example.com/v1", "http://", "http://me:secret@example.com/v1", "http://example.com/v1?key=secret"]
 )
-async def test_addresses_are_checked(base_url: str) -> None:
+async def test_addresses_and_keys_are_checked(base_url: str) -> None:
     with pytest.raises(ValueError, match="base_url") as raised:
         endpoint_of(base_url)
     assert "secret" not in str(raised.value)
-
-
-async def test_a_key_that_is_not_set_is_named() -> None:
     with pytest.raises(ValueError, match="NO_SUCH_KEY"):
         endpoint_of("http://example.com/v1", api_key_var="NO_SUCH_KEY")

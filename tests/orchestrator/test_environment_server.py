@@ -10,34 +10,14 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from grpo.orchestrator.workers import protocol
 from grpo.orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import (
-    ALIVE,
-    LEFT,
-    PROTOCOL,
-    Alive,
-    Cancel,
-    Left,
-    Outcome,
-    decode_from_worker,
-    encode,
-    frame_of,
-)
 from grpo.orchestrator.workers.server import EnvironmentServer
 
 from tests.orchestrator.fakes import until
 from tests.orchestrator.test_workers import HOSTILE
-from tests.orchestrator.worker_pools import (
-    Clock,
-    pool_for,
-    reason,
-    rolled_out,
-    says,
-    scored,
-    serving,
-    task,
-)
+from tests.orchestrator.worker_pools import Clock, pool_for, reason, rolled_out, says, scored, serving, task
 from tests.support import runs, until_gone
 
 KEY = "0123456789abcdef"
@@ -50,8 +30,18 @@ def env_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def talk(env_file: Path) -> str:
+    return f"{env_file}:Talk"
+
+
+@pytest.fixture
+def hostile(env_file: Path) -> str:
+    return f"{env_file}:Hostile"
+
+
 @contextlib.asynccontextmanager
-async def greeting(address: str, greeting: bytes = ALIVE) -> AsyncIterator[zmq.asyncio.Socket]:
+async def greeting(address: str, greeting: bytes = protocol.ALIVE) -> AsyncIterator[zmq.asyncio.Socket]:
     """An orchestrator that has greeted the server."""
     async with asyncio.timeout(60):
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as orchestrator:
@@ -72,46 +62,45 @@ def program_of(env_id: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             program.kill()
 
 
-async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_time(env_file: Path) -> None:
-    env_id = f"{env_file}:Talk"
+async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_time(talk: str) -> None:
     async with (
-        serving(env_id) as server,
-        pool_for(env_id, address=server.address) as one,
-        pool_for(env_id, address=server.address) as two,
+        serving(talk) as server,
+        pool_for(talk, address=server.address) as one,
+        pool_for(talk, address=server.address) as two,
     ):
         outcomes = await asyncio.gather(*(rolled_out(pool, "on", "bye") for pool in (one, two)))
-        assert [one.rewards for one in outcomes if isinstance(one, Outcome)] == [{"policy": 2.0}] * 2
+        assert [one.rewards for one in outcomes if isinstance(one, protocol.Outcome)] == [{"policy": 2.0}] * 2
         crashed, beside = await asyncio.gather(rolled_out(one, "exit"), rolled_out(two, "on", "bye"))
         assert (reason(crashed), reason(beside)) == ("env_crashed", "")
 
 
 async def test_an_orchestrator_that_goes_while_its_worker_comes_up_leaves_the_server_to_others(
-    env_file: Path, monkeypatch: pytest.MonkeyPatch
+    talk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 1e6)
-    env_id = f"{env_file}:Talk"
-    async with serving(env_id) as server:
+    async with serving(talk) as server:
         async with greeting(server.address) as orchestrator:
-            assert await orchestrator.recv() == ALIVE
-            await orchestrator.send(frame_of(encode(Cancel(job=1))))  # for the worker
-            await orchestrator.send(LEFT)
+            assert await orchestrator.recv() == protocol.ALIVE
+            await orchestrator.send(protocol.frame_of(protocol.encode(protocol.Cancel(job=1))))  # for the worker
+            await orchestrator.send(protocol.LEFT)
             await until(lambda: not server._sessions)
-        async with pool_for(env_id, address=server.address) as pool:
-            outcome = await rolled_out(pool, "on", "bye")
-            assert isinstance(outcome, Outcome)
+        async with pool_for(talk, address=server.address) as pool:
+            assert reason(await rolled_out(pool, "on", "bye")) == ""
+
+
+WAITS = """
+import pathlib, time
+while not pathlib.Path(__file__).with_name("go").exists(): time.sleep(0.01)
+"""
 
 
 async def test_an_environment_that_is_long_to_import_holds_up_no_session(
-    env_file: Path, monkeypatch: pytest.MonkeyPatch
+    env_file: Path, hostile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.session.ALIVE_INTERVAL_S", 0.05)
-    imports = (
-        f"import pathlib, time\nwhile not pathlib.Path({str(env_file)!r}).with_name('go').exists(): time.sleep(0.01)"
-    )
-    env_file.write_text(f"{imports}\n{HOSTILE}")  # noqa: ASYNC240
-    env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server:
-        pool = WorkerPool(label="e", env_id=env_id, args={}, timeout_s=60.0, address=server.address)
+    env_file.write_text(WAITS + HOSTILE)  # noqa: ASYNC240
+    async with serving(hostile) as server:
+        pool = WorkerPool(label="e", env_id=hostile, args={}, timeout_s=60.0, address=server.address)
         loading = asyncio.create_task(pool.load())
         await until(lambda: server._sessions)
         [session] = server._sessions.values()
@@ -124,19 +113,17 @@ async def test_an_environment_that_is_long_to_import_holds_up_no_session(
         await pool.close()
 
 
-async def test_an_orchestrator_that_was_silent_for_too_long_is_told_that_its_worker_was_ended(
-    env_file: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_silent_orchestrator_hears_that_its_worker_was_ended(
+    talk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.server.SILENCE_LIMIT_S", 0.1)
-    async with serving(f"{env_file}:Talk") as server, greeting(server.address) as orchestrator:
-        while not any(isinstance(one, Left) for one in decode_from_worker(await orchestrator.recv())):
+    async with serving(talk) as server, greeting(server.address) as orchestrator:
+        while not any(isinstance(one, protocol.Left) for one in protocol.decode_from_worker(await orchestrator.recv())):
             pass
 
 
-async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_is_not_there_is_named(
-    env_file: Path,
-) -> None:
-    async with serving(f"{env_file}:Talk") as server:
+async def test_only_its_own_environment_is_served_and_a_server_that_is_not_there_is_named(talk: str) -> None:
+    async with serving(talk) as server:
         with pytest.raises(EnvironmentFailed, match=r"env\.id"):
             async with pool_for("another:Environment", address=server.address):
                 pass
@@ -146,28 +133,26 @@ async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_
 
 
 async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ever(
-    env_file: Path, monkeypatch: pytest.MonkeyPatch
+    hostile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env_id = f"{env_file}:Hostile"
     monkeypatch.setenv("GRPO_ENV_KEY", KEY)
-    async with serving(env_id) as server:
-        async with pool_for(env_id, address=server.address) as pool:
+    async with serving(hostile) as server:
+        async with pool_for(hostile, address=server.address) as pool:
             outcome = await scored(pool, "seen")
-            assert isinstance(outcome, Outcome)
+            assert isinstance(outcome, protocol.Outcome)
             assert outcome.accuracy in (0.0, 1.0)  # the key is hidden by the program, not by this test's process
         for key in ("another-key-of-16-characters", ""):
             monkeypatch.setenv("GRPO_ENV_KEY", key)
             with pytest.raises(EnvironmentFailed):
-                async with pool_for(env_id, address=server.address, start_timeout_s=0.5):
+                async with pool_for(hostile, address=server.address, start_timeout_s=0.5):
                     pass
     monkeypatch.delenv("GRPO_ENV_KEY")
     with pytest.raises(ValueError, match="GRPO_ENV_KEY"):
-        EnvironmentServer(env_id, "0.0.0.0", 0)
+        EnvironmentServer(hostile, "0.0.0.0", 0)
 
 
-async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -> None:
-    env_id = f"{env_file}:Hostile"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
+async def test_strangers_who_say_anything_cost_nobody_anything(hostile: str) -> None:
+    async with serving(hostile) as server, pool_for(hostile, address=server.address) as pool:
         stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         stranger.linger = 0
         stranger.connect(server.address)
@@ -179,13 +164,12 @@ async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -
 
 
 async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_late(
-    env_file: Path, monkeypatch: pytest.MonkeyPatch
+    talk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
+    clock, went_on = Clock(), asyncio.Event()
     monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
-    env_id, went_on = f"{env_file}:Talk", asyncio.Event()
-    with program_of(env_id) as (program, address):
-        async with pool_for(env_id, address=address, timeout_s=500) as pool:
+    with program_of(talk) as (program, address):
+        async with pool_for(talk, address=address, timeout_s=500) as pool:
             answers = says("on", "bye", wait=went_on.wait)
             running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: answers))
             await until(lambda: pool.num_in_environment == 0)
@@ -193,22 +177,21 @@ async def test_a_server_that_was_killed_is_missed_long_before_its_rollouts_are_l
             program.wait()
             went_on.set()
             clock.ahead_s += 20
-            async with serving(env_id, int(address.rpartition(":")[2])), asyncio.timeout(60):
+            async with serving(talk, int(address.rpartition(":")[2])), asyncio.timeout(60):
                 assert reason(await running) == ""
 
 
 async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_key(
-    env_file: Path, monkeypatch: pytest.MonkeyPatch
+    hostile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPO_ENV_KEY", KEY)
     monkeypatch.setenv("WANDB_API_KEY", "of-the-run")
-    env_id = f"{env_file}:Hostile"
-    with program_of(env_id) as (program, address):
-        async with pool_for(env_id, address=address) as pool:
+    with program_of(hostile) as (program, address):
+        async with pool_for(hostile, address=address) as pool:
             as_others_see_it = Path(f"/proc/{program.pid}/environ").read_bytes()  # noqa: ASYNC240
             assert not [key for key in (KEY, "of-the-run") if key.encode() in as_others_see_it]
             found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
-            seen, *pids = [int(one.accuracy) for one in found if isinstance(one, Outcome)]
+            seen, *pids = [int(one.accuracy) for one in found if isinstance(one, protocol.Outcome)]
             assert seen == 0
             assert all(map(runs, pids))
             program.send_signal(signal.SIGTERM)
@@ -236,7 +219,7 @@ async def answering(frame: bytes, *, times: int = 1000) -> AsyncIterator[str]:
         socket.close(linger=0)
 
 
-OTHER_RELEASE = frame_of(encode(Alive(protocol=PROTOCOL + 1)))
+OTHER_RELEASE = protocol.frame_of(protocol.encode(protocol.Alive(protocol=protocol.PROTOCOL + 1)))
 
 
 @pytest.mark.parametrize(
@@ -248,51 +231,43 @@ OTHER_RELEASE = frame_of(encode(Alive(protocol=PROTOCOL + 1)))
     ],
     ids=["nested", "torn", "another release"],
 )
-async def test_a_server_that_says_what_nobody_understands_is_a_failed_environment_at_once(
-    frame: bytes, message: str
-) -> None:
+async def test_a_server_that_says_what_nobody_understands_is_a_failed_environment(frame: bytes, message: str) -> None:
     async with answering(frame) as address:
         with pytest.raises(EnvironmentFailed, match=message):
             async with pool_for("any:Any", address=address):
                 pass
 
 
-async def test_an_orchestrator_of_another_release_is_told_so(env_file: Path) -> None:
-    async with serving(f"{env_file}:Talk") as server, greeting(server.address, OTHER_RELEASE) as orchestrator:
-        [message] = decode_from_worker(await orchestrator.recv())
-        assert isinstance(message, Left)
+async def test_an_orchestrator_of_another_release_is_told_so(talk: str) -> None:
+    async with serving(talk) as server, greeting(server.address, OTHER_RELEASE) as orchestrator:
+        [message] = protocol.decode_from_worker(await orchestrator.recv())
+        assert isinstance(message, protocol.Left)
         assert "release" in message.how
 
 
-async def test_a_server_has_so_many_workers_at_most(env_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_has_so_many_workers_at_most(talk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.server.MAX_SESSIONS", 1)
-    env_id = f"{env_file}:Talk"
-    async with serving(env_id) as server, pool_for(env_id, address=server.address) as pool:
+    async with serving(talk) as server, pool_for(talk, address=server.address) as pool:
         with pytest.raises(EnvironmentFailed, match="1 workers already"):
-            async with pool_for(env_id, address=server.address):
+            async with pool_for(talk, address=server.address):
                 pass
         assert reason(await rolled_out(pool, "on", "bye")) == ""
 
 
-async def test_a_server_that_is_lost_while_it_makes_the_environment_is_a_reason_to_start_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_is_lost_early_is_a_reason_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.orchestrator.workers.session.SILENCE_LIMIT_S", 0.2)
-    async with answering(ALIVE, times=1) as address:
+    async with answering(protocol.ALIVE, times=1) as address:
         with pytest.raises(EnvironmentKilled):
             async with pool_for("any:Any", address=address):
                 pass
 
 
-async def test_a_server_that_does_not_come_back_is_a_reason_to_start_again(
-    env_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_stays_away_is_a_reason_to_start_again(talk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("grpo.orchestrator.workers.session.time", clock)
-    env_id = f"{env_file}:Talk"
     async with contextlib.AsyncExitStack() as while_served:
-        server = await while_served.enter_async_context(serving(env_id))
-        async with pool_for(env_id, address=server.address) as pool:
+        server = await while_served.enter_async_context(serving(talk))
+        async with pool_for(talk, address=server.address) as pool:
             await while_served.aclose()
             running = asyncio.create_task(pool.run(task(), seed=0, begin=lambda: says("on", "bye")))
             while not running.done():

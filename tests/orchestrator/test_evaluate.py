@@ -95,14 +95,11 @@ def chosen(**evaluation: Any) -> list[Any]:
     return held_out(settings_for(Path("x"), FakeServer(), env=TRAINING, model=LORA, eval=evaluation))
 
 
-def test_without_environments_of_its_own_evaluation_is_on_those_of_the_training() -> None:
+def test_evaluation_is_on_the_environments_of_the_training_or_its_own_of_which_equal_ones_share_processes() -> None:
     assert [(one.key, one.env.label) for one in chosen()] == [("a", "a"), ("b", "b")]
     assert chosen(num_examples=0) == []
-
-
-def test_an_environment_that_is_a_training_one_shares_its_process_and_another_of_its_name_does_not() -> None:
-    same, other = chosen(env=[{"id": "b", "args": {"n": 1}}, {"id": "a", "args": {"n": 2}}])
-    assert (same.key, other.key, other.env.label) == ("b", "eval:a", "a")
+    own = chosen(env=[{"id": "b", "args": {"n": 1}}, {"id": "a", "args": {"n": 2}}])
+    assert [(one.key, one.env.label) for one in own] == [("b", "b"), ("eval:a", "a")]
 
 
 def test_an_environments_roles_have_the_adapters_of_training_unless_it_gives_its_own() -> None:
@@ -183,9 +180,7 @@ class Long(Environment):
 """
 
 
-async def test_held_out_prompts_are_asked_although_they_are_longer_than_those_of_training_may_be(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_held_out_prompts_may_be_longer_than_those_of_training(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "long.py").write_text(LONG)
     server.answer = lambda prompt, version: "a"
     long = {"env": [{"id": f"{tmp_path}/long.py:Long"}], "buffer": {"max_prompt_length": 60}}
@@ -218,10 +213,8 @@ class SlowToEvaluate(FakeServer):
 async def test_training_goes_on_while_a_version_is_evaluated_which_stays_and_of_the_next_ones_one_waits(
     tmp_path: Path, last: int
 ) -> None:
-    server = SlowToEvaluate(last=last)
-    await server.start()
-    made = await run(tmp_path, server, max_steps=4, eval={"interval": 1})
-    await server.stop()
+    async with SlowToEvaluate(last=last) as server:
+        made = await run(tmp_path, server, max_steps=4, eval={"interval": 1})
     evaluated = [request["version"] for request in server.requests if of_evaluation(request)]
     assert evaluated == sorted(evaluated)
     assert Counter(evaluated) == dict.fromkeys((0, 1, 4), 5), "the last one also where another one waits"
@@ -273,17 +266,13 @@ class Straggling(FakeServer):
                 await self.never.wait()
 
 
-async def test_what_is_being_sampled_is_cancelled_counted_and_asked_again_if_evaluations_are_to_run_alone(
-    tmp_path: Path,
-) -> None:
+async def test_what_is_being_sampled_is_cancelled_and_asked_again_if_evaluations_run_alone(tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(HELD)
-    server = Straggling(tmp_path, num_at_once=5)
-    await server.start()
     evaluation = {"interval": 1, "cancel_inflight_rollouts_on_eval": True, "num_examples": 5}
     given = {"env": [{"id": f"{tmp_path / 'held.py'}:Held"}], "max_steps": 2, "max_async_level": 1}
-    made = await run(tmp_path / "run", server, **given, eval=evaluation)
-    server.never.set()
-    await server.stop()
+    async with Straggling(tmp_path, num_at_once=5) as server:
+        made = await run(tmp_path / "run", server, **given, eval=evaluation)
+        server.never.set()
 
     # Of eight groups under version 0, four are batch 1 and one waits for its rewards when version 1 is to be evaluated.
     assert made.summary.rollouts_dropped == {"cancelled_for_eval": 12}

@@ -1,20 +1,13 @@
 """Gibberish and repetition, found by tokens and log-probabilities."""
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo.configs.rollouts import GibberishFilter
 from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition, make_filters
 
 from tests.orchestrator.fakes import MODEL, settings_for
-
-# -log(100) = -4.605; two nats below is -6.605.
-GIBBERISH = partial(is_gibberish, token_id_threshold=50, logprob_offset=2.0, vocab_size=100)
-# log(0.9) = -0.10536
-REPETITION = partial(is_repetition, window=3, prob_threshold=0.9)
 
 
 @pytest.mark.parametrize(
@@ -26,15 +19,11 @@ REPETITION = partial(is_repetition, window=3, prob_threshold=0.9)
         ([], [], False),
     ],
 )
-def test_gibberish_is_a_rare_token_that_was_less_likely_than_a_uniform_draw_by_the_offset(
+def test_gibberish_is_a_rare_token_less_likely_than_a_uniform_draw_by_the_offset(
     token_ids: list[int], logprobs: list[float], is_found: bool
 ) -> None:
-    assert GIBBERISH(token_ids, logprobs) == is_found
-
-
-def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
-    with pytest.raises(ValueError, match="token_id_threshold"):
-        make_filters([GibberishFilter(type="gibberish", token_id_threshold=258)], model_folder=MODEL)
+    # -log(100) = -4.605; two nats below is -6.605.
+    assert is_gibberish(token_ids, logprobs, token_id_threshold=50, logprob_offset=2.0, vocab_size=100) == is_found
 
 
 @pytest.mark.parametrize(
@@ -46,18 +35,22 @@ def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
         ([], False),
     ],
 )
-def test_repetition_is_a_full_window_of_tokens_in_a_row_above_the_probability(
-    logprobs: list[float], is_found: bool
-) -> None:
-    assert REPETITION([1] * len(logprobs), logprobs) == is_found
+def test_repetition_is_a_window_of_tokens_in_a_row_above_the_probability(logprobs: list[float], is_found: bool) -> None:
+    assert is_repetition([1] * len(logprobs), logprobs, window=3, prob_threshold=0.9) == is_found
+
+
+OWN = """
+def long(token_ids, logprobs, limit):
+    return len(token_ids) == len(logprobs) > limit
+
+def wrong(token_ids, logprobs):
+    return "yes"
+"""
 
 
 def test_settings_name_a_filter_which_may_be_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(
-        "def long(token_ids, logprobs, limit):\n    return len(token_ids) == len(logprobs) > limit\n"
-        "def wrong(token_ids, logprobs):\n    return 'yes'\n"
-    )
+    path.write_text(OWN)
 
     def made(**settings: Any) -> Filter:
         given = {"client": {}, "filters": [settings]}
@@ -69,6 +62,8 @@ def test_settings_name_a_filter_which_may_be_ones_own(tmp_path: Path) -> None:
     assert [repetition.finds([1] * num, [-0.1] * num) for num in (1, 2)] == [False, True]
     gibberish = made(type="gibberish", token_id_threshold=50, logprob_offset=2.0)  # -log(259) - 2 = -7.557
     assert [gibberish.finds([51], [logprob]) for logprob in (-7.5, -7.6)] == [False, True]
+    with pytest.raises(ValueError, match="token_id_threshold"):  # which no id can exceed
+        made(type="gibberish", token_id_threshold=258)
     with pytest.raises(ValueError, match="import_path"):
         made(type="custom", import_path=f"{path}:wrong").finds([1], [-1.0])
     with pytest.raises(ValueError, match="import_path"):

@@ -50,7 +50,7 @@ class Marker(Hook):
         return {"num_groups": self.num_groups}
 
 
-async def test_a_hook_changes_groups_adds_to_batches_is_counted_and_goes_on_with_its_state(
+async def test_a_hook_changes_groups_and_batches_is_counted_and_goes_on_with_its_state(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = list[Marker]()

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from grpo.transport.status import read_status
 from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
 from grpo.commands.status import run_status, text
+from tests import support
 from tests.orchestrator.fakes import WORDS, FakeServer, FakeTrainer, settings_for, until
-from tests.orchestrator.running import check_drops, rows_of, run
+from tests.orchestrator.running import check_drops, rewarded, rows_of, run
 
 
 def improving(prompt: str, version: int) -> str:
@@ -61,20 +61,16 @@ async def test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound(
     assert server.live == {5}
 
 
-async def test_every_rollout_is_in_the_ledger_before_a_server_is_asked_for_it(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    num_asked = 0
+async def test_every_rollout_is_in_the_ledger_before_a_server_is_asked(tmp_path: Path, server: FakeServer) -> None:
+    asked = itertools.count(1)
 
     def answer(prompt: str, version: int) -> str:
-        nonlocal num_asked
-        num_asked += 1
-        assert rows_of(tmp_path, "SELECT COUNT(*) FROM rollouts")[0][0] >= num_asked
+        assert rows_of(tmp_path, "SELECT COUNT(*) FROM rollouts")[0][0] >= next(asked)
         return "x"
 
     server.answer = answer
     made = await run(tmp_path, server, eval={"num_examples": 0})
-    assert made.summary.rollouts_issued == num_asked
+    assert made.summary.rollouts_issued == next(asked) - 1
 
 
 class GoesBack(FakeTrainer):
@@ -91,9 +87,7 @@ class GoesBack(FakeTrainer):
         publish(1, b"{}")
         receiver.receive(2, timeout_s=120)
         publish(1, b'{"another": 1}')
-        deadline = time.monotonic() + 120
-        while len(self.server.loads) < 3 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        support.until(lambda: len(self.server.loads) >= 3)
         publish(2, b"{}")
         assert receiver.receive(3, timeout_s=60) is None
 
@@ -148,7 +142,7 @@ async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_ar
     assert kinds == {(False, True): 12, (True, False): 10}
 
 
-async def test_a_run_that_cannot_learn_says_so_in_its_summary_and_its_status(
+async def test_a_run_that_cannot_learn_says_so(
     tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.answer = lambda prompt, version: "x"  # never right
@@ -165,13 +159,10 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
     with pytest.raises(DeadlineError, match="version 2"):
         await run(tmp_path, server, trainer={"vanish_after": 1}, wait_timeout_s=3)
     # The ledger still tells every rollout's fate.
-    states = Counter(rows_of(tmp_path, "SELECT state, step FROM rollouts"))
-    assert states == {("trained", 1): 16, ("shipped", 2): 16}
+    assert Counter(rows_of(tmp_path, "SELECT state, step FROM rollouts")) == {("trained", 1): 16, ("shipped", 2): 16}
 
 
-async def test_the_trainers_time_runs_from_the_version_before_however_many_batches_were_shipped_at_once(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_the_trainers_time_runs_from_the_version_before_it(tmp_path: Path, server: FakeServer) -> None:
     # Batches 1 to 4 ship at once: version 4 comes 3.2 s later, and no version later than 0.8 s after the one before.
     pace = {"max_async_level": 3, "max_off_policy_steps": 3, "max_steps": 5}
     made = await run(tmp_path, server, trainer={"step_s": 0.8}, **pace, wait_timeout_s=3.0)
@@ -183,9 +174,7 @@ async def test_the_trainers_time_runs_from_the_version_before_however_many_batch
 LONG_WORDS = WORDS | {"args": {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}}
 
 
-async def test_a_trainer_with_other_settings_is_an_error_before_it_has_loaded_its_model(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_a_trainer_with_other_settings_is_an_error_at_once(tmp_path: Path, server: FakeServer) -> None:
     folder, theirs = create_run(tmp_path), {"model": "m", "sequence_len": 128, "lora_rank": 8}
     settings = TrainSettings.model_validate(theirs).model_dump(mode="json")
 
@@ -200,61 +189,38 @@ async def test_a_trainer_with_other_settings_is_an_error_before_it_has_loaded_it
 @pytest.mark.parametrize(
     ("info", "trainer", "changes", "error", "message"),
     [
-        ({}, None, {"wait_timeout_s": 0.5}, DeadlineError, "grpo-train"),
         ({}, {"base_model": "another"}, {}, Mismatch, r"model\.name"),
         ({"max_lora_rank": 8}, {}, {}, Mismatch, "max_lora_rank"),
         ({"max_model_len": 20}, {}, {}, Mismatch, "max_model_len"),
-        ({"refuses": 2}, {}, {}, ServerError, "409"),
-        ({"away": True}, {}, {}, ServerError, r"client\.timeout"),
+        ({}, {}, {"client": {"base_url": ["http://127.0.0.1:9"], "timeout": 1.5}}, ServerError, r"client\.timeout"),
         ({}, {}, {"sampling": {"max_tokens": 120}, "eval": {"num_examples": 0}}, ValueError, "50"),
         ({}, {}, {"eval": {"env": [LONG_WORDS]}, "sampling": {"max_tokens": 80}}, ValueError, "eval:words"),
     ],
 )
 async def test_what_does_not_fit_or_never_comes_is_an_error_that_names_it(
     tmp_path: Path,
+    server: FakeServer,
     info: dict[str, Any],
-    trainer: dict[str, Any] | None,
+    trainer: dict[str, Any],
     changes: dict[str, Any],
     error: type[Exception],
     message: str,
 ) -> None:
-    given_info = dict(info)
-    refuses, away = given_info.pop("refuses", None), given_info.pop("away", False)
-    server = await FakeServer(**given_info).start()
-    server.refuse_version = refuses
-    if away:
-        await server.stop()
-    client = {"base_url": [server.url], "timeout": 1.5 if away else 60}
-    given = {"eval": {"sampling": {"max_tokens": 30}}, "client": client} | changes
-    if trainer is None:
-        create_run(tmp_path)
-        running: Any = orchestrate(settings_for(tmp_path, server, **given))
-    else:
-        running = run(tmp_path, server, trainer=trainer, **given)
+    server.info |= info
     with pytest.raises(error, match=message):
-        await running
-    if not away:
-        await server.stop()
+        await run(tmp_path, server, trainer=trainer, **({"eval": {"sampling": {"max_tokens": 30}}} | changes))
 
 
-ENVIRONMENT = """
-import os, time
-from grpo import Environment, Rubric
-
-def broken(completion, example):
-    {body}
-
-class Broken(Environment):
-    rubric = Rubric([broken])
-    def dataset(self, split):
-        return [{{"prompt": f"say {{i}}", "split": split, "index": i}} for i in range(20)]
-"""
+async def test_a_version_that_a_server_cannot_load_ends_the_run(tmp_path: Path, server: FakeServer) -> None:
+    server.refuse_version = 2
+    with pytest.raises(ServerError, match="409"):
+        await run(tmp_path, server)
 
 
-def environment(folder: Path, body: str) -> list[dict[str, str]]:
-    path = folder / "broken.py"
-    path.write_text(ENVIRONMENT.format(body=body))
-    return [{"id": f"{path}:Broken"}]
+async def test_a_trainer_that_never_comes_is_named(tmp_path: Path, server: FakeServer) -> None:
+    create_run(tmp_path)
+    with pytest.raises(DeadlineError, match="grpo-train"):
+        await orchestrate(settings_for(tmp_path, server, wait_timeout_s=0.5))
 
 
 MIXED = """
@@ -270,9 +236,7 @@ class Mixed(Environment):
 """
 
 
-async def test_rollouts_that_cannot_be_trained_are_dropped_with_one_reason_everywhere_and_the_run_goes_on(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_what_cannot_be_trained_is_dropped_with_one_reason_everywhere(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "mixed.py").write_text(MIXED)
     draws = random.Random(0)
     # By the prompt all rewards are 1, most rollouts fail, or some do; the penalty for length makes some too large.
@@ -302,9 +266,7 @@ def never(rewards, lengths):
 """
 
 
-async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost_their_groups(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_a_failing_advantage_and_refused_numbers_cost_their_groups(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "own.py").write_text(OWN_ADVANTAGE)
     numbers = itertools.count()
 
@@ -313,9 +275,14 @@ async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost
         return random.choice("ab")
 
     server.answer = answer
-    given = {"eval": {"num_examples": 0}}
-    chosen = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:sometimes"}
-    made = await run(tmp_path / "run", server, advantage=chosen, **given)
+
+    def given(name: str) -> dict[str, Any]:
+        return {
+            "eval": {"num_examples": 0},
+            "advantage": {"type": "custom", "import_path": f"{tmp_path}/own.py:{name}"},
+        }
+
+    made = await run(tmp_path / "run", server, **given("sometimes"))
     assert made.summary.rollouts_trained == 48
     for reason in ("function_failed", "not_finite"):
         assert made.summary.rollouts_dropped[reason] in range(4, 1000, 4)
@@ -323,9 +290,7 @@ async def test_an_advantage_that_fails_and_numbers_that_the_trainer_refuses_cost
     [(state,)] = rows_of(tmp_path / "run", "SELECT state FROM steps ORDER BY step DESC LIMIT 1")
     assert json.loads(state)["open"] == [], "examples of dropped groups need not come again"
     with pytest.raises(FunctionFailed, match=r"own\.py:never"):
-        await run(
-            tmp_path / "other", server, advantage={**chosen, "import_path": f"{tmp_path / 'own.py'}:never"}, **given
-        )
+        await run(tmp_path / "other", server, **given("never"))
 
 
 DELAYED = """
@@ -389,14 +354,11 @@ async def states_of(folder: Path, seen: set[tuple[str, str | None]]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_waited(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    env = environment(tmp_path, "time.sleep(1000)")
+async def test_a_reward_that_hangs_stops_the_run_with_its_name(tmp_path: Path, server: FakeServer) -> None:
+    env = rewarded(tmp_path, "time.sleep(1000)")
     limits = {"reward_timeout_s": 1, "wait_timeout_s": 16, "max_env_failure_rate": 1.0}
-    seen: set[tuple[str, str | None]] = set()
-    watch = asyncio.create_task(states_of(tmp_path, seen))
-    with pytest.raises(EnvironmentFailed, match=r"broken\.py"):
+    watch = asyncio.create_task(states_of(tmp_path, seen := set[tuple[str, str | None]]()))
+    with pytest.raises(EnvironmentFailed, match=r"rewarded\.py"):
         await run(tmp_path, server, env=env, eval={"eval_base_model": False}, **limits)
     watch.cancel()
     assert ("scoring", f"environment {env[0]['id']}") in seen
@@ -416,7 +378,7 @@ async def test_an_environment_that_fails_too_often_stops_the_run_with_its_traceb
 ) -> None:
     body = f"return 1.0 if example['split'] == 'train' or example['index'] in {right} else 1 / 0"
     with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
-        await run(tmp_path, server, trainer={"step_s": step_s}, env=environment(tmp_path, body), **changes)
+        await run(tmp_path, server, trainer={"step_s": step_s}, env=rewarded(tmp_path, body), **changes)
 
 
 class Hanging(FakeServer):
@@ -427,18 +389,15 @@ class Hanging(FakeServer):
 
 
 async def test_an_answer_that_takes_too_long_costs_its_group_and_not_its_server(tmp_path: Path) -> None:
-    server = await Hanging(improving).start()
-    limits = {"client": {"base_url": [server.url], "timeout": 5}, "eval": {"num_examples": 0}}
-    made = await run(tmp_path, server, **limits)
+    async with Hanging(improving) as server:
+        client = {"base_url": [server.url], "timeout": 5}
+        made = await run(tmp_path, server, client=client, eval={"num_examples": 0})
     assert made.summary.rollouts_dropped == {"server_timeout": 4}
     assert made.summary.rollouts_trained == 48
     assert [load["version"] for load in server.loads] == [0, 1, 2, 3]  # it was never out of the routing
-    await server.stop()
 
 
-async def test_a_run_whose_servers_stay_away_ends_so_that_it_can_be_started_again(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_a_run_whose_servers_stay_away_ends_and_can_be_started_again(tmp_path: Path, server: FakeServer) -> None:
     server.latency_s = 0.2
     limits = {"client": {"base_url": [server.url], "timeout": 3}, "eval": {"num_examples": 0}}
     running = asyncio.create_task(run(tmp_path, server, **limits))
@@ -447,17 +406,13 @@ async def test_a_run_whose_servers_stay_away_ends_so_that_it_can_be_started_agai
     with pytest.raises(ServersAway, match=r"client\.timeout"):
         await running
     await server.start()
-    assert (
-        await run(tmp_path, server, trainer={"goes_on_after": 0}, eval=limits["eval"])
-    ).summary.rollouts_trained == 48
+    made = await run(tmp_path, server, trainer={"goes_on_after": 0}, eval=limits["eval"])
+    assert made.summary.rollouts_trained == 48
 
 
-async def test_a_run_survives_a_server_that_fails_and_is_away_for_a_while_for_which_it_says_that_it_waits(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_a_run_survives_a_server_that_fails_and_says_that_it_waits(tmp_path: Path, server: FakeServer) -> None:
     server.latency_s, server.num_failures = 0.2, 5
-    seen: set[tuple[str, str | None]] = set()
-    watch = asyncio.create_task(states_of(tmp_path, seen))
+    watch = asyncio.create_task(states_of(tmp_path, seen := set[tuple[str, str | None]]()))
     running = asyncio.create_task(run(tmp_path, server, eval={"num_examples": 0}))
     await until(lambda: server.requests)
     await server.stop()

@@ -6,16 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from grpo.orchestrator.monitoring.metrics import (
-    NAMES,
-    Figures,
-    MetricsFile,
-    all_figures,
-    batch_metrics,
-    check_name,
-    dropped_figures,
-    found_metrics,
-)
+from grpo.orchestrator.monitoring import metrics
+from grpo.orchestrator.monitoring.metrics import NAMES, Figures, MetricsFile, batch_metrics, found_metrics
 from grpo.orchestrator.samples import FinishedGroup
 
 from tests.orchestrator import made
@@ -67,7 +59,9 @@ def test_a_batchs_metrics_are_means_over_rollouts_with_what_they_spawned() -> No
 def test_a_step_has_what_was_counted_since_the_step_before() -> None:
     def figures(dropped: Counter[str], mean: tuple[float, float], value: float) -> Figures:
         means = {"reward/overlong_penalty": mean, "perf/server_running": (0.0, 0.0)}
-        return all_figures([dropped_figures(dropped), Figures(means=means, values={"pairs/cost": value})])
+        return metrics.all_figures(
+            [metrics.dropped_figures(dropped), Figures(means=means, values={"pairs/cost": value})]
+        )
 
     now, before = Counter(env_error=3, stale=1), Counter(env_error=2)
     assert figures(now, (5.0, 4), 7.0).since(figures(before, (2.0, 2), 6.0)) == {
@@ -85,6 +79,6 @@ def test_the_pages_tell_what_every_metric_means_and_of_no_other() -> None:
     rows = re.findall(rf"^\| (`(?:{groups})/.*?`) \|", "\n".join(pages), flags=re.M)
     told = {name for row in rows for name in re.findall("`([^`]+)`", row)}
     for name in told:
-        check_name(name)
+        metrics.check_name(name)
     untold = [name for name in NAMES if not any(re.fullmatch(re.sub("[A-Z]+", ".+", name), one) for one in told)]
     assert untold == []

@@ -31,9 +31,7 @@ def test_two_samples_become_one_stream_with_their_boundaries() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "says"), [([9], "seq_len"), ([], "samples")])
-def test_a_sample_longer_than_a_micro_batch_and_a_batch_without_samples_are_errors(
-    lengths: list[int], says: str
-) -> None:
+def test_a_sample_too_long_and_a_batch_without_samples_are_errors(lengths: list[int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         plan(lengths, capacity=8, num_ranks=1)
 
@@ -41,10 +39,8 @@ def test_a_sample_longer_than_a_micro_batch_and_a_batch_without_samples_are_erro
 def test_every_rank_has_the_same_number_of_micro_batches_and_a_token_without_loss_where_samples_are_too_few() -> None:
     # 5 + 5 do not fit into 8 together, nor with 6: three samples need three bins, and two ranks with two each four.
     ranks = pack([sample(n, length) for n, length in enumerate((5, 5, 6))], seq_len=8, num_ranks=2, run_id="r", step=4)
-    assert [[batch.token_ids.tolist() for batch in batches] for batches in ranks] == [
-        [[2] * 6, [0]],
-        [[0] * 5, [1] * 5],
-    ]
+    ids = [[batch.token_ids.tolist() for batch in batches] for batches in ranks]
+    assert ids == [[[2] * 6, [0]], [[0] * 5, [1] * 5]]
     assert [(b.rank, b.index) for batches in ranks for b in batches] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     filler = ranks[0][1]
     assert filler.rollout_ids == (FILLER_ID,)
@@ -73,11 +69,8 @@ def test_hints_go_with_their_samples() -> None:
 def test_each_sample_has_its_adapter_and_where_all_are_of_the_first_there_is_no_word_of_any() -> None:
     samples = [replace(sample(n, 4), adapter=adapter) for n, adapter in enumerate((0, 1, 0, 0))]
     [batches] = pack(samples, seq_len=8, num_ranks=1, run_id="r", step=1)
-    told = [None if batch.adapters is None else batch.adapters.tolist() for batch in batches]
-    assert {batch.rollout_ids: one for batch, one in zip(batches, told, strict=True)} == {
-        ("0", "2"): None,
-        ("1", "3"): [1, 0],
-    }
+    told = {batch.rollout_ids: None if batch.adapters is None else batch.adapters.tolist() for batch in batches}
+    assert told == {("0", "2"): None, ("1", "3"): [1, 0]}
 
 
 def test_a_teacher_for_some_samples_only_is_an_error() -> None:
@@ -104,7 +97,7 @@ def test_nothing_is_lost_and_no_bin_is_over_its_capacity(lengths: list[int], num
 
 
 @pytest.mark.parametrize(("num", "num_ranks"), [(1024, 8), (4096, 32)])
-def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_at_every_micro_step(
+def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_each_step(
     num: int, num_ranks: int
 ) -> None:
     # Log-normal: median 600, 99th percentile 6,000, which is 2.3263 standard deviations above it.
@@ -119,14 +112,8 @@ def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_at
 
 def pair(length: int) -> PreferencePair:
     ids = np.arange(length, dtype=np.int32)
-    return PreferencePair(
-        prompt_ids=ids,
-        chosen_ids=ids[:1],
-        rejected_ids=ids[:2],
-        chosen_ref_logprob=-1.0,
-        rejected_ref_logprob=-2.0,
-        source="2 of 3 teachers",
-    )
+    known = {"chosen_ref_logprob": -1.0, "rejected_ref_logprob": -2.0, "source": "2 of 3 teachers"}
+    return PreferencePair(prompt_ids=ids, chosen_ids=ids[:1], rejected_ids=ids[:2], **known)
 
 
 def test_pairs_go_with_the_first_micro_batches_balanced_over_the_ranks() -> None:

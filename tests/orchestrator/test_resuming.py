@@ -4,7 +4,6 @@ import json
 import shutil
 import sqlite3
 import traceback
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from grpo.transport.run import RunFolder, code_changes, current_run_id, only_one
 
 from grpo.run_files import read_run
 from tests.orchestrator.fakes import FakeServer, settings_for
-from tests.orchestrator.running import lines_of, run
+from tests.orchestrator.running import lines_of, rows_of, run
 
 GROUPS, SIZE = 4, 16
 
@@ -34,13 +33,15 @@ async def go(folder: Path, server: FakeServer, *, after: int | None = None, **ch
 
 def examples(folder: Path) -> list[int]:
     """What was asked, in order."""
-    with sqlite3.connect(folder / "ledger.sqlite") as database:
-        return [row[0] for row in database.execute("SELECT example FROM rollouts GROUP BY group_id ORDER BY group_id")]
+    return [row[0] for row in rows_of(folder, "SELECT example FROM rollouts GROUP BY group_id ORDER BY group_id")]
 
 
-async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def steps_of(folder: Path) -> list[float]:
+    """The steps of whose batches there are metrics."""
+    return [line["progress/step"] for line in lines_of(folder) if "reward/mean" in line]
+
+
+async def test_a_finished_run_given_more_steps_asks_on_where_it_stood(tmp_path: Path, server: FakeServer) -> None:
     whole = await go(tmp_path / "whole", server, max_steps=5)
     await go(tmp_path / "parts", server, max_steps=3)
     summary = await go(tmp_path / "parts", server, after=3, max_steps=5)
@@ -50,7 +51,7 @@ async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
     assert set(summary.accuracies) == {"0", "3", "5"}
     assert summary.seconds["train"] == whole.seconds["train"]
     assert summary.tokens["generate"] == whole.tokens["generate"]
-    assert [line["progress/step"] for line in lines_of(tmp_path / "parts") if "reward/mean" in line] == [1, 2, 3, 4, 5]
+    assert steps_of(tmp_path / "parts") == [1, 2, 3, 4, 5]
     assert server.live == {5}
 
 
@@ -83,21 +84,16 @@ async def test_another_reward_is_refused_and_with_a_word_holds_from_there_on(
     assert code_changes(read_run(tmp_path / "run")) == {2: ["worth.py"]}
 
 
-async def test_one_that_was_killed_when_the_trainer_had_ended_after_the_last_version_ends_the_run_alone(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_one_that_was_killed_after_the_last_version_ends_it_alone(tmp_path: Path, server: FakeServer) -> None:
     whole = await go(tmp_path, server, max_steps=2)
     (tmp_path / "summary.json").unlink()
-    settings = settings_for(tmp_path, server, max_steps=2)
-    summary = await orchestrate(settings)
+    summary = await orchestrate(settings_for(tmp_path, server, max_steps=2))
     assert (summary.steps, summary.versions_served) == (2, whole.versions_served)
     assert summary.rollouts_trained == whole.rollouts_trained
     assert (tmp_path / "summary.json").exists()
 
 
-async def test_totals_and_examples_begin_anew_without_the_progress_and_the_buffer(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_totals_and_examples_begin_anew_without_progress_and_buffer(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
     skipped = {"skip_buffer": True, "skip_progress": True}
     summary = await go(tmp_path, server, after=2, max_steps=4, ckpt=skipped)
@@ -112,9 +108,7 @@ def run_of(folder: Path) -> RunFolder:
     return RunFolder(path=folder, run_id=str(current_run_id(folder)))
 
 
-async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_a_missing_batch_is_made_anew_and_so_are_those_after_it(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=4)
     shutil.rmtree(step_folder(tmp_path / "batches", 3))
     Checkpoints(run_of(tmp_path)).settle(role="train")  # as a trainer does that joins first
@@ -125,8 +119,7 @@ async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
     assert summary.rollouts_trained == 4 * SIZE
     asked = examples(tmp_path)
     assert asked[4 * GROUPS :] == asked[2 * GROUPS : 4 * GROUPS]
-    written = [line["progress/step"] for line in lines_of(tmp_path) if "reward/mean" in line]
-    assert written == [1, 2, 3, 4]
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
 
 
 async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_path: Path, server: FakeServer) -> None:
@@ -134,11 +127,9 @@ async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_
     kept = [line for line in lines_of(tmp_path) if line["progress/step"] < 2]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"reward/me')
     summary = await go(tmp_path, server, after=3, max_steps=4)
-    steps = [line for line in lines_of(tmp_path) if "reward/mean" in line]
-    assert [line["progress/step"] for line in steps] == [1, 2, 3, 4]
-    assert all("loss/policy" in line for line in steps)
-    assert Counter(summary.rollouts_dropped) == Counter()
-    assert summary.rollouts_trained == 4 * SIZE
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert all("loss/policy" in line for line in lines_of(tmp_path) if "reward/mean" in line)
+    assert (summary.rollouts_trained, summary.rollouts_dropped) == (4 * SIZE, {})
 
 
 async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server: FakeServer) -> None:

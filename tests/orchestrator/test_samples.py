@@ -68,7 +68,7 @@ def test_a_sample_that_the_trainer_would_refuse_is_known(change: dict[str, Any],
     assert (unfit([first, replace(second, **change)]) is None) == fits
 
 
-def test_a_sample_has_the_temperature_and_the_adapter_that_it_was_sampled_with() -> None:
+def test_a_sample_has_the_temperature_and_adapter_that_it_was_sampled_with() -> None:
     first, second = group_of(2)
     second = replace(second, steps=(replace(second.steps[0], adapter=1),))
     samples = finished([first, second]).samples
@@ -97,7 +97,7 @@ def test_evidence_goes_on_top_of_the_advantage_of_its_answer() -> None:
     assert np.asarray(samples[1].advantages)[samples[1].loss_mask].tolist() == [0.75, -1.5]
 
 
-def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:
+def test_a_rollout_that_a_filter_withholds_gives_no_sample_but_counts_in_the_baseline() -> None:
     results = group_of(3)
     finds = partial(is_repetition, window=1, prob_threshold=0.7)  # log(0.7) = -0.357: all but the last
     filters = [Filter(name="repetition", finds=finds), last_of_three(enforce=True)]
@@ -109,9 +109,5 @@ def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None
     # Rewards 2, 3 and 4 have the mean 3, with the withheld one.
     assert [sample.advantages for sample in group.samples] == [-1, 0]
 
-
-def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
-    results = group_of(3)
-    group = finished(results, *judge_group(results, [last_of_three(enforce=False)]))
-    assert group.found == ["gibberish"]
-    assert group.trained == ["9/2", "9/3", "9/4"]
+    detected = finished(results, *judge_group(results, [last_of_three(enforce=False)]))
+    assert (detected.found, detected.trained) == (["gibberish"], ["9/2", "9/3", "9/4"])

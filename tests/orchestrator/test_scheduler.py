@@ -1,5 +1,7 @@
 """The scheduler, stepped by hand."""
 
+from typing import Any
+
 import pytest
 from grpo.orchestrator.scheduler import GroupLease, Scheduler, Shipment
 from hypothesis import example, given
@@ -8,23 +10,12 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.timeout(90)
 
 
-def scheduler(
-    groups: int = 2,
-    level: int = 0,
-    off_policy: int | None = None,
-    in_flight: int = 100,
-    steps: int | None = None,
-    oversampling: float = 1.0,
-    follows: bool = False,
-) -> Scheduler:
+def scheduler(groups: int = 2, level: int = 0, off_policy: int | None = None, **more: Any) -> Scheduler:
     return Scheduler(
         groups_per_batch=groups,
         max_async_level=level,
         max_off_policy_steps=level if off_policy is None else off_policy,
-        max_in_flight=in_flight,
-        max_steps=steps,
-        oversampling_factor=oversampling,
-        follows=follows,
+        **{"max_in_flight": 100, "max_steps": None, "oversampling_factor": 1.0, "follows": False} | more,
     )
 
 
@@ -36,10 +27,7 @@ def ship(machine: Scheduler) -> Shipment:
 
 
 def start_all(machine: Scheduler) -> list[GroupLease]:
-    leases = []
-    while (lease := machine.start()) is not None:
-        leases.append(lease)
-    return leases
+    return [lease for lease in iter(machine.start, None) if lease]
 
 
 def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
@@ -87,7 +75,7 @@ def test_nothing_starts_while_anybody_blocks_it() -> None:
 
 
 def test_a_delayed_group_holds_neither_slot_nor_version_and_ships_only_where_it_still_can() -> None:
-    machine = scheduler(groups=1, level=0, off_policy=1, in_flight=1)
+    machine = scheduler(groups=1, level=0, off_policy=1, max_in_flight=1)
     machine.version_live(0)
     [late] = start_all(machine)
     machine.delay(late.group)
@@ -107,7 +95,7 @@ def test_a_delayed_group_holds_neither_slot_nor_version_and_ships_only_where_it_
 
 
 def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
-    machine = scheduler(groups=1, level=1, off_policy=1, oversampling=2.0, follows=True)
+    machine = scheduler(groups=1, level=1, off_policy=1, oversampling_factor=2.0, follows=True)
     machine.version_live(0)
     slow, first = start_all(machine)[:2]
     machine.completed(first.group, oldest=0)
@@ -146,7 +134,7 @@ def test_versions_become_live_in_their_order() -> None:
 
 
 def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_one() -> None:
-    machine = scheduler(groups=2, level=1, off_policy=3, oversampling=1.5)
+    machine = scheduler(groups=2, level=1, off_policy=3, oversampling_factor=1.5)
     machine.version_live(0)
     # Batches 1 and 2 are within reach: 1.5 · 2 · 2 = 6 groups.
     slow, *others = start_all(machine)
@@ -184,23 +172,19 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
 def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
     groups: int, level: int, patience: int, oversampling: float, choices: list[tuple[str, int]]
 ) -> None:
-    machine = scheduler(groups=groups, level=level, off_policy=level + patience, steps=6, oversampling=oversampling)
+    machine = scheduler(groups, level, level + patience, max_steps=6, oversampling_factor=oversampling)
     machine.version_live(0)
-    in_flight: list[GroupLease] = []
-    shipped: list[int] = []
-    delayed: list[GroupLease] = []
+    in_flight, delayed, shipped = list[GroupLease](), list[GroupLease](), list[int]()
 
     def settle() -> None:
-        while True:
-            in_flight.extend(start_all(machine))
-            shipment = machine.ship()
-            if shipment is None:
-                return
+        in_flight.extend(start_all(machine))
+        while shipment := machine.ship():
             assert shipment.step == len(shipped) // groups + 1
             assert machine.live is not None
             assert machine.live >= shipment.step - 1 - level
             assert all(0 <= shipment.lag(lease) <= level + patience for lease in shipment.leases)
             shipped.extend(lease.group for lease in shipment.leases)
+            in_flight.extend(start_all(machine))
 
     def train() -> None:
         assert machine.live is not None

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from grpo.orchestrator.checks import Mismatch
 from grpo.orchestrator.inference.client import ServerError
+from grpo.orchestrator.loops.sample import temperature_of
 
 from tests.orchestrator import running
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.running import Run
-
-# --- a run ---
 
 OWN = """
 from grpo import Environment, Rubric
@@ -95,9 +94,6 @@ def server(server: FakeServer) -> FakeServer:
     return server
 
 
-# --- names and sizes ---
-
-
 async def test_names_sizes_and_requests_are_as_they_are_set(tmp_path: Path, env: str, server: FakeServer) -> None:
     model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapter": "mine"}
     named = [{"id": env, "name": "words", "args": {"words": "xyz"}}, {"id": env, "name": "a", "args": {"words": "ab"}}]
@@ -122,7 +118,7 @@ async def test_names_sizes_and_requests_are_as_they_are_set(tmp_path: Path, env:
         assert {number for batch in made.batches[step] for number in batch.temperatures.tolist()} == {expected}
 
 
-async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_or_the_one_that_is_set(
+async def test_a_role_samples_trains_and_is_evaluated_with_its_adapter_or_the_one_that_is_set(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
     model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapters": ("one", "two")}
@@ -135,16 +131,11 @@ async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_
         trained = [batch.adapters for batch in made.batches[1]]
         assert [places for one in trained if one is not None for places in one.tolist()] == [1] * 4
 
-
-async def test_an_adapter_for_a_role_that_an_environment_has_not_is_an_error_with_those_it_has(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapters": ("one", "two")}
-    with pytest.raises(Mismatch, match="judge"):
+    with pytest.raises(Mismatch, match="judge"):  # which is no role of the environment
         await run(tmp_path, server, model=model, env=[{"id": env, "adapters": {"judge": "two"}}])
 
 
-async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropped(
+async def test_an_answer_whose_reward_needs_too_much_memory_is_dropped(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
     server.answer = by_turns("0", "1", "2")
@@ -152,9 +143,6 @@ async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropp
     hungry = {"id": f"{tmp_path / 'own.py'}:Hungry", "memory_gb": 1}
     made = await run(tmp_path, server, env=[hungry], **sizes)
     assert made.summary.rollouts_dropped == {"env_memory": 2}
-
-
-# --- examples ---
 
 
 async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
@@ -168,10 +156,7 @@ async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
     assert made.summary.rollouts_dropped == {}
 
 
-# --- filters ---
-
-
-async def test_a_server_that_is_locked_or_has_another_model_is_refused_unless_settings_name_the_key_and_skip_the_check(
+async def test_a_locked_server_and_another_model_are_refused_unless_settings_say_otherwise(
     tmp_path: Path, env: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.api_key, server.info["base_model"] = "secret", "other"
@@ -183,3 +168,22 @@ async def test_a_server_that_is_locked_or_has_another_model_is_refused_unless_se
         await run(tmp_path, server, client=client | {"api_key_var": "MY_KEY"})
     opened = client | {"api_key_var": "MY_KEY", "skip_model_check": True}
     assert (await run(tmp_path, server, client=opened)).summary.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # From 1.2 to 0.4 in 4 equal steps of -0.2: versions 0 to 4 of 5 steps. There it stays.
+        (("linear", 1.2, 0.4), [1.2, 1.0, 0.8, 0.6, 0.4, 0.4]),
+        # (1 - cos(π x)) / 2 at x = 0, 1/4, 1/2, 3/4, 1 is 0, 0.1464, 0.5, 0.8536, 1.
+        (("cosine", 1.0, 2.0), [1, 1.146447, 1.5, 1.853553, 2, 2]),
+        (None, [1.0] * 6),
+    ],
+)
+def test_a_temp_scheduler_goes_from_version_0_to_the_last_batchs_version(
+    schedule: tuple[str, float, float] | None, expected: list[float]
+) -> None:
+    keys = ("type", "start_temperature", "end_temperature")
+    chosen = {"temp_scheduler": dict(zip(keys, schedule, strict=True))} if schedule else {}
+    settings = settings_for(Path("x"), max_steps=5, sampling=chosen, client={})
+    assert [temperature_of(settings, version) for version in range(6)] == pytest.approx(expected)

@@ -2,17 +2,13 @@
 
 import json
 import math
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from grpo.configs.rollouts import ReinforcePlusPlus, RunningBaseline
-from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.monitoring.metrics import Figures
-from grpo.orchestrator.rollouts.records import EpisodeResult
-from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
+from grpo.orchestrator.samples import FinishedGroup, ScoredGroup
 from grpo.orchestrator.shaping import BASELINES, BatchAdvantages, OverlongPenalty, overlong_penalty, values_of
 from grpo.transport.records import TrainingSample
 from hypothesis import given
@@ -22,7 +18,7 @@ from msgspec.structs import replace
 from tests.orchestrator.fakes import FakeServer, settings_for
 from tests.orchestrator.made import sample
 from tests.orchestrator.questions import result
-from tests.orchestrator.running import run
+from tests.orchestrator.running import rows_of, run
 
 # --- rewards ---
 
@@ -96,31 +92,17 @@ def test_reinforce_plus_plus_normalises_over_the_tokens_of_the_batch() -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.integers(1, 7), min_size=1, max_size=16), st.floats(0.0, 0.99))
-def test_equal_rewards_of_whole_batches_give_advantages_of_exactly_0(
-    reward: float, lengths: list[int], decay: float
-) -> None:
+def test_equal_rewards_of_batches_give_advantages_of_exactly_0(reward: float, lengths: list[int], decay: float) -> None:
     batch = [rewarded(*[reward] * len(lengths), lengths=lengths), rewarded(reward, reward)]
     zeros = [[0.0] * len(lengths), [0.0] * 2]
     running = BatchAdvantages(RunningBaseline(type="running_baseline", decay=decay))
     assert [advantages(running.applied(batch)) for _ in range(4)] == [zeros] * 4
     assert advantages(BatchAdvantages(ReinforcePlusPlus(type="reinforce_plus_plus")).applied(batch)) == zeros
-    grouped = ReinforcePlusPlus(type="reinforce_plus_plus", group_baseline=True)
-    group = [result(f"0/{number}", "q", "a" * length, reward=reward) for number, length in enumerate(lengths)]
-    [found] = advantages(BatchAdvantages(grouped).applied([finish_group(ScoredGroup(group), group_credit, group="0")]))
-    assert found == zeros[0]
-
-
-def test_a_baseline_of_the_group_is_subtracted_before() -> None:
-    group: list[EpisodeResult] = [result("0/0", "q", "a", reward=3.0), result("0/1", "q", "b", reward=1.0)]
-    settings = ReinforcePlusPlus(type="reinforce_plus_plus", group_baseline=True)
-    found = advantages(BatchAdvantages(settings).applied([finish_group(ScoredGroup(group), group_credit, group="0")]))
-    assert found == [[1, -1]]  # 3 and 1 less 2, over a deviation of 1
 
 
 async def test_a_run_with_a_running_baseline_keeps_it_with_its_batches(tmp_path: Path, server: FakeServer) -> None:
     advantage = {"advantage": {"type": "running_baseline"}, "rollouts_per_example": 1}
     made = await run(tmp_path, server, eval={"num_examples": 0}, **advantage)
     assert sum(x for batch in made.batches[1] for x in batch.advantages.tolist()) == pytest.approx(0, abs=1e-5)
-    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
-        [(state,)] = database.execute("SELECT state FROM steps WHERE step = 3")
+    [(state,)] = rows_of(tmp_path, "SELECT state FROM steps WHERE step = 3")
     assert list(json.loads(state)[BASELINES]) == ["words"]

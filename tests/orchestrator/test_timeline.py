@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from grpo.orchestrator.ledger import Ledger
@@ -25,17 +26,15 @@ def test_the_file_is_a_list_of_chrome_trace_events_without_its_end(tmp_path: Pat
 
 
 def test_generation_is_told_from_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, ledger, timeline = 100.0, Ledger(tmp_path / "ledger.sqlite"), Timeline(tmp_path)
-    monkeypatch.setattr("grpo.orchestrator.ledger.time.time", lambda: now_s)
+    clock, ledger, timeline = Mock(return_value=100.0), Ledger(tmp_path / "ledger.sqlite"), Timeline(tmp_path)
+    monkeypatch.setattr("grpo.orchestrator.ledger.time.time", clock)
 
     def issued(at_s: float, group: int, num: int = 1) -> None:
-        nonlocal now_s
-        now_s = at_s
+        clock.return_value = at_s
         ledger.issued(group, num=num, env="e", example=0, version=0)
 
     def scored(at_s: float, rollout_id: str) -> None:
-        nonlocal now_s
-        now_s = at_s
+        clock.return_value = at_s
         ledger.scored(rollout_id, reward=1.0, num_tokens=1)
 
     issued(100.0, 0, num=2)
@@ -44,24 +43,22 @@ def test_generation_is_told_from_the_ledger(tmp_path: Path, monkeypatch: pytest.
     issued(102.0, 1)
     issued(103.0, 2)
     scored(104.0, "1/0")
-    now_s = 105.0
+    clock.return_value = 105.0
     ledger.dropped(["2/0"], "env_error")
     issued(110.0, 3)
-    now_s = 111.0  # which group 3 is sampled beyond
+    clock.return_value = 111.0  # which group 3 is sampled beyond
     assert timeline.generated(1, ledger.span_s(["0/0", "1/0"]), ledger.sampled_s()) == 5.0
     scored(112.5, "3/0")
-    now_s = 120.0
+    clock.return_value = 120.0
     assert timeline.generated(2, ledger.span_s(["3/0"]), ledger.sampled_s()) == 1.5
     assert ledger.sampled_s() == []
     timeline.close()
     ledger.close()
-    busy = [(100.0, 101.0), (102.0, 105.0), (110.0, 111.0), (111.0, 112.5)]
     assert read_timeline(tmp_path) == [
         span("grpo-infer", "generate", 100.0, 104.0, step=1),
-        *(span("grpo-infer", "busy", *times) for times in busy[:2]),
-        span("grpo-infer", "busy", *busy[2]),
+        *(span("grpo-infer", "busy", *times) for times in ((100.0, 101.0), (102.0, 105.0), (110.0, 111.0))),
         span("grpo-infer", "generate", 110.0, 112.5, step=2),
-        span("grpo-infer", "busy", *busy[3]),
+        span("grpo-infer", "busy", 111.0, 112.5),
     ]
 
 

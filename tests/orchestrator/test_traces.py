@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,18 +12,9 @@ from grpo.configs.reporting import TraceSettings
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, single_row
 from grpo.orchestrator.samples import FinishedGroup
+from grpo.transport import traces as stored
 from grpo.transport.http import Choice
-from grpo.transport.traces import (
-    SCHEMA,
-    TRAINED_SCHEMA,
-    make_table,
-    merge_trained,
-    token_key,
-    trace_path,
-    traced_steps,
-    trained_path,
-)
-from grpo.transport.traces import write_table as write
+from grpo.transport.traces import TRAINED_SCHEMA, merge_trained, token_key, trace_path, traced_steps, trained_path
 from msgspec.structs import replace
 
 from tests.orchestrator import made
@@ -49,7 +41,7 @@ def group() -> FinishedGroup:
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """Rows by rollout."""
-    return {row["rollout"]: row for row in pq.read_table(path, schema=SCHEMA).to_pylist()}
+    return {row["rollout"]: row for row in pq.read_table(path, schema=stored.SCHEMA).to_pylist()}
 
 
 def written(run: Path, settings: TraceSettings | None = None, *, step: int = 1) -> Path:
@@ -70,26 +62,20 @@ def leave_part(run: Path, *, step: int = 1) -> None:
         "entropy": np.array([0.5, 1.5], np.float32),
         "masked": np.array([0, 2], np.int8),
     }
-    write(make_table([row], TRAINED_SCHEMA), trained_path(run, step, 0))
+    stored.write_table(stored.make_table([row], TRAINED_SCHEMA), trained_path(run, step, 0))
 
 
 def test_every_rollout_is_there_with_what_became_of_it(tmp_path: Path) -> None:
     rows = read(written(tmp_path))
-    assert {name: row["drop_reason"] for name, row in rows.items()} == {
-        "7/0": None,
-        "7/1": "repetition",
-        "8/0": "env_error",
-    }
+    reasons = {name: row["drop_reason"] for name, row in rows.items()}
+    assert reasons == {"7/0": None, "7/1": "repetition", "8/0": "env_error"}
     assert [row["trained"] for row in rows.values()] == [True, False, False]
     first = rows["7/0"]
     assert first["token_ids"] == [5, 6, 8, 9]
     assert first["versions"] == [1, 1, 1, 2]
     assert first["advantages"] == [0, 0, 0.5, 0.5]
     assert (first["group"], first["example"], first["num_tokens"], first["advantage"]) == (7, 3, 2, 0.5)
-    assert json.loads(first["messages"]) == [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "ab"},
-    ]
+    assert json.loads(first["messages"]) == [*TASK.messages, {"role": "assistant", "content": "ab"}]
     assert rows["8/0"]["token_ids"] is None
 
 
@@ -126,20 +112,13 @@ def test_what_killed_programs_left_is_added_or_goes(tmp_path: Path) -> None:
     leave_part(tmp_path, step=3)
     traces.close()
     assert [read(trace_path(tmp_path, step))["7/0"]["num_masked"] for step in (1, 3)] == [1, 1]
-    assert sorted(path.name for path in (tmp_path / "traces").rglob("*.*")) == [
-        "step_000001.parquet",
-        "step_000003.parquet",
-    ]
+    left = sorted(path.name for path in (tmp_path / "traces").rglob("*.*"))
+    assert left == ["step_000001.parquet", "step_000003.parquet"]
 
 
 @pytest.mark.parametrize(
     ("settings", "kept"),
-    [
-        ({"every": None}, []),
-        ({"every": 2}, [1, 2, 4]),
-        ({"keep_last": 2}, [3, 4]),
-        ({"max_bytes": 1}, [4]),
-    ],
+    [({"every": None}, []), ({"every": 2}, [1, 2, 4]), ({"keep_last": 2}, [3, 4]), ({"max_bytes": 1}, [4])],
 )
 def test_settings_say_what_stays(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
     for step in range(1, 5):
@@ -147,24 +126,16 @@ def test_settings_say_what_stays(tmp_path: Path, settings: dict[str, Any], kept:
     assert [step for step in range(1, 5) if trace_path(tmp_path, step).exists()] == kept
 
 
-def test_the_folder_is_looked_through_once_and_traces_of_an_earlier_process_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         written(tmp_path, step=step)
-    num_looks = 0
-
-    def looked(run: Path) -> list[int]:
-        nonlocal num_looks
-        num_looks += 1
-        return traced_steps(run)
-
+    looked = Mock(side_effect=traced_steps)
     monkeypatch.setattr("grpo.orchestrator.monitoring.traces.traced_steps", looked)
     traces = Traces(tmp_path, TraceSettings(keep_last=2), num_ranks=1)
     for step in (3, 4):
         traces.shipped(step, [group()])
     traces.close()
-    assert num_looks == 1
+    assert looked.call_count == 1
     assert traced_steps(tmp_path) == [3, 4]
 
 

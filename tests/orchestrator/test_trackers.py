@@ -6,20 +6,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from grpo.configs.reporting import ReportSettings
 from grpo.orchestrator.monitoring.samples import Rollouts
-from grpo.orchestrator.monitoring.trackers import (
-    QUEUE_SIZE,
-    Reporter,
-    known,
-)
+from grpo.orchestrator.monitoring.trackers import QUEUE_SIZE, Reporter, known
 from grpo.orchestrator.run import orchestrate
 from grpo.transport.run import create_run
 
 from tests.orchestrator.fakes import FakeServer, settings_for
-from tests.orchestrator.running import run as run_small
+from tests.orchestrator.running import run
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +30,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # --- a run ---
 
 
-async def test_an_offline_run_logs_metrics_and_settings_under_its_own_name_whatever_variables_say(
+async def test_an_offline_run_logs_under_its_own_name_whatever_variables_say(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboardX")
@@ -43,7 +40,7 @@ async def test_an_offline_run_logs_metrics_and_settings_under_its_own_name_whate
     report_to: dict[str, Any] = {"offline": True, "to": ["wandb", "tensorboard"]}
     report_to |= {"samples": 3, "distributions": True, "interval": 2}
     output_dir = tmp_path / "my-run"
-    made = await run_small(output_dir, server, max_steps=4, report_to=report_to)
+    made = await run(output_dir, server, max_steps=4, report_to=report_to)
     [logged] = (output_dir / "wandb").glob(f"*run-*/run-{made.summary.run_id}.wandb")
     records = logged.read_bytes()  # in which texts are readable
     assert [text for text in ("my-run", '"sequence_len":128', "accuracy_after") if text.encode() not in records] == []
@@ -90,26 +87,14 @@ class Fake:
         self.summaries.append(summary)
 
 
-def refuses(*_: Any) -> Fake:
-    raise ConnectionError("nobody there")
-
-
-def hangs(*_: Any) -> Fake:
-    threading.Event().wait()
-    raise AssertionError
-
-
-def test_a_report_that_cannot_be_logged_is_lost_alone_and_a_tracker_that_does_not_begin_leaves_the_others(
-    tmp_path: Path,
-) -> None:
-    made: list[Fake] = []
-    trackers = {"tensorboard": refuses, "wandb": lambda *_: made.append(Fake()) or made[0]}
+def test_a_report_that_cannot_be_logged_is_lost_alone_and_so_is_a_tracker_that_does_not_begin(tmp_path: Path) -> None:
+    tracker = Fake()
+    trackers = {"tensorboard": Mock(side_effect=ConnectionError("nobody there")), "wandb": lambda *_: tracker}
     reporter = Reporter(create_run(tmp_path), ReportSettings(to=("tensorboard", "wandb")), trackers=trackers)
     for step in (12, 13, 13, 14):
         reporter.metrics({"progress/step": step, "reward/mean": 0.5})
     reporter.end({"steps": 14})
     reporter.end(None)
-    [tracker] = made
     assert tracker.steps == [12, 14]
     assert tracker.summaries == [{"steps": 14}]
     assert reporter.num_lost == 4
@@ -119,6 +104,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_for_long_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo.orchestrator.monitoring.trackers.END_TIMEOUT_S", 0.2)
+    hangs = Mock(side_effect=lambda *_: threading.Event().wait())
     reporter = Reporter(create_run(tmp_path), ReportSettings(), trackers={"wandb": hangs})
     began_s = time.monotonic()
     for step in range(2 * QUEUE_SIZE):
@@ -143,9 +129,8 @@ def test_of_settings_only_what_is_known_to_be_no_secret_is_told() -> None:
         "cookies": [secret],
         "seed": 42,
     }
-    assert secret not in json.dumps(known(settings))
     assert known(settings) == {
-        "model": {"name": "tiny", "lora_rank": 16, "lora_target_modules": ["q_proj"], "lora_adapter": None},
+        "model": settings["model"],
         "client": {"base_url": [], "timeout_s": 2},
         "env": [{"id": "zorplex", "num_workers": 2}],
         "teachers": [{"name": "a"}],

@@ -1,6 +1,5 @@
 """One example is scored with an empty answer before servers are there: what that refuses, and what it lets pass."""
 
-import asyncio
 import json
 import re
 import time
@@ -17,7 +16,7 @@ from grpo.orchestrator.workers.trial import AWAY, BROKEN, Watched, reason_of_tri
 
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
-from tests.orchestrator.running import run
+from tests.orchestrator.running import rewarded, run
 
 EXAMPLES = [{"prompt": "?", "answer": "a"}, {"prompt": "?", "answer": "b", "hard": True}]
 
@@ -49,60 +48,37 @@ def away(completion: str) -> float:
         (away, AWAY),
     ],
 )
-async def test_only_what_no_answer_can_be_the_reason_for_is_refused(
-    reward: Callable[..., Any], reason: str | None
-) -> None:
+async def test_only_what_no_answer_can_explain_is_refused(reward: Callable[..., Any], reason: str | None) -> None:
     ctx = context_on(OpenBackend(), example=(example := Watched(EXAMPLES[0])))
     with pytest.raises(Exception) as raised:  # noqa: PT011 - what user code raises
         await Rubric([reward]).score(ctx.state, ctx)
     assert reason_of_trial(raised.value, example, EXAMPLES) == reason
 
 
-ENVIRONMENT = """
-from grpo import Environment, Rubric
-
-def reward(completion, example):
-    {body}
-
-class Typed(Environment):
-    rubric = Rubric([reward])
-    def dataset(self, split):
-        return [{{"prompt": f"say {{i}}", "answer": "a"}} for i in range(20)]
-"""
-
-
-def environment(folder: Path, body: str) -> list[dict[str, str]]:
-    (folder / "typed.py").write_text(ENVIRONMENT.format(body=body))
-    return [{"id": f"{folder}/typed.py:Typed"}]
-
-
 async def test_a_misspelt_field_ends_the_start_before_any_server_is_there(tmp_path: Path) -> None:
-    env = environment(tmp_path, 'return float(completion == example["anser"])')
+    env = rewarded(tmp_path, 'return float(completion == example["anser"])')
     nowhere = FakeServer()
     nowhere.url = "http://127.0.0.1:9"
     trainer, since_s = FakeTrainer(tmp_path / "run"), time.monotonic()
     trainer.start()
-    with pytest.raises(EnvironmentFailed, match=r"(?s)typed\.py.*KeyError: 'anser'"):
+    with pytest.raises(EnvironmentFailed, match=r"(?s)rewarded\.py.*KeyError: 'anser'"):
         await orchestrate(settings_for(tmp_path / "run", nowhere, env=env))
     assert time.monotonic() - since_s < 50  # client.timeout, for which servers are waited for, is 60
     trainer.end()
 
 
+@pytest.mark.parametrize(
+    ("body", "warning"),
+    [
+        ("return float(completion)", "could not convert string to float"),
+        ("return 1.0 if completion else os._exit(3)", ""),
+    ],
+    ids=["breaks", "ends its worker"],
+)
 async def test_a_reward_that_an_empty_answer_breaks_is_warned_of_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture, body: str, warning: str
 ) -> None:
-    server = await FakeServer(lambda prompt, version: "1").start()
-    env = environment(tmp_path, "return float(completion)")
-    made = await run(tmp_path / "run", server, env=env, max_steps=1, eval={"num_examples": 0})
-    await server.stop()
-    assert made.summary.rollouts_dropped == {}
-    assert any("could not convert string to float" in record.message for record in caplog.records)
-
-
-async def test_a_reward_that_ends_its_worker_in_the_trial_does_not_end_the_start(tmp_path: Path) -> None:
-    server = await FakeServer(lambda prompt, version: "1").start()
-    env = environment(tmp_path, "import os; return 1.0 if completion else os._exit(3)")
-    async with asyncio.timeout(120):
-        made = await run(tmp_path / "run", server, env=env, max_steps=1, eval={"num_examples": 4})
-    await server.stop()
-    assert made.summary.rollouts_trained == 16
+    server.answer = lambda prompt, version: "1"
+    made = await run(tmp_path / "run", server, env=rewarded(tmp_path, body), max_steps=1, eval={"num_examples": 4})
+    assert (made.summary.rollouts_trained, made.summary.rollouts_dropped) == (16, {})
+    assert any(warning in record.message for record in caplog.records)

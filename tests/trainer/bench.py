@@ -55,7 +55,8 @@ class Bench:
     ) -> None:
         self.settings = settings_for(folder, **changes)
         self.channel, self.policies = MemoryBatches(), policies or MemoryPolicies(run_id="run")
-        self.policy = tiny_policy(folder, moved=False, lora_adapters=self.settings.lora_adapters, imported=imported)
+        own = {"lora": self.settings.lora, "lora_adapters": self.settings.lora_adapters}
+        self.policy = tiny_policy(folder, moved=False, imported=imported, **own)
         self.status_path = tmp_path / "train.json"
         self.trainer = Trainer(
             self.settings,
@@ -70,10 +71,15 @@ class Bench:
         )
 
     def send(self, step: int, *batches: MicroBatch) -> None:
-        self.channel.send(step, [list(batches)])
+        self.channel.send(step, [[replace(batch, step=step) for batch in batches]])
 
-    def finish(self, last_step: int) -> None:
-        self.channel.finish(last_step)
+    def train(self, *batches: MicroBatch) -> None:
+        """One step for each."""
+        for step, batch in enumerate(batches, start=1):
+            self.send(step, batch)
+        self.channel.finish(len(batches))
+        self.trainer.train()
+        self.trainer.close()
 
     def files(self, version: int) -> dict[str, bytes]:
         return self.policies.versions[version][1]

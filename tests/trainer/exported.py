@@ -11,7 +11,7 @@ from grpo.transport.shared_base import HostMemory, ImportedBase, Manifest, align
 from grpo.transport.weights.identity import base_identity
 from safetensors.torch import load_file
 
-Change = Callable[[dict[str, torch.Tensor]], None]
+Change = Callable[[dict[str, torch.Tensor]], object]
 
 
 def offer_of(folder: Path, change: Change | None = None, **said: Any) -> tuple[Manifest, HostMemory]:

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -14,8 +14,9 @@ from grpo.trainer import launch
 from grpo.trainer.cli import main
 from grpo.transport.ports import free_port
 
+from tests.support import END_S
+
 ROOT = Path(__file__).parents[2]
-END_S = 400.0
 
 
 def forks() -> ForkServerContext:
@@ -73,6 +74,22 @@ def forked_ranks(folder: Path, arguments: Sequence[str], *, num_ranks: int = 2) 
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(stack.enter_context(forked(folder / f"rank_{rank}", arguments, **group, **place)))
         yield ranks
+
+
+def run_ranks(worker: Callable[..., None], *arguments: Path, num_ranks: int) -> None:
+    """Calls `worker` in a process for each rank, with torchrun's variables as its last argument, and waits for all."""
+    group = rank_variables(num_ranks)
+    ranks = [forks().Process(target=worker, args=(*arguments, group | {"RANK": str(n)})) for n in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(END_S)
+            assert process.exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
 
 
 def rank_variables(num_ranks: int) -> dict[str, str]:

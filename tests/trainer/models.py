@@ -1,12 +1,13 @@
 """Tiny random models and batches for the trainer's tests."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from grpo.configs.train import TrainSettings
-from grpo.trainer.distributed import ONE, Ranks
+from grpo.trainer.distributed import ONE, Ranks, local_tensor, shard_like
 from grpo.trainer.memory import ActivationCheckpointing
 from grpo.trainer.metrics import Metric, numbers_of, reduced, states_of
 from grpo.trainer.model import Policy, load_policy
@@ -24,24 +25,26 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 CPU = torch.device("cpu")
 
 
-def save_tiny_model(folder: Path, *, num_layers: int = 2, **changes: object) -> Path:
-    """A random Qwen3, whose attention matters (large weights)."""
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+"""Of a tiny model, whose attention matters (large weights)."""
+
+
+def save_tiny_model(folder: Path, **changes: object) -> Path:
+    """A random Qwen3."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=1,
-        pad_token_id=0,
-        **changes,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**(SIZES | changes))).save_pretrained(folder)
     return folder
 
 
@@ -77,7 +80,8 @@ def tiny_policy(
         with torch.no_grad():
             for parameter in policy.parameters:
                 change = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.1
-                parameter.add_(change.to(device))
+                local_tensor(parameter).add_(local_tensor(shard_like(change.to(device), parameter)))
+        policy.reshard()
     return policy
 
 
@@ -85,6 +89,12 @@ def files_of(policy: Policy) -> dict[str, bytes]:
     """The adapters' files as they are now."""
     assert isinstance(policy.weights, AdapterWeights)
     return policy.weights.files(policy.weights.snapshot())
+
+
+def write_files(files: dict[str, bytes], folder: Path) -> Path:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
 
 
 def is_zero(policy: Policy, adapter: int = 0) -> bool:
@@ -111,6 +121,31 @@ def tiny_batch(lengths: tuple[int, ...], *, seed: int = 0, **changes: object) ->
     token_ids = np.random.default_rng(seed).integers(2, VOCAB, sum(lengths), np.int32)
     version_runs = np.array([[0, sum(lengths)]], np.int32)
     return replace(batch, **({"token_ids": token_ids, "version_runs": version_runs} | changes))
+
+
+def with_shared_prompt(batch: MicroBatch, *samples: int) -> MicroBatch:
+    """These samples begin with the same 6 tokens, without loss."""
+    token_ids, mask = batch.token_ids.copy(), batch.loss_mask.copy()
+    for start in batch.starts[list(samples)]:
+        token_ids[start : start + 6] = [3, 7, 4, 7, 5, 9]
+        mask[start : start + 6] = False
+    return replace(batch, token_ids=token_ids, loss_mask=mask)
+
+
+def only(batch: MicroBatch, samples: Sequence[int], **changes: object) -> MicroBatch:
+    """The batch of these samples, in this order."""
+    rows = np.concatenate([np.arange(batch.sequence_lengths[s]) + batch.starts[s] for s in samples])
+    hints = dict(batch.hints)
+    taken: dict[str, object] = {
+        "sequence_lengths": batch.sequence_lengths[list(samples)],
+        "version_runs": np.array([[0, len(rows)]], np.int32),
+        "rollout_ids": tuple(batch.rollout_ids[s] for s in samples),
+        "hints": tuple((place, hints[s]) for place, s in enumerate(samples) if s in hints),
+    }
+    for name in ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
+        stream = getattr(batch, name)
+        taken[name] = None if stream is None else stream[rows]
+    return replace(batch, **(taken | changes))
 
 
 def hint_for(batch: MicroBatch, sample: int, *, places: tuple[int, ...], before: int, weight: float = 1.0) -> Hint:

@@ -5,16 +5,17 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from grpo.configs.loss import LossSettings
-from grpo.configs.train import NoiseSettings, TrainSettings
+from grpo.configs.train import NoiseSettings
 from grpo.trainer.batch import check_step
-from grpo.trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
+from grpo.trainer.distributed import Ranks, full_tensor, join_group, leave_group
 from grpo.trainer.ema import MovingAverage
 from grpo.trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, states_of
-from grpo.trainer.model import Policy, load_policy
+from grpo.trainer.model import Policy
 from grpo.trainer.noise import NormNoise, hidden_norms
 from grpo.trainer.objective import Objective
 from grpo.trainer.optim import Optimizer
@@ -24,7 +25,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from tests.trainer.bench import UNMASKED
-from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_settings
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy, tiny_settings
 
 SEQUENCE_LEN = 128
 CANARY_IDS = (3, 9, 27, 17, 51, 25, 11, 33)
@@ -85,9 +86,8 @@ def of_adapters(batches: list[MicroBatch], step: int) -> list[MicroBatch]:
 
 def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients of the first step and weights after the second, whole, and the metrics of both."""
-    policy = load_policy(_settings(case, folder), folder, CPU, ranks)
-    if case.lora:
-        _move(policy)
+    # while B is zero, A has no gradient
+    policy = tiny_policy(folder, moved=case.lora, ranks=ranks, **_options(case))
     tensors, metrics = _train(policy, case, ranks)
     noise = NormNoise(hidden_norms(policy.causal_lm), NOISE, seed=1, max_steps=3).weights(2)
     making, snapshot = CanaryMaker(policy, CANARY_IDS).begin(version=2, noise=noise), policy.weights.snapshot()
@@ -100,34 +100,23 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Te
     return tensors, metrics
 
 
-def _settings(case: Case, folder: Path) -> TrainSettings:
-    return tiny_settings(
-        folder,
-        recipe="fp32" if case.recipe == "float32" else "bf16",
-        lora=case.lora,
-        zero_level=case.zero_level,
-        gradient_checkpointing=case.checkpointing,
-        lora_adapters=case.adapters,
-        optimizer=case.optimizer,
-        adam_beta2=0.99,
-        adam_epsilon=1e-2,  # a small one turns the rounding of a gradient near zero into a whole step
-        muon_momentum=0.9,
-    )
-
-
-@torch.no_grad()
-def _move(policy: Policy) -> None:
-    """As after some training: while B is zero, A has no gradient."""
-    generator = torch.Generator().manual_seed(7)
-    for parameter in policy.parameters:
-        change = torch.randn(parameter.shape, generator=generator) * 0.1
-        local_tensor(parameter).add_(local_tensor(shard_like(change, parameter)))
-    policy.reshard()
+def _options(case: Case) -> dict[str, Any]:
+    return {
+        "recipe": "fp32" if case.recipe == "float32" else "bf16",
+        "lora": case.lora,
+        "zero_level": case.zero_level,
+        "gradient_checkpointing": case.checkpointing,
+        "lora_adapters": case.adapters,
+        "optimizer": case.optimizer,
+        "adam_beta2": 0.99,
+        "adam_epsilon": 1e-2,  # a small one turns the rounding of a gradient near zero into a whole step
+        "muon_momentum": 0.9,
+    }
 
 
 def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     objective = Objective(policy, LOSS, ranks, sequence_len=SEQUENCE_LEN)
-    optimizer = Optimizer(_settings(case, Path("tiny")), policy.named_parameters, ranks)
+    optimizer = Optimizer(tiny_settings(Path("tiny"), **_options(case)), policy.named_parameters, ranks)
     tensors: dict[str, torch.Tensor] = {}
     metrics: dict[str, float] = {}
     for step in (1, 2):

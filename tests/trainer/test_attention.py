@@ -9,9 +9,8 @@ from grpo.trainer.attention import _repeated, padded, varlen
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import Layout, packed_tokens
 from grpo.transport.records import MicroBatch
-from msgspec import structs
 
-from tests.trainer.models import CPU, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, tiny_batch, tiny_policy, with_shared_prompt
 
 LENGTHS = (7, 2, 1, 40, 9, 33, 2)
 
@@ -40,39 +39,20 @@ def eager_model(policy: Policy) -> torch.nn.Module:
     return policy.causal_lm
 
 
-def gradients(policy: Policy, logprobs: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad((logprobs * weights).sum(), policy.parameters))
-
-
 def test_packed_logprobs_and_gradients_equal_one_by_one(tiny_model: Path) -> None:
+    """Also of tokens of a prompt that several samples share."""
     policy = tiny_policy(tiny_model)
     temperatures = np.random.default_rng(1).uniform(0.5, 2.0, sum(LENGTHS)).astype(np.float32)
-    batch = tiny_batch(LENGTHS, temperatures=temperatures)
-    packed = policy.logprobs(packed_tokens(batch, CPU))
+    batch = with_shared_prompt(tiny_batch(LENGTHS, temperatures=temperatures), 0, 4, 5)
+    tokens = packed_tokens(batch, CPU)
+    assert len(tokens.token_ids) == sum(LENGTHS) - 2 * 6
+    packed = policy.logprobs(tokens)
     weights = torch.randn(len(packed), generator=torch.Generator().manual_seed(0))
-    packed_gradients = gradients(policy, packed, weights)
+    gradients = torch.autograd.grad((packed * weights).sum(), policy.parameters)
     alone = one_by_one(eager_model(policy), batch)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
-    for ours, theirs in zip(packed_gradients, gradients(policy, alone, weights), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_separate_ones(tiny_model: Path) -> None:
-    policy = tiny_policy(tiny_model)
-    batch = tiny_batch((9, 12, 9, 4))
-    starts = batch.starts
-    ids, mask = batch.token_ids.copy(), batch.loss_mask.copy()
-    for start in starts[:3]:
-        ids[start : start + 6] = [3, 1, 4, 1, 5, 9]
-        mask[start : start + 6] = False
-    batch = structs.replace(batch, token_ids=ids, loss_mask=mask)
-    tokens = packed_tokens(batch, CPU)
-    assert len(tokens.token_ids) == 9 + 6 + 3 + 4
-    shared = policy.logprobs(tokens)
-    shared_gradients = gradients(policy, shared, torch.ones(len(shared)))
-    alone = one_by_one(eager_model(policy), batch)
-    torch.testing.assert_close(shared, alone, atol=1e-5, rtol=0)
-    for ours, theirs in zip(shared_gradients, gradients(policy, alone, torch.ones(len(alone))), strict=True):
+    expected = torch.autograd.grad((alone * weights).sum(), policy.parameters)
+    for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -84,14 +64,6 @@ def test_buckets_cover_every_sample_once_and_waste_little() -> None:
     assert layout.buckets.slots[layout.buckets.slot_of].tolist() == list(range(sum(lengths)))
     assert len(layout.buckets.slots) < 1.4 * sum(lengths)
     assert len(layout.buckets.shapes) < 30
-
-
-def streams(num_tokens: int, *, heads: int = 4, shared_heads: int = 2, seed: int = 0) -> list[torch.Tensor]:
-    """[N, H, 8] random queries, keys and values."""
-    random = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(num_tokens, h, 8, generator=random).requires_grad_() for h in (heads, shared_heads, shared_heads)
-    ]
 
 
 def test_the_gradient_of_a_shared_token_is_accumulated_in_float32() -> None:
@@ -106,9 +78,8 @@ def test_the_gradient_of_a_shared_token_is_accumulated_in_float32() -> None:
 @pytest.mark.parametrize("shared_heads", [2, 4])
 def test_the_varlen_kernel_of_this_torch_takes_what_it_is_given(shared_heads: int) -> None:
     # On the meta device only shapes and arguments are checked.
-    layout, kernel = layout_without_sharing([5, 7, 1]), varlen
-    q, k, v = (stream.to("meta") for stream in streams(13, shared_heads=shared_heads))
-    assert kernel(q, k, v, 0.3, layout).shape == (13, 4, 8)
+    q, k, v = (torch.empty(13, heads, 8, device="meta") for heads in (4, shared_heads, shared_heads))
+    assert varlen(q, k, v, 0.3, layout_without_sharing([5, 7, 1])).shape == (13, 4, 8)
 
 
 def test_on_a_cpu_16_bit_attention_is_computed_in_float32() -> None:
@@ -121,7 +92,5 @@ def test_on_a_cpu_16_bit_attention_is_computed_in_float32() -> None:
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, exact.bfloat16())
     ours = torch.autograd.grad((output.float() * weights).sum(), (q, k, v))
-    for one, other in zip(
-        ours, torch.autograd.grad((exact * weights.bfloat16().float()).sum(), (q, k, v)), strict=True
-    ):
-        assert torch.equal(one, other)
+    theirs = torch.autograd.grad((exact * weights.bfloat16().float()).sum(), (q, k, v))
+    assert all(map(torch.equal, ours, theirs))

@@ -1,7 +1,6 @@
 """A trainer on imported base weights: the same numbers, nothing copied or changed, everything that is not the
 checkpoint's refused by name, and an end with its server."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from grpo.trainer.errors import ExporterGone, ModelError
 from grpo.trainer.packing import PackedTokens, packed_tokens
 
 from tests.trainer.bench import Bench
-from tests.trainer.exported import imported
+from tests.trainer.exported import Change, imported
 from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
 
 DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"
@@ -57,11 +56,8 @@ def test_the_base_is_the_imported_memory_itself_and_a_step_leaves_it_as_it_is(fo
         assert torch.equal(tensor, before[name]), name
 
 
-def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[name]
-
-    return change
+def without(name: str) -> Change:
+    return lambda tensors: tensors.pop(name)
 
 
 def cut(tensors: dict[str, torch.Tensor]) -> None:
@@ -73,21 +69,20 @@ def more(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [(without(DOWN), DOWN), (cut, DOWN), (more, "model.layers.9.more")],
+    ("change", "said", "named"),
+    [
+        (without(DOWN), {}, DOWN),
+        (cut, {}, DOWN),
+        (more, {}, "model.layers.9.more"),
+        (None, {"base_model": "0000"}, "0000"),
+        (None, {"dtype": "bfloat16"}, "bf16"),
+    ],
 )
-def test_a_tensor_that_is_not_the_checkpoints_is_named(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], None], name: str
+def test_what_is_not_the_checkpoints_is_named(
+    folder: Path, change: Change | None, said: dict[str, str], named: str
 ) -> None:
-    with pytest.raises(ModelError, match=name):
-        tiny_policy(folder, imported=imported(folder, change))
-
-
-def test_another_model_and_another_type_are_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match="0000"):
-        tiny_policy(folder, imported=imported(folder, base_model="0000"))
-    with pytest.raises(ModelError, match="bf16"):
-        tiny_policy(folder, imported=imported(folder, dtype="bfloat16"))
+    with pytest.raises(ModelError, match=named):
+        tiny_policy(folder, imported=imported(folder, change, **said))
 
 
 def test_what_the_server_leaves_out_is_read_from_disk(folder: Path) -> None:

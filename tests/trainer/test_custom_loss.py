@@ -88,7 +88,6 @@ def test_a_file_beside_the_settings_trains_a_run(tiny_model: Path, tmp_path: Pat
     loaded = load(TrainSettings, file=tmp_path / "train.yaml").settings
     assert loaded.loss.import_path == f"{tmp_path / 'my_loss.py'}:loss"
     bench = Bench(tiny_model, tmp_path, max_steps=1, loss=loaded.loss.model_dump(exclude_unset=True))
-    bench.send(1, on_policy(tiny_batch((6, 9)), bench.policy))
-    bench.trainer.train()
+    bench.train(on_policy(tiny_batch((6, 9)), bench.policy))
     assert bench.metrics(1)["optim/grad_norm"] > 0
     assert "policy/custom_surrogate" in bench.metrics(1)

@@ -10,7 +10,7 @@ import torch
 from grpo.trainer.distributed import ONE
 from safetensors.torch import load_file
 
-from tests.trainer.forked import END_S, forks, rank_variables
+from tests.trainer.forked import run_ranks
 from tests.trainer.models import save_tiny_model
 from tests.trainer.rank_cases import CASES, Case, run_case, worker
 
@@ -32,18 +32,7 @@ class Session:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp("ranks")
     model = save_tiny_model(folder / "model", tie_word_embeddings=True)
-    group = rank_variables(2)
-    workers = [forks().Process(target=worker, args=(model, folder, group | {"RANK": str(rank)})) for rank in (0, 1)]
-    for process in workers:
-        process.start()
-    try:
-        for process in workers:
-            process.join(END_S)
-            assert process.exitcode == 0
-    finally:
-        for process in workers:
-            process.kill()
-            process.join()
+    run_ranks(worker, model, folder, num_ranks=2)
     first, second = (json.loads((folder / f"results.{rank}.json").read_text()) for rank in (0, 1))
     return Session(model, folder, (first, second))
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.errors import START_AGAIN
-from grpo.transport.records import MicroBatch
 from grpo.transport.run import RunFolder, create_run
 from grpo.transport.status import read_status
-from msgspec.structs import replace
 
 from tests.support import runs, until, until_gone
 from tests.trainer.forked import Forked, forked
@@ -58,13 +56,9 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tiny_model: Path, tm
 
 def test_a_rank_that_fails_ends_the_others_with_its_own_error(tiny_model: Path, tmp_path: Path) -> None:
     with trainer(tiny_model, tmp_path) as (launcher, run):
-
-        def batch(rank: int, **changes: Any) -> MicroBatch:
-            return replace(tiny_batch((6, 9)), run_id=run.run_id, rank=rank, **changes)
-
-        too_long = tiny_batch((129,))
+        batches = (tiny_batch((6, 9), run_id=run.run_id), tiny_batch((129,), run_id=run.run_id, rank=1))
         with BatchSender(run.batches, run_id=run.run_id, num_ranks=2) as sender:
-            sender.send(1, [[batch(0)], [replace(too_long, run_id=run.run_id, rank=1)]])
+            sender.send(1, [[batch] for batch in batches])
             assert launcher.end() == 1
         assert all(named in last_error(launcher.stderr) for named in ("rank 1", "step 1", "129"))
         assert "rank 1" in status(run, 0)["message"]

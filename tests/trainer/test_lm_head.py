@@ -69,15 +69,19 @@ def test_a_target_that_is_nearly_certain_keeps_its_gradient() -> None:
     torch.testing.assert_close(grad, torch.tensor([[0.7 * share]]), rtol=1e-4, atol=0.0)
 
 
-def test_extreme_logits_are_exact_and_finite() -> None:
-    """Logits far beyond the range of exp, ascending and descending over the tiles."""
-    for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
-        hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
-        targets, best = torch.tensor([1, int(weight.argmax())]), weight.max()
-        values = token_logprobs(hidden, weight, targets, torch.ones(2), tile_elements=1)
-        assert values.tolist() == [-best, 0.0]
-        (grad,) = torch.autograd.grad(values.sum(), hidden)
-        torch.testing.assert_close(grad, torch.tensor([[-best], [0.0]]))
+@pytest.mark.parametrize("rows", [[[-3e4], [0.0], [3e4]], [[3e4], [0.0], [-3e4]]], ids=["ascending", "descending"])
+def test_extreme_logits_are_exact_and_finite_and_their_entropy_and_its_gradient_are_0(rows: list[list[float]]) -> None:
+    """Logits far beyond the range of exp, one in a tile."""
+    weight, hidden = torch.tensor(rows), torch.tensor([[1.0], [1.0]], requires_grad=True)
+    targets, best = torch.tensor([1, int(weight.argmax())]), weight.max()
+    values = token_logprobs(hidden, weight, targets, torch.ones(2), tile_elements=1)
+    (grad,) = torch.autograd.grad(values.sum(), hidden)
+    assert values.tolist() == [-best, 0.0]
+    torch.testing.assert_close(grad, torch.tensor([[-best], [0.0]]))
+    options: dict[str, Any] = {"differentiable": True, "tile_elements": 1}
+    _, entropy = logprobs_and_entropy(hidden, weight, targets, torch.ones(2), **options)
+    (grad,) = torch.autograd.grad(entropy.sum(), hidden)
+    assert (entropy.tolist(), grad.tolist()) == ([0.0, 0.0], [[0.0], [0.0]])
 
 
 def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_states_size() -> None:
@@ -102,7 +106,6 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
 
 
 def test_the_heads_gradient_in_bfloat16_is_summed_up_in_float32() -> None:
-    """The head's gradient in bfloat16 is summed up in float32."""
     # 400 equal positions in tiles of one: each adds 2^-12 to the target's row. A bfloat16 sum would stop at 256 of
     # them, 1/16, where the next is half a step.
     hidden, weight = torch.ones(400, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
@@ -137,18 +140,13 @@ def test_no_positions_have_no_log_probabilities_and_give_the_head_no_gradient() 
     assert not weight.grad.any()
 
 
-def plain_entropy(hidden: torch.Tensor, weight: torch.Tensor, temps: torch.Tensor) -> torch.Tensor:
-    logp = (hidden @ weight.T / temps[:, None]).log_softmax(-1)
-    return -(logp.exp() * logp).sum(-1)
-
-
 @pytest.mark.parametrize("tile_elements", SIZES)
 def test_the_entropy_is_that_of_the_full_softmax_and_leaves_logprobs_as_they_are(tile_elements: int) -> None:
     hidden, weight, targets, temperatures = (x.float() if x.is_floating_point() else x for x in inputs(6))
     hidden = hidden.requires_grad_()
     logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, temperatures, tile_elements=tile_elements)
-    exact = plain_entropy(hidden.detach().double(), weight.double(), temperatures.double())
-    torch.testing.assert_close(entropy.double(), exact, atol=1e-6, rtol=1e-6)
+    exact = (hidden.detach().double() @ weight.double().T / temperatures.double()[:, None]).log_softmax(-1)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(-1), atol=1e-6, rtol=1e-6)
     assert not entropy.requires_grad
     assert torch.equal(logprobs, token_logprobs(hidden, weight, targets, temperatures, tile_elements=tile_elements))
 
@@ -163,16 +161,6 @@ def test_the_entropys_gradients_equal_finite_differences_whatever_the_tiles(tile
         return logprobs_and_entropy(h, w, *chosen, differentiable=True, tile_elements=tile_elements)
 
     assert torch.autograd.gradcheck(outputs, variables)
-
-
-def test_an_extreme_distribution_has_entropy_0_and_gradient_0() -> None:
-    for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
-        hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
-        targets = torch.tensor([1, int(weight.argmax())])
-        options: dict[str, Any] = {"differentiable": True, "tile_elements": 1}
-        _, entropy = logprobs_and_entropy(hidden, weight, targets, torch.ones(2), **options)
-        (grad,) = torch.autograd.grad(entropy.sum(), hidden)
-        assert (entropy.tolist(), grad.tolist()) == ([0.0, 0.0], [[0.0], [0.0]])
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, of its own code

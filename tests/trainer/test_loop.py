@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from grpo.trainer.checkpoint import CheckpointStore
 from grpo.trainer.errors import EndedEarly, NonFiniteError
 from grpo.trainer.packing import packed_tokens
 from grpo.transport.errors import DeadlineError, PeerFailed, StorageError
-from grpo.transport.records import Canary, MicroBatch, PolicyManifest
+from grpo.transport.records import Canary, PolicyManifest
 from grpo.transport.run import RunFolder
 from grpo.transport.status import StatusFile, read_status
 from msgspec.structs import replace
@@ -25,17 +24,14 @@ from transformers import AutoModelForCausalLM
 from tests.infer.published import logprobs_of
 from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import UNMASKED, Bench, on_policy
-from tests.trainer.models import CPU, files_of, pair_of, tiny_batch, tiny_policy
-from tests.trainer.test_model import write_files
+from tests.trainer.models import CPU, TARGETS, files_of, only, pair_of, tiny_batch, tiny_policy, write_files
 
 
 def test_two_steps_publish_three_versions_whose_canaries_hugging_face_confirms(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=2)
-    for step in (1, 2):
-        bench.send(step, replace(on_policy(tiny_batch((6, 9, 4)), bench.policy), step=step))
-    bench.trainer.train()
+    bench.train(*[on_policy(tiny_batch((6, 9, 4)), bench.policy)] * 2)
     assert sorted(bench.policies.versions) == [0, 1, 2]
     assert read_status(bench.status_path)["state"] == "finished"  # type: ignore[index]
     earlier = None
@@ -55,8 +51,7 @@ def test_two_steps_publish_three_versions_whose_canaries_hugging_face_confirms(
 
 def test_the_metrics_of_an_on_policy_step_show_no_mismatch(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=1)
-    bench.send(1, on_policy(tiny_batch((6, 9, 4)), bench.policy))
-    bench.trainer.train()
+    bench.train(on_policy(tiny_batch((6, 9, 4)), bench.policy))
     metrics = bench.metrics(1)
     assert metrics["policy/mismatch_max_lag0"] < 1e-5
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -77,44 +72,12 @@ def test_a_batch_with_little_to_teach_moves_less_and_one_with_nothing_not_at_all
     batch = on_policy(tiny_batch((6, 9)), bench.policy)  # of which 5 and 8 tokens carry loss
     half, none = batch.advantages.copy(), np.zeros_like(batch.advantages)
     half[6:] = 0.0
-    for step, advantages in enumerate((batch.advantages, half, none), 1):
-        bench.send(step, replace(batch, step=step, advantages=advantages))
-    bench.trainer.train()
+    bench.train(*(replace(batch, advantages=advantages) for advantages in (batch.advantages, half, none)))
     weights = [load(bench.files(version)["adapter_model.safetensors"]) for version in (2, 3)]
     moved = any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert moved == (little == 0)  # by the momentum of the batches before
     assert [bench.metrics(step)["optim/signal"] for step in (1, 2, 3)] == [1.0, 5 / 13, 0.0]
     assert bench.metrics(2)["optim/learning_rate"] == pytest.approx(1e-3 * factor)
-
-
-def split(batch: MicroBatch, parts: Sequence[int]) -> list[MicroBatch]:
-    """Micro-batches of the given numbers of samples."""
-    pieces, sample, token = [], 0, 0
-    for index, count in enumerate(parts):
-        lengths = batch.sequence_lengths[sample : sample + count]
-        rows = slice(token, token + int(lengths.sum()))
-        names = ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures")
-        streams = {name: getattr(batch, name)[rows] for name in names}
-        streams["version_runs"] = np.array([[0, rows.stop - rows.start]], np.int32)
-        ids = batch.rollout_ids[sample : sample + count]
-        place = {"index": index, "num_micro_batches": len(parts)}
-        pieces.append(replace(batch, sequence_lengths=lengths, rollout_ids=ids, **place, **streams))
-        sample, token = sample + count, rows.stop
-    return pieces
-
-
-def test_the_step_does_not_depend_on_the_split_into_micro_batches(tiny_model: Path, tmp_path: Path) -> None:
-    results = []
-    for parts in ((4,), (1, 2, 1)):
-        bench = Bench(tiny_model, tmp_path, max_steps=1)
-        bench.send(1, *split(on_policy(tiny_batch((6, 9, 4, 5)), bench.policy), parts))
-        bench.trainer.train()
-        keys = [key for key in bench.metrics(1) if key.startswith(("loss/", "policy/", "optim/"))]
-        results.append(([p.detach() for p in bench.policy.parameters], [bench.metrics(1)[key] for key in keys]))
-    (one, one_metrics), (other, other_metrics) = results
-    assert one_metrics == pytest.approx(other_metrics, abs=1e-5, rel=1e-4)
-    for left, right in zip(one, other, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
 
 
 def test_several_optimizer_steps_a_batch_are_those_of_a_plain_loop_and_make_one_version(
@@ -123,7 +86,8 @@ def test_several_optimizer_steps_a_batch_are_those_of_a_plain_loop_and_make_one_
     more = {"gradient_accumulation_steps": 2, "ppo_epochs": 3, "optimizer": "adamw", "weight_decay": 0.0}
     bench = Bench(tiny_model, tmp_path, max_steps=1, loss={"name": "grpo"}, **more)
     plain = tiny_policy(tiny_model, moved=False)
-    parts = split(on_policy(tiny_batch((6, 9, 4, 5)), bench.policy), (1, 2, 1))
+    whole = on_policy(tiny_batch((6, 9, 4, 5)), bench.policy)
+    parts = [only(whole, part, index=n, num_micro_batches=3) for n, part in enumerate([[0], [1, 2], [3]])]
     bench.send(1, *parts)
     bench.trainer.train()
     adamw, norms, clipped = torch.optim.AdamW(plain.parameters, lr=1e-2, weight_decay=0.0), [], []
@@ -158,11 +122,8 @@ def test_a_step_without_the_pairs_that_alone_have_a_weight_changes_nothing(
 ) -> None:
     loss = {"adv_tau": 0.0, "beta_replay": 1.0}
     bench = Bench(tiny_model, tmp_path, max_steps=3, optimizer=optimizer, weight_decay=0.1, loss=loss)
-    bench.send(1, tiny_batch((6, 9)))
-    pair = pair_of([1, 2], [3, 4], [5])
-    bench.send(2, replace(tiny_batch((6, 9)), step=2, pairs=(pair,)))
-    bench.send(3, replace(tiny_batch((6, 9)), step=3))
-    bench.trainer.train()
+    batch = tiny_batch((6, 9))
+    bench.train(batch, replace(batch, pairs=(pair_of([1, 2], [3, 4], [5]),)), batch)
     weights = [load(bench.files(version)["adapter_model.safetensors"]) for version in range(4)]
     moved = [any(not torch.equal(one[name], other[name]) for name in one) for one, other in pairwise(weights)]
     assert moved == [False, True, False]
@@ -180,32 +141,33 @@ def test_a_batch_that_never_comes_is_an_error_that_says_who_owes_it(tiny_model: 
 def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=2)
     batch = on_policy(tiny_batch((6, 9)), bench.policy)
-    bench.send(1, batch)
     # a finite advantage, but 3e38 · 2 is beyond float32
-    bench.send(2, replace(batch, step=2, advantages=np.full(15, 3e38, np.float32)))
     with pytest.raises(NonFiniteError, match="batches/step_000002"):
-        bench.trainer.train()
+        bench.train(batch, replace(batch, advantages=np.full(15, 3e38, np.float32)))
     bench.trainer.close()
     assert sorted(bench.policies.versions) == [0, 1]
     assert CheckpointStore(RunFolder(path=tmp_path, run_id="run")).steps() == [1]
     assert files_of(bench.policy)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
 
 
-def test_merged_versions_load_into_hugging_face_and_fit_their_canaries(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, max_steps=1, weight_broadcast={"format": "merged"})
-    bench.send(1, on_policy(tiny_batch((6, 9, 4)), bench.policy))
-    bench.trainer.train()
+@pytest.mark.parametrize("kind", ["merged", "full"])
+def test_versions_of_whole_weights_load_into_hugging_face_and_fit_their_canaries(
+    tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=1, lora=kind == "merged", weight_broadcast={"format": kind})
+    bench.train(on_policy(tiny_batch((6, 9, 4)), bench.policy))
     for version in (0, 1):
-        files = bench.files(version)
+        manifest, files = bench.policies.versions[version]
+        assert manifest.spec.kind == kind
         assert "adapter_model.safetensors" not in files
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
         index = json.loads(files["model.safetensors.index.json"])
-        merged = {name: load(files[shard])[name] for name, shard in index["weight_map"].items()}
-        result = model.load_state_dict(merged, strict=False)
-        assert not result.unexpected_keys
+        weights = {name: load(files[shard])[name] for name, shard in index["weight_map"].items()}
+        assert not model.load_state_dict(weights, strict=False).unexpected_keys
+        assert kind == "full" or {name.split(".")[-2] for name in weights} == set(TARGETS)
         canary = Canary.from_json(files["canary.json"])
+        assert canary.is_zero == (version == 0)
         assert canary.logprobs == pytest.approx(logprobs_of(model, canary.token_ids), abs=1e-5)
-    assert bench.policies.versions[1][0].spec.kind == "merged"
 
 
 class FullDisk(MemoryPolicies):
@@ -223,8 +185,6 @@ def test_a_version_that_cannot_be_published_ends_the_run_with_its_own_error(tiny
 
 def test_a_trainer_that_is_told_to_end_keeps_the_step_that_it_has_made(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=3, ckpt={"interval": 10}, loss=UNMASKED)
-    for step in (1, 2):
-        bench.send(step, replace(tiny_batch((6, 9), seed=step), step=step))
     publish = bench.trainer.publish
 
     def told_after_one(step: int) -> None:
@@ -234,7 +194,7 @@ def test_a_trainer_that_is_told_to_end_keeps_the_step_that_it_has_made(tiny_mode
 
     bench.trainer.publish = told_after_one  # type: ignore[method-assign]
     with pytest.raises(EndedEarly, match="step 1"):
-        bench.trainer.train()
+        bench.train(tiny_batch((6, 9), seed=1), tiny_batch((6, 9), seed=2))
     store = CheckpointStore(RunFolder(path=tmp_path, run_id="run"))
     assert (store.steps(), sorted(bench.policies.versions)) == ([1], [0, 1])
     kept = store.read(1)[1]["weights"]

@@ -148,11 +148,6 @@ def test_mismatch_is_split_by_version_lag() -> None:
     assert metrics["policy/tokens"] == 3
 
 
-def test_no_loss_tokens_make_a_loss_of_zero() -> None:
-    loss, grad, metrics = loss_of([], [], [], [], tokens=5)
-    assert (loss, grad, metrics["policy/tokens"], metrics["policy/masked"]) == (0.0, [], 0.0, 0.0)
-
-
 @pytest.mark.parametrize("key", ["geo_mask", "sequence_mask"])
 def test_bounds_of_the_masks_of_samples_are_inclusive_where_they_are_hit_exactly(key: str) -> None:
     # the ratio is exp(0) = 1 exactly

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -125,9 +124,8 @@ def test_scales_are_in_the_order_of_cublas() -> None:
 def test_a_device_that_cannot_is_refused_with_what_it_has(
     recipe: LowPrecision, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has: dict[str, Any] = {"get_device_capability": capability, "get_device_name": "Old GPU"}
-    for name, value in has.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
     for device, said in ((CPU, "a CPU"), (torch.device("cuda"), f"Old GPU has {capability[0]}.{capability[1]}")):
         with pytest.raises(ModelError, match=said):
             check_device(recipe, device)

@@ -28,11 +28,8 @@ OTHER_RANK: dict[str, Metric] = {
 TOGETHER = {"sum": 3.5, "mean": 1.0, "min": -2.0, "max": 5.0, "only_here": 0.25}
 
 
-def test_parts_reduce_by_their_kind() -> None:
+def test_parts_reduce_by_their_kind_also_as_the_plain_states_that_ranks_exchange() -> None:
     assert as_floats(ONE_RANK, OTHER_RANK) == TOGETHER
-
-
-def test_ranks_that_exchange_plain_states_reduce_to_the_same() -> None:
     sent = (json.loads(json.dumps(state)) for part in (ONE_RANK, OTHER_RANK) for state in states_of([part]))
     assert numbers_of(reduced(sent)) == TOGETHER
 

@@ -45,10 +45,7 @@ def test_the_tables_list_every_metric_of_a_step_with_all_streams_on_and_no_other
 ) -> None:
     others = {"noise_scheduler": {"enabled": True, "num_stages": 3}, "ckpt": {"interval": 1}}
     bench = Bench(tiny_model, tmp_path, max_steps=3, loss=LOSS, **others)
-    bench.send(1, batch_of_all_streams())
-    bench.finish(1)
-    bench.trainer.train()
-    bench.trainer.close()
+    bench.train(batch_of_all_streams())
     on_a_gpu = {"perf/train_mfu"}
     assert {general(key) for key in bench.metrics(1)} | on_a_gpu == documented()
 

@@ -14,7 +14,6 @@ from grpo.transport.errors import START_AGAIN
 from grpo.transport.folders import steps_in
 from grpo.transport.ports import free_port
 from grpo.transport.run import create_run
-from msgspec.structs import replace
 
 from tests.support import until
 from tests.trainer.forked import Forked, forked
@@ -44,8 +43,8 @@ class Nodes:
         ]
 
     def send(self, step: int) -> None:
-        batch = replace(tiny_batch((6, 9)), run_id=self.run.run_id, step=step)
-        self.sender.send(step, [[replace(batch, rank=rank)] for rank in (0, 1)])
+        place = {"run_id": self.run.run_id, "step": step}
+        self.sender.send(step, [[tiny_batch((6, 9), rank=rank, **place)] for rank in (0, 1)])
 
     def wait_for(self, there: Callable[[], bool]) -> None:
         until(there, log=lambda: [path.read_text() for path in self._logs.glob("*/stderr")])
@@ -63,16 +62,11 @@ def nodes(tiny_model: Path, tmp_path: Path) -> Iterator[Nodes]:
         yield Nodes(tiny_model, tmp_path, stack)
 
 
-def kill(node: Forked) -> None:
-    """As a machine ends whose power fails: its workers end with the one that started them."""
-    node.process.kill()
-
-
 def test_a_trainer_that_loses_a_machine_ends_with_75_and_goes_on_with_those_that_are_left(nodes: Nodes) -> None:
     both = nodes.start(2, "--min_nodes", "1")
     nodes.send(1)
     nodes.wait_for(lambda: nodes.checkpoints() == [1])
-    kill(both[1])
+    both[1].process.kill()  # as a machine ends whose power fails: its workers end with the one that started them
     nodes.send(2)
     assert both[0].end() == START_AGAIN
     (left,) = nodes.start(1, "--min_nodes", "1", latecomers_s=1)

@@ -11,15 +11,13 @@ from grpo.trainer.errors import ModelError
 from grpo.trainer.noise import NormNoise, hidden_norms, noisy_weight, rms_norm, sigma_of
 from grpo.trainer.publishing import canary_ids
 from grpo.transport.records import Canary
-from msgspec.structs import replace
 from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from tests.infer.published import logprobs_of
 from tests.trainer.bench import Bench, on_policy
-from tests.trainer.models import canary_of, tiny_batch, tiny_policy
-from tests.trainer.test_model import write_files
+from tests.trainer.models import canary_of, files_of, tiny_batch, tiny_policy, write_files
 
 NOISE = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.05, "num_stages": 3}
 
@@ -29,21 +27,12 @@ def noise_of(policy: Any, *, seed: int = 7, max_steps: int = 6, **changes: Any) 
     return NormNoise(hidden_norms(policy.causal_lm), settings, seed=seed, max_steps=max_steps)
 
 
-# --- the schedule ---
-
-
-def stages(start: float, end: float, number: int) -> NoiseSettings:
-    return NoiseSettings(enabled=True, sigma_start=start, sigma_end=end, num_stages=number)
-
-
 def test_the_first_stage_has_no_noise_and_the_others_fall_geometrically_from_start_to_end() -> None:
-    sigmas = [sigma_of(stages(0.08, 0.02, 4), version, max_steps=8) for version in range(9)]
+    settings = NoiseSettings(enabled=True, sigma_start=0.08, sigma_end=0.02, num_stages=4)
+    sigmas = [sigma_of(settings, version, max_steps=8) for version in range(9)]
     # 8 steps in 4 stages of 2. Noisy stages 1, 2, 3 with exponents 0, 1/2, 1 of 0.02 / 0.08 = 1/4:
     # 0.08, 0.08 * (1/4)^(1/2) = 0.04, 0.08 * 1/4 = 0.02. Version 8 samples no batch.
     assert sigmas == pytest.approx([0, 0, 0.08, 0.08, 0.04, 0.04, 0.02, 0.02, 0])
-
-
-# --- the sample ---
 
 
 def test_noise_is_sigma_times_a_standard_normal_sample_on_top_of_the_weight() -> None:
@@ -70,9 +59,6 @@ def test_seed_version_and_name_each_give_another_sample_and_equal_ones_the_same(
     assert again.tolist() == pytest.approx([1.2281227, 0.9583624, 0.9158603])
 
 
-# --- which norms ---
-
-
 def test_the_norms_of_the_hidden_state_have_noise_and_those_of_queries_and_keys_have_none(tiny_model: Path) -> None:
     weights = noise_of(tiny_policy(tiny_model)).weights(2)
     layers = [f"model.layers.{n}.{name}.weight" for n in (0, 1) for name in ("input", "post_attention")]
@@ -96,24 +82,14 @@ def test_a_norm_that_does_not_multiply_by_its_weight_is_refused() -> None:
         hidden_norms(GemmaForCausalLM(config))
 
 
-# --- the policy with noise ---
-
-
-def hugging_face_with(folder: Path, weights: dict[str, torch.Tensor]) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    missing = model.load_state_dict(weights, strict=False)
-    assert not missing.unexpected_keys
-    return model
-
-
 def test_the_canary_with_noise_is_hugging_faces_with_noisy_norms(tiny_model: Path, tmp_path: Path) -> None:
     policy = tiny_policy(tiny_model)
     weights = noise_of(policy).weights(3)
     ids = canary_ids(policy.causal_lm.config, seed=1)
     canary = canary_of(policy, ids, version=3, noise=weights)
-    served = PeftModel.from_pretrained(
-        hugging_face_with(tiny_model, weights), write_files(policy.weights.files(policy.weights.snapshot()), tmp_path)
-    )
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    assert not base.load_state_dict(weights, strict=False).unexpected_keys
+    served = PeftModel.from_pretrained(base, write_files(files_of(policy), tmp_path))
     assert canary.noisy_logprobs == pytest.approx(logprobs_of(served, canary.token_ids), abs=1e-5)
     changes = np.abs(np.subtract(canary.noisy_logprobs, canary.logprobs))  # type: ignore[arg-type]
     assert changes.max() > 0.01
@@ -158,22 +134,15 @@ def test_layers_that_were_compiled_see_the_noise(tiny_model: Path) -> None:
     assert compiled == pytest.approx(expected, abs=1e-6)
 
 
-# --- the loop ---
-
-
 def test_versions_are_published_with_the_noise_of_their_stage(tiny_model: Path, tmp_path: Path) -> None:
     noise = NOISE | {"sigma_start": 0.1, "sigma_end": 0.01}
     bench = Bench(tiny_model, tmp_path, max_steps=6, noise_scheduler=noise, seed=5)
-    for step in range(1, 7):
-        bench.send(step, replace(on_policy(tiny_batch((6, 9)), bench.policy), step=step))
-    bench.trainer.train()
+    bench.train(*[on_policy(tiny_batch((6, 9)), bench.policy)] * 6)
     # 6 versions that sample, in 3 stages of 2: none, 0.1, 0.01; version 6 samples nothing
     sigmas = [bench.metrics(version)["policy/noise_sigma"] for version in range(1, 7)]
     assert sigmas == pytest.approx([0, 0.1, 0.1, 0.01, 0.01, 0])
     assert [version for version in range(7) if "noise.safetensors" in bench.files(version)] == [2, 3, 4, 5]
-    expected = NormNoise(
-        hidden_norms(tiny_policy(tiny_model).causal_lm), NoiseSettings.model_validate(noise), seed=5, max_steps=6
-    ).weights(4)
+    expected = noise_of(tiny_policy(tiny_model), seed=5, **noise).weights(4)
     published = load(bench.files(4)["noise.safetensors"])
     assert published.keys() == expected.keys()
     assert all(torch.equal(published[name], expected[name]) for name in expected)

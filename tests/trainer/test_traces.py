@@ -20,6 +20,14 @@ from tests.trainer.bench import Bench, on_policy
 from tests.trainer.models import CPU, VOCAB, tiny_batch
 
 
+@pytest.fixture
+def wanted(tmp_path: Path) -> Path:
+    """A run folder in which somebody wants traces."""
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / VOCABULARY_FILE).touch()
+    return tmp_path
+
+
 def train(kept: TrainedTokens, steps: range) -> None:
     for step in steps:
         batch = replace(tiny_batch((6, 9)), step=step)
@@ -29,11 +37,7 @@ def train(kept: TrainedTokens, steps: range) -> None:
         kept.write(step)
 
 
-def test_short_steps_are_all_written_though_the_first_takes_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / VOCABULARY_FILE).touch()
+def test_short_steps_are_all_written_though_the_first_takes_long(wanted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = traces.write_table
 
     def slow(table: pa.Table, path: Path) -> None:
@@ -41,10 +45,10 @@ def test_short_steps_are_all_written_though_the_first_takes_long(
         write(table, path)
 
     monkeypatch.setattr(traces, "write_table", slow)
-    kept = TrainedTokens(tmp_path, LossSettings())
+    kept = TrainedTokens(wanted, LossSettings())
     train(kept, range(1, 4))
     kept.close()
-    assert all(trained_path(tmp_path, step, 0).exists() for step in (1, 2, 3))
+    assert all(trained_path(wanted, step, 0).exists() for step in (1, 2, 3))
 
 
 def test_nothing_is_kept_where_nobody_wants_traces(tmp_path: Path) -> None:
@@ -58,18 +62,14 @@ def test_nothing_is_kept_where_nobody_wants_traces(tmp_path: Path) -> None:
 
 
 def test_a_trained_token_is_told_once_as_it_was_before_the_first_step_with_why_it_was_left_out(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, wanted: Path
 ) -> None:
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / VOCABULARY_FILE).touch()
-    bench = Bench(tiny_model, tmp_path, max_steps=1, ppo_epochs=2)
+    bench = Bench(tiny_model, wanted, max_steps=1, ppo_epochs=2)
     batch = on_policy(tiny_batch((6, 9)), bench.policy)  # of which 5 and 8 tokens carry loss
     shifted = batch.inference_logprobs.copy()
     shifted[3] += 2.3  # its ratio is 0.1
-    bench.send(1, replace(batch, inference_logprobs=shifted))
-    bench.trainer.train()
-    bench.trainer.close()
-    rows = pq.read_table(trained_path(tmp_path, 1, 0), schema=TRAINED_SCHEMA).to_pylist()
+    bench.train(replace(batch, inference_logprobs=shifted))
+    rows = pq.read_table(trained_path(wanted, 1, 0), schema=TRAINED_SCHEMA).to_pylist()
     first, second = rows
     assert [row["rollout"] for row in rows] == list(batch.rollout_ids)
     expected = batch.inference_logprobs[batch.loss_mask]

@@ -62,32 +62,24 @@ def micro_batch(
     )
 
 
-def equal(one: MicroBatch, other: MicroBatch) -> bool:
+def equal(one: object, other: object) -> bool:
     """All fields the same, bit for bit."""
-    return _same(one, other)
-
-
-def _same(one: object, other: object) -> bool:
+    if type(one) is not type(other):
+        return False
     if isinstance(one, MicroBatch | Hint | PreferencePair):
-        return type(one) is type(other) and all(
-            _same(getattr(one, name), getattr(other, name)) for name in type(one).__struct_fields__
-        )
-    if isinstance(one, tuple):
-        return isinstance(other, tuple) and len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+        return all(equal(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
     return one == other
 
 
 def canary(version: int = 0) -> Canary:
     """Three tokens."""
+    ids, scores, base_scores = (1, 2, 3), (-1.5, -0.25), (-1.0, -0.5)
     return Canary(
-        version=version,
-        token_ids=(1, 2, 3),
-        logprobs=(-1.5, -0.25),
-        base_logprobs=(-1.0, -0.5),
-        dtype="float32",
-        is_zero=False,
+        version=version, token_ids=ids, logprobs=scores, base_logprobs=base_scores, dtype="float32", is_zero=False
     )
 
 

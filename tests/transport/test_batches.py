@@ -1,8 +1,8 @@
 """The contract of batch channels, on both backends; what only sockets have; what strangers can do."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,17 +108,12 @@ def test_fewer_ranks_than_a_step_was_split_over_receive_all_of_it_and_more_are_r
 
 
 def test_a_receiver_waits_for_a_step_that_comes_later_and_checks_meanwhile(batches: Batches) -> None:
-    receiver, result, checks = batches.receiver(), list[object](), list[int]()
-
-    def receive_one() -> None:
-        result.append(receiver.receive(1, timeout_s=60, check=lambda: checks.append(1)))
-
-    thread = threading.Thread(target=receive_one)
-    thread.start()
-    until(lambda: checks)
-    batches.sender().send(1, [[micro_batch()]])
-    thread.join(60)
-    assert result
+    receiver, checks = batches.receiver(), list[int]()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(receiver.receive, 1, timeout_s=60, check=lambda: checks.append(1))
+        until(lambda: checks)
+        batches.sender().send(1, [[micro_batch()]])
+        assert waiting.result()
 
 
 def test_a_wait_that_is_too_long_names_the_other_side(batches: Batches) -> None:
@@ -132,26 +127,22 @@ def test_a_wait_that_is_too_long_names_the_other_side(batches: Batches) -> None:
         sender.send(2, [[micro_batch(step=2)]])
 
 
-def test_after_the_end_later_steps_are_none_and_earlier_ones_still_there(batches: Batches) -> None:
-    sender, receiver = batches.sender(), batches.receiver()
-    sender.send(1, [[micro_batch()]])
-    sender.finish(1)
-    assert receive(receiver, 1).step == 1
-    assert receiver.receive(2, timeout_s=60) is None
-
-
 def test_either_end_may_restart_and_nothing_is_lost(batches: Batches) -> None:
     sender, receiver = batches.sender(), batches.receiver()
     for step in (1, 2):
         sender.send(step, [[micro_batch(step=step)]])
     assert receive(receiver, 1).step == 1
     sender.close()
+    (batches.folder / ".step_000003.abc.tmp").mkdir()
     sender = batches.sender()
+    assert not list(batches.folder.glob(".*"))
     sender.send(3, [[micro_batch(step=3)]])
     assert receive(receiver, 2).step == 2
     receiver.close()
+    sender.finish(3)
     again = batches.receiver()
     assert [receive(again, step).step for step in (1, 2, 3)] == [1, 2, 3]
+    assert again.receive(4, timeout_s=60) is None
 
 
 def test_steps_that_the_trainer_has_a_checkpoint_of_make_room_for_new_ones(batches: Batches) -> None:
@@ -178,30 +169,24 @@ def test_what_a_rank_only_asks_for_is_not_received(batches: Batches) -> None:
 
 
 def test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped(batches: Batches) -> None:
-    sender, receiver, sent = batches.sender(hwm=3), batches.receiver(), list[int]()
+    sender, receiver, sent, steps = batches.sender(hwm=3), batches.receiver(), list[int](), list(range(1, 9))
 
     def send_all() -> None:
-        for step in range(1, 9):
+        for step in steps:
             sender.send(step, [[micro_batch(step=step)]])
             sent.append(step)
 
-    thread = threading.Thread(target=send_all)
-    thread.start()
-    until(lambda: len(sent) == 3)
-    time.sleep(0.2)
-    assert len(sent) == 3
-    assert [receive(receiver, step).step for step in range(1, 9)] == list(range(1, 9))
-    thread.join(60)
-    assert sent == list(range(1, 9))
+    with ThreadPoolExecutor() as pool:
+        pool.submit(send_all)
+        until(lambda: len(sent) == 3)
+        time.sleep(0.2)
+        assert len(sent) == 3
+        assert [receive(receiver, step).step for step in steps] == steps
+    assert sent == steps
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kind"),
-    [
-        ({"step": 2}, CorruptError),
-        ({"of": 2}, CorruptError),
-        ({"run_id": "other"}, StaleRunError),
-    ],
+    ("wrong", "kind"), [({"step": 2}, CorruptError), ({"of": 2}, CorruptError), ({"run_id": "other"}, StaleRunError)]
 )
 def test_a_sender_refuses_what_is_not_the_step_and_rank(
     batches: Batches, wrong: dict[str, Any], kind: type[Exception]
@@ -217,12 +202,7 @@ def test_a_batch_of_another_run_is_refused(batches: Batches) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("rank_0.msgpack", "flip"),
-        ("rank_0.msgpack", "remove"),
-        ("manifest.json", "flip"),
-    ],
+    ("name", "how"), [("rank_0.msgpack", "flip"), ("rank_0.msgpack", "remove"), ("manifest.json", "flip")]
 )
 def test_a_damaged_batch_is_an_error_that_names_it(batches: Batches, name: str, how: str) -> None:
     sender = batches.sender()
@@ -258,27 +238,15 @@ def test_a_full_disk_is_an_error_that_loses_nothing(batches: Batches, small_disk
     assert [receive(receiver, step).step for step in (1, 2)] == [1, 2]
 
 
-def test_leftovers_of_a_killed_sender_are_removed(batches: Batches) -> None:
-    (batches.folder / ".step_000001.abc.tmp").mkdir(parents=True)
-    batches.sender()
-    assert not list(batches.folder.glob(".*"))
+# --- sockets and strangers ---
 
 
-# --- sockets ---
-
-
-def test_a_port_in_use_is_named(sockets: Batches) -> None:
+def test_a_key_that_is_too_short_and_a_port_in_use_are_refused(sockets: Batches) -> None:
+    with pytest.raises(TransportError):
+        SharedKey("short")
     sockets.sender()
     with pytest.raises(TransportError, match=str(sockets.port)):
         sockets.sender()
-
-
-# --- strangers ---
-
-
-def test_a_key_that_is_too_short_is_refused() -> None:
-    with pytest.raises(TransportError):
-        SharedKey("short")
 
 
 def test_who_has_another_key_gets_nothing_and_is_told_how_to_give_both_the_same(sockets: Batches) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpo.transport import folders
@@ -18,35 +19,27 @@ BELOW = {"adapters/second/weights": b"v"}
 @pytest.mark.parametrize("old", [None, "replace", "reuse"])
 def test_a_folder_that_has_its_name_is_whole_after_a_power_cut(tmp_path: Path, old: str | None) -> None:
     folder, spare = tmp_path / "step_000002", tmp_path / "step_000001"
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {"replace": True} if old == "replace" else {"reuse": spare} if old else {}
     with recorded() as disk:
-        if old == "replace":
-            write_folder(folder, {"weights": b"old"}, lambda _: b"{}")
-            options = {"replace": True}
-        if old == "reuse":
-            write_folder(spare, {"weights": b"old"}, lambda _: b"{}")
-            options = {"reuse": spare}
-        files = FILES if old == "reuse" else FILES | BELOW
-        write_folder(folder, files, lambda _: b"{}", **options)  # type: ignore[arg-type]
+        if old is not None:
+            write_folder(spare if old == "reuse" else folder, {"weights": b"old"}, lambda _: b"{}")
+        write_folder(folder, FILES if old == "reuse" else FILES | BELOW, lambda _: b"{}", **options)
         assert disk.too_early == []
         assert disk.unsynced(folder) == []
         assert disk.keeps(folder)
 
 
-def test_a_file_that_is_replaced_is_the_old_or_the_new_one_after_a_power_cut(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_and_a_folder_that_is_marked_stable_stay_so_after_a_power_cut(tmp_path: Path) -> None:
+    folder = tmp_path / "step_000001"
     with recorded() as disk:
         for data in (b"old", b"new"):
             write_atomic(tmp_path / "file", data)
             assert disk.unsynced(tmp_path / "file") == disk.too_early == []
             assert disk.keeps(tmp_path / "file")
-
-
-def test_a_folder_that_is_marked_stable_stays_so_after_a_power_cut(tmp_path: Path) -> None:
-    with recorded() as disk:
-        write_folder(tmp_path / "step_000001", FILES, lambda _: b"{}", marker=ANNOUNCED)
-        mark_stable(tmp_path / "step_000001")
-        assert disk.keeps(tmp_path / "step_000001" / STABLE)
-        assert disk.unsynced(tmp_path / "step_000001") == disk.too_early == []
+        write_folder(folder, FILES, lambda _: b"{}", marker=ANNOUNCED)
+        mark_stable(folder)
+        assert disk.unsynced(folder) == disk.too_early == []
+        assert disk.keeps(folder / STABLE)
 
 
 def test_what_is_not_durable_is_not_synced(tmp_path: Path) -> None:
@@ -65,20 +58,23 @@ def test_a_folder_that_is_reused_holds_only_what_is_written(tmp_path: Path) -> N
     assert not old.exists()
 
 
-def test_a_full_disk_names_file_folder_and_remedy_and_keeps_no_temporary_file(
+def test_a_full_disk_names_file_folder_and_remedy_keeps_what_was_there_and_no_temporary_file(
     tmp_path: Path, small_disk: Callable[[Path], None]
 ) -> None:
-    small_disk(tmp_path / "disk")
-    path = tmp_path / "disk" / "status.json"
-    write_atomic(path, b"old")
+    disk = tmp_path / "disk"
+    small_disk(disk)
+    write_atomic(disk / "status.json", b"old")
+    write_folder(disk / "there", {"weights": b"old"}, lambda _: b"{}")
+    files = {"weights": bytes(2**20)}
     for write in (
-        lambda: write_atomic(path, bytes(2**20)),
-        lambda: write_folder(tmp_path / "disk" / "folder", {"weights": bytes(2**20)}, lambda _: b"{}"),
+        lambda: write_atomic(disk / "status.json", bytes(2**20)),
+        lambda: write_folder(disk / "folder", files, lambda _: b"{}"),
+        lambda: write_folder(disk / "there", files, lambda _: b"{}", replace=True),
     ):
-        with pytest.raises(StorageError, match=rf"{tmp_path}/disk/\w.* cannot be .* room in {tmp_path}/disk or"):
+        with pytest.raises(StorageError, match=rf"{disk}/\w.* cannot be .* room in {disk} or"):
             write()
-    assert path.read_bytes() == b"old"
-    assert [one.name for one in path.parent.iterdir()] == ["status.json"]
+    assert (disk / "status.json").read_bytes() == (disk / "there" / "weights").read_bytes() == b"old"
+    assert {one.name for one in disk.iterdir()} == {"status.json", "there"}
 
 
 def test_leftovers_are_those_of_the_writer_that_removes_them(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Damaged messages, files and control frames: each is read as what was sent, or refused."""
 
+import contextlib
 import random
 import resource
 import struct
@@ -16,7 +17,7 @@ from grpo.transport.records import BatchManifest, Canary, FileEntry, MicroBatch,
 from tests.transport.samples import SPEC, canary, equal, micro_batch
 
 HOSTILE = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
-NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 20_000, 8_000, 400
+NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 20_000, 2_000, 400
 
 
 def mutate(rng: random.Random, message: bytes, others: list[bytes]) -> bytes:
@@ -47,18 +48,11 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def batches() -> list[MicroBatch]:
-    shapes: list[tuple[tuple[int, ...], bool, bool, bool]] = [
-        ((3, 2), False, False, False),
-        ((5,), True, True, False),
-        ((4, 1, 6), True, False, True),
-    ]
-    return [micro_batch(lengths=n, teacher=t, per_token=p, extras=x) for n, t, p, x in shapes]
-
-
 def test_damaged_messages_are_refused_or_read_as_micro_batches_and_memory_stays_bounded() -> None:
     """What an attacker, or a bug of the sender, could make: checksums lie beside messages, and these have none."""
-    rng, originals = random.Random(0), [bytes(encode([batch])) for batch in batches()]
+    plain, teacher = micro_batch(), micro_batch(lengths=(5,), teacher=True, per_token=True)
+    hints = micro_batch(lengths=(4, 1, 6), teacher=True, extras=True)
+    rng, originals = random.Random(0), [bytes(encode([batch])) for batch in (plain, teacher, hints)]
     before, num_read = peak_bytes(), 0
     for _ in range(NUM_MESSAGES):
         try:
@@ -81,12 +75,9 @@ def test_damaged_manifests_and_questions_are_refused_or_read(kind: type[Record])
         Ask(run_id="run", rank=0, num_ranks=1, step=1).to_json(),
     ]
     rng = random.Random(1)
-    for _ in range(NUM_MANIFESTS // 4):
-        damaged = mutate(rng, rng.choice(originals), originals)
-        try:
-            kind.from_json(damaged)
-        except TransportError:
-            continue
+    for _ in range(NUM_MANIFESTS):
+        with contextlib.suppress(TransportError):
+            kind.from_json(mutate(rng, rng.choice(originals), originals))
 
 
 def test_a_step_with_any_damaged_file_is_refused_or_read_as_it_was_sent(tmp_path: Path) -> None:

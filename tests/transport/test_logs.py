@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from grpo.transport.logs import printable, start_log
-from grpo.transport.run_warnings import MAX_KINDS, RunWarning, as_line, kept_warnings, run_warnings
+from grpo.transport.run_warnings import MAX_KINDS, as_line, kept_warnings, run_warnings
 
 OSC, CSI, C1 = "\x1b]0;title\x07", "\x1b[2J\x1b[1;1H", "\x9b2J\x90q\x9c"
 HOSTILE = f"a{OSC}b{CSI}c{C1}d\u202ee\u2066f\rg\x7fh\u200bi\udce9"
@@ -47,29 +47,23 @@ def test_each_kind_of_warning_is_kept_once_with_its_first_step_and_its_number(ru
     with kept_warnings(run, "orch", step=lambda: next(steps)):
         for batch in (1, 2, 10):
             log.warning("in %.1f %% of the groups of batch %d all rewards are equal", 100 / batch, batch)
-        log.error("something else%s", OSC)
+        log.error("something\nelse%s", OSC)
         log.info("no warning")
         logging.getLogger("vllm").warning("of another library")
     groups, other = run_warnings(run)
-    assert (groups.program, groups.step, groups.times) == ("grpo-orch", 1, 3)
-    assert groups.message == "in 100.0 % of the groups of batch 1 all rewards are equal"
+    assert as_line(groups) == "grpo-orch, step 1, 3 times: in 100.0 % of the groups of batch 1 all rewards are equal"
     assert (other.step, other.times) == (2, 1)
     assert as_line(other).isprintable()
 
 
-def test_a_program_that_is_started_again_goes_on_counting(run: Path) -> None:
-    for _ in range(2):
+def test_warnings_of_endless_kinds_are_bounded_and_counted_also_by_a_program_that_is_started_again(run: Path) -> None:
+    for num_starts in (1, 2):
         with kept_warnings(run, "train"):
-            log.warning("old checkpoints stay")
-    assert [(one.program, one.times) for one in run_warnings(run)] == [("grpo-train", 2)]
-
-
-def test_warnings_of_endless_kinds_are_bounded_and_counted(run: Path) -> None:
-    with kept_warnings(run, "orch"):
-        for number in range(MAX_KINDS + 30):
-            log.warning("kind %s", "x" * number)
-    kept = run_warnings(run)
-    assert (len(kept), sum(one.times for one in kept)) == (MAX_KINDS + 1, MAX_KINDS + 30)
+            for number in range(MAX_KINDS + 30):
+                log.warning("kind %s", "x" * number)
+        kept = run_warnings(run)
+        assert (len(kept), sum(one.times for one in kept)) == (MAX_KINDS + 1, num_starts * (MAX_KINDS + 30))
+        assert (kept[0].program, kept[0].times) == ("grpo-train", num_starts)
 
 
 @pytest.mark.parametrize("text", ["", "5", '[{"program": 5}]', "[" * 10**5])
@@ -86,8 +80,3 @@ def test_where_there_is_no_run_nothing_is_written(tmp_path: Path) -> None:
     with kept_warnings(tmp_path, "infer"):
         log.warning("one")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_line_names_program_step_and_number() -> None:
-    one = RunWarning(program="grpo-orch", kind="k", message="m\nn", step=3, times=2)
-    assert as_line(one) == "grpo-orch, step 3, 2 times: m n"

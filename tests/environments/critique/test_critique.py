@@ -13,7 +13,7 @@ from grpo.environments.critique import feedback, operators
 from grpo.environments.critique.critique import Critique
 from grpo.environments.critique.operators import judgement_of
 from grpo.environments.critique.testing import extract_program
-from grpo.environments.sandbox.records import LimitName, Limits, Result, SandboxError
+from grpo.environments.sandbox.records import Limits, Result, SandboxError
 from grpo.orchestrator.rollouts.play import play
 
 from grpo import MockClient
@@ -32,8 +32,8 @@ PROBLEM = {
 class FakeSandbox:
     """Runs `print(int(input()) * K)` by looking at it. Counts the runs; fails every one where told to."""
 
-    def __init__(self, failure: SandboxError | None = None, limit: LimitName | None = None) -> None:
-        self.failure, self.limit, self.num_runs = failure, limit, 0
+    def __init__(self, failure: SandboxError | None = None) -> None:
+        self.failure, self.num_runs = failure, 0
 
     async def run(self, program: str, *, stdin: bytes = b"", limits: Limits | None = None) -> Result:
         self.num_runs += 1
@@ -41,7 +41,7 @@ class FakeSandbox:
         if self.failure is not None:
             raise self.failure
         out = str(int(stdin) * 2 if "* 2" in program else int(stdin) + 2).encode()
-        return Result(exit_code=0, stdout=out, stderr=b"", limit=self.limit)
+        return Result(exit_code=0, stdout=out, stderr=b"", limit=None)
 
 
 @pytest.fixture
@@ -72,11 +72,12 @@ async def test_the_share_of_tests_that_the_revision_passes_is_the_reward(
     files: Mapping[str, Any], program: str, counting: str, reward: float
 ) -> None:
     environment = critique(files, FakeSandbox(), program, counting=counting)
-    outcome = await play(environment, environment.dataset("train")[0], [JUDGED])
+    [example] = environment.dataset("train")
+    outcome = await play(environment, example, [JUDGED])
     assert outcome.rewards == {"policy": reward}
     assert outcome.metrics == {"tests_passed": reward, "judged": 1.0, "revised": 1.0}
     assert outcome.extras == {"problem": "double", "revision": f"{program}\n"}
-    unjudged = await play(environment, environment.dataset("train")[0], ["It should be * 2."])
+    unjudged = await play(environment, example, ["It should be * 2."])
     assert unjudged.metrics == {"tests_passed": 0.0, "judged": 0.0, "revised": 0.0}
 
 

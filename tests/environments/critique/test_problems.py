@@ -91,12 +91,7 @@ RECORD = {"question": "Double n.", "inputs": ["2"], "outputs": ["4"], "program":
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        json.dumps({**RECORD, "program": None}),
-        json.dumps({"question": "Q", "private_test_cases": "%%%"}),
-    ],
+    "line", ["{", json.dumps({**RECORD, "program": None}), json.dumps({"question": "Q", "private_test_cases": "%%%"})]
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "problems.jsonl").write_text(f"{json.dumps(RECORD)}\n\n")
@@ -108,12 +103,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, line: s
 
 @pytest.mark.parametrize(
     ("printed", "expected", "same"),
-    [
-        ("  3  \n4\n\n", "3\n4", True),
-        ("1.50 2", "1.5 2.0", True),
-        ("3 4", "3\n4", False),
-        ("yes", "YES", False),
-    ],
+    [("  3  \n4\n\n", "3\n4", True), ("1.50 2", "1.5 2.0", True), ("3 4", "3\n4", False), ("yes", "YES", False)],
 )
 def test_outputs_are_compared_by_lines_and_numbers(printed: str, expected: str, same: bool) -> None:
     assert same_output(printed, expected) is same

@@ -24,9 +24,7 @@ LIMITS = Limits(
 ENOUGH = Limits(wall_s=60.0)
 
 FORK_BOMB = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
-FULL_DISK = (
-    "for name in range(100):\n    with open(f'{FOLDER}/{name}', 'wb') as file:\n        file.write(bytes(1 << 20))"
-)
+FULL_DISK = "for name in range(100):\n    with open(f'/tmp/{name}', 'wb') as file:\n        file.write(bytes(1 << 20))"
 MEMORY_IN_CHILDREN = """
 import os, time
 for _ in range(6):
@@ -49,13 +47,12 @@ EXCEEDS = {
         "memory None",
     ),
     "large_file": ("with open('large', 'wb') as file:\n    while True:\n        file.write(bytes(1 << 16))", "None"),
-    "full_disk": (FULL_DISK.replace("{FOLDER}", "/tmp"), "None"),
+    "full_disk": (FULL_DISK, "None"),
     "many_files": ("number = 0\nwhile True:\n    number += 1\n    open(str(number), 'w').close()", "files"),
     "endless_output": ("while True:\n    print('x' * 1000)", "output"),
     "loops_in_children": ("import os\nfor _ in range(2):\n    os.fork()\nwhile True:\n    pass", "cpu"),
 }
 NEVER_ENDS = {
-    "sleep": "import time\ntime.sleep(1000)",
     "ignores_signals": """
 import signal, time
 for number in range(1, 65):
@@ -71,7 +68,6 @@ CONTAINED = {
     "processes_left_behind_end_with_the_program": (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n"
         "    os._exit(0)\nprint('parent ends')",
-        Limits(wall_s=500.0),
         "parent ends\n",
     ),
     "no_socket_reaches_out": (
@@ -87,7 +83,6 @@ a, b = socket.socketpair()
 a.send(b"own")
 print(b.recv(3))
 """,
-        ENOUGH,
         "b'own'\n",
     ),
     "the_system_cannot_be_written": (
@@ -102,7 +97,6 @@ for path in ("/x", "/usr/x", "/usr/bin/x", "/dev/x", "/proc/sys/kernel/hostname"
 for folder in ("/tmp", "/dev/shm"):
     open(folder + "/x", "w").write("x")
 """,
-        ENOUGH,
         "",
     ),
     "no_rights_and_none_to_get": (
@@ -118,7 +112,6 @@ for name, *arguments in [("unshare", 0x10000000), ("mount", b"x", b"/tmp", b"tmp
     if hasattr(libc, name) and getattr(libc, name)(*arguments) != -1:
         print("DID", name)
 """,
-        ENOUGH,
         "0 True 1 2\n",
     ),
     "foreign_system_calls_kill": (
@@ -129,13 +122,11 @@ if os.fork() == 0:
     os._exit(0)
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """,
-        ENOUGH,
         "-31\n",
     ),
     "nothing_of_ours_is_open": (
         "import os\nprint({os.readlink(f'/proc/self/fd/{fd}').split(':')[0] for fd in os.listdir('/proc/self/fd')"
         " if os.path.exists(f'/proc/self/fd/{fd}')})",
-        ENOUGH,
         None,
     ),
 }
@@ -150,8 +141,8 @@ def machine_unharmed(needs_bubblewrap: None) -> Iterator[None]:
     assert subprocess.run([sys.executable, "-c", "print(1)"], check=True, capture_output=True).stdout == b"1\n"
 
 
-async def run(program: str, limits: Limits = ENOUGH) -> str:
-    return (await LocalSandbox(parallel=1).run(program, limits=limits)).stdout.decode()
+async def run(program: str) -> str:
+    return (await LocalSandbox(parallel=1).run(program, limits=ENOUGH)).stdout.decode()
 
 
 @pytest.mark.parametrize("name", EXCEEDS)
@@ -172,8 +163,9 @@ async def test_what_does_not_end_is_ended_by_the_clock(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONTAINED)
 async def test_programs_are_contained(name: str) -> None:
-    program, limits, expected = CONTAINED[name]
-    result = await LocalSandbox(parallel=1).run(program, limits=limits)
+    program, expected = CONTAINED[name]
+    result = await LocalSandbox(parallel=1).run(program, limits=ENOUGH)
+    assert result.limit is None
     if expected is None:
         assert set(result.stdout.decode().strip("{}\n").replace("'", "").split(", ")) <= {"/memfd", "pipe"}
     else:

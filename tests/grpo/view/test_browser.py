@@ -5,7 +5,8 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -33,11 +34,10 @@ WAIT_MS = 180_000
 
 @dataclass
 class Browser:
-    """A page of the browser, and what went wrong on it."""
+    """A page of the browser."""
 
     page: "Page"
     base: str
-    wrong: list[str] = field(default_factory=list)
 
     def open(self, address: str, shows: str) -> None:
         """Opens a page by its address and waits for what it shows."""
@@ -71,23 +71,30 @@ def chromium() -> Iterator[object]:
 
 @pytest.fixture
 def browser(chromium: object, view: Served) -> Iterator[Browser]:
-    yield from _opened(chromium, view)
+    with opened(chromium, view) as one:
+        yield one
 
 
-def _opened(chromium: object, view: Served, **context: object) -> Iterator[Browser]:
+@contextmanager
+def faultless(chromium: object, base: str, **context: object) -> Iterator[Browser]:
+    """A page on which nothing goes wrong and which asks for nothing from elsewhere."""
+    wrong: list[str] = []
     with chromium.new_context(**context) as made:  # type: ignore[attr-defined]
-        one = Browser(made.new_page(), f"http://127.0.0.1:{view.port}/")
-        one.page.set_default_timeout(WAIT_MS)
-        one.page.on("console", lambda said: one.wrong.append(said.text) if said.type == "error" else None)
-        one.page.on("pageerror", lambda error: one.wrong.append(str(error)))
-        one.page.on(
-            "request",
-            lambda asked: one.wrong.append(asked.url) if not asked.url.startswith((one.base, "data:")) else None,
-        )
+        page = made.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith((base, "data:")) else wrong.append(asked.url))
+        yield Browser(page, base)
+        assert wrong == []
+
+
+@contextmanager
+def opened(chromium: object, view: Served, **context: object) -> Iterator[Browser]:
+    with faultless(chromium, f"http://127.0.0.1:{view.port}/", **context) as one:
         one.page.goto(view.address)
         one.page.wait_for_selector("table")
         yield one
-        assert one.wrong == []
 
 
 PAGES = {
@@ -124,7 +131,7 @@ def test_the_head_of_a_run_is_above_its_charts_whichever_answer_comes_first(
 ) -> None:
     other = {"/api/runs/one": ".charts", "/api/runs/one/curves": "main .state"}[late]
     held: list[Route] = []
-    for browser in _opened(chromium, view):
+    with opened(chromium, view) as browser:
         browser.page.route(lambda address: urlsplit(address).path == late, lambda route: held.append(route))
         browser.open("run/one", other)
         assert held
@@ -137,7 +144,7 @@ def test_the_head_of_a_run_is_above_its_charts_whichever_answer_comes_first(
 @pytest.mark.parametrize("width", [400, 1280])
 def test_every_page_is_shown(chromium: object, view: Served, width: int) -> None:
     scheme = "dark" if width == 400 else "light"
-    for browser in _opened(chromium, view, viewport={"width": width, "height": 800}, color_scheme=scheme):
+    with opened(chromium, view, viewport={"width": width, "height": 800}, color_scheme=scheme) as browser:
         for address, shows in PAGES.items():
             browser.open(address, shows)
             assert browser.page.evaluate("document.documentElement.scrollWidth") <= width, address
@@ -181,26 +188,24 @@ def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
 
 def test_a_run_that_has_only_begun_has_every_page(chromium: object, tmp_path: Path) -> None:
     found(tmp_path / "run")
-    with served(tmp_path) as view:
-        for browser in _opened(chromium, view):
-            for page in ("", "/timeline", "/step/1", "/evaluation", "/proof", "/settings", "/prompt/reverse-text/1"):
-                browser.open(f"run/run{page}", "h1")
-                browser.page.wait_for_load_state("networkidle")
+    with served(tmp_path) as view, opened(chromium, view) as browser:
+        for page in ("", "/timeline", "/step/1", "/evaluation", "/proof", "/settings", "/prompt/reverse-text/1"):
+            browser.open(f"run/run{page}", "h1")
+            browser.page.wait_for_load_state("networkidle")
 
 
 def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
-    with served(run) as view:
-        for browser in _opened(chromium, view):
-            browser.open("run/run", ".u-over")
-            write_table(trace(4, 2, 2, 10, "new"), trace_path(run, 4))
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"progress/step": 4.0, "reward/mean": 0.987}) + "\n")
-                os.fsync(file.fileno())
-            browser.page.wait_for_selector("text=reward 0.987")
-            with kept_warnings(run, "orch", step=lambda: 4):
-                logging.getLogger("grpo.orchestrator").warning("all rewards are equal")
-            browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
+    with served(run) as view, opened(chromium, view) as browser:
+        browser.open("run/run", ".u-over")
+        write_table(trace(4, 2, 2, 10, "new"), trace_path(run, 4))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"progress/step": 4.0, "reward/mean": 0.987}) + "\n")
+            os.fsync(file.fileno())
+        browser.page.wait_for_selector("text=reward 0.987")
+        with kept_warnings(run, "orch", step=lambda: 4):
+            logging.getLogger("grpo.orchestrator").warning("all rewards are equal")
+        browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
 
 
 def test_a_long_rollout_is_shown_to_its_end(browser: Browser) -> None:
@@ -212,16 +217,8 @@ def test_a_long_rollout_is_shown_to_its_end(browser: Browser) -> None:
 def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     assert grpo("view", root / "one", "--export", report).returncode == 0
-    with chromium.new_context() as context:  # type: ignore[attr-defined]
-        page, wrong = context.new_page(), []
-        page.set_default_timeout(WAIT_MS)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on(
-            "request", lambda asked: wrong.append(asked.url) if not asked.url.startswith(("file:", "data:")) else None
-        )
-        for address, shows in (("run/one", ".u-over"), ("run/one/step/12", ".heat a"), ("run/one/proof", ".checks li")):
-            page.goto(f"{report.as_uri()}#/{address}")
-            page.wait_for_selector(shows)
-            if address == "run/one":
-                assert _order(page) == IN_ORDER
-        assert wrong == []
+    with faultless(chromium, report.as_uri()) as browser:
+        browser.open("run/one", ".u-over")
+        assert _order(browser.page) == IN_ORDER
+        browser.open("run/one/step/12", ".heat a")
+        browser.open("run/one/proof", ".checks li")

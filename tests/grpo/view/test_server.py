@@ -37,21 +37,21 @@ def test_runs_of_a_folder_are_found(view: Served) -> None:
     assert (runs["one"]["step"], runs["one"]["traced"], runs["one"]["evaluated"]) == (6, [1, 2, 3, 4, 5, 6], [0, 6])
 
 
-def test_a_step_has_its_rollouts_without_tokens(view: Served) -> None:
+def test_a_step_has_its_rollouts_without_tokens_and_a_rollout_a_value_for_each_token_and_its_pairs(
+    view: Served,
+) -> None:
     rows = view.json("runs/one/step/2/rollouts")["rollouts"]
     assert len(rows) == 16
     assert rows[0]["rollout"] == "0/0"
     assert rows[0]["max_log_ratio"] == pytest.approx(3.0)
     assert "token_ids" not in rows[0]
-
-
-def test_a_rollout_has_a_value_for_each_token(view: Served) -> None:
     (row,) = view.json("runs/one/step/2/rollouts/0/0")
-    assert {
-        len(row[name]) for name in ("tokens", "token_ids", "logprobs", "trainer_logprobs", "entropy", "masked")
-    } == {40}
+    columns = ("tokens", "token_ids", "logprobs", "trainer_logprobs", "entropy", "masked")
+    assert {len(row[name]) for name in columns} == {40}
     assert row["trainer_logprobs"][-1] - row["logprobs"][-1] == pytest.approx(3.0, abs=1e-4)
     assert row["mask_names"][row["masked"][-1]] == "token_high"
+    assert view.json("runs/one/step/1/rollouts/0/1")[0]["pairs"][0]["chosen"] == "better"
+    assert view.json("runs/one/step/1/rollouts/0/2")[0]["pairs"] == []
 
 
 def test_a_prompt_is_followed_over_steps_and_evaluations(view: Served) -> None:
@@ -79,11 +79,6 @@ def test_timeline_and_proof_are_told(view: Served) -> None:
     assert [one["max_abs"] for one in told["proofs"] if one["version"] == 2] == [2e-5, 2e-5]
 
 
-def test_a_rollout_has_the_pairs_that_it_led_to(view: Served) -> None:
-    assert view.json("runs/one/step/1/rollouts/0/1")[0]["pairs"][0]["chosen"] == "better"
-    assert view.json("runs/one/step/1/rollouts/0/2")[0]["pairs"] == []
-
-
 @pytest.mark.parametrize(
     "path", ["runs/none/curves", "runs/one/step/x/rollouts", "runs/..%2f..%2fetc/curves", "nothing"]
 )
@@ -95,12 +90,7 @@ def test_what_is_not_there_is_said(view: Served, path: str) -> None:
     "path", ["/static/../server.py", "/static/%2e%2e/server.py", "/../../etc/passwd", "/server.py"]
 )
 def test_only_the_pages_own_files_are_served(view: Served, path: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", view.port, timeout=120)
-    connection.putrequest("GET", path, skip_host=False)
-    connection.putheader("Cookie", f"grpo-view-{view.port}={view.token}")
-    connection.endheaders()
-    assert connection.getresponse().status == 404
-    connection.close()
+    assert view.get(path)[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -157,12 +147,9 @@ def test_two_hundred_pages_may_listen(view: Served) -> None:
         connection.close()
 
 
-def test_a_folder_without_runs_is_an_empty_table(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_an_empty_table_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as view:
         assert view.json("runs") == []
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert grpo("view", tmp_path / "none").returncode == 2
 
 

@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.ledger import Ledger
-from grpo.orchestrator.monitoring.summary import Summary
-from grpo.orchestrator.run import orchestrate
 from grpo.transport.errors import UserError
 from grpo.transport.traces import trace_path
 
@@ -26,7 +24,8 @@ from grpo import (
     TrainingBatch,
     VerboseLogger,
 )
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import FakeServer, settings_for
+from tests.orchestrator.running import Run, run
 
 SOURCE = """
 from grpo import Arena, EpisodeRequest, Rubric, SingleTurnEpisode
@@ -67,47 +66,37 @@ class Broken(Half):
 """
 
 
-def arena_settings(folder: Path, server: FakeServer, name: str, **changes: object) -> OrchSettings:
+async def run_arena(folder: Path, server: FakeServer, name: str) -> Run:
     (folder / "arena.py").write_text(SOURCE)
-    given = {"arena": f"{folder / 'arena.py'}:{name}", "env": [], "rollouts_per_example": 8, "max_steps": 3}
-    return settings_for(folder / "run", server, **given, **changes)
+    answers = cycle(["aaaa", "a"])
+    server.answer = lambda prompt, version: next(answers)
+    return await run(folder / "run", server, arena=f"{folder / 'arena.py'}:{name}", env=[], rollouts_per_example=8)
 
 
-async def run_arena(folder: Path, name: str, **changes: object) -> tuple[FakeTrainer, Summary]:
-    number = iter(range(10**6))
-    server = await FakeServer(lambda prompt, version: "a" if next(number) % 2 else "aaaa").start()
-    trainer = FakeTrainer(folder / "run")
-    trainer.start()
-    try:
-        summary = await orchestrate(arena_settings(folder, server, name, **changes))
-    finally:
-        await server.stop()
-    return trainer, summary
-
-
-async def test_a_run_trains_what_the_schedule_chooses_and_says_what_became_of_the_rest(tmp_path: Path) -> None:
-    trainer, summary = await run_arena(tmp_path, "Half")
+async def test_a_run_trains_what_the_schedule_chooses_and_says_what_became_of_the_rest(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    made = await run_arena(tmp_path, server, "Half")
     ledger = Ledger(tmp_path / "run/ledger.sqlite")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["rollout/num"] for line in lines if "rollout/num" in line] == [8, 8, 8]
-    assert (summary.rollouts_trained, summary.rollouts_dropped) == (24, {"not_in_batch": 6})
+    assert [line["rollout/num"] for line in made.steps] == [8, 8, 8]
+    assert (made.summary.rollouts_trained, made.summary.rollouts_dropped) == (24, {"not_in_batch": 6})
     assert sorted(weight for _, weight, _ in ledger.artifacts("arena/train/words"))[1] > 1
     ledger.close()
     rows = pq.read_table(trace_path(tmp_path / "run", 2)).to_pylist()
     assert all("version" in json.loads(row["extras"])["meta"] for row in rows)
-    ids = [one for batch in trainer.batches[2] for one in batch.rollout_ids]
+    ids = [one for batch in made.batches[2] for one in batch.rollout_ids]
     assert sorted(ids) == ["1/0", "1/1", "1/2", "1/3", "1/4", "1/5", "1/8", "1/9"]
 
 
-async def test_a_schedule_that_ends_too_early_or_whose_episodes_all_fail_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_steps"):
-        await run_arena(tmp_path, "Short")
-    (tmp_path / "other").mkdir()
-    with pytest.raises(Exception, match="ZeroDivisionError"):
-        await run_arena(tmp_path / "other", "Broken")
-    (tmp_path / "idle").mkdir()
-    with pytest.raises(UserError, match="get_batch"):
-        await run_arena(tmp_path / "idle", "Idle")
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [("Short", ValueError, "max_steps"), ("Broken", Exception, "ZeroDivisionError"), ("Idle", UserError, "get_batch")],
+)
+async def test_a_schedule_that_ends_too_early_or_whose_episodes_all_fail_stops_the_run(
+    tmp_path: Path, server: FakeServer, name: str, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        await run_arena(tmp_path, server, name)
 
 
 @pytest.mark.parametrize(
@@ -149,15 +138,14 @@ class Asking(Arena):
         return request.artifact
 
 
-async def batch_of(arena: Arena) -> TrainingBatch:
+async def asked() -> tuple[Asking, TrainingBatch]:
+    arena = Asking(MockClient(["first?", "yes", "no", "second?", "yes", "yes"]))
     [batch] = [batch async for batch in arena.run(num_steps=1, concurrency=1)]
-    return batch
+    return arena, batch
 
 
 async def test_without_a_run_any_client_answers_and_credit_is_by_group_and_level() -> None:
-    client = MockClient(["first?", "yes", "no", "second?", "yes", "yes"])
-    arena = Asking(client)
-    batch = await batch_of(arena)
+    arena, batch = await asked()
     assert [result.rewards for result in batch.results] == [{"proposer": 0.5}, {"proposer": 1.0}]
     assert [child.reward for child in batch.results[0].children] == [1.0, 0.0]
     assert batch.results[1].steps[0].text == "second?"
@@ -168,7 +156,7 @@ async def test_without_a_run_any_client_answers_and_credit_is_by_group_and_level
 
 
 async def test_what_a_schedule_has_rolled_out_can_be_read_as_a_log(tmp_path: Path) -> None:
-    batch = await batch_of(Asking(MockClient(["first?", "yes", "no", "second?", "yes", "yes"])))
+    _, batch = await asked()
     with VerboseLogger(tmp_path / "asking.log") as log:
         log.log_result(batch.results[0])
         log.log_batch_summary(batch.results)

@@ -1,7 +1,5 @@
 """Whole runs that learn from more than rewards: what is asked, what goes with a batch, what a weight of 0 costs."""
 
-import sqlite3
-from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -66,6 +64,10 @@ async def run(
     return made.batches, [line for line in made.lines if "loss/policy" in line]
 
 
+def flat(batches: dict[int, tuple[MicroBatch, ...]]) -> list[MicroBatch]:
+    return [one for step in batches.values() for one in step]
+
+
 def total(steps: list[dict[str, float]], metric: str) -> float:
     return sum(line.get(metric, 0.0) for line in steps)
 
@@ -83,10 +85,9 @@ async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_tempe
         tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"reference": True}, sampling=sampling
     )
     assert {(body["version"], body["temperature"]) for body in server.scores} == {(None, 1.5)}
-    for batch in (one for step in batches.values() for one in step):
+    for batch in flat(batches):
         assert batch.teacher_logprobs is not None
-        expected = np.where(batch.loss_mask, np.float32(-0.5), np.float32(0))
-        assert batch.teacher_logprobs.tolist() == expected.tolist()
+        assert batch.teacher_logprobs.tolist() == (-0.5 * batch.loss_mask).tolist()
         assert batch.sequence_lengths.max() == 63  # vLLM samples one more than it scores
     assert [line["teacher/rows"] for line in steps] == [16, 16, 16]
     assert total(steps, "teacher/failed") == 0
@@ -100,16 +101,15 @@ async def test_what_a_teacher_does_instead_of_answering_costs_these_rollouts_and
     server.answer = lambda prompt, version: next(letters)
     teacher = FakeTeacher(ours=True, info={"max_model_len": 512}, api_key="secret")
     teacher.fault = in_turn(None, *[answering(400)] * 5)  # the first request is that of start-up
-    await teacher.start()
     client = {"base_url": [teacher.url], "api_key_var": "KEY_OF_A_TEST"}
     asking = {"model": {"name": str(MODEL)}, "client": client}
-    batches, steps = await run(tmp_path, server, {"adv_tau": 0.0, "teacher_tau": 1.0}, teacher_model=asking)
-    await teacher.stop()
+    async with teacher.serving():
+        batches, steps = await run(tmp_path, server, {"adv_tau": 0.0, "teacher_tau": 1.0}, teacher_model=asking)
     failed = total(steps, "teacher/failed_refused")
     assert total(steps, "teacher/failed") == total(steps, "rollout/dropped_teacher_refused") == failed >= 5
-    trained = [name for step in batches.values() for batch in step for name in batch.rollout_ids]
+    trained = [name for batch in flat(batches) for name in batch.rollout_ids]
     assert len(trained) == len(set(trained)) < 48
-    for batch in (one for step in batches.values() for one in step):
+    for batch in flat(batches):
         assert batch.teacher_logprobs is not None
         expected = np.where(batch.loss_mask, -batch.token_ids / 100, 0).astype(np.float32)
         np.testing.assert_allclose(batch.teacher_logprobs, expected, rtol=1e-6)
@@ -121,8 +121,7 @@ async def test_what_a_teacher_does_instead_of_answering_costs_these_rollouts_and
 
 def records_of(folder: Path) -> list[PairRecord]:
     """All pairs that a run has kept."""
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
-        return [pair_record(data) for (data,) in database.execute("SELECT record FROM pairs ORDER BY id")]
+    return [pair_record(data) for (data,) in running.rows_of(folder, "SELECT record FROM pairs ORDER BY id")]
 
 
 def asking(teachers: FakeChatServer, **settings: Any) -> dict[str, Any]:
@@ -141,7 +140,7 @@ async def test_pairs_go_with_later_batches_and_those_left_with_the_batches_of_a_
     first, steps = await run(tmp_path, server, {"beta_replay": 0.1}, max_steps=4, **settings)
     records = records_of(tmp_path)
     assert {(record.chosen, record.rejected) for record in records} == {("right", "abc")}
-    pairs = [pair for step in first.values() for batch in step for pair in batch.pairs]
+    pairs = [pair for batch in flat(first) for pair in batch.pairs]
     assert {(bytes(pair.chosen_ids[:-1].tolist()), pair.chosen_ref_logprob) for pair in pairs} == {(b"right", -4.5)}
     assert {body["version"] for body in server.scores} == {None}
     num_left = len(records) - len(pairs)
@@ -174,7 +173,7 @@ async def test_pairs_of_another_run_are_trained_and_nobody_is_asked(
 
 def texts_of(batches: dict[int, tuple[MicroBatch, ...]]) -> list[str]:
     """What the teacher of each hint has read."""
-    hints = [hint for step in batches.values() for batch in step for _, hint in batch.hints]
+    hints = [hint for batch in flat(batches) for _, hint in batch.hints]
     return [ChatRenderer.of_model(MODEL).raw_text(hint.teacher_token_ids.tolist()) for hint in hints]
 
 
@@ -227,7 +226,7 @@ async def test_hints_and_teachers_as_advantages_send_the_trainer_nothing_else(
     )
     assert {body["version"] for body in server.scores} <= {0, 1, 2}
     assert server.scores
-    for batch in (one for step in batches.values() for one in step):
+    for batch in flat(batches):
         assert (batch.hints, batch.pairs) == ((), ())
         # the reward is 0, and both teachers prefer another action: -0.3; the server sampled at -0.25 and says -0.5 of
         # what has a hint: 0.1 · -0.25 on top
@@ -247,7 +246,7 @@ async def test_a_weight_of_0_asks_nobody_and_adds_nothing(
     others: dict[str, Any] = {"teacher_model": {"reference": True}, "hints": {"sources": ["environment"]}}
     batches, steps = await run(tmp_path / "run", server, {}, env="Wrong", preferences=asking(teachers), **others)
     assert (server.scores, teachers.requests) == ([], [])
-    for batch in (one for step in batches.values() for one in step):
+    for batch in flat(batches):
         assert (batch.teacher_logprobs, batch.hints, batch.pairs) == (None, (), ())
     assert not [key for line in steps for key in line if key.startswith(("teacher/", "hints/", "pairs/"))]
 

@@ -1,7 +1,7 @@
 """Clients of servers that are stand-ins."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -71,7 +71,7 @@ async def synced(*servers: FakeServer, **settings: Any) -> AsyncIterator[tuple[P
         yield client, sync
 
 
-async def ask(client: PolicyClient, version: int = 0, num: int = 1, **params: Any) -> int:
+async def ask(client: PolicyClient, version: int = 0, num: int = 1, prompt: Sequence[int] = (65,)) -> int:
     """The number of answers under a version."""
-    sampling = SamplingParams(temperature=1.0, max_tokens=4, **params)
-    return len(await client.generate([65], params=sampling, num=num, version=version, seed=None))
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    return len(await client.generate(list(prompt), params=params, num=num, version=version, seed=None))

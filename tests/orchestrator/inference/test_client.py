@@ -57,9 +57,7 @@ GONE = {
 
 
 @pytest.mark.parametrize("say", GONE.values(), ids=GONE.keys())
-async def test_what_a_faulty_server_was_asked_goes_to_the_other_and_it_gets_no_more(
-    sound: FakeServer, say: Say
-) -> None:
+async def test_what_a_faulty_server_was_asked_goes_to_the_other_for_good(sound: FakeServer, say: Say) -> None:
     async with faulty(say) as url, asking(url, sound.url) as client:
         assert await asyncio.gather(*(ask(client, num=2) for _ in range(4))) == [2] * 4
         assert list(client.pool.out) == [url]
@@ -67,9 +65,7 @@ async def test_what_a_faulty_server_was_asked_goes_to_the_other_and_it_gets_no_m
 
 
 @pytest.mark.parametrize("number", [429, 503])
-async def test_a_server_that_is_too_busy_stays_and_its_request_goes_to_the_other(
-    sound: FakeServer, number: int
-) -> None:
+async def test_a_busy_server_stays_and_its_request_goes_to_the_other(sound: FakeServer, number: int) -> None:
     async with faulty(status(number)) as url, asking(url, sound.url) as client:
         assert await ask(client, num=2) == 2
         assert not client.pool.out
@@ -102,36 +98,32 @@ class Slow(FakeServer):
 
 
 async def test_a_request_beyond_its_time_ends_alone_and_the_server_that_answers_others_stays() -> None:
-    server = await Slow().start()
-    server.live = {0}
-    params = SamplingParams(temperature=1.0, max_tokens=4)
-    async with asking(server.url, timeout_s=1.0) as client:
-        slow = asyncio.create_task(client.generate([65, 66], params=params, num=1, version=0, seed=None))
+    async with Slow() as server, asking(server.url, timeout_s=1.0) as client:
+        server.live = {0}
+        slow = asyncio.create_task(ask(client, prompt=[65, 66]))
         while not slow.done():
             assert await ask(client) == 1
             await asyncio.sleep(0.01)
         with pytest.raises(TimedOut, match=name_of(server)):
             await slow
         assert not client.pool.out
-    await server.stop()
 
 
 async def test_servers_that_answer_nobody_for_long_are_an_error_of_the_run() -> None:
-    server = await Slow().start()
-    server.live = {0}
-    params = SamplingParams(temperature=1.0, max_tokens=4)
-    async with asking(server.url, timeout_s=0.3) as client:
+    async with Slow() as server, asking(server.url, timeout_s=0.3) as client:
+        server.live = {0}
+        asked = []
+        for _ in range(6):
+            asked.append(asyncio.create_task(ask(client, prompt=[65, 66])))
+            await asyncio.sleep(0.2)
+        first, *_, last = await asyncio.gather(*asked, return_exceptions=True)
+        assert (type(first), type(last)) == (TimedOut, ServerError)
 
-        async def one(after_s: float) -> type[BaseException]:
-            await asyncio.sleep(after_s)
-            with pytest.raises(ServerError) as raised:
-                await client.generate([65, 66], params=params, num=1, version=0, seed=None)
-            return raised.type
 
-        kinds = await asyncio.gather(*(one(0.2 * number) for number in range(6)))
-        assert kinds[0] is TimedOut
-        assert kinds[-1] is ServerError
-    await server.stop()
+async def said_by(program: str, *arguments: str) -> Any:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, stdout=subprocess.PIPE)
+    said, _ = await process.communicate()
+    return json.loads(said)
 
 
 MANY = """
@@ -155,25 +147,20 @@ asyncio.run(main())
 async def test_2000_requests_at_once_are_answered_where_1024_files_may_be_open(sound: FakeServer, hard: int) -> None:
     raise_file_limit()  # the server's end of the connections
     sound.latency_s = 0.2
-    command = (sys.executable, "-c", MANY, sound.url, "1024", str(hard))
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    said, _ = await process.communicate()
-    assert json.loads(said) == [[], {}, [0]]
+    assert await said_by(MANY, sound.url, "1024", str(hard)) == [[], {}, [0]]
 
 
 FULL = """
-import asyncio, json, os, sys
+import asyncio, contextlib, json, os, sys
 from tests.orchestrator.inference.serving import ask, client_of
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 
 async def main():
     client, files = client_of(sys.argv[1]), []
-    try:
+    with contextlib.suppress(OSError):
         while True:
             files.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError:
-        pass
     asked = asyncio.create_task(ask(client))
     await asyncio.sleep(1.0)
     before = asked.done()
@@ -187,9 +174,7 @@ asyncio.run(main())
 
 
 async def test_a_process_without_a_file_left_waits_for_one_and_ejects_no_server(sound: FakeServer) -> None:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FULL, sound.url, stdout=subprocess.PIPE)
-    said, _ = await process.communicate()
-    assert json.loads(said) == [False, 1, {}]
+    assert await said_by(FULL, sound.url) == [False, 1, {}]
 
 
 async def test_a_refusal_of_the_request_itself_is_an_error_even_where_there_are_others(sound: FakeServer) -> None:
@@ -204,7 +189,7 @@ async def test_a_refusal_of_the_request_itself_is_an_error_even_where_there_are_
 
 
 async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does_not_count() -> None:
-    answered, released = list[bool](), asyncio.Event()
+    released = asyncio.Event()
 
     class Held(FakeServer):
         async def _generate(self, request: web.Request) -> web.Response:
@@ -212,28 +197,23 @@ async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does
                 client.hold()
                 asyncio.get_running_loop().call_later(3.0, release)
             else:
-                answered.append(released.is_set())
+                assert released.is_set()
             return await super()._generate(request)
 
     def release() -> None:
         released.set()
         client.release()
 
-    server = await Held().start()
-    server.live, server.num_failures = {0}, 1
-    async with asking(server.url, timeout_s=2.5) as client:
+    async with Held() as server, asking(server.url, timeout_s=2.5) as client:
+        server.live, server.num_failures = {0}, 1
         assert await ask(client) == 1
-    assert answered == [True]
-    await server.stop()
 
 
 async def test_requests_go_to_the_least_loaded_server(sound: FakeServer) -> None:
-    other = await FakeServer().start()
-    other.live, other.latency_s, sound.latency_s = {0}, 0.3, 0.3
-    async with asking(sound.url, other.url) as client:
+    async with FakeServer() as other, asking(sound.url, other.url) as client:
+        other.live, other.latency_s, sound.latency_s = {0}, 0.3, 0.3
         await asyncio.gather(*(ask(client) for _ in range(10)))
     assert (len(sound.requests), len(other.requests)) == (5, 5)
-    await other.stop()
 
 
 # --- answers that follow ---
@@ -249,23 +229,17 @@ class Becoming(FakeServer):
 
 
 async def test_an_answer_that_follows_tells_which_version_sampled_which_tokens() -> None:
-    server = await Becoming(lambda prompt, version: "abc").start()
-    server.live = {1}
-    async with asking(server.url) as client:
-        [first] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
-        [second] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
-    assert [one.versions for one in (first, second)] == [((1, 1), (2, 3)), ((2, 4),)]
-    await server.stop()
+    async with Becoming(lambda prompt, version: "abc") as server, asking(server.url) as client:
+        server.live = {1}
+        for expected in (((1, 1), (2, 3)), ((2, 4),)):
+            [answer] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
+            assert answer.versions == expected
 
 
-async def test_a_restarted_server_is_ejected_by_a_request_that_follows_past_its_first_version(
-    sound: FakeServer,
-) -> None:
-    restarted = await FakeServer().start()
+async def test_a_restarted_server_is_ejected_by_a_request_that_follows_past_its_version(sound: FakeServer) -> None:
     sound.live = {3}
-    async with asking(restarted.url, sound.url) as client:
+    async with FakeServer() as restarted, asking(restarted.url, sound.url) as client:
         client.pool.versions = frozenset({3})
         [answer] = await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
         assert answer.versions == ((3, 2),)
         assert list(client.pool.out) == [name_of(restarted)]
-    await restarted.stop()

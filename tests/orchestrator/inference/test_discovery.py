@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpo.configs.client import ElasticSettings
@@ -21,15 +22,15 @@ ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 
 class Names:
-    """A DNS with one name. `addresses` None: it fails."""
+    """A DNS with one name. Without addresses it fails."""
 
     def __init__(self, *addresses: str) -> None:
-        self.addresses: list[str] | None = list(addresses)
+        self.addresses = list(addresses)
         self.asked: list[str] = []
 
     async def look_up(self, hostname: str) -> list[str]:
         self.asked.append(hostname)
-        if self.addresses is None:
+        if not self.addresses:
             raise OSError("Name or service not known")
         return list(self.addresses)
 
@@ -49,25 +50,23 @@ async def servers_at(*addresses: str) -> AsyncIterator[list[FakeServer]]:
 
 
 @asynccontextmanager
-async def found(names: Names, port: int, timeout_s: float = 30) -> AsyncIterator[tuple[PolicyClient, WeightSync]]:
-    """A weight sync for servers that are found by name."""
-    client = PolicyClient(ServerPool(), api_key=None, timeout_s=timeout_s)
+async def finding(elastic: ElasticSettings, **where: Any) -> AsyncIterator[tuple[PolicyClient, WeightSync]]:
+    """A weight sync for servers that are found."""
+    client = PolicyClient(ServerPool(), api_key=None, timeout_s=where.pop("timeout_s", 30))
     sync = WeightSync(client, alias="default")
-    settings = ElasticSettings(hostname="servers", port=port, sync_interval=0.01)
-    watch = ServerWatch(sync, interval_s=0.02, timeout_s=30, elastic=settings, look_up=names.look_up)
-    async with running(watch, client):
+    async with running(ServerWatch(sync, interval_s=0.02, timeout_s=30, elastic=elastic, **where), client):
         yield client, sync
 
 
-async def test_servers_are_found_that_tell_the_runs_folder_where_they_are_until_they_say_that_they_end(
-    tmp_path: Path,
-) -> None:
-    client = PolicyClient(ServerPool(), api_key=None, timeout_s=30)
-    sync = WeightSync(client, alias="default")
-    watch = ServerWatch(
-        sync, interval_s=0.02, timeout_s=30, elastic=ElasticSettings(sync_interval=0.01), folder=tmp_path
-    )
-    async with servers_at(*ADDRESSES) as servers, running(watch, client):
+def found(names: Names, port: int, **more: Any) -> AbstractAsyncContextManager[tuple[PolicyClient, WeightSync]]:
+    """By name."""
+    elastic = ElasticSettings(hostname="servers", port=port, sync_interval=0.01)
+    return finding(elastic, look_up=names.look_up, **more)
+
+
+async def test_servers_are_found_that_tell_the_runs_folder_where_they_are_until_they_end(tmp_path: Path) -> None:
+    elastic = ElasticSettings(sync_interval=0.01)
+    async with servers_at(*ADDRESSES) as servers, finding(elastic, folder=tmp_path) as (client, _):
         for server in servers:
             await server.start()
             StatusFile(tmp_path / server_file(server.host, server.port)).set("serving")
@@ -80,17 +79,17 @@ async def test_servers_are_found_that_tell_the_runs_folder_where_they_are_until_
 
 async def test_a_server_that_is_found_late_proves_every_version_in_use_before_it_gets_requests() -> None:
     names = Names(ADDRESSES[0])
-    async with servers_at(*ADDRESSES[:2]) as (one, late), found(names, one.port) as (client, sync):
+    async with servers_at(*ADDRESSES) as (one, late), found(names, one.port) as (client, sync):
         await one.start()
         await sync.wait_for_servers()
         for version in (3, 4):
             await sync.load(version)
         late.load_latency_s = 0.5
         await late.start()
-        names.addresses = list(ADDRESSES[:2])
+        names.addresses = list(ADDRESSES)
         await until(lambda: len(client.pool.servers) == 2)
         assert len(client.pool.routed) == 1
-        names.addresses, num_asked = None, len(names.asked)  # the DNS fails: what is known stays
+        names.addresses, num_asked = [], len(names.asked)  # the DNS fails: what is known stays
         await until(lambda: len(names.asked) > num_asked + 3)
         await until(lambda: len(client.pool.routed) == 2)
         assert [load["version"] for load in late.loads] == [3, 4]
@@ -102,7 +101,6 @@ async def test_a_server_that_is_found_late_proves_every_version_in_use_before_it
 
 async def test_a_name_without_addresses_is_waited_for_and_named_at_the_deadline() -> None:
     names = Names()
-    names.addresses = None
     async with found(names, 8000, timeout_s=0.2) as (client, sync):
         with pytest.raises(ServerError, match=r"client\.elastic\.hostname"):
             await sync.wait_for_servers()

@@ -65,9 +65,8 @@ async def test_a_server_that_is_gone_is_neither_known_nor_asked_and_those_that_w
 
 
 class Counting(FakeServer):
-    """Counts how often it is asked how it is."""
-
     num_asked = 0
+    """How it is."""
 
     async def _info(self, request: web.Request) -> web.Response:
         self.num_asked += 1

@@ -62,52 +62,42 @@ class Watching(FakeServer):
 
 
 async def test_servers_sleep_before_a_batch_leaves_and_wake_before_its_version_is_loaded(tmp_path: Path) -> None:
-    server = await Watching().start()
-    assert isinstance(server, Watching)
-    server.trainer = FakeTrainer(tmp_path, settings=SLEEP)
-    lines = await run(tmp_path, server, trainer=server.trainer, eval={"num_examples": 2, "interval": 1})
+    async with Watching() as server:
+        server.trainer = FakeTrainer(tmp_path, settings=SLEEP)
+        lines = await run(tmp_path, server, trainer=server.trainer, eval={"num_examples": 2, "interval": 1})
     assert server.seen == [(0, 0), (1, 0)]  # after the evaluation of the version before, too
     assert server.told == ["wake", "load", "sleep", "wake", "load", "sleep", "wake", "load"]
-    assert [(span.what, span.step) for span in read_timeline(tmp_path) if span.what == "sleep"] == [
-        ("sleep", 1),
-        ("sleep", 2),
-    ]
+    assert [span.step for span in read_timeline(tmp_path) if span.what == "sleep"] == [1, 2]
     assert all(key in line for line in lines for key in ("time/sleep_s", "time/wake_s"))
-    await server.stop()
 
 
 async def test_a_server_that_cannot_sleep_ends_the_run(tmp_path: Path, server: FakeServer) -> None:
-    server.refuses_sleep = 503, "engine"
+    server.refuses_sleep = True
     with pytest.raises(ServerError, match="/policy/sleep"):
         await run(tmp_path, server)
 
 
 @pytest.mark.parametrize("path", ["_sleep", "_wake"])
-async def test_a_server_that_hangs_is_abandoned_and_the_others_go_on(
-    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_hangs_is_abandoned_by_itself(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     released = asyncio.Event()
 
-    async def hang(*_: object) -> web.Response:
+    async def hang(_: web.Request) -> web.Response:
         await released.wait()
         return web.Response(status=500)
 
     monkeypatch.setattr(sleep, "TIMEOUT_S", 2.0)
-    other, hung = await FakeServer(**CAN_SLEEP).start(), FakeServer(**CAN_SLEEP)
+    hung = FakeServer(**CAN_SLEEP)
     setattr(hung, path, hang)
-    await hung.start()
-    client = client_of(other.url, hung.url, timeout_s=600)
-    scheduler = SleepScheduler(client)
-    async with asyncio.timeout(60):
+    async with hung, FakeServer(**CAN_SLEEP) as other, asyncio.timeout(60):
+        client = client_of(other.url, hung.url, timeout_s=600)
+        scheduler = SleepScheduler(client)
         await scheduler.sleep(1)
         assert other.asleep
         await scheduler.wake()
-    assert not other.asleep
-    assert list(client.pool.out) == [name_of(hung)]
-    released.set()
-    await client.close()
-    await other.stop()
-    await hung.stop()
+        assert not other.asleep
+        assert list(client.pool.out) == [name_of(hung)]
+        released.set()
+        await client.close()
 
 
 async def test_a_server_that_is_killed_asleep_and_started_again_goes_on(tmp_path: Path, server: FakeServer) -> None:

@@ -49,19 +49,18 @@ async def test_the_name_of_chat_users_means_the_newest_version_whatever_is_loade
 
 
 class AtFault(FakeServer):
-    """Answers `faulty` to what it is asked to unload and how it is."""
+    """Answers `fault`, a status and a text, to what it is asked to unload and how it is."""
 
-    faulty: web.Response | None = None
+    fault: tuple[int, str] | None = None
 
     async def _info(self, request: web.Request) -> web.Response:
-        return await super()._info(request) if self.faulty is None else self._fault()
+        return self._faulty() or await super()._info(request)
 
     async def _unload(self, request: web.Request) -> web.Response:
-        return await super()._unload(request) if self.faulty is None else self._fault()
+        return self._faulty() or await super()._unload(request)
 
-    def _fault(self) -> web.Response:
-        assert self.faulty is not None
-        return web.Response(status=self.faulty.status, body=self.faulty.body)
+    def _faulty(self) -> web.Response | None:
+        return self.fault and web.Response(status=self.fault[0], text=self.fault[1])
 
 
 async def test_an_old_version_that_one_of_several_servers_cannot_give_up_costs_that_server_alone() -> None:
@@ -69,10 +68,10 @@ async def test_an_old_version_that_one_of_several_servers_cannot_give_up_costs_t
     async with synced(sound, faulty) as (client, sync):
         for version in (0, 1):
             await sync.load(version)
-        faulty.faulty = web.Response(status=200, body=b'{"vers')
+        faulty.fault = 200, '{"vers'
         assert await sync.keep_only({1}) == {1}
         assert list(client.pool.out) == [client.pool.servers[1]]
-        faulty.faulty = None
+        faulty.fault = None
         await until(lambda: not client.pool.out)
         assert faulty.live == sound.live == {1}
 
@@ -81,14 +80,13 @@ async def test_the_only_servers_fault_is_an_error_and_so_is_a_request_that_is_re
     faulty = AtFault()
     async with synced(faulty) as (_, sync):
         await sync.load(0)
-        faulty.faulty = web.Response(status=500, body=b"out of order")
+        faulty.fault = 500, "out of order"
         with pytest.raises(ServerError, match="500"):
             await sync.keep_only(set())
-        error = b'{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
-        faulty.faulty = web.Response(status=409, body=error)
+        faulty.fault = 409, '{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
         with pytest.raises(RequestRefused):
             await sync.keep_only(set())
-        faulty.refuse_version = 1
+        faulty.fault, faulty.refuse_version = None, 1
         with pytest.raises(RequestRefused):
             await sync.load(1)
 
@@ -187,15 +185,13 @@ class OneVersion(FakeServer):
 
 
 async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_path: Path) -> None:
-    server = OneVersion()
-    await server.start()
     merged = {"weight_broadcast": {"format": "merged"}}
     trainer = {"kind": "merged", "step_s": 0.05, "settings": merged}
     pace = {"max_async_level": 2, "max_steps": 5, "eval": {"interval": 2}}
-    made = await run(tmp_path, server, trainer=trainer, **merged, **pace)
+    async with OneVersion() as server:
+        made = await run(tmp_path, server, trainer=trainer, **merged, **pace)
     assert made.summary.rollouts_trained == 80
     assert server.at_switch == [0] * 6
-    await server.stop()
 
 
 async def test_a_version_is_live_when_every_server_has_proved_it_and_its_noise_and_so_again_when_it_returns() -> None:

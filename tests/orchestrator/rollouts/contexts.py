@@ -15,33 +15,28 @@ from grpo.orchestrator.workers import protocol
 
 
 class OpenBackend:
-    """Answers in turn `a0`, `a1`, ...; while it is closed, calls wait."""
+    """Gives these answers in turn, or `a0`, `a1`, ...; while it is closed, calls wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, *answers: str) -> None:
+        self._answers = answers
         self.calls: list[protocol.Sample] = []
-        self.asked: list[protocol.Ask | protocol.Store] = []
         self.open = asyncio.Event()
         self.open.set()
-        self.text: str | None = None
-        """Instead of those."""
         self.error: Exception | None = None
         """Raised by the next call."""
 
     async def __call__(self, call: protocol.AnyCall) -> Any:
         if isinstance(call, protocol.Ask):
-            self.asked.append(call)
             return protocol.Sampled(text="asked", finish_reason="stop", num_tokens=1)
-        if isinstance(call, protocol.Store):
-            self.asked.append(call)
-            value = {"count": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(call.operation)
-            return protocol.Stored(value=value)
+        assert isinstance(call, protocol.Sample)
         number = len(self.calls)
         self.calls.append(call)
         await self.open.wait()
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return protocol.Sampled(call=number, text=self.text or f"a{number}", finish_reason="stop", num_tokens=2)
+        text = self._answers[number] if self._answers else f"a{number}"
+        return protocol.Sampled(call=number, text=text, finish_reason="stop", num_tokens=2)
 
 
 def context_on(
@@ -49,17 +44,14 @@ def context_on(
     *roles: Role,
     example: Mapping[str, Any] | None = None,
     episodes: Mapping[str, Episode] | None = None,
-    seed: int | None = 0,
-    stores: Sequence[str] = (),
 ) -> RolloutContext:
     """With the role `policy`, where no other is given."""
     return RolloutContext(
         backend,
         state=EpisodeState(example=example or {"prompt": "hi"}),
         roles=roles or (Role(id="policy"),),
-        seed=seed,
+        seed=0,
         episodes=episodes or {},
-        stores=stores,
     )
 
 

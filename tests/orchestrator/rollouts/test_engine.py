@@ -23,7 +23,7 @@ from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.samples import training_samples
 from grpo.orchestrator.workers.pool import WorkerPool
-from grpo.orchestrator.workers.protocol import Loaded, Mark, Outcome, Sample, Withdraw, decode_from_worker
+from grpo.orchestrator.workers.protocol import EnvironmentInfo, Mark, Outcome, Sample, Withdraw, decode_from_worker
 from grpo.orchestrator.workers.session import Answerer
 from grpo.transport.http import Choice
 from grpo.transport.traces import trace_path
@@ -93,11 +93,6 @@ class ExitsOnce(Chat):
             os._exit(3)
         return f"go on {state.turn}"
 
-class Silent(Chat):
-    """Ends where the first answer would be."""
-    async def rollout(self, ctx, state):
-        return
-
 class Once(Environment):
     rubric = Rubric([lambda completion, example: float(completion == "a")])
     def dataset(self, split):
@@ -151,27 +146,21 @@ class Agent(Episode, Environment):
     def extras(self, state):
         return {"logprobs": state.data["logprobs"]}
 
-class Impatient(Agent):
+class Impatient(Episode, Once):
     """Gives up its first request once the policy was asked, and asks again."""
-    rubric = Rubric([lambda completion: float(completion == "a")])
     async def rollout(self, ctx, state):
-        import aiohttp
+        from openai import AsyncOpenAI
         from grpo import endpoint_of
-        async with endpoint_of(ctx) as at:
-            asked = {"url": f"{at.base_url}/chat/completions", "headers": {"Authorization": f"Bearer {at.api_key}"}}
-            asked["json"] = {"messages": [{"role": "user", "content": "one"}]}
-            async with aiohttp.ClientSession() as client:
-                first = asyncio.create_task(client.post(**asked))
-                while not os.path.exists(__file__ + ".asked"):
-                    await asyncio.sleep(0.01)
-                first.cancel()
+        async with endpoint_of(ctx) as at, AsyncOpenAI(base_url=at.base_url, api_key=at.api_key) as client:
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "one"}]}
+            first = asyncio.create_task(client.chat.completions.create(**asked))
+            while not os.path.exists(__file__ + ".asked"):
+                await asyncio.sleep(0.01)
+            first.cancel()
             while at.answering:
                 await asyncio.sleep(0.01)
             open(__file__ + ".gone", "w").close()
-            async with aiohttp.ClientSession() as client, client.post(**asked) as answer:
-                await answer.json()
-    def extras(self, state):
-        return {}
+            await client.chat.completions.create(**asked)
 
 class Solve(SingleTurnEpisode):
     roles = (Role(id="solver", temperature=0.5),)
@@ -374,10 +363,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     results = await world.group(answer, 2)
     whole = [result for result in results if result.failure is None]
     assert sorted(result.rewards["proposer"] for result in whole) == [0.5, 1.0]
-    assert [[child.id for child in result.children] for result in whole] == [
-        ["5/0.0", "5/0.1"],
-        ["5/1.0", "5/1.1"],
-    ]
+    assert [[child.id for child in result.children] for result in whole] == [["5/0.0", "5/0.1"], ["5/1.0", "5/1.1"]]
     assert {result.extras["advice"] for result in whole} == {"be bold"}
     # Proposers: 1 and 0.5, mean 0.75. Solvers of the one: 1, 1; of the other: 0, 1, mean 0.5.
     samples = training_samples(whole, group_credit(whole), group="5")
@@ -389,11 +375,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     assert temperatures == pytest.approx([0.5] * 4 + [0.7] * 2)
 
 
-WRONG = {"mark": "env_error", "cold": "env_error", "hot": "env_error", "refused": "env_error", "poll": "env_error"}
-WRONG |= {"draws": "env_error", "reward": "reward_too_large"}
-
-
-@pytest.mark.parametrize("word", WRONG)
+@pytest.mark.parametrize("word", ["mark", "cold", "hot", "refused", "poll", "draws", "reward"])
 async def test_code_that_misbehaves_costs_its_own_rollout_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
@@ -408,7 +390,7 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
 
     monkeypatch.setattr("grpo.orchestrator.rollouts.rollout.MAX_CALLS", 50)
     results = await world.group(answer, 4)
-    assert sorted(failures(results)) == ["", "", "", WRONG[word]]
+    assert sorted(failures(results)) == ["", "", "", "reward_too_large" if word == "reward" else "env_error"]
     assert len(world.outcomes) == 4
 
 
@@ -443,9 +425,8 @@ async def test_a_text_that_no_context_holds_is_not_tokenized(world: World, monke
     [result] = await world.group(lambda prompt: "long", 1)
     assert (failures([result]), result.truncated, len(result.steps)) == ([""], True, 1)
     assert max(tokenized) < 10_000
-    engine = RolloutEngine({}, cast(Any, None), world.renderer, context_len=512, seed=0, max_prompt_length=20)
     with pytest.raises(PromptTooLong, match="characters"):
-        await engine.run_group(asking("word " * 1_000_000))
+        await engine_on(max_prompt_length=20).run_group(asking("word " * 1_000_000))
     assert max(tokenized) < 10_000
 
 
@@ -465,58 +446,47 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop(monkeypatch: pytes
             ticks.append(0)
             await asyncio.sleep(0.001)
 
-    renderer = ChatRenderer.of_model(MODEL)
+    engine = engine_on(Forging(telling(2)), context_len=100_000)
     monkeypatch.setattr(ChatRenderer, "ids_of", slow)
     ticking = asyncio.create_task(tick())
-    pools = {"e": cast(Any, Forging(telling(2)))}
-    engine = RolloutEngine(pools, cast(Any, Parrot(lambda prompt: "x")), renderer, context_len=100_000, seed=0)
     [result] = await engine.run_group(asking("word " * 6000))
     ticking.cancel()
     assert failures([result]) == [""]
 
 
 class Forging:
-    """Stands for workers whose code cannot be trusted: it makes two calls, and tells what it wants of them."""
+    """Stands for workers whose code cannot be trusted: it makes calls in these conversations, withdraws some, and tells
+    what it wants of them."""
 
-    loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
+    loaded = EnvironmentInfo(single_turn=False, roles=[Role(id="policy")], stores={})
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
+    def __init__(self, outcome: Outcome, *, calls: Sequence[int] = (0, 0), withdrawn: Sequence[int] = ()) -> None:
+        self.outcome, self.calls, self.withdrawn = outcome, calls, withdrawn
 
     async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> Outcome:
-        answer = begin()
-        for call in range(2):
-            message = dict(task.messages[0])
-            await answer(Sample(call=call, role="policy", conversation=0, messages=[message]))
+        answer, message = begin(), dict(task.messages[0])
+        for call, conversation in enumerate(self.calls):
+            await answer(Sample(call=call, role="policy", conversation=conversation, messages=[message]))
+            if call in self.withdrawn:
+                await answer(Withdraw(call=call))
         return self.outcome
 
     def record(self, failure: Failure | None) -> None: ...
 
 
-class Withdrawing(Forging):
-    """Two answers of one conversation, the second of which nobody received, and one of another."""
-
-    async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> Outcome:
-        answer, message = begin(), dict(task.messages[0])
-        for call, conversation in ((0, 0), (1, 0), (2, 1)):
-            await answer(Sample(call=call, role="policy", conversation=conversation, messages=[message]))
-            if call == 1:
-                await answer(Withdraw(call=call))
-        return self.outcome
+def engine_on(pool: Forging | None = None, *, context_len: int = 512, **settings: Any) -> RolloutEngine:
+    """One whose policy answers `x`."""
+    pools, policy = {} if pool is None else {"e": pool}, Parrot(lambda prompt: "x")
+    renderer = ChatRenderer.of_model(MODEL)
+    return RolloutEngine(cast(Any, pools), cast(Any, policy), renderer, context_len=context_len, seed=0, **settings)
 
 
 async def test_an_answer_that_nobody_received_is_in_no_row() -> None:
-    pools = {"e": cast(Any, Withdrawing(telling(2)))}
-    engine = RolloutEngine(
-        pools, cast(Any, Parrot(lambda prompt: "xy")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
-    )
+    engine = engine_on(Forging(telling(2), calls=[0, 0, 1], withdrawn=[1]))
     [result] = await engine.run_group(asking("hi"))
-    assert failures([result]) == [""]
-    assert [(len(row.turns), int(row.sampled.sum()), row.versions) for row in result.rows] == [
-        (1, 3, ((0, len(row.token_ids)),)) for row in result.rows
-    ]
-    assert len(result.rows) == 2
-    assert engine.num_withdrawn == 1
+    assert (failures([result]), engine.num_withdrawn, len(result.rows)) == ([""], 1, 2)
+    for row in result.rows:
+        assert (len(row.turns), int(row.sampled.sum()), row.versions) == (1, 2, ((0, len(row.token_ids)),))
 
 
 def telling(num_answers: int, **more: Any) -> Outcome:
@@ -529,27 +499,23 @@ def asking(content: str) -> Group:
 
 
 FORGED = {
-    "one too few": telling(1),
-    "nobody's mark": telling(2, marks={7: Mark()}),
-    "another's number": telling(0, rollout=3),
-    "a child twice": telling(2, children=[telling(0, rollout=1), telling(0, rollout=1)]),
-    "itself as its child": telling(2, children=[telling(2)]),
+    "no answer": Forging(telling(0), calls=[]),
+    "one too few": Forging(telling(1)),
+    "nobody's mark": Forging(telling(2, marks={7: Mark()})),
+    "another's number": Forging(telling(0, rollout=3)),
+    "a child twice": Forging(telling(2, children=[telling(0, rollout=1), telling(0, rollout=1)])),
+    "itself as its child": Forging(telling(2, children=[telling(2)])),
 }
 
 
-@pytest.mark.parametrize("outcome", FORGED.values(), ids=FORGED)
-async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(outcome: Outcome) -> None:
-    policy, pools = cast(Any, Parrot(lambda prompt: "x")), {"e": cast(Any, Forging(outcome))}
-    engine = RolloutEngine(pools, policy, ChatRenderer.of_model(MODEL), context_len=512, seed=0)
-    assert failures(await engine.run_group(asking("hi"))) == ["env_error"]
+@pytest.mark.parametrize("pool", FORGED.values(), ids=FORGED)
+async def test_a_rollout_whose_trajectory_is_not_what_the_policy_answered_is_lost(pool: Forging) -> None:
+    assert failures(await engine_on(pool).run_group(asking("hi"))) == ["env_error"]
 
 
 async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
-    engine = RolloutEngine(
-        {}, cast(Any, None), ChatRenderer.of_model(MODEL), context_len=512, seed=0, max_prompt_length=20
-    )
     with pytest.raises(PromptTooLong, match="max_prompt_length = 20"):
-        await engine.run_group(asking("hi " * 20))
+        await engine_on(max_prompt_length=20).run_group(asking("hi " * 20))
 
 
 @pytest.mark.parametrize(
@@ -575,7 +541,7 @@ async def test_a_first_prompt_without_room_is_too_long_and_a_later_one_ends_the_
     policy = Parrot(lambda prompt: "word")
     policy.context_len = 120
     results = await world.group(policy, 2)
-    assert [result.truncated for result in results] == [True, True]
+    assert [(result.truncated, result.reward > 0) for result in results] == [(True, True)] * 2
     policy.context_len = 10
     with pytest.raises(PromptTooLong):
         await world.group(policy, 2)
@@ -599,8 +565,3 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path, server: Fa
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])
     assert [message["content"] for message in messages[1:]] == ["a", "go on 1", "ab", "go on 2", "ab"]
-
-
-async def test_an_episode_that_ends_without_an_answer_is_a_failure(world: World) -> None:
-    await world.start("Silent")
-    assert failures(await world.group(lambda prompt: "fine", 2)) == ["env_error"] * 2

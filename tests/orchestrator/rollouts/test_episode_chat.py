@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 from grpo.orchestrator.rollouts.episode import Response
-from grpo.orchestrator.workers.protocol import Call
 
 from grpo import (
     AlternatingRolesEpisode,
-    ContextFull,
     Episode,
     EpisodeState,
     MultiTurnEpisode,
@@ -26,7 +24,7 @@ def num_answers(state: EpisodeState) -> float:
 
 
 class Echo(MultiTurnEpisode):
-    """Says again what was said; `stop` ends it, `full` fills the context."""
+    """Says again what was said, or what an example has for the turn."""
 
     rubric = Rubric([num_answers])
 
@@ -50,26 +48,6 @@ async def test_a_conversation_ends_after_its_turns_or_when_the_environment_says_
     outcome = await played(Echo(), responses={1: tool, 2: two, 3: (), 4: None})
     told = [user("hi"), assistant("a0"), tool, assistant("a1"), *two, assistant("a2"), assistant("a3")]
     assert outcome.messages == told
-
-
-class Full(OpenBackend):
-    """Has room for `num` answers."""
-
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self._num = num
-
-    async def __call__(self, call: Call) -> Any:
-        if len(self.calls) == self._num:
-            raise ContextFull("no room")
-        return await super().__call__(call)
-
-
-async def test_a_context_that_is_full_truncates_a_conversation_that_has_an_answer() -> None:
-    outcome = await played(Echo(), Full(2))
-    assert (outcome.reward, outcome.done, outcome.truncated) == (2, True, True)
-    with pytest.raises(ContextFull):
-        await played(Echo(), Full(0))
 
 
 async def test_what_extras_say_is_taken_before_scoring_and_after_it() -> None:

@@ -71,19 +71,16 @@ async def test_accuracy_may_be_another_function_and_a_reward_is_of_a_role_that_t
 
 
 async def test_a_weighted_sum_beyond_a_million_is_no_reward() -> None:
-    def first(completion: str) -> float:
-        return 1e6
-
-    def second(completion: str) -> float:
+    def most(state: EpisodeState) -> float:
         return 1e6
 
     ctx = await debated()
-    huge = [lambda state: 1e40]
-    for wrong in (Rubric([first, second]), Rubric([lambda state: -2e6]), Rubric([long], metrics=huge), Rubric(huge)):
+    huge, twice = [lambda state: 1e40], [most, lambda state: 1e6]
+    for wrong in (Rubric(twice), Rubric([lambda state: -2e6]), Rubric([long], metrics=huge), Rubric(huge)):
         with pytest.raises(RewardTooLarge):
             await wrong.score(ctx.state, ctx)
-    assert (await score_of(Rubric([first, second], weights=[1, -1]), "a", {})).reward == 0
-    assert (await score_of(Rubric([first]), "a", {})).reward == 1e6
+    assert (await score_of(Rubric(twice, weights=[1, -1]), "a", {})).reward == 0
+    assert (await score_of(Rubric([most]), "a", {})).reward == 1e6
 
 
 async def test_functions_get_what_their_parameters_name() -> None:
@@ -111,17 +108,10 @@ async def test_functions_get_what_their_parameters_name() -> None:
 
 
 def test_what_other_libraries_pass_is_refused_at_once_with_the_line_to_write() -> None:
-    def correct(completions: Any, answer: Any, **kwargs: Any) -> float:
-        return 1.0
-
-    def of_rollout(rollout: Any, arena: Any) -> float:
-        return 1.0
-
-    def lenient(completion: str, **more: Any) -> float:
-        return 1.0
-
-    def graded(prompt: Any, completion: Any, info: Any) -> float:
-        return 1.0
+    def correct(completions: Any, answer: Any, **kwargs: Any) -> Any: ...
+    def of_rollout(rollout: Any, arena: Any) -> Any: ...
+    def lenient(completion: str, **more: Any) -> Any: ...
+    def graded(prompt: Any, completion: Any, info: Any) -> Any: ...
 
     for function, unknown, line in (
         (correct, "**kwargs, completions", "def correct(completion, example)"),

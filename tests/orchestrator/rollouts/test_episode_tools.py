@@ -2,21 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from grpo.orchestrator.workers.protocol import Call
 
-from grpo import (
-    ContextFull,
-    EpisodeState,
-    Rubric,
-    Tool,
-    ToolEpisode,
-    ToolFailed,
-    parse_bracketed,
-)
+from grpo import ContextFull, EpisodeState, Rubric, Tool, ToolEpisode, ToolFailed, parse_bracketed
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 
 WORDS = {"apple": 3, "plum": 4}
@@ -68,26 +59,9 @@ def full() -> None:
 TOOLS = [look_up, add, divide, hang, sleep, greedy, full]
 
 
-def num_calls(state: EpisodeState) -> float:
-    return float(state.data["num_tool_calls"])
-
-
-class Scripted(OpenBackend):
-    """Says what it was given."""
-
-    def __init__(self, answers: tuple[str, ...]) -> None:
-        super().__init__()
-        self._answers = answers
-
-    async def __call__(self, call: Call) -> Any:
-        answer = await super().__call__(call)
-        answer.text = self._answers[answer.call]
-        return answer
-
-
-async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[EpisodeState, Scripted]:
-    episode = ToolEpisode(tools, **({"parser": parse_bracketed, "rubric": Rubric([num_calls])} | options))
-    backend = Scripted(answers)
+async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[EpisodeState, OpenBackend]:
+    episode = ToolEpisode(tools, parser=parse_bracketed, rubric=Rubric([lambda: 0.0]), **options)
+    backend = OpenBackend(*answers)
     return await episode.run(context_on(backend)), backend
 
 
@@ -107,17 +81,17 @@ async def test_the_policy_sees_results_until_it_answers_without_a_call() -> None
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "key", "told"),
+    ("call", "kind", "told"),
     [
-        ("LOOK_UP[pear]", "unknown_word", "words", "pear"),
-        ("DIVIDE[1, 0]", "tool_error", "tool_error", "ZeroDivisionError"),
-        ("ADD[1]", "wrong_arguments", "wrong_arguments", "add"),
-        ("MULTIPLY[1]", "unknown_tool", "unknown_tool", "look_up"),
-        ("SLEEP[]", "tool_timeout", "tool_timeout", "1.5"),
-        ("HANG[]", "tool_timeout", "tool_timeout", "1.5"),
+        ("LOOK_UP[pear]", "unknown_word", "pear"),
+        ("DIVIDE[1, 0]", "tool_error", "ZeroDivisionError"),
+        ("ADD[1]", "wrong_arguments", "add"),
+        ("MULTIPLY[1]", "unknown_tool", "look_up"),
+        ("SLEEP[]", "tool_timeout", "1.5"),
+        ("HANG[]", "tool_timeout", "1.5"),
     ],
 )
-async def test_a_call_that_fails_is_told_to_the_policy_and_marked(call: str, kind: str, key: str, told: str) -> None:
+async def test_a_call_that_fails_is_told_to_the_policy_and_marked(call: str, kind: str, told: str) -> None:
     released.clear()
     outcome, _ = await played(f"LOOK_UP[apple] {call} DIVIDE[1, 0]", "I give up", timeout_s=1.5)
     released.set()
@@ -126,7 +100,7 @@ async def test_a_call_that_fails_is_told_to_the_policy_and_marked(call: str, kin
     assert outcome.data == {"num_tool_calls": 3, "tool_errors": 2}
     error = outcome.trajectory[0].error
     assert error is not None
-    assert (error.error_kind, error.hint_template_key) == (kind, key)
+    assert (error.error_kind, error.hint_template_key) == (kind, "words" if kind == "unknown_word" else kind)
     assert error.message == result  # of the first that failed
     assert outcome.trajectory[1].error is None
 
@@ -137,20 +111,15 @@ async def test_what_is_no_failure_of_a_tool_is_not_told_to_the_policy(call: str,
         await played(call, "so")
 
 
-def meeting(num: int) -> Callable[[], str]:
-    """A tool that answers only where so many calls of it run at the same time."""
-    barrier = threading.Barrier(num, timeout=60)
+async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
+    barrier = threading.Barrier(3, timeout=60)
 
     def meet() -> str:
         """Waits for the others."""
         barrier.wait()
         return "done"
 
-    return meet
-
-
-async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
-    outcome, _ = await played("MEET[] MEET[] MEET[]", "so", tools=[meeting(3)])
+    outcome, _ = await played("MEET[] MEET[] MEET[]", "so", tools=[meet])
     assert results(outcome) == ["done"] * 3
 
 

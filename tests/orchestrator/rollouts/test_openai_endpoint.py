@@ -42,9 +42,8 @@ class Desk:
         self.endpoint, self.state, self.backend = endpoint, endpoint.ctx.state, backend
         self.client = self.client_of(endpoint.api_key)
 
-    def client_of(self, key: str, **headers: str) -> openai.AsyncOpenAI:
-        headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        return openai.AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key, default_headers=headers, max_retries=0)
+    def client_of(self, key: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key, max_retries=0)
 
     async def ask(self, messages: Any = HELLO, **settings: Any) -> Any:
         return await self.client.chat.completions.create(model="policy", messages=messages, **settings)
@@ -75,10 +74,10 @@ async def desk_of(answers: Answers) -> AsyncIterator[Desk]:
 async def test_an_answer_is_one_of_the_trajectory() -> None:
     async with desk_of(["hi"]) as desk:
         made = await desk.ask(temperature=0.5, max_tokens=9)
-    assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("hi", "stop")
-    assert made.usage.completion_tokens == desk.state.trajectory[0].num_tokens
-    assert [reply.text for reply in desk.state.trajectory] == ["hi"]
-    assert (desk.backend.calls[0].temperature, desk.backend.calls[0].max_tokens) == (0.5, 9)
+    [choice], [reply], [call] = made.choices, desk.state.trajectory, desk.backend.calls
+    assert (choice.message.content, choice.finish_reason, reply.text) == ("hi", "stop", "hi")
+    assert made.usage.completion_tokens == reply.num_tokens
+    assert (call.temperature, call.max_tokens) == (0.5, 9)
 
 
 async def test_calls_are_parsed_and_come_back_as_they_were_sampled() -> None:
@@ -192,10 +191,6 @@ async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
 # --- agents ---
 
 
-def right(completion: str, example: Any) -> float:
-    return float(completion.strip() == example["answer"])
-
-
 async def test_an_agent_of_the_openai_agents_sdk_is_an_environment() -> None:
     agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     agents.set_tracing_disabled(True)
@@ -206,10 +201,10 @@ async def test_an_agent_of_the_openai_agents_sdk_is_an_environment() -> None:
         return a + b
 
     class Sums(Episode, Environment):
-        rubric = Rubric([right])
+        rubric = Rubric([lambda completion, example: float(completion == example["answer"])])
 
         def dataset(self, split: str) -> Any:
-            return [{"prompt": "What is 2 + 3?", "answer": "5"}]
+            return []
 
         async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
             async with endpoint_of(ctx) as endpoint, Desk(endpoint, None).client as client:
@@ -219,9 +214,7 @@ async def test_an_agent_of_the_openai_agents_sdk_is_an_environment() -> None:
                 state.data["final"] = result.final_output
 
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-    environment = Sums()
-    [example] = environment.dataset("train")
-    outcome = await play(environment, example, [call, "5"])
+    outcome = await play(Sums(), {"prompt": "What is 2 + 3?", "answer": "5"}, [call, "5"])
     assert (outcome.reward, outcome.data["final"], outcome.turn) == (1.0, "5", 2)
     assert [message["role"] for message in outcome.trajectory[1].messages] == ["system", "user", "assistant", "tool"]
     assert outcome.trajectory[1].messages[-1]["content"] == "5"

@@ -1,4 +1,4 @@
-"""The ctx: which conversation a list of messages continues, sub-episodes, stores."""
+"""The ctx: which conversation a list of messages continues, and sub-episodes."""
 
 import asyncio
 import math
@@ -12,21 +12,28 @@ from grpo.orchestrator.rollouts.state import EpisodeState
 
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
 
+AGAIN = [user("q0"), assistant("a0"), user("q1")]
+
 
 def told(backend: OpenBackend) -> list[tuple[int, list[Any]]]:
     """Conversation and new messages of each call."""
     return [(call.conversation, call.messages) for call in backend.calls]
 
 
+async def begun() -> tuple[RolloutContext, OpenBackend]:
+    """After the answer "a0" to "q0"."""
+    ctx = context_on(backend := OpenBackend())
+    await ctx.sample("policy", [user("q0")])
+    return ctx, backend
+
+
 # --- conversations ---
 
 
 async def test_a_list_that_goes_on_from_an_answer_sends_what_is_new() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend)
-    await ctx.sample("policy", [user("q0")])
+    ctx, backend = await begun()
     await ctx.sample("policy", [user("q0"), assistant("a0", tool_calls=[{"name": "add"}]), user("q1")])
-    await ctx.sample("policy", [user("q0"), assistant("a0"), user("q1"), assistant("a1"), user("q2"), user("q3")])
+    await ctx.sample("policy", [*AGAIN, assistant("a1"), user("q2"), user("q3")])
     assert told(backend) == [(0, [user("q0")]), (0, [user("q1")]), (0, [user("q2"), user("q3")])]
 
 
@@ -34,53 +41,37 @@ async def test_a_list_that_goes_on_from_an_answer_sends_what_is_new() -> None:
     "messages", [[user("q0"), assistant("a1"), user("q1")], [user("Q0"), assistant("a0"), user("q1")], [user("q0")]]
 )
 async def test_any_other_list_begins_a_conversation(messages: list[Any]) -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend)
-    await ctx.sample("policy", [user("q0")])
+    ctx, backend = await begun()
     await ctx.sample("policy", messages)
     assert told(backend) == [(0, [user("q0")]), (1, messages)]
 
 
 async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend)
-    await ctx.sample("policy", [user("q0")])
+    ctx, backend = await begun()
     backend.open.clear()
-    again = [user("q0"), assistant("a0"), user("q1")]
-    calls = [asyncio.create_task(ctx.sample("policy", again)) for _ in range(3)]
+    calls = [asyncio.create_task(ctx.sample("policy", AGAIN)) for _ in range(3)]
     await asyncio.sleep(0)
     backend.open.set()
     replies = await asyncio.gather(*calls)
-    assert told(backend)[1:] == [(0, [user("q1")]), (1, again), (2, again)]
-    await ctx.sample("policy", [*again, replies[2].message, user("q2")])
+    assert told(backend)[1:] == [(0, [user("q1")]), (1, AGAIN), (2, AGAIN)]
+    await ctx.sample("policy", [*AGAIN, replies[2].message, user("q2")])
     assert told(backend)[-1] == (2, [user("q2")])
 
 
 async def test_a_conversation_whose_call_failed_goes_on_no_more() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend)
-    await ctx.sample("policy", [user("q0")])
-    again = [user("q0"), assistant("a0"), user("q1")]
+    ctx, backend = await begun()
     backend.error = ContextFull("full")
     with pytest.raises(ContextFull):
-        await ctx.sample("policy", again)
-    await ctx.sample("policy", again)
-    assert told(backend)[1:] == [(0, [user("q1")]), (1, again)]
+        await ctx.sample("policy", AGAIN)
+    await ctx.sample("policy", AGAIN)
+    assert told(backend)[1:] == [(0, [user("q1")]), (1, AGAIN)]
     assert [reply.text for reply in ctx.state.trajectory] == ["a0", "a2"]
 
 
 # --- what cannot be asked ---
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        "hi",
-        [{"role": "user"}],
-        [{**user("hi"), "time": math.nan}],
-    ],
-)
+@pytest.mark.parametrize("messages", [[], "hi", [{"role": "user"}], [{**user("hi"), "time": math.nan}]])
 async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any) -> None:
     backend = OpenBackend()
     with pytest.raises(ValueError, match="message"):
@@ -91,21 +82,14 @@ async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any) -> No
 # --- sub-episodes ---
 
 
-def one(completion: str, example: Any) -> float:
-    return 1.0
-
-
 class Below(Episode):
     """Draws, asks, and spawns itself as often as the example says."""
 
-    rubric = Rubric([one])
+    rubric = Rubric([lambda: 1.0])
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         state.data["drawn"] = ctx.rng.random()
-        if state.example.get("fail"):
-            raise OSError("no")
-        reply = await ctx.sample("policy", [user("q")])
-        state.data["conversation"] = reply.call
+        await ctx.sample("policy", [user("q")])
         if depth := state.example["depth"]:
             await ctx.spawn("below", [{"depth": depth - 1}] * 2)
 
@@ -136,10 +120,7 @@ async def test_what_cannot_be_spawned_is_an_error_at_once(examples: Any) -> None
 
 async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:
     ctx = context_on(OpenBackend(), episodes={"below": Below()})
-    [outcome, _] = await ctx.spawn("below", [{"depth": 3}, {"depth": 0}])
-    depth = 0
-    while outcome.children:
-        outcome, depth = outcome.children[0], depth + 1
-    assert depth == 3
+    [outcome] = await ctx.spawn("below", [{"depth": 3}])
+    assert outcome.children[0].children[1].children[0].children == []
     with pytest.raises(ValueError, match="generations"):
         await ctx.spawn("below", [{"depth": 9}])

@@ -137,18 +137,16 @@ def test_arguments_come_as_the_function_takes_them() -> None:
     ],
 )
 def test_a_call_that_cannot_be_made_says_why(payload: str, kind: str) -> None:
-    error = only_error(parse_tagged(f"<tool_call>{payload}</tool_call>", TOOLS))
-    assert error.error_kind == kind
-    assert error.text == f"<tool_call>{payload}</tool_call>"
+    written = f"<tool_call>{payload}</tool_call>"
+    error = only_error(parse_tagged(written, TOOLS))
+    assert (error.error_kind, error.text) == (kind, written)
 
 
 def test_a_call_that_is_not_closed_does_not_take_the_next_with_it() -> None:
     parsed = parse_tagged('<tool_call>{"name": "ping"} oh <tool_call>{"name": "ping"}</tool_call>', TOOLS)
-    broken, whole = parsed.calls
-    assert isinstance(broken, ToolCallError)
-    assert broken.error_kind == UNCLOSED_CALL
-    assert broken.text == '<tool_call>{"name": "ping"} oh '
-    assert isinstance(whole, ToolCall)
+    [broken] = parsed.errors
+    assert (broken.error_kind, broken.text) == (UNCLOSED_CALL, '<tool_call>{"name": "ping"} oh ')
+    assert isinstance(parsed.calls[1], ToolCall)
 
 
 def test_errors_repeat_no_control_tokens_and_stay_short() -> None:
@@ -182,9 +180,7 @@ WORDS = {"LOOKUP": Tool.of(lookup, name="LOOKUP"), "ADD": Tool.of(add, name="ADD
         ("ADD[1, -3]", "ADD", {"a": 1, "b": -3}),
     ],
 )
-def test_bracketed_arguments_are_read_as_the_function_takes_them(
-    written: str, name: str, arguments: dict[str, Any]
-) -> None:
+def test_bracketed_arguments_are_read_as_the_function_takes_them(written: str, name: str, arguments: Any) -> None:
     parsed = parse_bracketed(f"So: {written}\nand then", WORDS)
     assert parsed.calls == (ToolCall(name=name, arguments=arguments, text=written),)
     assert parsed.content == "So: \nand then"
@@ -192,11 +188,7 @@ def test_bracketed_arguments_are_read_as_the_function_takes_them(
 
 @pytest.mark.parametrize(
     ("written", "kind"),
-    [
-        ("LOOKUP[cat", UNCLOSED_CALL),
-        ("FETCH[cat]", UNKNOWN_TOOL),
-        ("ADD[1, 2, well, 4]", WRONG_ARGUMENTS),
-    ],
+    [("LOOKUP[cat", UNCLOSED_CALL), ("FETCH[cat]", UNKNOWN_TOOL), ("ADD[1, 2, well, 4]", WRONG_ARGUMENTS)],
 )
 def test_a_bracketed_call_that_cannot_be_made_says_why(written: str, kind: str) -> None:
     error = only_error(parse_bracketed(f"list[int] so {written}\nand", WORDS))

@@ -17,8 +17,6 @@ from tests.transport.power_cut import recorded
 from tests.transport.samples import damage
 
 SETTINGS = TrainSettings(model="base").model_dump(mode="json")
-
-
 FIELDS: dict[str, Any] = {"base_model": "base", "settings": SETTINGS, "metrics": {"loss/total": 0.1}}
 
 

@@ -11,7 +11,7 @@ from grpo.trainer.optim import Optimizer
 from grpo.trainer.packing import packed_tokens
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.forked import END_S, forks, rank_variables
+from tests.trainer.forked import run_ranks
 from tests.trainer.models import CPU, tiny_batch, tiny_policy, tiny_settings
 
 
@@ -45,14 +45,7 @@ def test_another_number_of_ranks_takes_a_checkpoint_up_whole(tiny_model: Path, t
     out.mkdir()
     for name in ("weights", "optimizer"):
         save_file(parts[name], tmp_path / name)
-    group = rank_variables(3)
-    arguments = (tiny_model, tmp_path, out)
-    workers = [forks().Process(target=worker, args=(*arguments, group | {"RANK": str(rank)})) for rank in range(3)]
-    for process in workers:
-        process.start()
-    for process in workers:
-        process.join(END_S)
-        assert process.exitcode == 0
+    run_ranks(worker, tiny_model, tmp_path, out, num_ranks=3)
     for name in ("weights", "optimizer"):
         again = load_file(out / name)
         assert again.keys() == parts[name].keys() != set()

@@ -40,17 +40,17 @@ class Run:
 
     def train(self, *, steps: int = NUM_STEPS, back_to: int | None = None, **changes: Any) -> None:
         """As one process would, from joining to the end."""
-        ckpt = {"interval": 2, "keep_last": None, "resume_step": back_to} | changes.pop("ckpt", {})
         options: dict[str, Any] = {
             "output_dir": str(self.folder.path),
+            "run_id": self.folder.run_id,  # so that it is the launcher's to say whether batches come
             "max_steps": steps,
             "num_threads": 1,
             "optimizer": "adamw",
+            "ppo_epochs": 2,
         }
-        options["ppo_epochs"] = 2
+        changes["ckpt"] = {"interval": 2, "keep_last": None, "resume_step": back_to} | changes.get("ckpt", {})
         changes["loss"] = UNMASKED | changes.get("loss", {})
-        options["run_id"] = self.folder.run_id  # so that it is the launcher's to say whether batches come
-        run(settings_for(self.model, **(options | changes), ckpt=ckpt), self.model)
+        run(settings_for(self.model, **(options | changes)), self.model)
 
     def weights(self, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
         return dict(self.store.read(step)[1]["weights"])
@@ -65,11 +65,19 @@ def founded(folder: Path, model: Path, *, num_steps: int = NUM_STEPS, hinted: bo
     one = create_run(folder)
     with BatchSender(one.batches, run_id=one.run_id, hwm=num_steps) as sender:
         for step in range(1, num_steps + 1):
-            batch = replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)
+            batch = tiny_batch((6, 9), seed=step, run_id=one.run_id, step=step)
             hints = ((1, hint_for(batch, 1, places=(4, 5, 7), before=3)),) if hinted else ()
             sender.send(step, [[replace(batch, hints=hints)]])
         sender.finish(num_steps)
         yield Run(one, model)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
+    """A run that was never stopped."""
+    with founded(tmp_path_factory.mktemp("straight") / "run", tiny_model) as one:
+        one.train()
+    return one
 
 
 @pytest.fixture
@@ -82,21 +90,15 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_in_two_parts_comes_to_the_weights_of_one_in_a_single_part(
-    started: Run, tmp_path: Path, tiny_model: Path
-) -> None:
-    with founded(tmp_path / "straight", tiny_model) as straight:
-        straight.train()
+def test_a_run_in_two_parts_comes_to_the_weights_of_one_in_a_single_part(started: Run, straight: Run) -> None:
     started.train(steps=3)
     assert started.store.steps() == [2, 3]  # where one was due, and at the end
     started.train()
     assert started.store.steps() == [2, 3, 4, 6]
     assert same(started.weights(), straight.weights())
     assert not same(started.weights(), started.weights(4))
-    assert (
-        started.manifest(6).files["adapter_model.safetensors"]
-        == straight.manifest(6).files["adapter_model.safetensors"]
-    )
+    ours, theirs = (one.manifest(6).files["adapter_model.safetensors"] for one in (started, straight))
+    assert ours == theirs
 
 
 def test_a_run_in_two_parts_goes_on_with_the_teacher_that_it_had(tmp_path: Path, tiny_model: Path) -> None:
@@ -157,11 +159,7 @@ def test_a_version_that_is_damaged_or_missing_is_published_again_with_its_metric
     assert json.loads(weights.with_name("metrics.json").read_text())["loss/total"] == told["loss/total"] != 0
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
-    started: Run, tmp_path: Path, tiny_model: Path
-) -> None:
-    with founded(tmp_path / "straight", tiny_model) as straight:
-        straight.train()
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(started: Run, straight: Run) -> None:
     started.train(steps=3, ckpt={"interval": None})
     started.train()
     assert same(started.weights(), straight.weights())
@@ -169,16 +167,12 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
 
 def test_an_earlier_step_can_be_resumed_and_what_came_after_it_is_set_aside(tmp_path: Path, tiny_model: Path) -> None:
     with founded(tmp_path / "run", tiny_model) as one:
-        kept = {path.name: path for path in one.folder.batches.glob("step_*")}
-        copies = {name: {f.name: f.read_bytes() for f in path.iterdir()} for name, path in kept.items()}
+        shutil.copytree(one.folder.batches, tmp_path / "batches")
         one.train()
         before = one.weights()
     Checkpoints(one.folder).go_back_to(2, role=None)
-    for name, contents in copies.items():  # as a resumed orchestrator sends them again
-        folder = one.folder.batches / name
-        folder.mkdir(exist_ok=True)
-        for file, data in contents.items():
-            (folder / file).write_bytes(data)
+    # as a resumed orchestrator sends them again
+    shutil.copytree(tmp_path / "batches", one.folder.batches, dirs_exist_ok=True)
     one.train(back_to=2)
     assert same(one.weights(), before)
     [aside] = one.folder.superseded.iterdir()
@@ -268,10 +262,8 @@ def test_a_damaged_checkpoint_is_not_passed_over_silently(started: Run) -> None:
 def test_a_checkpoint_that_cannot_be_written_stops_the_run_with_the_reason(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=4, ckpt={"interval": 1}, optimizer="adamw")
     (tmp_path / "checkpoints").write_text("in the way")
-    for step in range(1, 5):
-        bench.send(step, tiny_batch((6,), seed=step) if step == 1 else replace(tiny_batch((6,), seed=step), step=step))
     with pytest.raises(StorageError, match="checkpoints"):
-        bench.trainer.train()
+        bench.train(*(tiny_batch((6,), seed=step) for step in range(1, 5)))
     bench.trainer.close()
 
 

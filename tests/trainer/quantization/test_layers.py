@@ -7,8 +7,6 @@ from grpo.trainer.quantization import QUANTIZE, Dequantize, QuantizedLinear
 from grpo.transport.records import Quantization
 from peft import LoraConfig
 
-KINDS = list(QUANTIZE)
-
 
 class Watched(QuantizedLinear):
     """Remembers the weights that it makes, weakly."""
@@ -63,7 +61,7 @@ def outcome(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("format", QUANTIZE)
 def test_an_adapter_on_it_computes_what_one_on_the_dequantized_weight_does(
     format: Quantization, dtype: torch.dtype, bias: bool
 ) -> None:
@@ -77,17 +75,12 @@ def test_an_adapter_on_it_computes_what_one_on_the_dequantized_weight_does(
 
 
 @pytest.mark.parametrize("with_adapter", [True, False])
-@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("format", QUANTIZE)
 def test_the_dequantized_weight_is_made_for_each_pass_and_never_kept(format: Quantization, with_adapter: bool) -> None:
     base = quantized(format, dtype=torch.float32)
     layer = adapted(base) if with_adapter else base
     saved: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         output = layer(inputs(torch.float32))
         assert len(base.made) == 1
         output.sum().backward()

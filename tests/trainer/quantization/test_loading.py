@@ -12,11 +12,7 @@ from grpo.transport.records import Quantization
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.dequantized import FOLDER
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tests.trainer.models import CPU, TARGETS, save_tiny_model
 
@@ -44,15 +40,8 @@ def dequantized(folder: Path, model: Any, dtype: torch.dtype = torch.float32) ->
 
 def written(folder: Path, target: Path, format: Quantization, dtype: torch.dtype = torch.float32) -> Path:
     """The checkpoint with the values of a quantized base, as servers get it."""
-    publish_dequantized(
-        folder,
-        RunFolder(path=target, run_id="9f"),
-        base_model="9f",
-        quantization=format,
-        dtype=dtype,
-        device=CPU,
-        colocate=False,
-    )
+    options: dict[str, Any] = {"quantization": format, "dtype": dtype, "device": CPU, "colocate": False}
+    publish_dequantized(folder, RunFolder(path=target, run_id="9f"), base_model="9f", **options)
     return target / FOLDER
 
 

@@ -8,16 +8,15 @@ from grpo.infer.canary import check_effect
 from grpo.trainer.lora import FusedLoraLinear
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import packed_tokens
-from grpo.trainer.publishing import CanaryMaker, canary_ids
+from grpo.trainer.publishing import canary_ids
 from grpo.trainer.quantization import QUANTIZE, QuantizedLinear
 from grpo.transport.errors import PolicyRefused
 from grpo.transport.records import Quantization
 
-from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, TARGETS, canary_of, files_of, tiny_batch, tiny_policy
 from tests.trainer.quantization.test_loading import written
 from tools.random_models import QUICKSTART_MODEL
 
-KINDS = list(QUANTIZE)
 RECIPES = [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
 
 
@@ -33,11 +32,7 @@ def policy_on(
     return tiny_policy(folder, recipe=recipe, moved=moved, quantization=format, target_modules=target_modules)
 
 
-def quantized_layers(policy: Policy) -> list[QuantizedLinear]:
-    return [module for module in policy.causal_lm.modules() if isinstance(module, QuantizedLinear)]
-
-
-@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize("format", QUANTIZE)
 def test_the_whole_policy_computes_what_one_on_the_base_that_servers_get_does(
     tiny_model: Path, tmp_path: Path, format: Quantization
 ) -> None:
@@ -52,14 +47,13 @@ def test_the_whole_policy_computes_what_one_on_the_base_that_servers_get_does(
     for one, other in zip(ours.parameters, theirs.parameters, strict=True):
         assert one.grad is not None
         assert torch.equal(one.grad, other.grad)
-    assert ours.weights.files(ours.weights.snapshot()) == theirs.weights.files(theirs.weights.snapshot())
+    assert files_of(ours) == files_of(theirs)
 
 
 def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(tiny_model: Path) -> None:
     policy = policy_on(tiny_model, "nf4", moved=True, target_modules=("q_proj",))
-    assert len(quantized_layers(policy)) == 7 * 2
-    adapted = [module for module in policy.causal_lm.modules() if isinstance(module, FusedLoraLinear)]
-    assert len(adapted) == 2
+    kinds = [type(module) for module in policy.causal_lm.modules()]
+    assert (kinds.count(QuantizedLinear), kinds.count(FusedLoraLinear)) == (7 * 2, 2)
     policy.logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in policy.parameters)
 
@@ -68,9 +62,7 @@ def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(ti
 def test_the_canary_refuses_a_server_that_holds_the_plain_base(format: Quantization, dtype: torch.dtype) -> None:
     trained, served = policy_on(QUICKSTART_MODEL, format, dtype), policy_on(QUICKSTART_MODEL, None, dtype)
     ids = canary_ids(served.causal_lm.config, seed=42)
-    canary, there = (
-        CanaryMaker(policy, ids).begin(version=0, noise={})(policy.weights.snapshot()) for policy in (trained, served)
-    )
+    canary, there = (canary_of(policy, ids, version=0) for policy in (trained, served))
     with pytest.raises(PolicyRefused) as refused:
         check_effect(canary, there.logprobs, there.logprobs, dtype=served.dtype_name, device="cpu", tolerance=None)
     assert refused.value.reason == "canary_mismatch"

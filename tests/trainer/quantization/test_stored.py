@@ -1,6 +1,7 @@
 """Checkpoints that are stored quantized, written by the libraries that define them where those run on a CPU."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 from grpo.trainer.errors import ModelError
 from grpo.trainer.quantization import QuantizedLinear
+from grpo.transport.records import Quantization
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.models import save_tiny_model
 from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import bytes_of
-from tests.trainer.quantization.test_loading import loaded, logits, weight_of, written
+from tests.trainer.quantization.test_loading import loaded, logits, rewritten, weight_of, written
 
 Tensors = dict[str, torch.Tensor]
 PLAIN_LAYER = "model.layers.1.mlp.up_proj"
@@ -150,51 +152,38 @@ def test_nvfp4_as_modelopt_stores_it(tmp_path: Path, wide_model: Path) -> None:
     check(folder, wide_model, loaded(folder, "nvfp4"), expected)
 
 
-def with_config(plain: Path, target: Path, config: dict[str, Any]) -> Path:
-    return stored(plain, target, {}, config)
-
-
-def test_a_setting_that_contradicts_the_checkpoint_is_refused_with_the_key_to_set(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelError, match="qlora_fp8"):
-        loaded(with_config(tiny_model, tmp_path / "fp8", FP8_CONFIG), "nf4")
-
-
 @pytest.mark.parametrize(
-    "config",
+    ("config", "format", "named"),
     [
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-        {"quant_method": "fp8", "weight_block_size": [64, 64]},
-        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        (FP8_CONFIG, "nf4", "qlora_fp8"),  # the key to set
+        ({"quant_method": "gptq", "bits": 4}, "fp8", "gptq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp8", "bitsandbytes"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "fp8", "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "fp8", "modelopt"),
     ],
 )
-def test_other_ways_of_storing_are_refused(tiny_model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=config["quant_method"]):
-        loaded(with_config(tiny_model, tmp_path / "model", config), "fp8")
+def test_other_ways_of_storing_and_a_setting_that_contradicts_the_checkpoint_are_refused(
+    tiny_model: Path, tmp_path: Path, config: dict[str, Any], format: Quantization, named: str
+) -> None:
+    with pytest.raises(ModelError, match=named):
+        loaded(stored(tiny_model, tmp_path / "model", {}, config), format)
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{".weight_scale_inv": torch.ones(3, 3)}, {".weight": torch.zeros(32, 160)}, {".weight_scale_inv": None}],
+    ("tensor", "value"),
+    [
+        (f"{Q_PROJ}.weight_scale_inv", torch.ones(3, 3)),
+        (f"{Q_PROJ}.weight", torch.zeros(32, 160)),
+        (f"{Q_PROJ}.weight_scale_inv", None),
+        ("lm_head.weight", torch.zeros(64, 160, dtype=torch.float8_e4m3fn)),
+    ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_the_name_of_their_layer(
-    tmp_path: Path, wide_model: Path, changes: dict[str, torch.Tensor | None]
+    tmp_path: Path, wide_model: Path, tensor: str, value: torch.Tensor | None
 ) -> None:
     folder, _ = fp8_checkpoint(wide_model, tmp_path / "fp8")
-    tensors: dict[str, torch.Tensor | None] = {**load_file(folder / "model.safetensors")}
-    tensors |= {f"model.layers.0.self_attn.q_proj{end}": tensor for end, tensor in changes.items()}
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.q_proj"):
-        loaded(folder, "fp8")
-
-
-def test_a_head_that_is_quantized_too_is_refused(tmp_path: Path, wide_model: Path) -> None:
-    folder, _ = fp8_checkpoint(wide_model, tmp_path / "fp8")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lm_head\.weight"):
-        loaded(folder, "fp8")
+    with pytest.raises(ModelError, match=re.escape(tensor.rpartition(".")[0])):
+        loaded(rewritten(folder, tmp_path / "changed", **{tensor: value}), "fp8")

@@ -14,15 +14,16 @@ from grpo.orchestrator.auxiliary.hints.sources import (
     from_templates,
 )
 from grpo.orchestrator.endpoints import ApiModel, Costs
+from grpo.orchestrator.rollouts.records import EpisodeResult
 from msgspec.structs import replace
 
 from tests.orchestrator.auxiliary.hints.played import TINY, Answer, played, site, wrong
 from tests.orchestrator.chat_server import FakeChatServer, status
 
 
-async def refused(source: Source, *rollouts: object) -> str:
+async def refused(source: Source, *rollouts: EpisodeResult) -> str:
     with pytest.raises(NoHint) as raised:
-        await source(site(*rollouts))  # type: ignore[arg-type]
+        await source(site(*rollouts))
     return raised.value.reason
 
 
@@ -62,9 +63,8 @@ async def test_a_sibling_helps_at_a_later_turn_only_where_all_before_it_is_the_s
 
 @pytest.mark.parametrize("answer", [Answer(text="AD[1]"), wrong("ADD[1]"), Answer(text="ADD[1]", whole=False)])
 async def test_an_answer_that_shows_nothing_better_is_no_hint(answer: Answer) -> None:
-    assert await refused(from_siblings, played("g/0", [wrong("AD[1]")]), played("g/1", [answer], reward=1.0)) == (
-        "no_sibling"
-    )
+    group = [played("g/0", [wrong("AD[1]")]), played("g/1", [answer], reward=1.0)]
+    assert await refused(from_siblings, *group) == "no_sibling"
 
 
 async def test_a_model_is_shown_what_went_wrong_and_writes_a_hint(chats: FakeChatServer) -> None:

@@ -35,14 +35,7 @@ def test_what_is_given_extends_replaces_and_takes_away(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(
-    "written",
-    [
-        "words: a\nwords: b\n",
-        "[" * 5_000,
-        "tool_eror: null\n",
-        "words: 'see {what}'\n",
-        "words: ' '\n",
-    ],
+    "written", ["words: a\nwords: b\n", "[" * 5_000, "tool_eror: null\n", "words: 'see {what}'\n", "words: ' '\n"]
 )
 def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, written: str) -> None:
     (tmp_path / "a.yaml").write_text(written)

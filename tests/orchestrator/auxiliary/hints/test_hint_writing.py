@@ -55,12 +55,7 @@ def test_a_hint_cannot_end_its_own_message() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        LOUD,  # changes it
-        OPENS_AS_ASKED,  # changes the turn behind it
-        FIRST_ALONE,  # leaves it out
-    ],
+    "source", [LOUD, OPENS_AS_ASKED, FIRST_ALONE], ids=["changes it", "turns behind it", "drops it"]
 )
 def test_a_template_that_takes_no_such_message_is_refused(source: str) -> None:
     with pytest.raises(TemplateRefused):

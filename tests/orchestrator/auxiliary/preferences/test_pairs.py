@@ -43,18 +43,9 @@ async def tenths(token_ids: Sequence[int]) -> Sequence[float]:
     return [-token / 10 for token in token_ids[1:]]
 
 
-async def made(
-    text: str, at: PolicyTurn, *calls: tuple[str, Any], sequence_len: int = 1000, reference: object = tenths
-) -> PairRecord | Skipped:
-    preference = Preference(chosen=Action(text=text, tool_calls=calls), source="2 of 3 teachers: a, b", score_gap=0.5)
-    return await make_pair(
-        preference,
-        at,
-        TEMPLATE,
-        reference,  # type: ignore[arg-type]
-        sequence_len=sequence_len,
-        base_model="identity-1",
-    )
+async def made(text: str, at: PolicyTurn, *, sequence_len: int = 1000, reference: Any = tenths) -> PairRecord | Skipped:
+    preference = Preference(chosen=Action(text=text), source="2 of 3 teachers: a, b", score_gap=0.5)
+    return await make_pair(preference, at, TEMPLATE, reference, sequence_len=sequence_len, base_model="identity-1")
 
 
 async def test_a_pair_is_the_prompt_the_teachers_text_and_what_the_policy_sampled_with_sums_of_the_reference() -> None:

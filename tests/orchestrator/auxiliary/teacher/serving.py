@@ -1,8 +1,9 @@
 """A stand-in for a teacher's server, and everything that one may do instead of answering."""
 
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
 
 from aiohttp import web
 from grpo.transport.ports import free_port
@@ -20,7 +21,6 @@ class FakeTeacher:
         self.fault: Fault | None = None
         """Of requests for scores."""
         self.asked: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
         self.info: dict[str, Any] = {"max_model_len": 16}
         self.model = "large"
         self.api_key: str | None = None
@@ -32,20 +32,19 @@ class FakeTeacher:
             assert hasattr(self, name)
             setattr(self, name, value)
 
-    async def start(self) -> "FakeTeacher":
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Self]:
+        """Listens meanwhile."""
         app = web.Application(middlewares=[self._guarded])
         if self.ours is not False:
             app.add_routes([web.get("/policy/info", self._info), web.post("/policy/score", self._counted)])
         if self.ours is not True:
             app.add_routes([web.get("/v1/models", self._models), web.post("/v1/completions", self._counted)])
-        self._runner = web.AppRunner(app, shutdown_timeout=0.05)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        return self
-
-    async def stop(self) -> None:
-        """Nobody listens until the next `start`."""
-        await self._runner.cleanup()
+        runner = web.AppRunner(app, shutdown_timeout=0.05)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        yield self
+        await runner.cleanup()
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -66,7 +65,6 @@ class FakeTeacher:
     async def _counted(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         self.asked.append(body)
-        self.keys.append(request.headers.get("Authorization"))
         answer = await self.fault(request) if self.fault else None
         return answer or self._score(body)
 
@@ -98,10 +96,3 @@ def in_turn(*faults: Fault | None) -> Fault:
         return None if fault is None else await fault(request)
 
     return next_one
-
-
-async def hang_up(request: web.Request) -> web.StreamResponse:
-    """The connection ends before the answer begins."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()

@@ -14,7 +14,7 @@ from grpo.orchestrator.auxiliary.teacher.tokens import shared_tokens
 from grpo.orchestrator.endpoints import EndpointError
 from grpo.transport.records import NO_TEACHER_LOGPROB, Float32, Int32
 
-from tests.orchestrator.auxiliary.teacher.serving import FakeTeacher, Fault, answering, hang_up, in_turn
+from tests.orchestrator.auxiliary.teacher.serving import FakeTeacher, Fault, answering, in_turn
 from tests.orchestrator.chat_server import cut
 from tests.orchestrator.fakes import MODEL
 
@@ -25,9 +25,8 @@ def ids(*tokens: int) -> Int32:
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[FakeTeacher]:
-    server = await FakeTeacher().start()
-    yield server
-    await server.stop()
+    async with FakeTeacher().serving() as server:
+        yield server
 
 
 def teacher(*servers: str) -> ServedTeacher:
@@ -50,11 +49,7 @@ async def failure(by: ServedTeacher) -> EndpointError:
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [
-        {"prompt_token_ids": [5, 6, 8]},
-        {"prompt_logprobs": [None, {"6": {"logprob": -1}}, {}]},
-    ],
+    "choice", [{"prompt_token_ids": [5, 6, 8]}, {"prompt_logprobs": [None, {"6": {"logprob": -1}}, {}]}]
 )
 async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: dict[str, Any]) -> None:
     known = {"prompt_logprobs": [None, {"6": {"logprob": -1}}, {"7": {"logprob": -2}, "9": {"logprob": 0}}]}
@@ -68,7 +63,7 @@ async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: 
     ("faults", "reason", "num_tries"),
     [
         ([], None, 1),
-        ([answering(503), cut, hang_up], None, 4),  # may pass
+        ([answering(503), cut], None, 3),  # may pass
         ([answering(400)], "refused", 1),
         ([answering(200, text="<html>")], "nonsense", 1),
     ],
@@ -105,9 +100,8 @@ async def opened(
 
 
 async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
-    ours = await FakeTeacher(ours=True, num_busy=2).start()
-    theirs = await FakeTeacher(ours=False, model="served", num_busy=2).start()
-    try:
+    ours, theirs = FakeTeacher(ours=True, num_busy=2), FakeTeacher(ours=False, model="served", num_busy=2)
+    async with ours.serving(), theirs.serving():
         found = await opened(ours, temperature=1.5)
         assert (found.ours, found.longest, ours.asked[0]["temperature"]) == (True, 15, 1.5)
         found = await opened(theirs, name="served", tokenizer=str(MODEL))
@@ -115,9 +109,6 @@ async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
         for refused in (opened(ours, theirs), opened(theirs, name=str(MODEL)), opened(theirs, temperature=2.0)):
             with pytest.raises(ValueError, match=r"grpo-infer|does not serve|temperature"):
                 await refused
-    finally:
-        await ours.stop()
-        await theirs.stop()
 
 
 async def test_a_teacher_that_never_comes_up_is_named() -> None:

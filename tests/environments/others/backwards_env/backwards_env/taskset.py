@@ -22,14 +22,6 @@ class BackwardsTask(vf.Task[BackwardsData]):
         right = sum(one == other for one, other in zip(given, expected, strict=False))
         return right / max(len(given), len(expected))
 
-    @vf.metric
-    async def num_turns(self, trace: vf.Trace) -> float:
-        return float(trace.num_turns)
-
-    @vf.stop
-    async def said_stop(self, trace: vf.Trace) -> bool:
-        return "STOP" in _answer(trace)
-
 
 class BackwardsConfig(vf.TasksetConfig):
     num_tasks: int = 200
