@@ -35,6 +35,8 @@ _MAX_ASK_BYTES = 4096
 _NO_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_REPEAT_S = 20.0
+"""A question that has no answer is asked again so often."""
 _OTHER_KEY = (
     "what listens there has another key than this run's: give both programs one output_dir, or the same secret in the "
     "environment variable that rollout_transport.key_var names"
@@ -209,6 +211,8 @@ class ZmqBatchReceiver(BatchReceiver):
         self._socket.connect(f"tcp://{self._where}")
         self._asked: Ask | None = None
         """The question that has no answer yet."""
+        self._asked_s = 0.0
+        """When it was asked, on the monotonic clock."""
         self._state = "not connected"
 
     def receive(
@@ -244,13 +248,14 @@ class ZmqBatchReceiver(BatchReceiver):
         ask = Ask(run_id=self._run_id, step=step, **place)
         with contextlib.suppress(zmq.Again):
             self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
-            self._asked, self._state = ask, "connected"
+            self._asked, self._state, self._asked_s = ask, "connected", time.monotonic()
 
     def _answer(self, step: int) -> tuple[Answer, Sequence[Buffer]] | None:
         """Returns the answer to a question for `step`, or None where none has come within 0.2 s."""
         while self._events.poll(0):
             self._on_event(zmq.utils.monitor.recv_monitor_message(self._events)["event"])
-        if self._asked is None or self._asked.step != step:
+        is_old = time.monotonic() - self._asked_s > _REPEAT_S  # another who has the key may have asked in its place
+        if self._asked is None or self._asked.step != step or is_old:
             self._ask(step)
         if not self._socket.poll(_WAIT_MS):
             return None
