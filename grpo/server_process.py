@@ -19,7 +19,7 @@ from grpo.orchestrator.inference.client import ServerError
 from grpo.policy_version import Version, program_settings
 from grpo.transport.errors import UserError
 from grpo.transport.parent import PARENT_VAR
-from grpo.transport.ports import free_port
+from grpo.transport.ports import free_port, listening_socket
 from grpo.transport.run_warnings import WARNINGS_FOLDER
 from grpo.transport.status import server_file
 
@@ -81,6 +81,10 @@ def server_process(
     key, host = os.environ.get(str(settings["api_key_var"])) or None, str(settings["host"])
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
+    try:
+        listening_socket(host, int(settings["port"])).close()  # else another program would answer for the server
+    except OSError as error:
+        raise ServerFailed(f"grpo-infer cannot start: {error}") from None
     log.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="grpo-serve-") as folder:
         output_dir = folder if version is None else str(version.run.resolve())

@@ -21,6 +21,7 @@ from grpo.transport.cores import available_cores
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.keys import is_loopback
 from grpo.transport.logs import printable, start_log
+from grpo.transport.ports import listening_socket
 from grpo.transport.run import RunFolder
 from grpo.transport.run_warnings import kept_warnings
 from grpo.transport.status import server_file
@@ -65,21 +66,6 @@ def run(settings: InferSettings) -> int:
         print(f"error: {printable(str(error) if known else repr(error))}", file=sys.stderr, flush=True)
         return START_AGAIN if isinstance(error, EngineEnded) else 2 if isinstance(error, ArgumentError) else 1
     return 0
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address, so that a port in use shows before the model is loaded. Raises OSError
-    with the way out."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        mend = "give another port with --port, or, with --host, an address of this machine"
-        raise OSError(f"cannot bind to {host}:{port}: {error.strerror}; {mend}") from None
-    return sock
 
 
 async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, key: str | None) -> None:

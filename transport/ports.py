@@ -26,6 +26,21 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise OSError(f"of 1000 ports of {host} none is free; name one that is")
 
 
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Returns a socket bound to the address, so that a port in use shows before a model is loaded. Raises OSError
+    with the way out."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        mend = "give another port with --port, or, with --host, an address of this machine"
+        raise OSError(f"cannot bind to {host}:{port}: {error.strerror}; {mend}") from None
+    return sock
+
+
 def port_number(text: str) -> int:
     """Returns the port that an option names; 0 is any that is free. For argparse."""
     if not text.isdecimal() or int(text) > 65535:

@@ -1,5 +1,6 @@
 """What `grpo evaluate` takes for a model, a run and a checkpoint, and by which settings it is evaluated."""
 
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.evaluate import held_out
 from grpo.orchestrator.run import orchestrate
 from grpo.transport.errors import UserError
+from grpo.transport.ports import free_port
 from grpo.transport.run import create_run, join_run
 
 from grpo.commands.evaluate import _evaluated, evaluation_settings, find_target
@@ -77,9 +79,16 @@ async def test_a_run_is_asked_under_its_version_and_a_model_as_it_is(run: Path) 
 
 
 def test_a_server_that_does_not_start_is_an_error_of_the_server_with_the_end_of_its_log(tmp_path: Path) -> None:
-    settings = InferSettings(model=str(tmp_path / "no-such-model")).model_dump(mode="json")
+    settings = InferSettings(model=str(tmp_path / "no-such-model"), port=free_port()).model_dump(mode="json")
     with pytest.raises(ServerFailed, match="no-such-model"), server_process(settings, tmp_path / "logs/infer.log"):
         pass
+
+
+def test_a_stranger_on_the_port_is_not_taken_for_the_server(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        settings = InferSettings(model=MODEL, port=stranger.getsockname()[1]).model_dump(mode="json")
+        with pytest.raises(ServerFailed, match="--port"), server_process(settings, tmp_path / "logs/infer.log"):
+            pass
 
 
 def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:

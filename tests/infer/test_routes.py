@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from grpo.configs.infer import InferSettings
 from grpo.infer.engine import Adapter, EngineEnded, EngineError
 from grpo.infer.routes import PolicyRoutes
-from grpo.infer.server import listening_socket
 from grpo.transport.http import Choice, GenerateRequest
+from grpo.transport.ports import listening_socket
 from grpo.transport.run import RunFolder, create_run
 
 from tests.infer.versions_fakes import BASE, NOISE_EFFECT, NOISY, NORMS, SEVERAL, FakeEngine, publish, table_of
