@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.configs.common import HttpBroadcast, ProcessSettings, all_conflicts
+from grpo.configs.common import HttpBroadcast, ProcessSettings, TemplateArguments, all_conflicts
 from grpo.configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.evaluation import Environments
@@ -45,6 +45,9 @@ class RunSettings(SharedSettings):
     """Number of training steps (null: until stopped)."""
     env: Environments = ()
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
+    chat_template_kwargs: TemplateArguments = {}
+    """Arguments of the model's chat template, as `{enable_thinking: false}` for a model that thinks, in training,
+    evaluation and chat alike (docs/models.md); null takes one back that a preset gives."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3
@@ -132,7 +135,7 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Loaded
         try:
             return _loaded(target, options, files, idle)
         except SettingsError as error:
-            found = {(one.origin, one.key) for one in error.problems if one.ineffective and _is_preset(one.origin)}
+            found = {(one.origin, one.key) for one in error.problems if one.ineffective and is_preset(one.origin)}
             if found <= idle:
                 raise
             idle |= found
@@ -147,7 +150,8 @@ def _one_list(options: Texts) -> Texts:
     return [*((key, text) for key, text in options if key != "env"), ("env", f"[{', '.join(members)}]")]
 
 
-def _is_preset(origin: str) -> bool:
+def is_preset(origin: str) -> bool:
+    """Returns whether a value's origin is the file of a preset."""
     return Path(origin).name == RUN_FILE and Path(origin).parent.parent == PRESETS
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.environments.critique.problems import problem_from_record
 from grpo.environments.data.files import Refused, Row, check_refused, find_files, parse_rows, plain_value, shown
-from grpo.environments.rewards import make_reward, wrong_answer
+from grpo.environments.rewards import make_parser, make_reward, wrong_answer
 
 from grpo import Environment, Rubric, messages_of
 
@@ -78,6 +78,7 @@ class Dataset(Environment):
         answer: str | None = None,
         answer_after: str | None = None,
         reward: str | Mapping[str, Any] | None = None,
+        parser: str | Mapping[str, Any] = "thinking",
         eval_path: str | None = None,
         eval_split: str | None = None,
         eval_fraction: float | None = None,
@@ -88,6 +89,9 @@ class Dataset(Environment):
         or a template with columns in braces; a column within a column is `outer.inner`. `system_prompt`: a message
         before it. `answer`: a column (`answer`). `answer_after`: the answer is what stands behind the last of these
         words. `reward`: `exact`, `number`, `math`, `{regex: PATTERN}`, `judge`, `unit_tests`, or `my_rewards.py:score`.
+        `parser`: the completion that the reward gets is what follows the thinking (`thinking`), the last `\\boxed{}`
+        in it (`boxed`), the rest of the line behind a marker (`{marker: "####"}`), the text in a tag (`{xml: answer}`),
+        or all of the text (`text`).
 
         Evaluation is on `eval_path`, or on `eval_split` of `path`, or else on `eval_fraction` of the rows (a tenth),
         which a hash of the prompt and `seed` chooses and which are not trained on. A row that cannot be used is an
@@ -104,7 +108,7 @@ class Dataset(Environment):
                 "between 0 and 1"
             )
         self._reward, function, self._compares = make_reward(reward or known.get("reward", "exact"))
-        self.rubric = Rubric([function])
+        self.rubric = Rubric([function], parser=make_parser(parser))
         self._answer = answer or known.get("answer") or ("answer" if self._compares else None)
         self._after = answer_after or known.get("answer_after")
         if self._after is not None and self._answer is None:
