@@ -21,7 +21,7 @@ ALL_ON = {"alpha_sdpo": 1.0, "beta_replay": 1.0}
 def check(*batches: MicroBatch, **settings: Any) -> StepCounts:
     """As a trainer of one rank with two adapters."""
     loss = LossSettings.model_validate(settings)
-    check_step(batches, sequence_len=16, vocab_size=64, settings=loss, num_adapters=2)
+    check_step(batches, sequence_len=16, pack_tokens=16, vocab_size=64, settings=loss, num_adapters=2)
     return counts_of(batches)
 
 
