@@ -75,11 +75,6 @@ def tokens_by_adapter(batches: Sequence[MicroBatch], *, num_adapters: int, setti
 def _size_problems(
     batch: MicroBatch, sequence_len: int, pack_tokens: int, vocab_size: int, num_adapters: int
 ) -> Iterator[str]:
-    if len(batch.token_ids) > pack_tokens:
-        yield (
-            f"has {len(batch.token_ids)} tokens; the trainer's micro_batch_tokens is {pack_tokens}; give "
-            "micro_batch_tokens the same value in train.yaml and orch.yaml"
-        )
     pairs = [np.concatenate([pair.prompt_ids, pair.chosen_ids, pair.rejected_ids]) for pair in batch.pairs]
     contexts = [hint.teacher_token_ids[: hint.teacher_index[-1] + 1] for _, hint in batch.hints]
     longest = max(map(len, (*pairs, *contexts)), default=0)
@@ -88,6 +83,11 @@ def _size_problems(
             f"has a sample of {longest} tokens, or a preference pair, its prompt once, or a hint's context; the "
             f"trainer's sequence_len is {sequence_len}; give sequence_len (train.yaml) and seq_len (orch.yaml) the "
             "same value"
+        )
+    if len(batch.token_ids) > pack_tokens:
+        yield (
+            f"has {len(batch.token_ids)} tokens; the trainer's micro_batch_tokens is {pack_tokens}; give "
+            "micro_batch_tokens the same value in train.yaml and orch.yaml"
         )
     for ids in (batch.token_ids, *pairs, *contexts):
         if (largest := int(ids.max())) >= vocab_size:

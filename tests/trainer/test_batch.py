@@ -70,7 +70,7 @@ OUTSIDE = replace(BATCH, token_ids=np.array([2, 3, 4, 5, 64], np.int32))
 @pytest.mark.parametrize(
     ("batch", "settings", "problem"),
     [
-        (tiny_batch((9, 8)), {}, r"17.*sequence_len.*16"),
+        (tiny_batch((9, 8)), {}, r"17.*micro_batch_tokens.*16"),
         (OUTSIDE, {}, r"64.*63"),
         (with_hint(BATCH), {}, r"loss\.alpha_sdpo"),
         (with_pair(BATCH), {"alpha_sdpo": 1.0}, r"loss\.beta_replay"),
