@@ -56,7 +56,8 @@ def _has_signal(batch: MicroBatch, settings: LossSettings) -> Bool:
     number is one of them."""
     if settings.teacher_tau or settings.kl_tau or settings.entropy_tau or settings.import_path:
         return batch.loss_mask
-    return batch.loss_mask & (batch.per_token(batch.advantages) != 0)
+    has_advantage: Bool = batch.per_token(batch.advantages) != 0
+    return batch.loss_mask & has_advantage
 
 
 def _only(batch: MicroBatch, chosen: Bool) -> MicroBatch | None:
