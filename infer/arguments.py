@@ -40,7 +40,7 @@ def first_module(*names: str) -> Any:
         except ModuleNotFoundError as error:
             if not name.startswith(str(error.name)):
                 raise
-    raise ImportError(f"this vLLM has none of {', '.join(names)}; versions 0.24 to 0.33 are supported")
+    raise ImportError(f"this vLLM has none of {', '.join(names)}; versions 0.26 to 0.33 are supported")
 
 
 def prepare_environment() -> None:
@@ -73,8 +73,8 @@ def device_of(settings: InferSettings) -> Literal["cpu", "cuda"]:
             f"{device}, or install the other build"
         )
     if settings.weight_broadcast_type == "nccl":
-        factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
-        if device == "cpu" or not hasattr(factory, "WeightTransferTrainerFactory"):
+        nccl = "vllm.distributed.weight_transfer.nccl_engine"
+        if device == "cpu" or not hasattr(importlib.import_module(nccl), "NCCLTrainerInitInfo"):
             what = f"this vLLM {vllm_version()} runs on a {device} device; it needs a GPU and vLLM 0.28 or later"
             raise ArgumentError(f"weight_broadcast_type: nccl receives from GPU to GPU, and {what}")
     if device == "cpu" and settings.sleep_mode:
@@ -164,7 +164,7 @@ def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Names
     vLLM's parser refuses what is in `vllm`."""
     at_first, later = "vllm.entrypoints.openai.cli_args", "vllm.entrypoints.launchers.cli_args"
     cli_args = first_module("vllm.entrypoints.common.cli_args", later, at_first)
-    base: type[Any] = first_module("vllm.utils.argparse_utils", "vllm.utils").FlexibleArgumentParser
+    base: type[Any] = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
 
     class Parser(base):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
