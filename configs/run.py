@@ -128,10 +128,10 @@ def run_file(target: str | Path) -> Path:
 
 
 def is_model(target: str | Path) -> bool:
-    """Returns whether a word that names no run looks like a model: its folder, or a Hugging Face id."""
-    return Path(target, "config.json").is_file() or (
-        not Path(target).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(target)) is not None
-    )
+    """Returns whether a word looks like a model: a folder with `config.json`, or a Hugging Face id."""
+    if Path(target).exists():
+        return Path(target, "config.json").is_file() and not Path(target, RUN_FILE).is_file()
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(?<!\.yaml)", str(target)) is not None
 
 
 def presets() -> list[str]:
@@ -202,7 +202,9 @@ def _loaded(
 
 
 def _no_run() -> Problem:
-    message = f"is not given; give --model MODEL --env ENVIRONMENT, a folder with {RUN_FILE}, such a file, or one of the "
+    message = (
+        f"is not given; give --model MODEL --env ENVIRONMENT, a folder with {RUN_FILE}, such a file, or one of the "
+    )
     return Problem(origin=COMMAND_LINE, key="run", value=None, message=f"{message}presets {', '.join(presets())}")
 
 
@@ -338,7 +340,13 @@ def _checked(
     train, infer = _fitted(settings)
     orch, teacher = loaded(settings.orch), loaded(settings.teacher)
     run = LoadedRun(
-        settings=settings, train=loaded(train), infer=loaded(infer), orch=orch, teacher=teacher, given=given, notes=notes
+        settings=settings,
+        train=loaded(train),
+        infer=loaded(infer),
+        orch=orch,
+        teacher=teacher,
+        given=given,
+        notes=notes,
     )
     programs: tuple[LoadedSettings[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]
