@@ -45,6 +45,8 @@ class Plan:
     """Ports of the servers; known once the run is."""
     replicas: int = 1
     """Number of servers of the policy."""
+    chosen: tuple[str, ...] = ()
+    """Lines for people: what became of settings that were left open."""
 
     @property
     def output_dir(self) -> Path:
@@ -63,9 +65,10 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people: who takes which GPUs, and why the teacher that is configured teaches nobody."""
+        """Lines for people: what was chosen for them, who takes which GPUs, and why the teacher that is configured
+        teaches nobody."""
         told = ", ".join(f"grpo-{role} takes {' and '.join(names)}" for role, names in self.gpus.items())
-        notes = [f"GPUs: {told}"] if told else []
+        notes = [*self.chosen, *([f"GPUs: {told}"] if told else [])]
         if self.orch.teacher_model is not None and not self.train.loss.teacher_tau:
             notes.append(f"no teacher is asked or started: {why_not_started(self.train, self.orch)}")
         return notes
@@ -128,6 +131,7 @@ def resolve(run: LoadedRun, *, visible: Sequence[str] | None = None) -> Plan:
         restarts=restarts,
         gpus={} if together else divided(visible, needs),
         replicas=replicas,
+        chosen=run.notes,
     )
     return with_threads(plan, threads_each(available_cores(), len(on_gpus)), gpu=bool(visible))
 
