@@ -22,7 +22,7 @@ _LENGTHS = {"sequence_len": ("train.sequence_len", "orch.seq_len"), "max_model_l
 
 def fill(
     values: Values, hardware: Hardware, model: ModelFacts | None, *, is_preset: Callable[[str], bool]
-) -> list[str]:
+) -> tuple[str, ...]:
     """Fills in types, lengths and micro-batches where `values` leaves them open, and returns lines that say what a
     length has raised. A person's length raises those of a preset. A server that does not fit into the memory is a
     problem of `values`.
@@ -79,7 +79,7 @@ def fill(
         key = "orch.sampling.max_tokens" if answer and "max_model_len" in chosen else "infer.max_model_len"
         values.refuse(key, message)
     told = f"{' and '.join(raised)} for answers of {answer:,} tokens to prompts of {needed - answer:,}"
-    return [f"lengths: {told}"] if raised else []
+    return (f"lengths: {told}",) if raised else ()
 
 
 def number(tree: Any, key: str) -> int | None:

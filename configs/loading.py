@@ -147,10 +147,7 @@ class Values:
                 if item["type"] == "missing":
                     shown = (missing or {}).get(key, shown)
                     in_list = any(part.isdigit() for part in shown.split("."))
-                    value, message = (
-                        None,
-                        "is required" if in_list else f"is required; set it in the file, or --{shown}",
-                    )
+                    value, message = None, "is required" + f"; give --{shown}, or set it in a file" * (not in_list)
                 elif item["type"] == "tuple_type":
                     message = "expected a list"
                 elif item["type"] == "string_pattern_mismatch" and not str(value).strip():

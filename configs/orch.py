@@ -173,7 +173,7 @@ class OrchSettings(ProcessSettings, Shared):
         if self.batch_size % self.rollouts_per_example:
             yield "batch_size", f"must be a multiple of rollouts_per_example = {self.rollouts_per_example}"
         if bool(self.env) == (self.arena is not None):
-            yield "env", "must name environments, or arena a schedule of your own; one of the two"
+            yield "env", "must name environments, as --env FILE:CLASS, or arena a schedule of your own; one of the two"
         if self.arena is not None:
             yield from self._arena_conflicts()
         yield from self._length_conflicts()

@@ -26,12 +26,15 @@ from grpo.configs.facts import Hardware
 from grpo.configs.loss import LossSettings
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LinearLayer = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
+ALL_LINEAR = "all-linear"
 LowPrecision = Literal["fp8_hybrid", "nvfp4"]
 Optimizer = Literal["adamw_8bit", "adamw", "adamw_8bit_paged", "muon"]
 QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
-_MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+_MERGED_BY_VLLM = (
+    *({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}),
+    *({"in_proj_qkv", "in_proj_z"}, {"in_proj_b", "in_proj_a"}),
+)
 
 
 def _underlined(given: Any) -> Any:
@@ -87,8 +90,9 @@ class SharedSettings(OnDevice, Shared):
     """Rank of the LoRA adapter."""
     lora_alpha: Annotated[PositiveInt, OnlyWith("lora")] = 32
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
-    lora_target_modules: Annotated[Listed[LinearLayer], Field(min_length=1), OnlyWith("lora")] = LINEAR_LAYERS
-    """Linear layers that get an adapter."""
+    lora_target_modules: Annotated[Listed[LinearLayer], Field(min_length=1), OnlyWith("lora")] = (ALL_LINEAR,)
+    """Linear layers that get an adapter, by the model's own names (`q_proj,v_proj`). `all-linear`: all of the decoder's
+    layers."""
     lora_adapters: Annotated[Listed[AdapterName], OnlyWith("lora")] = ()
     """Names of several adapters of rank `lora_rank`, for roles that do not share one (empty: one adapter for all)."""
     rollout_transport: Transport = FilesystemTransport()
@@ -281,6 +285,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
             yield "weight_broadcast.format", f"{why} weight_broadcast.allow_rounding: true"
         if kind == "merged" and self.recipe == "fp32" and rounds:
             yield "weight_broadcast.allow_rounding", "has no effect with recipe: fp32; remove it"
+        if ALL_LINEAR in self.lora_target_modules and len(self.lora_target_modules) > 1:
+            yield "lora_target_modules", f"{ALL_LINEAR} is all of them; remove it or the names beside it"
         yield from adapter_conflicts("lora_adapters", self.lora_adapters)
         if self.lora_adapters and self.init_adapter is not None:
             yield "init_adapter", "is one adapter, and lora_adapters names several; remove one of the two"
@@ -324,5 +330,6 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if nccl:
             targets = set(self.lora_target_modules) if self.lora else set()
             if any(layers & targets and layers - targets for layers in _MERGED_BY_VLLM):
-                why = "vLLM merges q, k and v, and gate and up, into one layer; with nccl name all of them or none"
+                names = "; ".join(", ".join(sorted(layers)) for layers in _MERGED_BY_VLLM)
+                why = f"vLLM merges each of these into one layer, of which nccl needs all or none: {names}"
                 yield "lora_target_modules", why

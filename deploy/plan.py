@@ -47,8 +47,8 @@ class Plan:
     splits: bool = False
     """Whether server and trainer share a GPU of which the server gets what a step of the trainer leaves, as measured
     before they start."""
-    said: tuple[str, ...] = ()
-    """Lines for people about settings: lengths that were raised, a share of the GPU that is kept."""
+    chosen: tuple[str, ...] = ()
+    """Lines for people: what became of settings that were left open."""
 
     @property
     def output_dir(self) -> Path:
@@ -67,9 +67,10 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people: lengths, who takes which GPUs, and why the teacher that is configured teaches nobody."""
+        """Lines for people: what was chosen for them, who takes which GPUs, and why the teacher that is configured
+        teaches nobody."""
         told = ", ".join(f"grpo-{role} takes {' and '.join(names)}" for role, names in self.gpus.items())
-        notes = [*self.said, *([f"GPUs: {told}"] if told else [])]
+        notes = [*self.chosen, *([f"GPUs: {told}"] if told else [])]
         if self.splits:
             base = ", and one copy of the base" if self.train.colocate else ""
             notes.append(
@@ -139,7 +140,7 @@ def resolve(run: LoadedRun) -> Plan:
         gpus=gpus,
         replicas=replicas,
         splits=splits,
-        said=(*run.notes, *said),
+        chosen=(*run.notes, *said),
     )
     return with_threads(plan, threads_each(available_cores(), len(on_gpus)), gpu=bool(visible))
 

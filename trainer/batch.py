@@ -1,12 +1,14 @@
 """Checks a step's micro-batches against what this trainer can train, and counts what they hold."""
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from grpo.configs.loss import LossSettings
 from grpo.trainer.errors import BatchError
-from grpo.transport.records import MicroBatch
+from grpo.transport.records import Bool, MicroBatch
+from msgspec.structs import replace
 
 
 class StepCounts(NamedTuple):
@@ -32,10 +34,54 @@ def counts_of(batches: Sequence[MicroBatch]) -> StepCounts:
 def num_signal_tokens(batches: Sequence[MicroBatch], settings: LossSettings) -> int:
     """Returns how many loss tokens of these micro-batches have anything to teach: an advantage other than 0, or any
     where another term of the objective moves the policy."""
-    others = settings.teacher_tau or settings.kl_tau or settings.entropy_tau or settings.import_path
-    if others or settings.alpha_sdpo or settings.beta_replay:
+    if settings.alpha_sdpo or settings.beta_replay:
         return counts_of(batches).loss_tokens
-    return sum(int(np.count_nonzero(batch.per_token(batch.advantages)[batch.loss_mask])) for batch in batches)
+    return sum(int(_has_signal(batch, settings).sum()) for batch in batches)
+
+
+def by_signal(batch: MicroBatch, settings: LossSettings) -> tuple[MicroBatch | None, MicroBatch | None]:
+    """Returns the samples from which the policy loss may have a gradient, and the other ones with loss tokens: all
+    their coefficients are exactly 0. None for no samples. A micro-batch without the latter stays as it is."""
+    has_loss, has_signal = (
+        np.logical_or.reduceat(tokens, batch.starts) for tokens in (batch.loss_mask, _has_signal(batch, settings))
+    )
+    silent = has_loss & ~has_signal
+    if not silent.any():
+        return batch if has_loss.any() else None, None
+    return _only(batch, has_signal), _only(batch, silent)
+
+
+def _has_signal(batch: MicroBatch, settings: LossSettings) -> Bool:
+    """Returns [T] which tokens may have a coefficient other than 0 in the policy loss. An advantage that is not a
+    number is one of them."""
+    if settings.teacher_tau or settings.kl_tau or settings.entropy_tau or settings.import_path:
+        return batch.loss_mask
+    has_advantage: Bool = batch.per_token(batch.advantages) != 0
+    return batch.loss_mask & has_advantage
+
+
+def _only(batch: MicroBatch, chosen: Bool) -> MicroBatch | None:
+    """Returns the samples of `chosen` [S], without hints and pairs."""
+    if not chosen.any():
+        return None
+    tokens = np.repeat(chosen, batch.sequence_lengths)
+    versions = batch.policy_versions[tokens]
+    streams = {
+        name: getattr(batch, name)[tokens if len(getattr(batch, name)) == len(tokens) else chosen]
+        for name in ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures")
+    }
+    return replace(
+        batch,
+        **streams,
+        sequence_lengths=batch.sequence_lengths[chosen],
+        version_runs=np.stack([versions, np.ones_like(versions)], axis=1),
+        rollout_ids=tuple(compress(batch.rollout_ids, chosen)),
+        teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
+        adapters=None if batch.adapters is None else batch.adapters[chosen],
+        envs=tuple(compress(batch.envs, chosen)),
+        hints=(),
+        pairs=(),
+    )
 
 
 def check_step(

@@ -112,6 +112,7 @@ def _measured(
     import psutil
     import torch
     from grpo.trainer.distributed import ONE
+    from grpo.trainer.flops import attention_heads
     from grpo.trainer.memory import release_memory
     from grpo.trainer.model import load_policy
     from grpo.trainer.objective import Objective
@@ -131,15 +132,13 @@ def _measured(
     in_step = _in_use(device, peak=True)
     release_memory(device)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Measurement(
         checkpointing=checkpointing,
         total=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total,
         in_step=in_step,
         between=_in_use(device, peak=False),
         base=policy.base_bytes,
-        kv=2 * config.num_hidden_layers * heads * head_dim * policy.dtype.itemsize,
+        kv=sum(2 * num_heads * size * policy.dtype.itemsize for _, num_heads, size in attention_heads(config)),
         longest=config.max_position_embeddings,
     )
 

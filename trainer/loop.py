@@ -145,7 +145,10 @@ class Trainer:
         with timed(self._times_s, "train"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
-        counted = [sum(len(batch.token_ids) for batch in batches), int(step_flops(self._policy, batches))]
+        counted = [
+            sum(len(batch.token_ids) for batch in batches),
+            int(step_flops(self._policy, batches, self._settings.loss)),
+        ]
         num_tokens, flops = self._ranks.all_reduce_sum(counted)
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = metrics | {

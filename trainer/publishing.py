@@ -37,7 +37,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
         base_model=identity,
         rank=settings.lora_rank if settings.lora else 0,
         alpha=settings.lora_alpha if settings.lora else 0,
-        target_modules=settings.lora_target_modules if settings.lora else (),
+        target_modules=policy.weights.target_modules,
         sequence_len=settings.pack_tokens,
         dtype=policy.dtype_name,
         kind=settings.weight_broadcast.format,

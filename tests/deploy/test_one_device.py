@@ -75,7 +75,7 @@ def test_a_share_that_stands_in_the_way_of_the_measurement_is_told() -> None:
         kept = plan(*words, "--infer.gpu_memory_utilization", "0.5")
         assert not kept.splits
         assert any("infer.gpu_memory_utilization = 0.5 (command line)" in note for note in kept.notes)
-    assert not plan("--infer.gpu_memory_utilization", "0.5", visible=("0", "1")).said
+    assert not plan("--infer.gpu_memory_utilization", "0.5", visible=("0", "1")).chosen
 
 
 TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
