@@ -200,7 +200,7 @@ def evaluation_settings(
     grpo-infer's command line. None leaves a run's own setting. Raises SettingsError and UserError."""
     tree: dict[str, Any] = dict((target.run and recorded_settings(target.run, "orch")) or {})
     tree |= {"model": {**tree.get("model", {}), "name": target.model}, "report_to": None}
-    evaluated = tree.get("eval", {})
+    evaluated = {"num_examples": -1, **tree.get("eval", {})}
     if env:
         tree["env"], evaluated["env"] = [dict(one) for one in env], []
     if not tree.get("env"):

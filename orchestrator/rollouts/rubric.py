@@ -204,6 +204,7 @@ def _check_names(parameters: Sequence[inspect.Parameter], name: str) -> None:
     by_place = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     unknown = [f"**{one.name}" for one in parameters if one.kind is one.VAR_KEYWORD and not by_place]
     unknown += [one.name for one in parameters if one.name in _ELSEWHERE and one.default is one.empty]
+    unknown += ["answer"] * ([one.name for one in parameters] == ["completion", "answer"])
     if unknown:
         known = [one.name for one in parameters if one.name in NAMES]
         known += [_ELSEWHERE[one.name] for one in parameters if one.name in _ELSEWHERE]
@@ -212,6 +213,8 @@ def _check_names(parameters: Sequence[inspect.Parameter], name: str) -> None:
         raise ValueError(
             f"reward function {name} takes {', '.join(unknown)}, which it does not get: it is called for one rollout, "
             f"with any of {', '.join(NAMES)}; write {line}"
+            + ", and example['COLUMN'] for a column"
+            * ("example" in line)
         )
 
 
