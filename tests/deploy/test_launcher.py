@@ -100,7 +100,7 @@ async def test_the_launcher_tells_the_cause_of_a_missing_data_file(
 
 def of_reverse_text(model: Path, *words: str) -> tuple[Plan, Given]:
     asked = load_run("reverse_text", ["--model", str(model), "--device", "cpu", *words])
-    return resolve(asked, visible=()), asked.given
+    return resolve(asked), asked.given
 
 
 def test_a_presets_arguments_of_the_template_belong_to_its_own_model(
