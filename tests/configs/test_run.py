@@ -40,7 +40,7 @@ def problems(*arguments: str, target: Path | str | None = "quickstart") -> list[
         (("--max_completion_length", "9"), "max_completion_length", "orch.sampling.max_tokens"),
         (("--train.lora_rank", "32"), "lora_rank", "set lora_rank"),
         (("--orch.max_steps", "5"), "orch.max_steps", "set max_steps"),
-        (("--orch.sampling.max_tokens", "200"), "infer.max_model_len", "raise infer.max_model_len"),
+        (("--max_tokens", "600"), "max_tokens", "512"),
         (("--orch.env.0.id", "x"), "orch.env.0.id", "--env FILE:CLASS"),
         (("--orch.filters", "x"), "orch.filters", "expected a list"),
         (("--output_dir", ""), "output_dir", "must not be empty"),
