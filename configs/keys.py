@@ -86,6 +86,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), "loss.teacher_tau"),
     **dict.fromkeys(("entropy_coef", "entropy_coeff", "ent_coef"), "loss.entropy_tau"),
     **dict.fromkeys(("adv_estimator", "scale_rewards"), "advantage.type"),
+    **dict.fromkeys(("enable_thinking", "apply_chat_template_kwargs"), "chat_template_kwargs"),
     "loss_type": "loss.name",
     "max_length": "sequence_len",
     "bf16": "recipe",
