@@ -79,7 +79,7 @@ class _ServerSettings(ProcessSettings):
     vllm: dict[str, Any] = {}
     """More arguments of vLLM's server, as `max_num_seqs: 256` or `speculative_config: {method: ngram, …}`, which vLLM's
     own parser checks. On a CPU, `max_num_seqs` is 64, `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128
-    MiB. docs/servers.md has those that are refused."""
+    MiB or what two of the longest sequences need. docs/servers.md has those that are refused."""
 
     def conflicts(self) -> Conflicts:
         for name in sorted(self.vllm.keys() & VLLM_REFUSED.keys()):
