@@ -35,6 +35,11 @@ class AdapterWeights:
         self._model, self._folders, self._name, self._ranks = model, dict(folders), name, ranks
         self._parameters = {folder: _parameters_of(model, adapter) for folder, adapter in folders.items()}
 
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Names of the linear layers that have an adapter, sorted."""
+        return tuple(sorted({name.rpartition(".")[2] for name in _adapted(self._model)}))
+
     def disabled(self) -> AbstractContextManager[None]:
         """Makes the model the base within the block."""
         context: AbstractContextManager[None] = self._model.disable_adapter()
@@ -139,6 +144,9 @@ class FullWeights:
         computation."""
         self._parameters, self._published = parameters, published
         self._dtype, self._ranks = dtype, ranks
+
+    target_modules: tuple[str, ...] = ()
+    """Empty, since no layer has an adapter."""
 
     def disabled(self) -> AbstractContextManager[None]:
         """Does nothing: the model is the base until its first step, and afterwards the base is gone."""

@@ -40,7 +40,7 @@ def problems(*arguments: str, target: Path | str | None = "quickstart") -> list[
         (("--max_completion_length", "9"), "max_completion_length", "orch.sampling.max_tokens"),
         (("--train.lora_rank", "32"), "lora_rank", "set lora_rank"),
         (("--orch.max_steps", "5"), "orch.max_steps", "set max_steps"),
-        (("--orch.sampling.max_tokens", "200"), "infer.max_model_len", "raise infer.max_model_len"),
+        (("--max_tokens", "600"), "max_tokens", "512"),
         (("--orch.env.0.id", "x"), "orch.env.0.id", "--env FILE:CLASS"),
         (("--orch.filters", "x"), "orch.filters", "expected a list"),
         (("--output_dir", ""), "output_dir", "must not be empty"),
@@ -70,6 +70,48 @@ def test_an_environments_id_alone_stands_for_it(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         load_run("quickstart", ["--env", "a", "--env", '[{"id": "b"}]'])
     assert [one.key for one in caught.value.problems] == ["env"]
+
+
+def test_a_model_and_an_environment_are_a_run_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(None, ["--model", "org/Model-1B", "--env", "my_env.py:MyEnv", "--orch.batch_size", "32"])
+    assert (run.infer.settings.model, run.orch.settings.model.name) == ("org/Model-1B", "org/Model-1B")
+    assert [env.id for env in run.orch.settings.env] == ["my_env.py:MyEnv"]
+    assert {one.settings.output_dir for one in (run.train, run.infer, run.orch)} == {"outputs/MyEnv-Model-1B"}
+    codes = '{"id": "dataset", "args": {"path": "data/codes.csv"}}'
+    for words, folder in (
+        (("--model", "m", "--env", "a.py:A", "--env", codes), "outputs/A-codes-m"),
+        (("--model", "/some/where/m/", "--orch.arena", "own.py:Schedule"), "outputs/Schedule-m"),
+        (("--model", "m", "--env", "a", "--output_dir", "mine"), "mine"),
+    ):
+        assert load_run(None, words).train.settings.output_dir == folder
+    assert [one.key for one in problems("--model", "m", target=None)] == ["orch.env"]
+    assert [one.key for one in problems("--env", "a", target=None)] == ["model"]
+    assert [one.key for one in problems("--max_steps", "3", target=None)] == ["run"]
+    monkeypatch.setenv("GRPO_RUN_MODEL", "m")
+    monkeypatch.setenv("GRPO_RUN_ENV", "reverse-text")
+    assert load_run(None).train.settings.output_dir == "outputs/reverse-text-m"
+
+
+def test_a_run_without_a_folder_or_an_end_gets_them_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "codes").mkdir()
+    run = run_of(tmp_path / "codes")
+    assert run.train.settings.output_dir == "outputs/codes"
+    assert (run.train.settings.max_steps, run.orch.settings.max_steps) == (200, 200)
+    assert "200 steps" in "".join(run.notes)
+    (tmp_path / "first.yaml").write_text(yaml.safe_dump(RUN))
+    assert load_run(tmp_path / "first.yaml").orch.settings.output_dir == "outputs/first"
+    for run in (run_of(tmp_path, "--max_steps", "null"), run_of(tmp_path, max_steps=None)):
+        assert (run.train.settings.max_steps, run.orch.settings.max_steps, run.notes) == (-1, None, ())
+    assert run_of(tmp_path, "--orch.max_steps", "5").orch.settings.max_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("Qwen/Qwen3-4B", "--model Qwen/Qwen3-4B"), (PRESETS / "quickstart/model", "--model"), ("e.py:E", "--env")],
+)
+def test_a_model_or_an_environment_in_the_place_of_a_run_is_told_where_it_goes(word: Path | str, said: str) -> None:
+    [problem] = problems(target=word)
+    assert said in problem.message
 
 
 def test_what_the_programs_share_is_said_once(tmp_path: Path) -> None:
