@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
+from grpo.configs.facts import Hardware
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
 T = TypeVar("T")
@@ -116,6 +117,10 @@ class ProcessSettings(Section):
         "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
         "one may be started again, 130 Ctrl-C, 143 SIGTERM"
     )
+
+    @classmethod
+    def fill(cls, tree: dict[str, Any], hardware: Hardware) -> None:
+        """Fills in what follows from the device where a file of this program alone leaves it open."""
 
 
 class Shared(Section):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo.configs.errors import SettingsError, exit_with_problems
+from grpo.configs.facts import planned_hardware
 from grpo.configs.help import page, section_page
 from grpo.configs.loading import S, dump, load, read_yaml
 from grpo.configs.run import PROGRAMS, LoadedRun, RunSettings, load_part, load_run, presets
@@ -59,7 +60,7 @@ def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[LoadedR
     ]
     target, arguments, dry_run = _asked(RunSettings, argv, usage, notes)
     try:
-        return load_run(target, arguments), dry_run
+        return load_run(target, arguments, hardware=planned_hardware() if dry_run else None), dry_run
     except SettingsError as error:
         exit_with_problems(error)
 

@@ -52,9 +52,10 @@ class _ServerSettings(ProcessSettings):
     port: Port = 8000
     """Port to listen on."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and of the computation; `auto` follows the checkpoint."""
+    """Type of the weights and of the computation; `auto` follows the checkpoint. In a run that leaves it open it is the
+    trainer's."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence in tokens, prompt and answer together (null: what the model allows)."""
+    """Longest sequence in tokens, prompt and answer together (null: what the model allows; in a run, `seq_len`)."""
     trust_remote_code: bool = False
     """Model code that comes with the checkpoint may run."""
     enforce_eager: bool = False

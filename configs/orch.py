@@ -91,7 +91,9 @@ class OrchSettings(ProcessSettings, Shared):
     rollouts_per_example: PositiveInt = 8
     """Number of rollouts of one prompt, whose mean reward is the baseline."""
     seq_len: PositiveInt = 2048
-    """Longest packed micro-batch in tokens, and so the longest sample, as the trainer's `sequence_len`."""
+    """Longest sample in tokens, as the trainer's `sequence_len`."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Largest micro-batch in tokens, as the trainer's (null: `seq_len`)."""
     max_steps: PositiveInt | None = None
     """Number of training steps (null: until stopped)."""
     max_async_level: NonNegativeInt = 1
@@ -146,6 +148,11 @@ class OrchSettings(ProcessSettings, Shared):
     """How policy versions arrive, as the trainer's `weight_broadcast`."""
 
     @property
+    def pack_tokens(self) -> int:
+        """Largest micro-batch in tokens."""
+        return self.micro_batch_tokens or self.seq_len
+
+    @property
     def groups_per_batch(self) -> int:
         """Groups that one step trains on. All rollouts of an arena's step are one."""
         return 1 if self.arena is not None else self.batch_size // self.rollouts_per_example
@@ -188,6 +195,8 @@ class OrchSettings(ProcessSettings, Shared):
         for key, tokens in (("sampling", max_tokens), ("eval.sampling", self.eval.sampling.max_tokens)):
             if tokens is not None and tokens >= self.seq_len:
                 yield f"{key}.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
+        if self.pack_tokens < self.seq_len:
+            yield "micro_batch_tokens", f"must hold the longest sample, of seq_len = {self.seq_len} tokens"
         if self.sampling.temp_scheduler is not None and (self.max_steps is None or self.max_steps < 2):
             yield "sampling.temp_scheduler", "needs max_steps of at least 2, to know where it ends; set max_steps"
         interval = self.reward_shaping.overlong_interval

@@ -9,14 +9,16 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo.configs.common import HttpBroadcast, ProcessSettings, all_conflicts
-from grpo.configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
+from grpo.configs.cross import AGREED, cross_problems, versions_at_once
+from grpo.configs.defaults import fill
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.evaluation import Environments
+from grpo.configs.facts import Hardware, model_facts, this_hardware
 from grpo.configs.infer import InferSettings, TeacherServerSettings
 from grpo.configs.keys import drop, find, get, put
 from grpo.configs.loading import ABSENT, COMMAND_LINE, Given, LoadedSettings, S, Texts, Values, read_yaml, split
@@ -52,6 +54,9 @@ class RunSettings(SharedSettings):
     folder of run.yaml or, without a file, of environment and model)."""
     max_steps: PositiveInt | None = MAX_STEPS
     """Number of training steps (null: until stopped)."""
+    max_tokens: PositiveInt | None = None
+    """Longest answer in tokens, as `orch.sampling.max_tokens`; where it needs longer sequences than the defaults or
+    those of a preset, these follow."""
     env: Environments = ()
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
     api_key_var: str = "VLLM_API_KEY"
@@ -79,6 +84,7 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "env": ("orch.env",),
     "seed": ("train.seed", "infer.seed", "orch.seed"),
     "max_steps": ("train.max_steps", "orch.max_steps"),
+    "max_tokens": ("orch.sampling.max_tokens",),
     "device": ("train.device", "infer.device"),
     "lora": ("train.lora",),
     "lora_target_modules": ("train.lora_target_modules",),
@@ -96,6 +102,8 @@ class LoadedRun:
     orch: LoadedSettings[OrchSettings]
     teacher: LoadedSettings[TeacherServerSettings]
     given: Given
+    hardware: Hardware
+    """Where trainer and server are to run, from which defaults follow."""
     notes: tuple[str, ...] = ()
     """Lines for people: settings that were left open, and what became of them."""
 
@@ -139,9 +147,12 @@ def presets() -> list[str]:
     return sorted(file.parent.name for file in PRESETS.glob(f"*/{RUN_FILE}"))
 
 
-def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> LoadedRun:
+def load_run(
+    target: str | Path | None, arguments: Sequence[str] = (), *, hardware: Hardware | None = None
+) -> LoadedRun:
     """Returns the settings of a run, from its file and `--key value` arguments; without `target` from the files that
-    `--train`, `--infer`, `--orch` and maybe `--teacher` give, or from the arguments alone.
+    `--train`, `--infer`, `--orch` and maybe `--teacher` give, or from the arguments alone. Defaults are those for
+    `hardware` (None: this machine's).
 
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
@@ -150,7 +161,7 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Loaded
     files, idle = _files(target, options), set[tuple[str, str]]()
     while True:
         try:
-            return _loaded(target, options, files, idle)
+            return _loaded(target, options, files, idle, hardware or this_hardware())
         except SettingsError as error:
             found = {(one.origin, one.key) for one in error.problems if one.ineffective and _is_preset(one.origin)}
             if found <= idle:
@@ -172,7 +183,11 @@ def _is_preset(origin: str) -> bool:
 
 
 def _loaded(
-    target: str | Path | None, options: Texts, files: Mapping[str, Path], idle: Set[tuple[str, str]]
+    target: str | Path | None,
+    options: Texts,
+    files: Mapping[str, Path],
+    idle: Set[tuple[str, str]],
+    hardware: Hardware,
 ) -> LoadedRun:
     """Does the work of `load_run`, without `idle`: file and key of a preset's settings that another one has left
     without effect. The user has not given them, and need not take them back."""
@@ -194,11 +209,12 @@ def _loaded(
         raise SettingsError(values.problems)
     notes = _named_and_ended(values, None if target is None else files[""])
     _derive(values)
+    notes += fill(values, hardware, model_facts(get(values.tree, "train.model")), is_preset=_is_preset)
     own_files = {role: file for role, file in files.items() if role}
     name = str(files.get("", "default" if own_files else "grpo"))
     missing = {key: name for name, keys in SHARED.items() for key in keys if not own_files}
     settings = values.validated(RunSettings, default=name, missing=missing)
-    return _checked(settings, values.given, own_files, name, notes)
+    return replace(_checked(settings, values.given, own_files, name, hardware), notes=notes)
 
 
 def _no_run() -> Problem:
@@ -308,22 +324,22 @@ def _derive(values: Values) -> None:
 
 
 def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:
-    """Returns trainer and server with the settings that one leaves open and the other has: device and type of base
-    weights that they share, and room for all versions that are in flight."""
+    """Returns trainer and server with the settings that one leaves open and the other has: the device that they
+    share, and room for all versions that are in flight."""
     train, infer = settings.train, settings.infer
     of_infer: dict[str, Any] = {}
     if train.colocate and infer.colocate:
         device = next((one for one in (train.device, infer.device) if one != "auto"), "auto")
         train = train if "device" in train.model_fields_set else train.model_copy(update={"device": device})
-        of_infer = {"device": device, "dtype": DTYPES[train.recipe]}
+        of_infer = {"device": device}
     if infer.enable_lora:
         needed = versions_at_once(train, settings.orch, norm_noise=infer.norm_noise)
-        of_infer["max_loras"] = max(infer.max_loras, needed)
+        of_infer["max_loras"] = needed
     return train, infer.model_copy(update={k: v for k, v in of_infer.items() if k not in infer.model_fields_set})
 
 
 def _checked(
-    settings: RunSettings, given: Given, files: Mapping[str, Path], name: str, notes: tuple[str, ...]
+    settings: RunSettings, given: Given, files: Mapping[str, Path], name: str, hardware: Hardware
 ) -> LoadedRun:
     """Returns the run if its programs' settings contradict neither themselves nor each other. Raises
     `SettingsError`."""
@@ -346,7 +362,7 @@ def _checked(
         orch=orch,
         teacher=teacher,
         given=given,
-        notes=notes,
+        hardware=hardware,
     )
     programs: tuple[LoadedSettings[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]

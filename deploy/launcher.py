@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from grpo.configs.facts import VARIABLE as VISIBLE_GPUS
 from grpo.configs.loading import Given
 from grpo.configs.resuming import changes, record_of
 from grpo.configs.run import LoadedRun
-from grpo.deploy.gpus import VARIABLE as VISIBLE_GPUS
-from grpo.deploy.gpus import visible_gpus
 from grpo.deploy.memory import with_split
 from grpo.deploy.plan import Plan, resolve, with_run, write_settings
 from grpo.deploy.programs import Child, Outcome, Program, Signals, run_programs
@@ -116,10 +115,9 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
 
 
 def _divided(plan: Plan, model: Path) -> Plan:
-    """Returns the plan of a co-located run on a GPU with the server's share of it, where the user left that open.
-    Raises what `with_split` raises."""
-    on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ)))
-    if not (plan.train.colocate and on_gpu) or "gpu_memory_utilization" in plan.infer.model_fields_set:
+    """Returns the plan of a run on one GPU with the server's share of it, where the user left that open. Raises what
+    `with_split` raises."""
+    if not plan.splits:
         return plan
     plan, line = with_split(plan, model)
     print(line, flush=True)

@@ -121,7 +121,7 @@ class SupervisedFeed:
             samples = [sample_of(one, step=self._sent, number=n) for n, one in enumerate(self._batch(self._sent))]
             batches = pack(
                 samples,
-                seq_len=self._settings.sequence_len,
+                capacity=self._settings.pack_tokens,
                 run_id=self._run.run_id,
                 step=self._sent,
                 num_ranks=self._settings.gpus,

@@ -38,7 +38,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
         rank=settings.lora_rank if settings.lora else 0,
         alpha=settings.lora_alpha if settings.lora else 0,
         target_modules=policy.weights.target_modules,
-        sequence_len=settings.sequence_len,
+        sequence_len=settings.pack_tokens,
         dtype=policy.dtype_name,
         kind=settings.weight_broadcast.format,
         norm_noise=settings.noise_scheduler.enabled,

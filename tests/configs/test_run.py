@@ -58,7 +58,7 @@ def problems(*arguments: str, target: Path | str | None = "quickstart") -> list[
         (("--reward_funcs", "f"), "reward_funcs", "--env FILE:CLASS"),
         (("--train.lora_rank", "32"), "lora_rank", "set lora_rank"),
         (("--orch.max_steps", "5"), "orch.max_steps", "set max_steps"),
-        (("--orch.sampling.max_tokens", "200"), "infer.max_model_len", "raise infer.max_model_len"),
+        (("--max_tokens", "600"), "max_tokens", "512"),
         (("--orch.env.0.id", "x"), "orch.env.0.id", "--env FILE:CLASS"),
         (("--orch.filters", "x"), "orch.filters", "expected a list"),
         (("--output_dir", ""), "output_dir", "must not be empty"),
