@@ -113,7 +113,7 @@ _INSTEAD = {
 _OTHER_NAMES = {
     **dict.fromkeys(("num_generations", "group_size", "rollout_n", "n", "num_rollouts"), "rollouts_per_example"),
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
-    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length"), "sampling.max_tokens"),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length"), "max_tokens"),
     **dict.fromkeys(("train_batch_size", "generation_batch_size", "rollout_batch_size"), "batch_size"),
     **dict.fromkeys(("num_iterations", "mu"), "ppo_epochs"),
     **dict.fromkeys(("total_training_steps", "steps", "num_steps"), "max_steps"),
@@ -126,7 +126,6 @@ _OTHER_NAMES = {
     **dict.fromkeys(("n_gpus_per_node", "num_gpus", "gpus"), "gpus"),
     **dict.fromkeys(("load_in_4bit", "qlora"), "qlora_bnb"),
     "temperature": "sampling.temperature",
-    "max_tokens": "sampling.max_tokens",
     "loss_type": "loss.name",
     "bf16": "recipe",
     **dict.fromkeys(("lora_r", "peft_r"), "lora_rank"),

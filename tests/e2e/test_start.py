@@ -14,10 +14,9 @@ pytestmark = pytest.mark.e2e
 MODEL = ROOT / "configs/quickstart/model"
 ENVIRONMENT = next(block.text for block in README.of("python") if "class CodeWord" in block.text)
 NUM_STEPS = 12
-# The embedded model has 0.8 million parameters, and room for 128 tokens; it learns at a rate of its own size.
+# Sizes of two cores; and the embedded model, of 0.8 million parameters, learns at a rate of its own size.
 SIZES = {
-    "orch.sampling.max_tokens": 12,
-    "infer.max_model_len": 128,
+    "max_tokens": 12,
     "orch.rollouts_per_example": 16,
     "orch.batch_size": 256,
     "train.learning_rate": 1e-3,
