@@ -19,6 +19,10 @@ Listed: TypeAlias = Annotated[
     tuple[T, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
 ]
 """A list, which may be given as one text with commas."""
+TemplateArguments: TypeAlias = Annotated[
+    dict[str, Any], AfterValidator(lambda given: {name: value for name, value in given.items() if value is not None})
+]
+"""Arguments of a chat template by name; null takes one back that a preset gives."""
 Conflicts: TypeAlias = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with its value."""
 

@@ -23,6 +23,7 @@ AGREED: Mapping[str, tuple[str, ...]] = {
     "model": ("train.model", "infer.model", "orch.model.name"),
     "resume_step": ("train.ckpt.resume_step", "orch.ckpt.resume_step"),
     "colocate": ("train.colocate", "infer.colocate"),
+    "chat_template_kwargs": ("infer.chat_template_kwargs", "orch.model.chat_template_kwargs"),
     "fp32_lm_head": ("train.fp32_lm_head", "infer.fp32_lm_head"),
     "sequence_len": ("train.sequence_len", "orch.seq_len"),
     "micro_batch_tokens": ("train.micro_batch_tokens", "orch.micro_batch_tokens"),

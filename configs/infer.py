@@ -13,6 +13,7 @@ from grpo.configs.common import (
     Seconds,
     Seed,
     Shared,
+    TemplateArguments,
 )
 from pydantic import BeforeValidator, Field, PositiveInt
 
@@ -27,6 +28,7 @@ VLLM_REFUSED = {
     **dict.fromkeys(("enable_auto_tool_choice", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"), _BESIDE),
     "tensor_parallel_size": "set tp",
     "data_parallel_size": "set dp",
+    "default_chat_template_kwargs": "set chat_template_kwargs",
     "api_key": "set the environment variable that api_key_var names",
     "hf_overrides": "server and trainer would compute other models; set rope_scaling, or change config.json",
     "enable_sleep_mode": "set sleep_mode",
@@ -107,6 +109,8 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
 
     model: str
     """Base model: a local folder or a Hugging Face id."""
+    chat_template_kwargs: TemplateArguments = {}
+    """Arguments of the model's chat template for chat requests, which may give others; rollouts come as tokens."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the API key; where it is set, every route but /health asks for it."""
     enable_lora: bool = True

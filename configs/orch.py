@@ -17,6 +17,7 @@ from grpo.configs.common import (
     Section,
     Share,
     Shared,
+    TemplateArguments,
     Transport,
     adapter_conflicts,
     changed_keys,
@@ -43,6 +44,9 @@ class ModelSettings(Section):
 
     name: str
     """Base model: a local folder or a Hugging Face id. Its tokenizer is used."""
+    chat_template_kwargs: TemplateArguments = {}
+    """Arguments of the model's chat template, as `{enable_thinking: false}`, wherever messages become tokens: rollouts,
+    evaluation, judges and hints. One that the template does not use is refused."""
     lora_adapter: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]+$")
     """Name under which chat users get the newest policy version."""
     lora_rank: PositiveInt = 16

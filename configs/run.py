@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo.configs.common import HttpBroadcast, ProcessSettings, all_conflicts
+from grpo.configs.common import HttpBroadcast, ProcessSettings, TemplateArguments, all_conflicts
 from grpo.configs.cross import AGREED, cross_problems, versions_at_once
 from grpo.configs.defaults import fill
 from grpo.configs.errors import Problem, SettingsError
@@ -59,6 +59,9 @@ class RunSettings(SharedSettings):
     those of a preset, these follow."""
     env: Environments = ()
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
+    chat_template_kwargs: TemplateArguments = {}
+    """Arguments of the model's chat template, as `{enable_thinking: false}` for a model that thinks, in training,
+    evaluation and chat alike (docs/models.md); null takes one back that a preset gives."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3
@@ -163,7 +166,7 @@ def load_run(
         try:
             return _loaded(target, options, files, idle, hardware or this_hardware())
         except SettingsError as error:
-            found = {(one.origin, one.key) for one in error.problems if one.ineffective and _is_preset(one.origin)}
+            found = {(one.origin, one.key) for one in error.problems if one.ineffective and is_preset(one.origin)}
             if found <= idle:
                 raise
             idle |= found
@@ -178,7 +181,8 @@ def _one_list(options: Texts) -> Texts:
     return [*((key, text) for key, text in options if key != "env"), ("env", f"[{', '.join(members)}]")]
 
 
-def _is_preset(origin: str) -> bool:
+def is_preset(origin: str) -> bool:
+    """Returns whether a value's origin is the file of a preset."""
     return Path(origin).name == RUN_FILE and Path(origin).parent.parent == PRESETS
 
 
@@ -209,7 +213,7 @@ def _loaded(
         raise SettingsError(values.problems)
     notes = _named_and_ended(values, None if target is None else files[""])
     _derive(values)
-    notes += fill(values, hardware, model_facts(get(values.tree, "train.model")), is_preset=_is_preset)
+    notes += fill(values, hardware, model_facts(get(values.tree, "train.model")), is_preset=is_preset)
     own_files = {role: file for role, file in files.items() if role}
     name = str(files.get("", "default" if own_files else "grpo"))
     missing = {key: name for name, keys in SHARED.items() for key in keys if not own_files}

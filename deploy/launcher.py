@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.facts import VARIABLE as VISIBLE_GPUS
 from grpo.configs.loading import Given
 from grpo.configs.resuming import changes, record_of
-from grpo.configs.run import LoadedRun
+from grpo.configs.run import LoadedRun, is_preset
 from grpo.deploy.memory import with_split
 from grpo.deploy.plan import Plan, resolve, with_run, write_settings
 from grpo.deploy.programs import Child, Outcome, Program, Signals, run_programs
@@ -33,6 +34,7 @@ from grpo.transport.hidden import hide_environment, key_variables, named_keys
 from grpo.transport.logs import printable
 from grpo.transport.run import Role, RunFolder, current_run_id, join_run, only_one, open_run, recorded_program
 from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
+from grpo.transport.weights.chat_template import not_used, unused_arguments
 from grpo.transport.weights.identity import base_identity, resolve_model
 
 SUMMARY_FILE = "summary.json"
@@ -94,6 +96,7 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
         model = resolve_model(plan.train.model)
         if plan.teacher is not None:
             plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
+        plan = with_template(plan, given, model=model)
         stack.enter_context(only_one(plan.output_dir, "launcher"))
         changed = _check_folder(plan, model)
         if _is_finished(plan):
@@ -112,6 +115,26 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
             ended(outcome)
     explain(outcome)
     return outcome.exit_code or print_summary(folder.path)
+
+
+def with_template(plan: Plan, given: Given, *, model: Path) -> Plan:
+    """Returns the plan with the arguments that the model's chat template uses: a preset's others belong to the preset's
+    own model, and are left out. Raises `SettingsError` for one that a person gave."""
+    arguments, problems = plan.orch.model.chat_template_kwargs, list[Problem]()
+    unused, known = unused_arguments(model, arguments)
+    for name in unused:
+        shown = f"chat_template_kwargs.{name}"
+        origin, key = next((given[one] for one in (shown, f"orch.model.{shown}") if one in given), ("settings", shown))
+        if is_preset(origin):
+            print(f"{key} of {origin} is left out: it is {not_used(known)}")
+        else:
+            message = f"is {not_used(known)}; remove it"
+            problems.append(Problem(origin=origin, key=key, value=arguments[name], message=message))
+    if problems:
+        raise SettingsError(problems)
+    used = {"chat_template_kwargs": {name: value for name, value in arguments.items() if name not in unused}}
+    orch = plan.orch.model_copy(update={"model": plan.orch.model.model_copy(update=used)})
+    return replace(plan, orch=orch, infer=plan.infer.model_copy(update=used)) if unused else plan
 
 
 def _divided(plan: Plan, model: Path) -> Plan:

@@ -138,6 +138,7 @@ def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> d
         "generation_config": "vllm",
         "scheduling_policy": "priority",
         "worker_extension_cls": f"grpo.infer.{'noise.Noisy' if settings.norm_noise else 'worker.'}PolicyWorker",
+        "default_chat_template_kwargs": settings.chat_template_kwargs or None,
         "reasoning_parser": settings.reasoning_parser,
         "enable_auto_tool_choice": settings.enable_auto_tool_choice or None,
         "hf_overrides": overrides or None,

@@ -41,9 +41,10 @@ class SupervisedExample:
     """True for each token that is learned."""
 
 
-def examples_of(rows: Sequence[tuple[list[dict[str, str]], str]], model: Path) -> list[SupervisedExample]:
-    """Returns the rows as tokens: the prompt as a run will ask it, the answer with the token that ends a turn."""
-    renderer, end = ChatRenderer.of_model(model), end_token(model)
+def examples_of(
+    rows: Sequence[tuple[list[dict[str, str]], str]], renderer: ChatRenderer, end: int
+) -> list[SupervisedExample]:
+    """Returns the rows as tokens: the prompt as a run will ask it, the answer with the token `end` that ends a turn."""
     examples = []
     for messages, text in rows:
         prompt, answer = renderer.prompt_ids(tuple(messages)), [*renderer.ids_of(text), end]

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.environments.critique.problems import problem_from_record
 from grpo.environments.data.files import Refused, Row, check_refused, find_files, parse_rows, plain_value, shown
-from grpo.environments.rewards import make_reward, wrong_answer
+from grpo.environments.rewards import make_parser, make_reward, wrong_answer
 
 from grpo import Environment, Rubric, messages_of
 
@@ -78,6 +78,7 @@ class Dataset(Environment):
         answer: str | None = None,
         answer_after: str | None = None,
         reward: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+        parser: str | Mapping[str, Any] = "thinking",
         eval_path: str | None = None,
         eval_split: str | None = None,
         eval_fraction: float | None = None,
@@ -89,6 +90,9 @@ class Dataset(Environment):
         before it. `answer`: a column (`answer`). `answer_after`: the answer is what stands behind the last of these
         words. `reward`: `exact`, `number`, `math`, `{regex: PATTERN}`, `judge`, `unit_tests`, or `my_rewards.py:score`;
         of a list of these the sum.
+        `parser`: the completion that the reward gets is what follows the thinking (`thinking`), the last `\\boxed{}`
+        in it (`boxed`), the rest of the line behind a marker (`{marker: "####"}`), the text in a tag (`{xml: answer}`),
+        or all of the text (`text`).
 
         Evaluation is on `eval_path`, or on `eval_split` of `path`, or else on `eval_fraction` of the rows (a tenth, one
         at least), which a hash of the prompt and `seed` chooses and which are not trained on. A row that cannot be used
@@ -107,7 +111,7 @@ class Dataset(Environment):
         given = reward or known.get("reward", "exact")
         made = [make_reward(one) for one in ([given] if isinstance(given, str | Mapping) else given)]
         self._rewards, self._compared = [name for name, *_ in made], [name for name, _, compares in made if compares]
-        self.rubric = Rubric([function for _, function, _ in made])
+        self.rubric = Rubric([function for _, function, _ in made], parser=make_parser(parser))
         self._answer = answer or known.get("answer") or ("answer" if self._compared else None)
         self._after = answer_after or known.get("answer_after")
         if self._after is not None and self._answer is None:

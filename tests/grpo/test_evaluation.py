@@ -54,6 +54,12 @@ def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server()
     assert orch.client.base_url == (f"http://127.0.0.1:{infer.port}/v1",)
 
 
+def test_the_chat_templates_arguments_are_the_servers_and_the_rollouts_alike() -> None:
+    words = ["--chat_template_kwargs", '{"enable_thinking": false}']
+    orch, infer = evaluation_settings(find_target(MODEL, None), env=[REVERSE], server=words)
+    assert orch.model.chat_template_kwargs == infer.chat_template_kwargs == {"enable_thinking": False}
+
+
 async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(run: Path) -> None:
     assert find_target(str(run), None).number == 3
     assert find_target(str(run), 2).number == find_target(str(run / "broadcasts" / "step_000002"), None).number == 2

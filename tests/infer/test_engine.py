@@ -282,6 +282,9 @@ def test_vllms_own_arguments_pass_through_its_parser_and_what_it_does_not_know_i
     assert args.speculative_config == drafting
     assert (args.max_num_batched_tokens, args.enable_lora, args.logprobs_mode) == (2048, True, "processed_logprobs")
     assert arguments().max_num_seqs == 64
+    assert arguments(chat_template_kwargs={"enable_thinking": False}).default_chat_template_kwargs == {
+        "enable_thinking": False
+    }
     with pytest.raises(ArgumentError, match="max-num-sqs"):
         arguments(vllm={"max_num_sqs": 4})
 
