@@ -15,7 +15,7 @@ FLOAT32_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
 """Largest difference that is always allowed where both sides compute in float32, by the server's device."""
 HALF_TOLERANCE = {"bfloat16": 0.05, "float16": 0.01}
 """Mean difference that is always allowed where one of them computes in this type."""
-OF_BASES = 1.5
+OF_BASES = 2.0
 """A version may differ by so many times what the base differs by on the same tokens."""
 CEILING = 3.0
 """The base itself may differ by so many times what is always allowed; beyond that it is another model."""

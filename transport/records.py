@@ -301,6 +301,17 @@ class Canary(Record, frozen=True, kw_only=True):
             require(len(values) == expected, f"canary has {len(values)} {name}, expected {expected}")
             require(bool(np.isfinite(values).all()), f"canary has {name} that are not finite")
 
+    def cut(self, length: int) -> "Canary":
+        """Returns the canary of the first `length` tokens, whose log-probabilities are the same without the rest."""
+        num, noisy = length - 1, self.noisy_logprobs
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[:length],
+            logprobs=self.logprobs[:num],
+            base_logprobs=self.base_logprobs[:num],
+            noisy_logprobs=None if noisy is None else noisy[:num],
+        )
+
 
 class PolicySpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The facts that all versions of a run's policy share; the programs compare them before they work together."""
