@@ -14,7 +14,7 @@ help:
 	@echo 'make core    tests of the core in a copy of the tree without what stands on it, 2 minutes on two cores'
 	@echo 'make check   formatting, lint, types, and which package imports which'
 	@echo 'make docs    the documentation as a site in site/; a broken link is an error'
-	@echo 'make contracts  names of vLLM that are used, in the sources of its oldest and newest CUDA build (600 MB, once)'
+	@echo 'make contracts  what we use of vLLM and it of us, in the sources of three of its CUDA builds (960 MB, once)'
 	@echo 'make gpu     what has not run on a GPU yet; PART="attention train serve colocate e2e quantized multi"'
 	@echo 'make size    lines of each package beside its budget'
 	@echo 'make format  mend formatting and what the linter can'

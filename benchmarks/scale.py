@@ -38,7 +38,7 @@ from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.inference.weight_sync import WeightSync
 from grpo.orchestrator.rollouts.records import SamplingParams
-from grpo.orchestrator.scheduler import GroupLease, Scheduler
+from grpo.orchestrator.scheduler import Scheduler
 from grpo.transport.http import CanaryFigures, Choice, Generated, LoadReport, ServerInfo, ServerLoad, Unloaded
 
 SLOTS, GROUP, GROUPS_A_SERVER = 64, 16, 7
@@ -267,24 +267,24 @@ class Simulation:
 
     async def _sample(self, group: asyncio.TaskGroup) -> None:
         while not self.scheduler.finished:
-            while (lease := self.scheduler.start()) is not None:
-                group.create_task(self._roll_out(lease))
+            while (number := self.scheduler.start()) is not None:
+                group.create_task(self._roll_out(number, self.scheduler.live or 0))
                 self.most_in_flight = max(self.most_in_flight, self.scheduler.num_in_flight)
             while (shipment := self.scheduler.ship()) is not None:
-                self.lags += [shipment.lag(lease) for lease in shipment.leases]
+                self.lags += [shipment.lag(number) for number in shipment.versions]
                 self.shipped.put_nowait(shipment.step)
             await self.scheduler.changed.wait()
 
-    async def _roll_out(self, lease: GroupLease) -> None:
+    async def _roll_out(self, number: int, version: int) -> None:
         params = SamplingParams(temperature=1.0, max_tokens=LONGEST)
         try:
-            await self.client.generate(PROMPT, params=params, num=GROUP, version=lease.version, seed=lease.group)
+            await self.client.generate(PROMPT, params=params, num=GROUP, version=version, seed=number)
         except Exception:
             self.num_failed += 1
-            self.scheduler.failed(lease.group)
+            self.scheduler.failed(number)
             raise
         self.num_done += 1
-        self.scheduler.completed(lease.group)
+        self.scheduler.completed(number)
 
 
 def simulated_ms(num_groups: int = 1000) -> float:

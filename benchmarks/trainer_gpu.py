@@ -107,7 +107,7 @@ def settings_of(folder: Path, quantization: Quantization | None, options: argpar
 
 def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> dict[str, float]:
     """Steps of the trainer, without publishing."""
-    objective = Objective(policy, LossSettings(), ONE, sequence_len=settings.sequence_len)
+    objective = Objective(policy, LossSettings(), ONE, pack_tokens=settings.pack_tokens)
     optimizer = Optimizer(settings, policy.named_parameters)
     on_gpu, times_s = policy.device.type == "cuda", []
     if on_gpu:
@@ -122,7 +122,7 @@ def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> dict
     step_s = statistics.median(times_s[WARM_UP:])
     found = {"tokens_per_s": len(batch.token_ids) / step_s, "first_step_s": times_s[0]}
     if (peak := peak_flops(policy.device)) is not None:
-        found["mfu"] = step_flops(policy, [batch]) / step_s / peak
+        found["mfu"] = step_flops(policy, [batch], LossSettings()) / step_s / peak
     return found | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if on_gpu else {})
 
 

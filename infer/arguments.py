@@ -11,18 +11,13 @@ from typing import Any, Literal, NoReturn
 
 from grpo.configs.infer import InferSettings
 from grpo.infer import engine_process
+from grpo.infer.checks import tensor_shapes
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as the largest rank."""
 DEFAULT_LORA_RANK = 16
-LORA_MODULES = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("qkv_proj", "gate_up_proj"),
-    *("out_proj", "in_proj", "w1", "w2", "w3", "w13"),
-    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
-)
-"""The linear layers that can carry an adapter, by the checkpoint's names and by those of vLLM's merged layers. The head
-is left out: with LoRA around it, `prompt_logprobs` for two requests at once end the engine on a CPU."""
+MERGED_MODULES = ("qkv_proj", "gate_up_proj", "w13", "in_proj_qkvz", "in_proj_ba", "in_proj_qkvg")
+"""Names of layers that vLLM merges from several of a checkpoint's."""
 ON_CPU: dict[str, Any] = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 2048,
@@ -45,7 +40,7 @@ def first_module(*names: str) -> Any:
         except ModuleNotFoundError as error:
             if not name.startswith(str(error.name)):
                 raise
-    raise ImportError(f"this vLLM has none of {', '.join(names)}; versions 0.24 to 0.33 are supported")
+    raise ImportError(f"this vLLM has none of {', '.join(names)}; versions 0.26 to 0.33 are supported")
 
 
 def prepare_environment() -> None:
@@ -78,8 +73,8 @@ def device_of(settings: InferSettings) -> Literal["cpu", "cuda"]:
             f"{device}, or install the other build"
         )
     if settings.weight_broadcast_type == "nccl":
-        factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
-        if device == "cpu" or not hasattr(factory, "WeightTransferTrainerFactory"):
+        nccl = "vllm.distributed.weight_transfer.nccl_engine"
+        if device == "cpu" or not hasattr(importlib.import_module(nccl), "NCCLTrainerInitInfo"):
             what = f"this vLLM {vllm_version()} runs on a {device} device; it needs a GPU and vLLM 0.28 or later"
             raise ArgumentError(f"weight_broadcast_type: nccl receives from GPU to GPU, and {what}")
     if device == "cpu" and settings.sleep_mode:
@@ -104,6 +99,15 @@ def served_rank(settings: InferSettings) -> int:
     return next((rank for rank in LORA_RANKS if rank >= wanted), wanted)
 
 
+def lora_modules(model_dir: Path) -> list[str]:
+    """Returns the names of the linear layers that can carry an adapter: those of the checkpoint's decoder layers, and
+    of vLLM's merged layers. The head is left out: with LoRA around it, `prompt_logprobs` for two requests at once end
+    the engine on a CPU."""
+    weights = [name.split(".") for name, shape in tensor_shapes(model_dir).items() if len(shape) == 2]
+    own = {parts[-2] for parts in weights if parts[-1] == "weight" and "layers" in parts}
+    return sorted(own.union(MERGED_MODULES))
+
+
 def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> dict[str, Any]:
     """Returns vLLM's arguments that follow from our own settings; None stands for vLLM's default."""
     overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.fp32_lm_head else {}
@@ -114,7 +118,7 @@ def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> d
         "max_lora_rank": served_rank(settings),
         "max_loras": settings.max_loras,
         "max_cpu_loras": settings.max_cpu_loras,
-        "lora_target_modules": LORA_MODULES,
+        "lora_target_modules": lora_modules(model_dir),
     }
     return {
         "model": str(model_dir),
@@ -134,6 +138,7 @@ def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> d
         "generation_config": "vllm",
         "scheduling_policy": "priority",
         "worker_extension_cls": f"grpo.infer.{'noise.Noisy' if settings.norm_noise else 'worker.'}PolicyWorker",
+        "default_chat_template_kwargs": settings.chat_template_kwargs or None,
         "reasoning_parser": settings.reasoning_parser,
         "enable_auto_tool_choice": settings.enable_auto_tool_choice or None,
         "hf_overrides": overrides or None,
@@ -160,7 +165,7 @@ def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Names
     vLLM's parser refuses what is in `vllm`."""
     at_first, later = "vllm.entrypoints.openai.cli_args", "vllm.entrypoints.launchers.cli_args"
     cli_args = first_module("vllm.entrypoints.common.cli_args", later, at_first)
-    base: type[Any] = first_module("vllm.utils.argparse_utils", "vllm.utils").FlexibleArgumentParser
+    base: type[Any] = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
 
     class Parser(base):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:

@@ -64,7 +64,7 @@ class GroupedLora:
 
 
 def install_grouped_lora(model: Any) -> None:
-    """Gives every adapted layer of the served model `GroupedLora`; by `LORA_MODULES` they are linear ones."""
+    """Gives every adapted layer of the served model `GroupedLora`; by `arguments.lora_modules` they are linear ones."""
     manager, grouped = model.lora_manager, GroupedLora()
     for layer in manager.modules.values():
         layer.set_mapping(grouped)

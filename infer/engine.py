@@ -1,4 +1,4 @@
-"""The engine: sampling, scoring, adapters and weights in plain types, over vLLM 0.24 to 0.33.
+"""The engine: sampling, scoring, adapters and weights in plain types, over vLLM 0.26 to 0.33.
 
 What follows in vLLM's own process is in `worker.py`, its command line in `arguments.py`. vLLM is imported inside
 functions: the import takes seconds, and reads environment variables that `arguments.prepare_environment` sets first.

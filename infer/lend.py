@@ -21,7 +21,7 @@ def keep_plain_weights() -> None:
     """Lets vLLM compute with plain weights on a CPU. Called before it builds a model."""
     utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
-        raise SharedBaseError("this vLLM computes with packed weights; use one of 0.24 to 0.33, or turn colocate off")
+        raise SharedBaseError("this vLLM computes with packed weights; use one of 0.26 to 0.33, or turn colocate off")
 
     def plain(layer: Any, remove_weight: bool) -> None:
         """Takes the place of vLLM's choice of a product for a layer; `remove_weight` is for those that pack it."""

@@ -28,7 +28,7 @@ def install(runner: Any) -> None:
     elif hasattr(getattr(runner, "prompt_logprobs_worker", None), "compute_prompt_logprobs"):
         _all_together(runner.prompt_logprobs_worker)
     else:
-        raise TypeError(f"its model runner is an unknown {type(runner).__name__}; use vLLM 0.24 to 0.33")
+        raise TypeError(f"its model runner is an unknown {type(runner).__name__}; use vLLM 0.26 to 0.33")
 
 
 def _one_by_one(runner: Any) -> None:

@@ -34,23 +34,6 @@ class NothingToAsk(ValueError):
     """All examples are easy or hard."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One example of an environment.
-
-    Example: ``Example(env="reverse-text", index=12, key="9f86d081884c7d659a2feaa0")``
-    """
-
-    env: str
-    """Label of the environment."""
-    index: int
-    """Its index in the environment's dataset."""
-    key: str
-    """Its identity, which outlives a restart and a change of the dataset's order."""
-    epoch: int = 0
-    """The pass over its environment's examples, from 0."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Environment:
     """The examples of one environment and where its order stands."""
@@ -80,8 +63,8 @@ class _Environment:
         self.keys, self.sizes = list(self.examples), Counter({NORMAL: len(self.examples)})
         self.digest = hashlib.sha256("\0".join((self.seed, *self.keys)).encode()).hexdigest()
 
-    def next(self) -> Example:
-        """Returns the next normal example. There must be one."""
+    def next(self) -> tuple[str, int]:
+        """Returns the next normal example, by its key, and the epoch. There must be one."""
         while True:
             if self.position == len(self.keys):
                 self.epoch, self.position = self.epoch + 1, 0
@@ -91,11 +74,7 @@ class _Environment:
             key = self.keys[self._order[1][self.position]]
             self.position += 1
             if key not in self.pools:
-                return self.example(key, self.epoch)
-
-    def example(self, key: str, epoch: int) -> Example:
-        """Returns the example with this key, in this epoch."""
-        return Example(env=self.label, index=self.examples[key], key=key, epoch=epoch)
+                return key, self.epoch
 
     def put(self, key: str, pool: str) -> bool:
         """Puts an example into a pool. Returns whether it was in another one."""
@@ -148,23 +127,26 @@ class Buffer:
             env = _Environment(label=label, ratio=ratio, seed=f"{seed}/{label}", examples=own)
             self._environments[label] = env
             self._env_of |= dict.fromkeys(own, env)
-        self._open: dict[int, Example] = {}
-        self._again: deque[Example] = deque()
+        self._open: dict[int, tuple[str, int]] = {}
+        """The key of the example of each open group, and the epoch that it was drawn in. A key is an example's
+        identity, which outlives a restart and a change of the dataset's order."""
+        self._again: deque[tuple[str, int]] = deque()
         self._moved: dict[str, str] = {}
         self._most_refills = self._num_refills = MAX_REFILLS * groups_per_batch
         """Groups that may still be dropped."""
 
     # --- groups ---
 
-    def issue(self, group: int) -> Example:
-        """Returns the example of `group`. Those that were open when the state was saved come first, in their order, and
-        so do those that were withdrawn.
+    def issue(self, group: int) -> tuple[str, int, int]:
+        """Returns the example of `group`: the label of its environment, its index in that one's dataset, and the epoch,
+        the pass over the environment's examples, from 0. Examples that were open when the state was saved come first,
+        in their order, and so do those that were withdrawn.
 
         Raises NothingToAsk where all examples are easy or hard.
         """
-        example = self._again.popleft() if self._again else self._turn().next()
-        self._open[group] = example
-        return example
+        key, epoch = self._open[group] = self._again.popleft() if self._again else self._turn().next()
+        env = self._env_of[key]
+        return env.label, env.examples[key], epoch
 
     def _turn(self) -> _Environment:
         """Returns the environment whose turn it is: over time each gets its share, never off by more than a turn."""
@@ -193,7 +175,7 @@ class Buffer:
             pool = EASY
         elif self._hard_threshold is not None and mean <= self._hard_threshold:
             pool = HARD
-        self._put(self._open[group].key, pool)
+        self._put(self._open[group][0], pool)
         reason = None
         if self._filters_online and all(map(without_spread, of_roles)):
             reason = without_spread(rewards_G)
@@ -239,7 +221,7 @@ class Buffer:
             "environments": {
                 label: {name: getattr(one, name) for name in fields} for label, one in self._environments.items()
             },
-            "open": [(example.key, example.epoch) for example in (*self._open.values(), *self._again)],
+            "open": [*self._open.values(), *self._again],
             "num_refills": self._num_refills,
         }
 
@@ -272,7 +254,7 @@ class Buffer:
             elif pool != NORMAL:
                 self._env_of[key].put(key, pool)
         known = [(key, epoch) for key, epoch in state["open"] if key in self._env_of]
-        self._again.extend(self._env_of[key].example(key, epoch) for key, epoch in known)
+        self._again.extend(known)
         self._num_refills = min(state["num_refills"], self._most_refills)
         return num_lost + len(state["open"]) - len(known)
 

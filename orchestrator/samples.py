@@ -18,7 +18,8 @@ RowKey = tuple[str, int]
 
 @dataclass(slots=True)
 class ScoredGroup:
-    """A group's rollouts with their rewards, on the way to credit. Hooks change it in place."""
+    """A group's rollouts with their rewards: hooks change it in place, credit adds the samples, and then it waits for
+    its batch."""
 
     results: list[EpisodeResult]
     """The rollouts that have a reward, as their environment gave it: the baseline is of these."""
@@ -38,9 +39,16 @@ class ScoredGroup:
     """Optional fields of the training sample that is made of a row."""
     hint_texts: dict[StepKey, str] = field(default_factory=dict)
     """Hints by step, for traces."""
+    samples: Sequence[TrainingSample] = ()
+    """Samples of the rollouts that are not withheld, once there is credit."""
 
     def __post_init__(self) -> None:
         self.credited = self.credited or list(self.results)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled any token of the group; its lag counts from it."""
+        return min(result.versions[0] for result in self.results)
 
     @property
     def trained(self) -> list[EpisodeResult]:
@@ -60,34 +68,6 @@ class ScoredGroup:
         self.evidence[key] = msgspec.structs.replace(self.evidence.get(key, StepEvidence()), **evidence)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedGroup:
-    """A group that waits for its batch."""
-
-    results: Sequence[EpisodeResult]
-    """The rollouts that have a reward: the baseline is of these."""
-    samples: Sequence[TrainingSample]
-    """Samples of the rollouts that are not withheld."""
-    found: Sequence[str]
-    """The name of a filter for each rollout in which it found something."""
-    withheld: Mapping[str, str]
-    """Why rollouts are kept out of the loss although they count in the baseline, by id."""
-    hint_texts: Mapping[StepKey, str] = field(default_factory=dict)
-    """Hints by step, for traces."""
-    dropped: Mapping[str, str] = field(default_factory=dict)
-    """Why rollouts that had a reward are not among the results, by id."""
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled any token of the group; its lag counts from it."""
-        return min(result.versions[0] for result in self.results)
-
-    @property
-    def trained(self) -> list[str]:
-        """Ids of the rollouts that are trained."""
-        return list(dict.fromkeys(sample.rollout_id for sample in self.samples))
-
-
 def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> tuple[list[str], dict[str, str]]:
     """Returns what filters find in a group's rollouts, as `found` and `withheld` of a ScoredGroup. They see each answer
     alone."""
@@ -101,20 +81,13 @@ def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> 
     return found, withheld
 
 
-def finish_group(scored: ScoredGroup, credit: Credit, *, group: str) -> FinishedGroup:
-    """Returns advantages by all of a group's rollouts as samples of those that are not withheld. A rollout that is kept
+def add_samples(group: ScoredGroup, credit: Credit, *, number: str) -> None:
+    """Turns advantages by all of a group's rollouts into samples of those that are not withheld. A rollout that is kept
     out of the loss is not sent at all: without loss tokens it would cost the trainer time and change nothing."""
-    credited = [_with_evidence(result, scored.evidence) for result in scored.credited]
+    credited = [_with_evidence(result, group.evidence) for result in group.credited]
     advantages: dict[StepKey, float | Float32] = dict(credit(credited)) if credited else {}
-    advantages |= {key: advantages[key] + extra for key, extra in scored.added.items()}
-    return FinishedGroup(
-        results=scored.results,
-        samples=training_samples(scored.trained, advantages, group=group, fields=scored.fields),
-        found=scored.found,
-        withheld=scored.withheld,
-        hint_texts=scored.hint_texts,
-        dropped=scored.dropped,
-    )
+    advantages |= {key: advantages[key] + extra for key, extra in group.added.items()}
+    group.samples = training_samples(group.trained, advantages, group=number, fields=group.fields)
 
 
 def _with_evidence(result: EpisodeResult, found: Mapping[StepKey, StepEvidence]) -> EpisodeResult:

@@ -20,27 +20,18 @@ from grpo.orchestrator.resuming import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLease:
-    """Permission to start one group. Example: ``GroupLease(group=17, version=3)``"""
-
-    group: int
-    """Number of the group, from 0 in the order of starting."""
-    version: int
-    """Policy version to sample under."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
     """The groups of one batch."""
 
     step: int
     """The batch's number, from 1."""
-    leases: tuple[GroupLease, ...]
-    """Oldest versions first, in the order of starting; each with the version by which its lag is counted."""
+    versions: dict[int, int]
+    """The version by which each group's lag is counted, by the group's number: oldest versions first, then in the order
+    of starting."""
 
-    def lag(self, lease: GroupLease) -> int:
+    def lag(self, group: int) -> int:
         """Returns the lag of a group of this batch."""
-        return self.step - 1 - lease.version
+        return self.step - 1 - self.versions[group]
 
 
 class Scheduler:
@@ -75,10 +66,12 @@ class Scheduler:
         self._max_steps = max_steps
         self._oversampling_factor = oversampling_factor
         self._follows = follows
-        self._in_flight: dict[int, GroupLease] = {}
+        self._in_flight: dict[int, int] = {}
+        """Versions that groups were started under, by group."""
         self._delayed: set[int] = set()
         """Groups in flight that wait for a reward: they hold no slot and no version, and no batch waits for them."""
-        self._complete: dict[int, GroupLease] = {}
+        self._complete: dict[int, int] = {}
+        """Versions by which the lag of complete groups is counted, by group."""
         self._num_unshipped: Counter[int] = Counter()
         """Groups in flight that are not delayed and complete ones, by version."""
         self._num_complete: Counter[int] = Counter()
@@ -113,11 +106,11 @@ class Scheduler:
         """A group has been sampled and scored. `oldest`: the oldest version that sampled any of it, by which its lag is
         counted (None: the one it was started under). Returns whether it will ship: a delayed one does not where it has
         become too old, would make others too old, or others have taken its place in the last batches."""
-        was_delayed, version = group in self._delayed, self._in_flight[group].version if oldest is None else oldest
+        was_delayed, version = group in self._delayed, self._in_flight[group] if oldest is None else oldest
         self._leave(group)
         self._num_unshipped[version] += 1
         if ships := not was_delayed or self._rest_can_ship(after=self.shipped):
-            self._complete[group] = GroupLease(group=group, version=version)
+            self._complete[group] = version
             self._num_complete[version] += 1
         else:
             self._num_unshipped[version] -= 1
@@ -130,14 +123,14 @@ class Scheduler:
         self._notify()
 
     def _leave(self, group: int) -> None:
-        self._num_unshipped[self._in_flight.pop(group).version] -= group not in self._delayed
+        self._num_unshipped[self._in_flight.pop(group)] -= group not in self._delayed
         self._delayed.discard(group)
 
     def delay(self, group: int) -> None:
         """A group in flight waits for rewards that come later."""
         if group not in self._delayed:
             self._delayed.add(group)
-            self._num_unshipped[self._in_flight[group].version] -= 1
+            self._num_unshipped[self._in_flight[group]] -= 1
             self._notify()
 
     @contextmanager
@@ -162,18 +155,19 @@ class Scheduler:
 
     # --- decisions ---
 
-    def start(self) -> GroupLease | None:
-        """Returns permission to start one more group under the newest version, or None where it must wait: where the
-        batches up to the newest reachable one lack no more, oversampled, and within concurrency."""
+    def start(self) -> int | None:
+        """Returns the number of a group that may start under the newest version, `live`: numbers count from 0 in the
+        order of starting. None where it must wait: where the batches up to the newest reachable one lack no more,
+        oversampled, and within concurrency."""
         if self.live is None or self.blocked or self.num_in_flight >= self.max_in_flight:
             return None
         if len(self._complete) + self.num_in_flight >= self._num_wanted(self.live):
             return None
-        lease = GroupLease(group=self._num_started, version=self.live)
+        group = self._num_started
         self._num_started += 1
-        self._in_flight[lease.group] = lease
-        self._num_unshipped[lease.version] += 1
-        return lease
+        self._in_flight[group] = self.live
+        self._num_unshipped[self.live] += 1
+        return group
 
     def _num_wanted(self, live: int) -> int:
         """Returns how many groups may be on their way: never so many that one could not ship, or not before it is too
@@ -197,14 +191,12 @@ class Scheduler:
         if not self._rest_can_ship(after=step, num_leaving=self._groups_per_batch):
             return None
         self.shipped = step
-        oldest_first = sorted(self._complete.values(), key=lambda lease: (lease.version, lease.group))
-        leases = tuple(oldest_first[: self._groups_per_batch])
-        for lease in leases:
-            del self._complete[lease.group]
+        oldest_first = sorted(self._complete, key=lambda group: (self._complete[group], group))
+        versions = {group: self._complete.pop(group) for group in oldest_first[: self._groups_per_batch]}
         for counts in (self._num_unshipped, self._num_complete):
-            counts.subtract(lease.version for lease in leases)
+            counts.subtract(versions.values())
         self._notify()
-        return Shipment(step=step, leases=leases)
+        return Shipment(step=step, versions=versions)
 
     def _rest_can_ship(self, *, after: int, num_leaving: int = 0) -> bool:
         """Whether all groups but the `num_leaving` oldest complete ones can ship in the batches after number `after`
@@ -254,7 +246,7 @@ class Scheduler:
         newest = set() if self.live is None else {self.live}
         if self._follows:
             return newest | pinned
-        return newest | pinned | {one.version for one in self._in_flight.values() if one.group not in self._delayed}
+        return newest | pinned | {version for group, version in self._in_flight.items() if group not in self._delayed}
 
 
 def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from grpo.orchestrator.advantage import ROUNDING
 from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.rollouts.records import EpisodeResult, NotFinite, TooLarge
-from grpo.orchestrator.samples import FinishedGroup, ScoredGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport.records import Float32, TrainingSample
 from numpy.typing import NDArray
 
@@ -106,29 +105,27 @@ class BatchAdvantages:
         """JSON, to be kept with a batch."""
         return {BASELINES: dict(self._baselines)} if self._settings.type == "running_baseline" else {}
 
-    def applied(self, groups: Sequence[FinishedGroup]) -> list[FinishedGroup]:
-        """The groups of one batch with their samples' advantages; as they are where these do not need the batch."""
+    def apply(self, groups: Sequence[ScoredGroup]) -> None:
+        """Replaces the advantages of one batch's samples; leaves them as they are where they do not need the batch."""
         if self._settings.type == "running_baseline":
-            return self._against_baselines(groups, decay=self._settings.decay)
+            self._subtract_baselines(groups, decay=self._settings.decay)
         if self._settings.type != "reinforce_plus_plus":
-            return list(groups)
+            return
         values = [values_of(sample) for group in groups for sample in group.samples]
         joined = np.concatenate(values)
         mean, std = float(joined.mean()), float(joined.std())
-        if std <= ROUNDING * max(1.0, abs(mean)):  # what rounding leaves of equal rewards
-            return [_changed(group, lambda sample: np.zeros(1)) for group in groups]
-        return [_changed(group, lambda sample: _less(sample.advantages, mean) / std) for group in groups]
+        equal = std <= ROUNDING * max(1.0, abs(mean))  # what rounding leaves of equal rewards
+        _replace(groups, lambda sample: np.zeros(1) if equal else _less(sample.advantages, mean) / std)
 
-    def _against_baselines(self, groups: Sequence[FinishedGroup], *, decay: float) -> list[FinishedGroup]:
+    def _subtract_baselines(self, groups: Sequence[ScoredGroup], *, decay: float) -> None:
         rewards: defaultdict[str, list[float]] = defaultdict(list)
         for group in groups:
             for sample in group.samples:
                 rewards[sample.env].append(float(np.mean(values_of(sample))))
         means = {env: math.fsum(own) / len(own) for env, own in rewards.items()}
         known = means | self._baselines
-        made = [_changed(group, lambda sample: _less(sample.advantages, known[sample.env])) for group in groups]
+        _replace(groups, lambda sample: _less(sample.advantages, known[sample.env]))
         self._baselines |= {env: decay * known[env] + (1 - decay) * mean for env, mean in means.items()}
-        return made
 
 
 def _less(rewards: float | Float32, baseline: float) -> NDArray[np.float64]:
@@ -144,11 +141,14 @@ def values_of(sample: TrainingSample) -> NDArray[np.float64]:
     return tokens[sample.loss_mask] if sample.loss_mask.any() else tokens[:1]
 
 
-def _changed(group: FinishedGroup, advantages: Callable[[TrainingSample], NDArray[Any]]) -> FinishedGroup:
+def _replace(groups: Sequence[ScoredGroup], advantages: Callable[[TrainingSample], NDArray[Any]]) -> None:
+    """Gives each sample the advantages that the function returns: [1] or [L]."""
+
     def new(sample: TrainingSample) -> TrainingSample:
         value = advantages(sample)
         return msgspec.structs.replace(
             sample, advantages=float(value.reshape(-1)[0]) if value.size == 1 else value.astype(np.float32)
         )
 
-    return replace(group, samples=[new(sample) for sample in group.samples])
+    for group in groups:
+        group.samples = [new(sample) for sample in group.samples]

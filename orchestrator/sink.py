@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from grpo.configs.orch import OrchSettings
 from grpo.configs.rollouts import fewest_rollouts
@@ -12,7 +12,7 @@ from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.monitoring.fates import Fates
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult
-from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group, judge_group, unfit
+from grpo.orchestrator.samples import ScoredGroup, add_samples, judge_group, unfit
 from grpo.orchestrator.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ TOO_LATE = "too_late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSink:
-    """Takes what a schedule has rolled out. A schedule, such as the sampling loop, gets leases of groups from the
-    `scheduler`, rolls them out by the `engine`, and hands the results to `take`, `finish` and `complete` in turn."""
+    """Takes what a schedule has rolled out. A schedule, such as the sampling loop, asks the `scheduler` which groups
+    may start, rolls them out by the `engine`, and hands the results to `take`, `finish` and `complete` in turn."""
 
     settings: OrchSettings
     engine: RolloutEngine
@@ -32,7 +32,7 @@ class RolloutSink:
     fates: Fates
     filters: Sequence[Filter]
     hooks: Sequence[Hook]
-    finished: dict[int, FinishedGroup] = field(default_factory=dict)
+    finished: dict[int, ScoredGroup] = field(default_factory=dict)
     """Groups that wait for their batch, by number."""
 
     def take(self, results: Sequence[EpisodeResult]) -> list[EpisodeResult]:
@@ -46,7 +46,7 @@ class RolloutSink:
                 usable.append(result)
         return usable
 
-    async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> FinishedGroup:
+    async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> ScoredGroup:
         """Returns the group's samples, without those that filters and hooks withhold, and without any where the trainer
         would refuse one. Drops what hooks take out. Raises FunctionFailed."""
         scored = ScoredGroup(list(usable), *judge_group(usable, self.filters))
@@ -54,17 +54,17 @@ class RolloutSink:
             await hook.before_credit(scored)
         if scored.dropped and len(scored.results) < fewest_rollouts(self.settings.advantage):
             scored.drop({result.id: "group_too_small" for result in scored.results})
-        made = finish_group(scored, credit, group=group)
-        if (why := unfit(made.samples)) is not None:
+        add_samples(scored, credit, number=group)
+        if (why := unfit(scored.samples)) is not None:
             log.error("group %s is not trained: %s", group, why)
-            refused = {result.id: "not_finite" for result in made.results if result.id not in made.withheld}
-            made = replace(made, samples=(), withheld={**made.withheld, **refused})
+            scored.samples = ()
+            scored.withheld = {result.id: "not_finite" for result in scored.results} | scored.withheld
         for result in usable:
-            if result.id in made.dropped:
-                self.fates.dropped([result], made.dropped[result.id])
-        return made
+            if result.id in scored.dropped:
+                self.fates.dropped([result], scored.dropped[result.id])
+        return scored
 
-    def complete(self, number: int, group: FinishedGroup) -> bool:
+    def complete(self, number: int, group: ScoredGroup) -> bool:
         """Has the group with this number wait for its batch. Returns false where it will be in none, because it has no
         samples or is too late; its rollouts are dropped, and another group may start in its place."""
         if not group.samples:

@@ -2,10 +2,11 @@
 
 import io
 import zipfile
+from pathlib import Path
 
 import pytest
 
-from tools.contracts import PROTOCOLS, check, check_protocols
+from tools.contracts import PROTOCOLS, check, check_classes, check_protocols
 
 SOURCE = """
 NAME = 1
@@ -36,7 +37,7 @@ def test_names_parameters_and_members_that_are_missing_are_told() -> None:
     with zipfile.ZipFile(stream, "w") as wheel:
         wheel.writestr("vllm/engine.py", SOURCE)
         for contract, missing in CONTRACTS.items():
-            assert check(wheel, [contract], (0, 24)) == missing, contract
+            assert check(wheel, [contract], (0, 26)) == missing, contract
         assert check(wheel, ["!engine Later()"], (0, 28)) == ["Later (vllm/engine.py)"]
 
 
@@ -59,5 +60,50 @@ def test_what_vllm_reads_of_our_classes_must_be_there(read: str, missing: list[s
     with zipfile.ZipFile(stream, "w") as wheel:
         wheel.writestr("vllm/distributed/weight_transfer/nccl_engine.py", READS.format(read=read))
         found = check_protocols(wheel, PROTOCOLS.split("\n")[1:-1], (0, 33))
-        assert check_protocols(wheel, PROTOCOLS.split("\n")[1:-1], (0, 24)) == []
+        assert check_protocols(wheel, PROTOCOLS.split("\n")[1:-1], (0, 26)) == []
     assert [one.split(" ")[0] for one in found] == [f"Source.{one}" for one in missing]
+
+
+BASE = """
+class Source(ABC):
+    @abstractmethod
+    def names(self): ...
+    @property
+    @abstractmethod
+    def metadata(self): ...
+"""
+THEIRS = """
+from vllm.base import Source as Base
+class Weights(Base):
+    def names(self): ...
+    def send(self, name, tensor): ...
+"""
+AS_A_METHOD = "def metadata(self): ..."
+AS_A_PROPERTY = "@functools.cached_property\n    def metadata(self): ..."
+OURS = [
+    ("is Weights", AS_A_PROPERTY, []),
+    ("is Weights", AS_A_METHOD, ["Ours.metadata as a property"]),
+    ("is Weights", "def names(self): ...", ["Ours.metadata, which is abstract"]),
+    ("is Weights", f"{AS_A_PROPERTY}\n    def send(self, tensor): ...", ["Ours.send(name)"]),
+    ("is Weights", f"{AS_A_PROPERTY}\n    def send(self, **named): ...", []),
+    ("is Gone", AS_A_PROPERTY, ["Ours (ours.py) or Gone (weights)"]),
+    ("resembles Weights", f"{AS_A_PROPERTY}\n    def send(self): ...", []),
+    ("extends Weights", "def other(self): ...", []),
+    ("extends Weights", "def send(self): ...", ["Ours.send, which is there already"]),
+]
+
+
+@pytest.mark.parametrize(("relation", "body", "problems"), OURS)
+def test_classes_of_ours_are_held_against_those_of_vllm_that_they_stand_for(
+    relation: str, body: str, problems: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ours.py").write_text(f"class Ours:\n    {body}\n")
+    kind, theirs = relation.split()
+    line = f"ours.py Ours {kind} weights {theirs} 0.28"
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as wheel:
+        wheel.writestr("vllm/base.py", BASE)
+        wheel.writestr("vllm/weights.py", THEIRS)
+        found = check_classes(wheel, [line], (0, 33), tmp_path)
+        assert check_classes(wheel, [line], (0, 26), tmp_path) == []
+    assert [one.partition(" (ours.py,")[0] for one in found] == problems

@@ -1,14 +1,16 @@
-"""`make contracts`: whether every name of vLLM's that the server and the NCCL transfer use is in the CUDA builds of the
-oldest and the newest vLLM that are supported, and whether classes of ours have what vLLM reads of them. Downloads their
-wheels once (600 MB) and reads the sources; imports nothing of them. Exits 1 where something is missing,
-and says what."""
+"""`make contracts`: whether vLLM has what we use of it, and whether we have what it expects of us, in the CUDA builds
+of the oldest vLLM that is supported, of the one that the CUDA extra installs and of the newest. Downloads their wheels
+once (960 MB) and reads the sources; imports nothing of them. Exits 1 where something is missing, and says what.
+
+There are three kinds of contracts: names of vLLM's that we use (`CONTRACTS`), members that vLLM's modules read of our
+classes (`PROTOCOLS`), and classes of ours that stand for one of vLLM's or are mixed into it (`CLASSES`)."""
 
 import ast
 import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from grpo.configs.infer import InferSettings
@@ -16,14 +18,14 @@ from grpo.infer.arguments import ON_CPU, own_arguments
 
 ROOT = Path(__file__).parent.parent
 CACHE = Path.home() / ".cache" / "grpo" / "contracts"
-VERSIONS = ("==0.24.0", ">=0.33,<0.34")
+VERSIONS = ("0.26.0", "0.30.0", "0.33.0")
 WHEEL = ("--only-binary=:all:", "--platform", "manylinux_2_28_x86_64", "--python-version", "3.12", "--abi", "abi3")
 USERS = ("infer/*.py", "transport/weights/nccl.py")
 # A line: `module[|another] Name[.method](parameters or members)`; `!` before it: from vLLM 0.28 on.
 CONTRACTS = """
 entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args make_arg_parser(parser)
 entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args validate_parsed_serve_args(args)
-utils.argparse_utils|utils FlexibleArgumentParser()
+utils.argparse_utils FlexibleArgumentParser()
 entrypoints.launchers.api_server.entry|entrypoints.openai.api_server build_async_engine_client(args)
 entrypoints.launchers.api_server.entry|entrypoints.openai.api_server build_async_engine_client_from_engine_args(engine_args)
 entrypoints.launchers.app|entrypoints.openai.api_server build_app(args,supported_tasks,model_config)
@@ -69,6 +71,8 @@ v1.worker.gpu.input_batch InputBatch(idx_mapping_np,query_start_loc_np)
 v1.sample.sampler Sampler.compute_logprobs(logits)
 model_executor.custom_op CustomOp.register_oot(name)
 model_executor.layers.layernorm RMSNorm(variance_epsilon,has_weight,hidden_size)
+model_executor.layers.layernorm RMSNorm.forward_cuda(x,residual)
+model_executor.layers.layernorm RMSNorm.forward_native(x,residual)
 model_executor.layers.linear ColumnParallelLinear(output_partition_sizes)
 model_executor.model_loader.reload.layerwise finalize_layerwise_reload()
 v1.executor.uniproc_executor UniProcExecutor()
@@ -88,6 +92,17 @@ distributed.weight_transfer.base WeightTransferUpdateRequest(update_info)
 PROTOCOLS = """
 transport/weights/nccl.py Source distributed.weight_transfer.nccl_engine source 0.28
 transport/weights/nccl.py _ServersByThemselves distributed.weight_transfer.nccl_engine client 0.28
+"""
+# Classes of ours beside vLLM's: `our_file.py Class relation module Theirs version`, from that version on. One that `is`
+# or `resembles` theirs has every abstract member of it, as a property where theirs is one; methods of one that `is`
+# theirs take all parameters of those that they override. One that `extends` theirs has none of its names: vLLM refuses
+# to mix it in.
+CLASSES = """
+transport/weights/nccl.py Source resembles distributed.weight_transfer.base WeightSource 0.28
+infer/sleep_worker.py CacheSleepWorker is v1.worker.gpu_worker Worker 0.26
+infer/noise.py NoisyRMSNorm is model_executor.layers.layernorm RMSNorm 0.26
+infer/worker.py PolicyWorker extends v1.worker.gpu_worker Worker 0.26
+infer/noise.py NoisyPolicyWorker extends v1.worker.gpu_worker Worker 0.26
 """
 Scope = ast.Module | ast.ClassDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -117,9 +132,7 @@ def missing_in(tree: ast.Module, name: str, wanted: list[str]) -> list[str]:
             return [name]
         found = inner[part]
     if isinstance(found, Function):
-        arguments = found.args
-        known = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-        return [] if arguments.kwarg and not wanted else [f"{name}({one})" for one in wanted if one not in known]
+        return [f"{name}({one})" for one in wanted if one not in parameters(found)]
     known = {member for member, _ in members(found)} if isinstance(found, ast.ClassDef) else set()
     return [f"{name}.{one}" for one in wanted if one not in known]
 
@@ -141,6 +154,75 @@ def check(wheel: zipfile.ZipFile, contracts: list[str], version: tuple[int, ...]
     return problems
 
 
+def class_in(tree: ast.Module, name: str) -> ast.ClassDef | None:
+    """Returns the class of that name, wherever in the module it is defined; None where there is none."""
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name), None)
+
+
+def lineage(wheel: zipfile.ZipFile, module: str, name: str) -> Iterator[ast.ClassDef]:
+    """Yields a class of vLLM's and those of vLLM's that it inherits from, itself first; nothing where it is missing."""
+    path = f"vllm/{module.replace('.', '/')}.py"
+    tree = ast.parse(wheel.read(path)) if path in wheel.namelist() else ast.Module([], [])
+    if (found := class_in(tree, name)) is None:
+        return
+    yield found
+    imported = {
+        alias.asname or alias.name: (str(node.module).removeprefix("vllm."), alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for base in (ast.unparse(one) for one in found.bases):
+        yield from lineage(wheel, *imported.get(base, (module, base)))
+
+
+def decorators(node: ast.AST) -> set[str]:
+    """Returns the last words of a function's decorators, for example `cached_property`."""
+    return {ast.unparse(one).rpartition(".")[2] for one in getattr(node, "decorator_list", ())}
+
+
+def parameters(function: Function) -> set[str]:
+    """Returns the names of a function's parameters."""
+    arguments = function.args
+    return {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def broken_by(own: ast.ClassDef, theirs: Mapping[str, ast.AST], relation: str) -> Iterator[str]:
+    """Yields what a class of ours lacks of the members of vLLM's class, or has against it."""
+    known = dict(members(own))
+    if relation == "extends":
+        yield from (f"{name}, which is there already" for name in known.keys() & theirs.keys() if name[:2] != "__")
+        return
+    for name, member in theirs.items():
+        mine = known.get(name)
+        if mine is None:
+            if "abstractmethod" in decorators(member):
+                yield f"{name}, which is abstract"
+            continue
+        is_method = isinstance(mine, Function) and not decorators(mine) & {"property", "cached_property"}
+        if "property" in decorators(member) and is_method:
+            yield f"{name} as a property"
+        if relation == "is" and isinstance(mine, Function) and isinstance(member, Function) and not mine.args.kwarg:
+            yield from (f"{name}({one})" for one in parameters(member) - parameters(mine))
+
+
+def check_classes(wheel: zipfile.ZipFile, classes: list[str], version: tuple[int, ...], root: Path = ROOT) -> list[str]:
+    """Returns what is wrong with classes of ours below `root`, beside those of a wheel."""
+    problems = []
+    for line in classes:
+        file, name, relation, module, theirs, since = line.split()
+        if version < tuple(map(int, since.split("."))):
+            continue
+        own = class_in(ast.parse((root / file).read_text()), name)
+        family = list(lineage(wheel, module, theirs))
+        if own is None or not family:
+            problems.append(f"{name} ({file}) or {theirs} ({module})")
+            continue
+        inherited = {member: node for one in reversed(family) for member, node in members(one)}
+        problems += [f"{name}.{one} ({file}, beside {theirs})" for one in sorted(broken_by(own, inherited, relation))]
+    return problems
+
+
 def read_of(name: str, tree: ast.Module) -> set[str]:
     """Returns which members a module reads of what it calls `name`; `__iter__` where it goes through it."""
     wanted = set()
@@ -152,16 +234,20 @@ def read_of(name: str, tree: ast.Module) -> set[str]:
     return wanted
 
 
-def check_protocols(wheel: zipfile.ZipFile, protocols: list[str], version: tuple[int, ...]) -> list[str]:
-    """Returns what a wheel's modules read of classes of ours that these have not."""
+def check_protocols(
+    wheel: zipfile.ZipFile, protocols: list[str], version: tuple[int, ...], root: Path = ROOT
+) -> list[str]:
+    """Returns what a wheel's modules read of classes of ours below `root` that these have not."""
     problems = []
     for line in protocols:
         file, own, module, name, since = line.split()
         if version < tuple(map(int, since.split("."))):
             continue
         path = f"vllm/{module.replace('.', '/')}.py"
-        known = dict(members(ast.parse((ROOT / file).read_text())))[own]
-        assert isinstance(known, ast.ClassDef)
+        known = class_in(ast.parse((root / file).read_text()), own)
+        if known is None:
+            problems.append(f"{own} ({file})")
+            continue
         missing = read_of(name, ast.parse(wheel.read(path))) - {member for member, _ in members(known)}
         problems += [f"{own}.{one} ({file}; {path} reads it)" for one in sorted(missing)]
     return problems
@@ -174,28 +260,28 @@ def modules_in_use() -> set[str]:
 
 
 def main() -> int:
-    """Checks both versions."""
+    """Checks every version."""
     own = own_arguments(InferSettings(model="m", dtype="float32"), model_dir=ROOT, device="cuda").keys() | ON_CPU.keys()
-    protocols = PROTOCOLS.split("\n")[1:-1]
+    protocols, classes = PROTOCOLS.split("\n")[1:-1], CLASSES.split("\n")[1:-1]
     server = {"host", "port", "enable_auto_tool_choice"}
     contracts = [*CONTRACTS.split("\n")[1:-1], f"engine.arg_utils EngineArgs({','.join(sorted(own - server))})"]
     named = {module for line in contracts for module in line.split(" ")[0].lstrip("!").split("|")}
     loose = [one for one in modules_in_use() if not any(known == one or known.startswith(f"{one}.") for known in named)]
     problems = [f"tools/contracts.py has no contract for vllm.{one}" for one in sorted(loose)]
+    total = len(contracts) + len(protocols) + len(classes)
     for version in VERSIONS:
-        folder = CACHE / re.sub(r"\W+", "_", version)
+        folder = CACHE / version
         if not (found := sorted(folder.glob("*.whl"))):
             download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *WHEEL)
-            subprocess.run([*download, f"vllm{version}"], check=True)
+            subprocess.run([*download, f"vllm=={version}"], check=True)
             found = sorted(folder.glob("*.whl"))
-        number = found[-1].name.split("-")[1]
         with zipfile.ZipFile(found[-1]) as wheel:
-            release = tuple(map(int, number.split(".")))
+            release = tuple(map(int, version.split(".")))
             missing = check(wheel, contracts, release)
-            unmet = check_protocols(wheel, protocols, release)
-        print(f"vLLM {number}: {len(contracts) + len(protocols)} contracts, {len(missing + unmet)} broken")
-        problems += [f"vLLM {number} lacks {one}" for one in missing]
-        problems += [f"for vLLM {number} we lack {one}" for one in unmet]
+            unmet = check_protocols(wheel, protocols, release) + check_classes(wheel, classes, release)
+        print(f"vLLM {version}: {total} contracts, {len(missing + unmet)} broken")
+        problems += [f"vLLM {version} lacks {one}" for one in missing]
+        problems += [f"for vLLM {version} we lack, or have too much: {one}" for one in unmet]
     print("\n".join(problems))
     return int(bool(problems))
 

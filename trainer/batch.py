@@ -1,12 +1,14 @@
 """Checks a step's micro-batches against what this trainer can train, and counts what they hold."""
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from grpo.configs.loss import LossSettings
 from grpo.trainer.errors import BatchError
-from grpo.transport.records import MicroBatch
+from grpo.transport.records import Bool, MicroBatch
+from msgspec.structs import replace
 
 
 class StepCounts(NamedTuple):
@@ -32,16 +34,61 @@ def counts_of(batches: Sequence[MicroBatch]) -> StepCounts:
 def num_signal_tokens(batches: Sequence[MicroBatch], settings: LossSettings) -> int:
     """Returns how many loss tokens of these micro-batches have anything to teach: an advantage other than 0, or any
     where another term of the objective moves the policy."""
-    others = settings.teacher_tau or settings.kl_tau or settings.entropy_tau or settings.import_path
-    if others or settings.alpha_sdpo or settings.beta_replay:
+    if settings.alpha_sdpo or settings.beta_replay:
         return counts_of(batches).loss_tokens
-    return sum(int(np.count_nonzero(batch.per_token(batch.advantages)[batch.loss_mask])) for batch in batches)
+    return sum(int(_has_signal(batch, settings).sum()) for batch in batches)
+
+
+def by_signal(batch: MicroBatch, settings: LossSettings) -> tuple[MicroBatch | None, MicroBatch | None]:
+    """Returns the samples from which the policy loss may have a gradient, and the other ones with loss tokens: all
+    their coefficients are exactly 0. None for no samples. A micro-batch without the latter stays as it is."""
+    has_loss, has_signal = (
+        np.logical_or.reduceat(tokens, batch.starts) for tokens in (batch.loss_mask, _has_signal(batch, settings))
+    )
+    silent = has_loss & ~has_signal
+    if not silent.any():
+        return batch if has_loss.any() else None, None
+    return _only(batch, has_signal), _only(batch, silent)
+
+
+def _has_signal(batch: MicroBatch, settings: LossSettings) -> Bool:
+    """Returns [T] which tokens may have a coefficient other than 0 in the policy loss. An advantage that is not a
+    number is one of them."""
+    if settings.teacher_tau or settings.kl_tau or settings.entropy_tau or settings.import_path:
+        return batch.loss_mask
+    has_advantage: Bool = batch.per_token(batch.advantages) != 0
+    return batch.loss_mask & has_advantage
+
+
+def _only(batch: MicroBatch, chosen: Bool) -> MicroBatch | None:
+    """Returns the samples of `chosen` [S], without hints and pairs."""
+    if not chosen.any():
+        return None
+    tokens = np.repeat(chosen, batch.sequence_lengths)
+    versions = batch.policy_versions[tokens]
+    streams = {
+        name: getattr(batch, name)[tokens if len(getattr(batch, name)) == len(tokens) else chosen]
+        for name in ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures")
+    }
+    return replace(
+        batch,
+        **streams,
+        sequence_lengths=batch.sequence_lengths[chosen],
+        version_runs=np.stack([versions, np.ones_like(versions)], axis=1),
+        rollout_ids=tuple(compress(batch.rollout_ids, chosen)),
+        teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
+        adapters=None if batch.adapters is None else batch.adapters[chosen],
+        envs=tuple(compress(batch.envs, chosen)),
+        hints=(),
+        pairs=(),
+    )
 
 
 def check_step(
     batches: Sequence[MicroBatch],
     *,
     sequence_len: int,
+    pack_tokens: int,
     vocab_size: int,
     settings: LossSettings,
     num_adapters: int = 1,
@@ -49,7 +96,7 @@ def check_step(
     """Raises `BatchError` if this trainer cannot train one rank's micro-batches of a step."""
     for batch in batches:
         for problem in (
-            *_size_problems(batch, sequence_len, vocab_size, num_adapters),
+            *_size_problems(batch, sequence_len, pack_tokens, vocab_size, num_adapters),
             *_term_problems(batch, settings),
         ):
             raise BatchError(f"step {batch.step}, micro-batch {batch.index} {problem}")
@@ -71,15 +118,24 @@ def tokens_by_adapter(batches: Sequence[MicroBatch], *, num_adapters: int, setti
     return counts.tolist()
 
 
-def _size_problems(batch: MicroBatch, sequence_len: int, vocab_size: int, num_adapters: int) -> Iterator[str]:
+def _size_problems(
+    batch: MicroBatch, sequence_len: int, pack_tokens: int, vocab_size: int, num_adapters: int
+) -> Iterator[str]:
     pairs = [np.concatenate([pair.prompt_ids, pair.chosen_ids, pair.rejected_ids]) for pair in batch.pairs]
     contexts = [hint.teacher_token_ids[: hint.teacher_index[-1] + 1] for _, hint in batch.hints]
+    longest = max(map(len, (*pairs, *contexts)), default=0)
+    if (longest := max(longest, int(batch.sequence_lengths.max()))) > sequence_len:
+        yield (
+            f"has a sample of {longest} tokens, or a preference pair, its prompt once, or a hint's context; the "
+            f"trainer's sequence_len is {sequence_len}; give sequence_len (train.yaml) and seq_len (orch.yaml) the "
+            "same value"
+        )
+    if len(batch.token_ids) > pack_tokens:
+        yield (
+            f"has {len(batch.token_ids)} tokens; the trainer's micro_batch_tokens is {pack_tokens}; give "
+            "micro_batch_tokens the same value in train.yaml and orch.yaml"
+        )
     for ids in (batch.token_ids, *pairs, *contexts):
-        if len(ids) > sequence_len:
-            yield (
-                f"has {len(ids)} tokens, with a preference pair's prompt once, or in a hint's context; the trainer's "
-                f"sequence_len is {sequence_len}; give sequence_len (train.yaml) and seq_len (orch.yaml) the same value"
-            )
         if (largest := int(ids.max())) >= vocab_size:
             yield (
                 f"has token id {largest}, the model's vocabulary is 0…{vocab_size - 1}; server and trainer must load "

@@ -47,16 +47,20 @@ class Measurement:
 
 
 def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> list[MicroBatch]:
-    """Returns two micro-batches of one sample, all of whose tokens but the first carry loss, with data for every loss
-    that is on: nothing of that length needs more memory. In the second the gradients of the first are there."""
+    """Returns two micro-batches of samples as long as may be, all of whose tokens but the first carry loss, with data
+    for every loss that is on: nothing of `num_tokens` needs more memory. In the second the gradients of the first are
+    there."""
     ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens, np.int32)
-    mask, loss = np.arange(num_tokens) > 0, settings.loss
-    aligned, middle = np.arange(1, num_tokens, dtype=np.int32), num_tokens // 2
-    hint = Hint(teacher_token_ids=ids, student_index=aligned, teacher_index=aligned, weight=1.0)
+    longest, loss = min(num_tokens, settings.sequence_len), settings.loss
+    lengths = np.full(num_tokens // longest, longest, np.int32)
+    lengths = np.append(lengths, np.int32(rest)) if (rest := num_tokens % longest) else lengths
+    mask = np.concatenate([np.arange(length) > 0 for length in lengths])
+    aligned, middle = np.arange(1, longest, dtype=np.int32), longest // 2
+    hint = Hint(teacher_token_ids=ids[:longest], student_index=aligned, teacher_index=aligned, weight=1.0)
     pair = PreferencePair(
         prompt_ids=ids[:1],
         chosen_ids=ids[1:middle],
-        rejected_ids=ids[middle:],
+        rejected_ids=ids[middle:longest],
         chosen_ref_logprob=-1.0,
         rejected_ref_logprob=-1.0,
         source="dry step",
@@ -69,16 +73,16 @@ def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> lis
             index=index,
             num_micro_batches=2,
             token_ids=ids,
-            sequence_lengths=np.array([num_tokens], np.int32),
+            sequence_lengths=lengths,
             loss_mask=mask,
             inference_logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
-            advantages=np.ones(1, np.float32),
-            temperatures=np.ones(1, np.float32),
+            advantages=np.ones(len(lengths), np.float32),
+            temperatures=np.ones(len(lengths), np.float32),
             version_runs=np.array([[0, num_tokens]], np.int32),
             teacher_logprobs=np.zeros(num_tokens, np.float32) if loss.teacher_tau else None,
-            hints=((0, hint),) if loss.alpha_sdpo else (),
-            pairs=(pair,) if loss.beta_replay else (),
-            rollout_ids=("dry",),
+            hints=tuple((index, hint) for index in range(num_tokens // longest)) if loss.alpha_sdpo else (),
+            pairs=(pair,) * (num_tokens // longest) if loss.beta_replay else (),
+            rollout_ids=("dry",) * len(lengths),
         )
         for index in range(2)
     ]
@@ -94,7 +98,7 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     device = device_for(settings.device)
     warn_of_cpu(settings.device, device)
     set_threads(settings.num_threads)
-    *first, last = checkpointing_kinds(settings, device)
+    *first, last = checkpointing_kinds(settings, device, shared=True)
     for kind in first:
         with suppress(torch.OutOfMemoryError):
             return _measured(settings, folder, device, kind)
@@ -108,6 +112,7 @@ def _measured(
     import psutil
     import torch
     from grpo.trainer.distributed import ONE
+    from grpo.trainer.flops import attention_heads
     from grpo.trainer.memory import release_memory
     from grpo.trainer.model import load_policy
     from grpo.trainer.objective import Objective
@@ -116,10 +121,10 @@ def _measured(
 
     release_memory(device)
     policy = load_policy(settings, folder, device, checkpointing=checkpointing)
-    objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
+    objective = Objective(policy, settings.loss, ONE, pack_tokens=settings.pack_tokens)
     optimizer = Optimizer(settings, policy.named_parameters)
-    first = min(64, settings.sequence_len)  # what libraries take once is not the step's
-    for num_tokens in (first, settings.sequence_len):
+    first = min(64, settings.pack_tokens)  # what libraries take once is not the step's
+    for num_tokens in (first, settings.pack_tokens):
         release_memory(device)
         _forget_peak(device)
         objective.accumulate(batches(settings, num_tokens=num_tokens, vocab_size=policy.vocab_size), step=1)
@@ -127,15 +132,13 @@ def _measured(
     in_step = _in_use(device, peak=True)
     release_memory(device)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Measurement(
         checkpointing=checkpointing,
         total=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total,
         in_step=in_step,
         between=_in_use(device, peak=False),
         base=policy.base_bytes,
-        kv=2 * config.num_hidden_layers * heads * head_dim * policy.dtype.itemsize,
+        kv=sum(2 * num_heads * size * policy.dtype.itemsize for _, num_heads, size in attention_heads(config)),
         longest=config.max_position_embeddings,
     )
 

@@ -53,7 +53,7 @@ class Trainer:
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
         self._imported = imported
         self._optimizer = Optimizer(settings, policy.named_parameters, ranks)
-        self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
+        self._objective = Objective(policy, settings.loss, ranks, pack_tokens=settings.pack_tokens)
         self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
         self._times_s: dict[str, float] = {}
@@ -127,6 +127,7 @@ class Trainer:
             check_step(
                 batches,
                 sequence_len=self._settings.sequence_len,
+                pack_tokens=self._settings.pack_tokens,
                 vocab_size=self._policy.vocab_size,
                 settings=self._settings.loss,
                 num_adapters=self._policy.num_adapters,
@@ -144,7 +145,10 @@ class Trainer:
         with timed(self._times_s, "train"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
-        counted = [sum(len(batch.token_ids) for batch in batches), int(step_flops(self._policy, batches))]
+        counted = [
+            sum(len(batch.token_ids) for batch in batches),
+            int(step_flops(self._policy, batches, self._settings.loss)),
+        ]
         num_tokens, flops = self._ranks.all_reduce_sum(counted)
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = metrics | {

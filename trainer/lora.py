@@ -23,13 +23,13 @@ from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
 
-def with_adapters(base: Any, names: Sequence[str], settings: TrainSettings) -> PeftModel:
-    """Adds the adapters' layers to the base, which it freezes: A random, B zero. The first adapter is the same however
-    many follow."""
+def with_adapters(base: Any, names: Sequence[str], targets: Sequence[str], settings: TrainSettings) -> PeftModel:
+    """Adds the adapters' layers to the base's layers called `targets`. Freezes the base. A is random, B zero. The first
+    adapter is the same however many follow."""
     config = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
-        target_modules=list(settings.lora_target_modules),
+        target_modules=list(targets),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from grpo.configs.train import TrainSettings
+from grpo.configs.train import ALL_LINEAR, TrainSettings
 from grpo.trainer import attention, memory
 from grpo.trainer.colocate import model_on, while_exported
 from grpo.trainer.distributed import ONE, Ranks, Shards, shard
@@ -20,7 +20,7 @@ from grpo.trainer.loading import CheckpointTensors, decoder_linears, filled_mode
 from grpo.trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
 from grpo.trainer.packing import PackedTokens
 from grpo.trainer.quantization import check_setting, stored_in
-from grpo.trainer.supported import is_packed
+from grpo.trainer.supported import WITHOUT_ADAPTER, is_packed
 from grpo.trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
 from grpo.transport.records import Quantization, adapter_folders
 from grpo.transport.shared_base import ImportedBase
@@ -245,10 +245,11 @@ def _loaded(
         implementation = attention.implementation_for(device, dtype, forced=attention_kernel) if packed else "sdpa"
         quantization = settings.quantization if imported is None else None
         base = _load_base(folder, dtype if lora else torch.float32, implementation, quantization, imported, first)
-    _check_base(base, settings.lora_target_modules if lora else ())
+    _check_base(base)
+    targets = target_modules(base, settings.lora_target_modules) if lora else ()
     published = {} if lora else published_names(folder, base)
     names = peft_names(max(1, len(adapters)))
-    peft = with_adapters(base, names, settings) if lora else None
+    peft = with_adapters(base, names, targets, settings) if lora else None
     model = PackedModel(base, num_adapters=len(names), packed=packed, fp32_head=settings.fp32_lm_head).eval()
     layers: list[torch.nn.Module] = list(base.base_model.layers)
     memory.prepare_layers(
@@ -267,7 +268,7 @@ def _loaded(
     trained = {n: p for n, p in (peft or base).named_parameters() if p.requires_grad}
     weights: AdapterWeights | FullWeights
     if peft is None:
-        weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
+        weights = FullWeights(trained, published=published, dtype=dtype, ranks=ranks)
     else:
         folders = dict(zip(adapter_folders(adapters), names, strict=True))
         weights = AdapterWeights(peft, folders=folders, name=settings.model, ranks=ranks)
@@ -317,12 +318,22 @@ def _load_base(
     )
 
 
-def _check_base(base: Any, target_modules: tuple[str, ...]) -> None:
+def target_modules(base: Any, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the sorted names of the linear layers that get an adapter: those that were asked for, or for `all-linear`
+    all in the decoder's layers. Raises `ModelError` for names that these layers do not have."""
+    inside = {id(module) for layer in base.base_model.layers for module in layer.modules()}
+    names = [name for name in decoder_linears(base) if id(base.get_submodule(name)) in inside]
+    known = {name.rpartition(".")[2] for name in names} - WITHOUT_ADAPTER.get(base.config.model_type, frozenset())
+    if missing := sorted(set(asked) - known - {ALL_LINEAR}):
+        raise ModelError(
+            f"lora_target_modules {', '.join(missing)}: this {base.config.model_type} has no linear layers of that "
+            f"name that can have an adapter; it has {', '.join(sorted(known))} (all of them: {ALL_LINEAR})"
+        )
+    return tuple(sorted(known if ALL_LINEAR in asked else asked))
+
+
+def _check_base(base: Any) -> None:
     """Raises `ModelError` for models that the packed forward pass would silently compute differently from the
     server."""
-    linear = {name.rsplit(".", 1)[-1] for name in decoder_linears(base)}
-    if missing := sorted(set(target_modules) - linear):
-        kind = base.config.model_type
-        raise ModelError(f"lora_target_modules {missing} are no linear layers of this {kind}; it has {sorted(linear)}")
     if getattr(base.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(f"the LM head of this {base.config.model_type} has a bias, which the trainer does not compute")

@@ -1,7 +1,8 @@
 """Computes one optimizer step's objective over its micro-batches: policy + alpha_sdpo · sdpo + beta_replay · dpo.
 
 Leaves the gradients in the parameters; knows nothing of optimizers, versions or transports. A pass is one forward (for
-self-distillation two, one of them without gradient) and the backward of its loss.
+self-distillation two, one of them without gradient) and the backward of its loss. Samples that teach nothing, such as
+those of a group with equal rewards, have passes of their own without gradient and without backward, for the metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings
-from grpo.trainer.batch import StepCounts, counts_of, tokens_by_adapter
+from grpo.trainer.batch import StepCounts, by_signal, counts_of, tokens_by_adapter
 from grpo.trainer.custom_loss import custom_loss, loss_function
 from grpo.trainer.distributed import Ranks, full_tensor
 from grpo.trainer.divergence import generalized_jsd
@@ -58,15 +59,15 @@ class LossTerm:
 class Objective:
     """The sum of the loss terms whose weight is not 0. The others cost nothing."""
 
-    def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, sequence_len: int) -> None:
+    def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, pack_tokens: int) -> None:
         """Raises `LossError` if `settings.import_path` names no function."""
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
-        self._settings, self._sequence_len, self._device = settings, sequence_len, policy.device
+        self._settings, self._pack_tokens, self._device = settings, pack_tokens, policy.device
         self._loss_of = policy_loss
         if settings.import_path is not None:
             self._loss_of = partial(custom_loss, loss_function(settings.import_path))
         self.trained: Callable[[MicroBatch, PolicyTokens], None] = lambda *_: None
-        """Called with each micro-batch that has loss tokens, and with those tokens."""
+        """Called with the samples of each pass of the policy loss, and with their loss tokens."""
         self.average: MovingAverage | None = None
         """The average of the trained weights, which is the self-distillation's teacher; None if that is the current
         policy."""
@@ -92,8 +93,10 @@ class Objective:
         num_passes = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
         norms: dict[str, float] = {}
-        parts: list[dict[str, Metric]] = []
+        parts = self._measure_silent(batches, counts)
         for (term, passes), number in zip(work, num_passes, strict=True):
+            if term.name == "policy" and counts.loss_tokens:
+                number = max(number, 1)  # gradients of 0, by which the optimizer steps, if no sample teaches anything
             parts += self._backward(term, passes, number, step)
             if len(self._terms) > 1:
                 norms[term.name] = gradient_norm(self._parameters) if number else 0.0
@@ -144,11 +147,14 @@ class Objective:
         return pack_rows([(np.ones(2, np.int32), np.array([1]))], [0], self._device)
 
     def _dummy_logprobs(self) -> torch.Tensor:
-        return 0.0 * self._policy.logprobs(self._dummy_tokens()).sum()
+        logprobs, _ = self._policy.logprobs_and_entropy(self._dummy_tokens())
+        return 0.0 * logprobs.sum()
 
     # --- the policy gradient: one pass a micro-batch ---
 
-    def _policy_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
+    def _policy_passes(self, batches: Sequence[MicroBatch], counts: StepCounts, *, silent: bool = False) -> list[Pass]:
+        """Returns passes over the samples that teach something, or over the `silent` ones."""
+        chosen = [by_signal(batch, self._settings)[silent] for batch in batches]
         return [
             partial(
                 self._policy_loss,
@@ -157,9 +163,22 @@ class Objective:
                 policy_inputs(batch, self._device),
                 counts,
             )
-            for batch in batches
-            if batch.loss_mask.any()
+            for batch in chosen
+            if batch is not None
         ]
+
+    @torch.no_grad()
+    def _measure_silent(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[dict[str, Metric]]:
+        """Returns the metrics of the samples that teach nothing. Computes dummy passes while other ranks have more of
+        them, since sharded weights are gathered by all ranks together. Collective."""
+        if not self._settings.trains_policy:
+            return []
+        passes = self._policy_passes(batches, counts, silent=True)
+        number = self._ranks.all_reduce_max(len(passes))
+        metrics = [one()[1] for one in passes]
+        for _ in range(number - len(passes)):
+            self._dummy_logprobs()
+        return metrics
 
     def _policy_loss(
         self, batch: MicroBatch, packed: PackedTokens, inputs: Mapping[str, Any], counts: StepCounts
@@ -173,7 +192,7 @@ class Objective:
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 
     def _hint_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
-        """Returns passes on packs of at most `sequence_len` tokens of samples, and of contexts, each up to the last
+        """Returns passes on packs of at most `pack_tokens` tokens of samples, and of contexts, each up to the last
         token that is compared."""
         passes: list[Pass] = []
         for batch in batches:
@@ -183,7 +202,7 @@ class Objective:
                 adapter = 0 if batch.adapters is None else int(batch.adapters[sample])
                 hinted.append((batch.token_ids[start : start + end], hint, adapter))
             sizes = [max(len(ids), int(hint.teacher_index[-1]) + 1) for ids, hint, _ in hinted]
-            for chosen in first_fit(sizes, capacity=self._sequence_len):
+            for chosen in first_fit(sizes, capacity=self._pack_tokens):
                 pack = self._hint_pack([hinted[index] for index in chosen])
                 passes.append(partial(self._hint_loss, *pack, counts.hint_tokens))
         return passes
@@ -235,7 +254,7 @@ class Objective:
         passes: list[Pass] = []
         for batch in batches:
             sizes = [len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) for pair in batch.pairs]
-            for chosen in first_fit(sizes, capacity=self._sequence_len):
+            for chosen in first_fit(sizes, capacity=self._pack_tokens):
                 pack = self._pair_pack([batch.pairs[index] for index in chosen])
                 passes.append(partial(self._pair_loss, *pack, counts.pairs))
         return passes

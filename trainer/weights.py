@@ -35,6 +35,11 @@ class AdapterWeights:
         self._model, self._folders, self._name, self._ranks = model, dict(folders), name, ranks
         self._parameters = {folder: _parameters_of(model, adapter) for folder, adapter in folders.items()}
 
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Names of the linear layers that have an adapter, sorted."""
+        return tuple(sorted({name.rpartition(".")[2] for name in _adapted(self._model)}))
+
     def disabled(self) -> AbstractContextManager[None]:
         """Makes the model the base within the block."""
         context: AbstractContextManager[None] = self._model.disable_adapter()
@@ -133,13 +138,15 @@ class FullWeights:
         *,
         published: Mapping[str, str],
         dtype: torch.dtype,
-        device: torch.device,
         ranks: Ranks,
     ) -> None:
         """Takes `published`, which maps the checkpoint's names to parameters' names; `dtype` is the type of
         computation."""
         self._parameters, self._published = parameters, published
-        self._dtype, self._device, self._ranks = dtype, device, ranks
+        self._dtype, self._ranks = dtype, ranks
+
+    target_modules: tuple[str, ...] = ()
+    """Empty, since no layer has an adapter."""
 
     def disabled(self) -> AbstractContextManager[None]:
         """Does nothing: the model is the base until its first step, and afterwards the base is gone."""
@@ -162,7 +169,7 @@ class FullWeights:
             name=name,
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
-            tensor=lambda: tensor.to(self._device),
+            tensor=lambda: tensor,
         )
 
 

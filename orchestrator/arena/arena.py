@@ -24,8 +24,7 @@ from grpo.orchestrator.rollouts.play import ScriptedBackend
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Step, Task
 from grpo.orchestrator.rollouts.roles import Role, RoleAdapters
 from grpo.orchestrator.rollouts.stores import ArtifactStore
-from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group
-from grpo.orchestrator.scheduler import GroupLease
+from grpo.orchestrator.samples import ScoredGroup, add_samples
 from grpo.orchestrator.sink import RolloutSink
 from grpo.orchestrator.startup import failure_rate
 from grpo.orchestrator.workers.protocol import Ask, Sample, Sampled
@@ -53,7 +52,7 @@ class EpisodeRequest:
 class TrainingBatch:
     """The rollouts that one step trains on."""
 
-    group: FinishedGroup
+    group: ScoredGroup
     meta: Mapping[str, Any]
     """`step`, `policy_version`, `num_rollouts`, `num_failed`, `reward`, and what `build_training_batch` was given."""
 
@@ -106,8 +105,10 @@ class Arena:
         self._seeds: dict[str, list[Any]] = {}
         self._run: RolloutSink | None = None
         """The sink of the run that it works in."""
-        self._lease: GroupLease | None = None
-        """The lease of the step that goes on."""
+        self._number: int | None = None
+        """The number, as a group, of the step that goes on."""
+        self._version = 0
+        """The version that samples it."""
         self._num_requested = 0
         self._open: dict[str, EpisodeResult] = {}
         """Rollouts of the step that no batch has taken."""
@@ -167,7 +168,7 @@ class Arena:
     def policy_version(self) -> int:
         """The version that samples this step, before it begins the newest one; 0 without a run."""
         newest = 0 if self._run is None else self._run.scheduler.live or 0
-        return newest if self._lease is None else self._lease.version
+        return newest if self._number is None else self._version
 
     async def generate_rollouts(
         self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
@@ -176,10 +177,10 @@ class Arena:
         In a run it waits first until a step may begin. Raises what servers raise."""
         slots, roll_out = asyncio.Semaphore(concurrency or self.concurrency), self._look
         if self._run is not None:
-            roll_out, lease = self._roll_out, await self._begin_step(self._run)
+            roll_out, _ = self._roll_out, await self._begin_step(self._run)
         first, self._num_requested = self._num_requested, self._num_requested + len(requests)
         if self._run is not None:
-            self._run.fates.issued(self._group(self._run, lease, 0, first=first, num=len(requests)))
+            self._run.fates.issued(self._group(self._run, 0, first=first, num=len(requests)))
             await self._run.fates.written()
 
         async def one(number: int, request: EpisodeRequest) -> EpisodeResult:
@@ -205,9 +206,10 @@ class Arena:
             credit = partial(checked_credit, self._credit, "the arena's credit")
         credit = partial(self._credit_by_group, credit)
         if run is None:
-            made = finish_group(ScoredGroup(usable), credit, group="0")
+            made = ScoredGroup(usable)
+            add_samples(made, credit, number="0")
         else:
-            made = await run.finish(usable, credit, group=str((await self._begin_step(run)).group))
+            made = await run.finish(usable, credit, group=str(await self._begin_step(run)))
         rewards = [result.reward for result in usable]
         known = {
             "policy_version": self.policy_version,
@@ -228,14 +230,14 @@ class Arena:
     async def train(self, batch: TrainingBatch) -> None:
         """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample
         is not sent; the next one takes its place. Raises ValueError without a run."""
-        if (run := self._run) is None or self._lease is None:
+        if (run := self._run) is None or self._number is None:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
-        lease, self._lease, self._num_requested = self._lease, None, 0
+        number, self._number, self._num_requested = self._number, None, 0
         taken = {*(result.id for result in batch.results), *batch.group.dropped}
         left = [one for name, one in self._open.items() if name not in taken]
         self._open, self._requests = {}, {}
         run.fates.dropped(left, "not_in_batch")
-        run.complete(lease.group, batch.group)
+        run.complete(number, batch.group)
 
     async def step(self, concurrency: int | None = None) -> TrainingBatch:
         """One training step: `get_batch`, its rollouts, their batch, which is handed over in a run."""
@@ -298,31 +300,33 @@ class Arena:
             )
 
     def _name(self, number: int) -> str:
-        return f"{0 if self._lease is None else self._lease.group}/{number}"
+        return f"{self._number or 0}/{number}"
 
-    async def _begin_step(self, run: RolloutSink) -> GroupLease:
-        while self._lease is None:
-            self._lease = run.scheduler.start()
-            if self._lease is None:
+    async def _begin_step(self, run: RolloutSink) -> int:
+        """Returns the step's number as a group. Waits until it may begin."""
+        while self._number is None:
+            self._number = run.scheduler.start()
+            if self._number is None:
                 await run.scheduler.changed.wait()
-        return self._lease
+            else:
+                self._version = run.scheduler.live or 0
+        return self._number
 
-    def _group(self, run: RolloutSink, lease: GroupLease, index: int, *, first: int, num: int = 1) -> Group:
+    def _group(self, run: RolloutSink, index: int, *, first: int, num: int = 1) -> Group:
         return Group(
             task=Task(env=ARENA, split="train", index=index, messages=()),
-            id=str(lease.group),
+            id=str(self._number),
             num=num,
             first=first,
-            version=lease.version,
-            params=training_params(run.settings, lease.version),
+            version=self._version,
+            params=training_params(run.settings, self._version),
             adapters=RoleAdapters(names=run.settings.model.lora_adapters, of_roles=self.adapters),
         )
 
     async def _roll_out(self, number: int, request: EpisodeRequest) -> EpisodeResult:
         assert self._run is not None
-        assert self._lease is not None
         index = self._pool.ask(request.episode_type, request.artifact, request.meta)
-        group = self._group(self._run, self._lease, index, first=number)
+        group = self._group(self._run, index, first=number)
         try:
             [result] = await self._run.engine.run_group(group)
         except PromptTooLong as error:

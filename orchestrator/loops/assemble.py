@@ -14,7 +14,7 @@ from grpo.orchestrator.inference.watch import ServerWatch
 from grpo.orchestrator.monitoring.metrics import batch_metrics, found_metrics
 from grpo.orchestrator.monitoring.timeline import ORCHESTRATOR
 from grpo.orchestrator.packing import pack
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.orchestrator.scheduler import Shipment
 from grpo.orchestrator.shaping import BatchAdvantages
 from grpo.orchestrator.sink import RolloutSink
@@ -60,13 +60,14 @@ class Assembling:
         sink, step, began_s = self.sink, shipment.step, time.time()
         fates, timeline = sink.fates, sink.fates.timeline
         slept = {} if self.sleep is None else await self.sleep.sleep(step)
-        groups = self.advantages.applied([sink.finished.pop(lease.group) for lease in shipment.leases])
-        for lease in shipment.leases:
-            self.buffer.closed(lease.group)
+        groups = [sink.finished.pop(number) for number in shipment.versions]
+        self.advantages.apply(groups)
+        for number in shipment.versions:
+            self.buffer.closed(number)
         batches = await in_thread(
             pack,
             [sample for group in groups for sample in group.samples],
-            seq_len=sink.settings.seq_len,
+            capacity=sink.settings.pack_tokens,
             num_ranks=self.ready.trainer.num_ranks,
             run_id=self.ready.run.run_id,
             step=step,
@@ -100,6 +101,6 @@ class Assembling:
                 step,
             )
 
-    def _metrics(self, groups: Sequence[FinishedGroup]) -> dict[str, float]:
+    def _metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics = self.buffer.metrics() | found_metrics(groups, [one.name for one in self.sink.filters])
         return metrics | {"perf/max_concurrent_groups": float(self.sink.scheduler.max_in_flight)}

@@ -17,7 +17,6 @@ from grpo.orchestrator.buffer import Buffer
 from grpo.orchestrator.rollouts.engine import PromptTooLong
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group, Messages, SamplingParams, Task
 from grpo.orchestrator.rollouts.roles import RoleAdapters
-from grpo.orchestrator.scheduler import GroupLease
 from grpo.orchestrator.seeds import group_seed
 from grpo.orchestrator.sink import RolloutSink
 from grpo.transport.importing import FunctionFailed
@@ -72,12 +71,12 @@ class Sampling:
         group. Unblocked by: versions, assemble, and its own groups. Ends when: the last batch has shipped."""
         async with asyncio.TaskGroup() as tasks:
             while not self._scheduler.finished:
-                leases = list(itertools.islice(iter(self._scheduler.start, None), MAX_BEGINNING))
-                for group in map(self._issue, leases):
+                groups = list(itertools.islice(iter(self._scheduler.start, None), MAX_BEGINNING))
+                for group in map(self._issue, groups):
                     rolling = tasks.create_task(self._roll_out(group))
                     self._running[rolling] = group
                     rolling.add_done_callback(self._ended)
-                if leases:
+                if groups:
                     await asyncio.sleep(0)  # a thousand groups that begin at once would hold up all other tasks
                 else:
                     await self._scheduler.changed.wait()
@@ -100,26 +99,28 @@ class Sampling:
 
     # --- one group ---
 
-    def _issue(self, lease: GroupLease) -> Group:
-        """The next example as a group that is to be rolled out."""
-        settings, example = self._settings, self.buffer.issue(lease.group)
-        solutions = self.solutions[example.env]
+    def _issue(self, number: int) -> Group:
+        """Returns the next example as the group with this number, which is to be rolled out."""
+        settings, version = self._settings, self._scheduler.live
+        assert version is not None, "the scheduler starts groups under a version"
+        env, index, epoch = self.buffer.issue(number)
+        solutions = self.solutions[env]
         task = Task(
-            env=example.env,
+            env=env,
             split="train",
-            index=example.index,
-            messages=self.prompts[example.env][example.index],
-            epoch=example.epoch,
-            solution=solutions[example.index] if solutions else "",
+            index=index,
+            messages=self.prompts[env][index],
+            epoch=epoch,
+            solution=solutions[index] if solutions else "",
         )
         group = Group(
             task=task,
-            id=str(lease.group),
+            id=str(number),
             num=settings.rollouts_per_example,
-            version=lease.version,
-            params=training_params(settings, lease.version),
-            adapters=self._adapters[task.env],
-            seed=group_seed(settings.sampling.seed, f"{task.env}/{task.epoch}/{task.index}"),
+            version=version,
+            params=training_params(settings, version),
+            adapters=self._adapters[env],
+            seed=group_seed(settings.sampling.seed, f"{env}/{epoch}/{index}"),
             score=not settings.buffer.skip_verification,
         )
         self._fates.issued(group)

@@ -13,7 +13,7 @@ from grpo.orchestrator.monitoring.recorder import Recorder
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 
 
 class Fates:
@@ -57,7 +57,7 @@ class Fates:
         self.ledger.dropped([result.id for result in results], reason)
         self.traces.dropped(results, reason)
 
-    def withheld(self, group: FinishedGroup) -> None:
+    def withheld(self, group: ScoredGroup) -> None:
         """Some rollouts of a group are not trained; the trace of the group's batch has them."""
         for rollout_id, reason in group.withheld.items():
             self.ledger.dropped([rollout_id], reason)
@@ -67,7 +67,7 @@ class Fates:
     def shipping(
         self,
         step: int,
-        groups: Sequence[FinishedGroup],
+        groups: Sequence[ScoredGroup],
         *,
         metrics: Mapping[str, float],
         parts: Iterable[Figures],
@@ -77,7 +77,10 @@ class Fates:
         """A batch is about to leave. `metrics`: its own. `parts`: what parts of the program have counted until now.
         `state` and `pools`: what a later process needs to go on after it, and which examples have become easy or hard.
         The batch may leave once what is returned, a blocking call, has made this durable."""
-        ledger, rollout_ids = self.ledger, [rollout_id for group in groups for rollout_id in group.trained]
+        ledger, rollout_ids = (
+            self.ledger,
+            list(dict.fromkeys(sample.rollout_id for group in groups for sample in group.samples)),
+        )
         generate_s = self.timeline.generated(step, ledger.span_s(rollout_ids), ledger.sampled_s())
         dropped = ledger.num_dropped
         metrics = self.recorder.shipped(step, metrics, parts=parts, dropped=dropped, generate_s=generate_s)

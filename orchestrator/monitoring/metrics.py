@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from grpo.orchestrator.buffer import without_spread
 from grpo.orchestrator.rollouts.records import EpisodeResult
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport.folders import remove_leftovers, write_atomic, writing
 
 STEP, REWARD = "progress/step", "reward/mean"
@@ -110,7 +110,7 @@ def lag(result: EpisodeResult, step: int) -> int:
     return step - 1 - result.versions[0]
 
 
-def batch_metrics(groups: Sequence[FinishedGroup], step: int) -> dict[str, float]:
+def batch_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     """Rewards, lengths and lags of batch `step`; means are over rollouts, those that filters keep out of the loss
     included: they are part of the baseline."""
     results = [result for group in groups for result in group.results]
@@ -164,7 +164,7 @@ def _of_episodes(results: Sequence[EpisodeResult]) -> dict[str, float]:
     return means | {key: statistics.fmean(column) for key, column in by_role.items()}
 
 
-def found_metrics(groups: Sequence[FinishedGroup], names: Sequence[str]) -> dict[str, float]:
+def found_metrics(groups: Sequence[ScoredGroup], names: Sequence[str]) -> dict[str, float]:
     """The share of rollouts in which each of the filters called `names` found something, enforced or not."""
     found = Counter(name for group in groups for name in group.found)
     num = sum(len(group.results) for group in groups)

@@ -14,7 +14,7 @@ from grpo.orchestrator.monitoring.metrics import REWARD, STEP, Figures, MetricsF
 from grpo.orchestrator.monitoring.summary import Summary, summarise
 from grpo.orchestrator.monitoring.trackers import Reporter
 from grpo.orchestrator.resuming import Progress
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport.run_warnings import run_warnings
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Recorder:
             shown = (REWARD, "reward/accuracy", "perf/generate_tokens_per_s", "policy/lag_max", "time/step_s")
             log.info("step %d: %s", proof.version, ", ".join(f"{key} {metrics[key]:.4g}" for key in shown))
 
-    def batch(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+    def batch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """A batch leaves: trackers get its rollouts, where they are due."""
         self._reporter.batch(step, groups)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from grpo.configs.reporting import ReportSettings
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 
 COLUMNS = ("step", "env", "prompt", "answer", "reward", "advantage", "num_tokens", "stop_reason", "version")
 SAMPLES = "rollout/samples"
@@ -26,7 +26,7 @@ class Rollouts:
 
 
 def rollouts_of(
-    step: int, groups: Sequence[FinishedGroup], settings: ReportSettings, *, key_names: set[str]
+    step: int, groups: Sequence[ScoredGroup], settings: ReportSettings, *, key_names: set[str]
 ) -> Rollouts | None:
     """Returns the rollouts that are reported at this step; None where none are due. The values of the environment
     variables `key_names` are hidden in texts."""
@@ -56,7 +56,7 @@ def rollouts_of(
     return Rollouts(step=step, samples=rows, distributions=values if settings.distributions else {})
 
 
-def _advantages(groups: Sequence[FinishedGroup]) -> dict[str, float]:
+def _advantages(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Returns the advantage of each rollout that is trained; the mean where its tokens have different ones."""
     of_tokens: dict[str, list[float]] = {}
     for sample in (sample for group in groups for sample in group.samples):

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from grpo.configs.reporting import TraceSettings
 from grpo.orchestrator.rollouts.records import EpisodeResult, TrainingRow
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport.folders import remove_leftovers
 from grpo.transport.records import TrainingSample
 from grpo.transport.traces import (
@@ -67,7 +67,7 @@ class Traces:
             if len(self._dropped) == MAX_DROPPED:
                 self._warn(f"{MAX_DROPPED} dropped rollouts wait for a step that is kept, and the oldest go")
 
-    def shipped(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+    def shipped(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Writes the rollouts of batch `step`, and those that were dropped since the trace before."""
         every = self._settings.every
         if every is not None and (step == 1 or step % every == 0):
@@ -125,7 +125,7 @@ class Traces:
         self._unmerged = unmerged[-MAX_WAITING:]  # older ones are written on another machine, or not at all
 
     def _write_step(
-        self, step: int, groups: Sequence[FinishedGroup], dropped: Sequence[tuple[EpisodeResult, str]]
+        self, step: int, groups: Sequence[ScoredGroup], dropped: Sequence[tuple[EpisodeResult, str]]
     ) -> None:
         rows = [row for group in groups for row in group_rows(step, group)]
         for result, reason in dropped:
@@ -158,7 +158,7 @@ class Traces:
             self._sizes[step] = trace_path(self._run, step).stat().st_size
 
 
-def group_rows(step: int, group: FinishedGroup) -> Iterator[dict[str, Any]]:
+def group_rows(step: int, group: ScoredGroup) -> Iterator[dict[str, Any]]:
     """Yields the rows of a group in a batch, including rollouts that were withheld from training."""
     samples = iter(group.samples)
     for root in group.results:

@@ -17,7 +17,7 @@ import yaml
 from grpo.configs.reporting import ReportSettings, TrackerName
 from grpo.orchestrator.monitoring.metrics import STEP
 from grpo.orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport.hidden import key_variables
 from grpo.transport.run import Role, RunFolder, recorded_settings
 
@@ -159,7 +159,7 @@ class Reporter:
         """Takes one line of metrics, with its step."""
         self._tell((int(metrics[STEP]), dict(metrics)))
 
-    def batch(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+    def batch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """A batch leaves: takes texts and distributions of its rollouts, where they are due."""
         if self._over or self._settings is None or self._run is None:
             return

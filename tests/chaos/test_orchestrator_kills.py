@@ -132,7 +132,7 @@ class Run:
         settings = self.settings()
         keys = [str(index) for index in range(len(Words().dataset("train")))]
         buffer = Buffer({"words": keys}, seed=settings.seed)
-        return [buffer.issue(group).index for group in range(self.num_steps * GROUPS_PER_BATCH)]
+        return [buffer.issue(group)[1] for group in range(self.num_steps * GROUPS_PER_BATCH)]
 
 
 def test_kills_at_every_call_of_a_shipment(context: ForkServerContext, tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def test_a_changed_setting_is_refused_while_what_it_needs_is_off(cls: Any, name:
         (OVER_NCCL | {"sleep_mode": True}, "sleep_mode"),
         ({"sleep_mode": True, "device": "cpu"}, "sleep_mode"),
         (OVER_NCCL | {"lora_target_modules": ["q_proj"]}, "lora_target_modules"),
+        (OVER_NCCL | {"lora_target_modules": ["w1", "w2"]}, "lora_target_modules"),
+        ({"lora_target_modules": ["all-linear", "q_proj"]}, "lora_target_modules"),
         ({"lora_adapters": ["a"]}, "lora_adapters"),
         ({"lora_adapters": ["a", "a"]}, "lora_adapters"),
         ({"lora_adapters": ["a", "b"], **MERGING}, "lora_adapters"),

@@ -2,24 +2,25 @@
 parser for what passes through."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from grpo.configs.infer import VLLM_REFUSED, InferSettings
-from grpo.infer.arguments import ArgumentError, make_args, served_rank
+from grpo.infer.arguments import ArgumentError, device_of, make_args, served_rank
 from grpo.infer.engine import Adapter, Engine, EngineEnded, EngineError
 from grpo.infer.following import continued_seed, follow
 from grpo.transport.http import Choice, GenerateRequest
 from grpo.transport.run import create_run
 from grpo.transport.weights.nccl import Announcement, Rendezvous
 from msgspec import structs
-from pydantic import ValidationError
 
 from tests.infer.versions_fakes import FakeEngine, publish, table_of
+from tests.transport.samples import skip_before_nccl
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 ADAPTER = Adapter(name="policy-v3", key=7, path="/", noisy=True)
@@ -92,6 +93,7 @@ def engine_of(client: FakeClient) -> Engine:
 
 
 async def test_weights_are_received_while_the_engine_is_paused_and_the_group_is_joined_once() -> None:
+    skip_before_nccl()
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
     client = FakeClient()
@@ -280,6 +282,9 @@ def test_vllms_own_arguments_pass_through_its_parser_and_what_it_does_not_know_i
     assert args.speculative_config == drafting
     assert (args.max_num_batched_tokens, args.enable_lora, args.logprobs_mode) == (2048, True, "processed_logprobs")
     assert arguments().max_num_seqs == 64
+    assert arguments(chat_template_kwargs={"enable_thinking": False}).default_chat_template_kwargs == {
+        "enable_thinking": False
+    }
     with pytest.raises(ArgumentError, match="max-num-sqs"):
         arguments(vllm={"max_num_sqs": 4})
 
@@ -287,8 +292,18 @@ def test_vllms_own_arguments_pass_through_its_parser_and_what_it_does_not_know_i
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("shorter", sorted({name[:-1] for name in VLLM_REFUSED} - VLLM_REFUSED.keys()))
 def test_no_refused_argument_passes_as_its_abbreviation(shorter: str) -> None:
-    with pytest.raises((ArgumentError, ValidationError)):
+    with pytest.raises(ArgumentError, match=f"unrecognized arguments: --{shorter.replace('_', '-')}"):
         arguments(vllm={shorter: {"a": "b"}})
+
+
+def test_nccl_is_refused_where_vllm_has_no_trainer_side_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = InferSettings(model="m", weight_broadcast_type="nccl")
+    with pytest.raises(ArgumentError, match="cpu device"):
+        device_of(settings)
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine", ModuleType("as_in_0_26"))
+    with pytest.raises(ArgumentError, match=r"0\.28 or later"):
+        device_of(settings)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

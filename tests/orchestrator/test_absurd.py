@@ -14,7 +14,7 @@ from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group, SamplingParams, Task
 from grpo.orchestrator.rollouts.stores import ArtifactStores
-from grpo.orchestrator.samples import ScoredGroup, finish_group, unfit
+from grpo.orchestrator.samples import ScoredGroup, add_samples, unfit
 
 from tests.orchestrator import absurd
 from tests.orchestrator.fakes import MODEL, FakeServer
@@ -62,7 +62,9 @@ async def test_whatever_user_code_asks_or_returns_is_a_fate_of_its_rollout(
                     reason = result.failure.reason if result.failure else ""
                     assert reason in REASONS | ({"env_timeout"} if plan[0] == "delayed" else set()), (plan, result)
                     if not reason:
-                        samples = finish_group(ScoredGroup([result]), group_credit, group="0").samples
+                        group = ScoredGroup([result])
+                        add_samples(group, group_credit, number="0")
+                        samples = group.samples
                         assert unfit(samples) is None, plan
                     seen[reason] += 1
     await client.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from grpo.orchestrator.monitoring import metrics
 from grpo.orchestrator.monitoring.metrics import NAMES, Figures, MetricsFile, batch_metrics, found_metrics
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 
 from tests.orchestrator import made
 
@@ -39,7 +39,7 @@ def test_a_batchs_metrics_are_means_over_rollouts_with_what_they_spawned() -> No
     child = made.result("0/0.0", made.step(version=1), metrics={"tries": 3.0})
     parent = made.result("0/0", made.step(version=1), rewards=1.0, metrics={"tries": 1.0}, children=(child,))
     other = made.result("0/1", made.step(version=3), made.step(version=3))
-    group = FinishedGroup(results=[parent, other], samples=(), found=["gibberish"], withheld={})
+    group = ScoredGroup(results=[parent, other], samples=(), found=["gibberish"], withheld={})
     found = batch_metrics([group], 5) | found_metrics([group], ["gibberish", "repetition"])
     expected = {
         "reward/mean": 0.5,

@@ -9,15 +9,17 @@ from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition
 from grpo.orchestrator.monitoring.metrics import lag
 from grpo.orchestrator.rollouts.records import EpisodeResult, single_row
-from grpo.orchestrator.samples import FinishedGroup, ScoredGroup, finish_group, judge_group, unfit
+from grpo.orchestrator.samples import ScoredGroup, add_samples, judge_group, unfit
 from grpo.transport.http import Choice
 from msgspec.structs import replace
 
 from tests.orchestrator import made
 
 
-def finished(results: list[EpisodeResult], *judged: Any, **scored: Any) -> FinishedGroup:
-    return finish_group(ScoredGroup(results, *judged, **scored), group_credit, group="9")
+def finished(results: list[EpisodeResult], *judged: Any, **scored: Any) -> ScoredGroup:
+    group = ScoredGroup(results, *judged, **scored)
+    add_samples(group, group_credit, number="9")
+    return group
 
 
 def last_of_three(*, enforce: bool) -> Filter:
@@ -80,7 +82,7 @@ def test_what_a_rollout_spawned_is_trained_or_withheld_with_it() -> None:
     group = [replace(parent, children=(child,)), other]
     assert [one.rollout_id for one in finished(group).samples] == ["9/2", "9/2", "9/4"]
     kept = finished(group, withheld={"9/2": "gibberish"})
-    assert (kept.trained, len(kept.samples)) == (["9/4"], 1)
+    assert [one.rollout_id for one in kept.samples] == ["9/4"]
 
 
 def test_evidence_goes_on_top_of_the_advantage_of_its_answer() -> None:
@@ -91,7 +93,8 @@ def test_evidence_goes_on_top_of_the_advantage_of_its_answer() -> None:
     for gains in ([0.25, -1.0], [0.0, -1.0]):
         scored.add_evidence(("9/3", 0), np.array(gains, np.float32), consensus=0.5)
     seen = []
-    samples = finish_group(scored, lambda results: seen.extend(results) or group_credit(results), group="9").samples
+    add_samples(scored, lambda results: seen.extend(results) or group_credit(results), number="9")
+    samples = scored.samples
     assert [one.steps[0].evidence and one.steps[0].evidence.consensus for one in seen] == [None, 0.5]
     assert samples[0].advantages == -0.5
     assert np.asarray(samples[1].advantages)[samples[1].loss_mask].tolist() == [0.75, -1.5]
@@ -105,9 +108,10 @@ def test_a_rollout_that_a_filter_withholds_gives_no_sample_but_counts_in_the_bas
     assert group.results == results
     assert group.found == ["repetition", "repetition", "gibberish"]
     assert group.withheld == {"9/4": "gibberish"}
-    assert group.trained == ["9/2", "9/3"]
+    assert [one.rollout_id for one in group.samples] == ["9/2", "9/3"]
     # Rewards 2, 3 and 4 have the mean 3, with the withheld one.
     assert [sample.advantages for sample in group.samples] == [-1, 0]
 
     detected = finished(results, *judge_group(results, [last_of_three(enforce=False)]))
-    assert (detected.found, detected.trained) == (["gibberish"], ["9/2", "9/3", "9/4"])
+    assert detected.found == ["gibberish"]
+    assert [one.rollout_id for one in detected.samples] == ["9/2", "9/3", "9/4"]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from grpo.orchestrator.scheduler import GroupLease, Scheduler, Shipment
+from grpo.orchestrator.scheduler import Scheduler, Shipment
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -26,22 +26,23 @@ def ship(machine: Scheduler) -> Shipment:
     return shipment
 
 
-def start_all(machine: Scheduler) -> list[GroupLease]:
-    return [lease for lease in iter(machine.start, None) if lease]
+def start_all(machine: Scheduler) -> list[int]:
+    return [group for group in iter(machine.start, None) if group is not None]
 
 
 def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
     machine = scheduler(groups=2, level=0)
     for version in range(3):
         machine.version_live(version)
-        leases = start_all(machine)
-        assert [lease.version for lease in leases] == [version, version]
+        groups = start_all(machine)
+        assert len(groups) == 2
+        assert machine.needed_versions() == {version}
         assert machine.ship() is None
-        for lease in leases:
-            machine.completed(lease.group)
+        for group in groups:
+            machine.completed(group)
         shipment = ship(machine)
         assert shipment.step == version + 1
-        assert [shipment.lag(lease) for lease in shipment.leases] == [0, 0]
+        assert [shipment.lag(group) for group in shipment.versions] == [0, 0]
         assert start_all(machine) == []
 
 
@@ -49,9 +50,9 @@ def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
     for follows in (False, True):
         machine = scheduler(groups=2, level=1, follows=follows)
         machine.version_live(0)
-        leases = start_all(machine)
-        for lease in leases[:2]:
-            machine.completed(lease.group)
+        groups = start_all(machine)
+        for group in groups[:2]:
+            machine.completed(group)
         ship(machine)
         assert machine.drained == follows
         with machine.pin(0):
@@ -78,19 +79,19 @@ def test_a_delayed_group_holds_neither_slot_nor_version_and_ships_only_where_it_
     machine = scheduler(groups=1, level=0, off_policy=1, max_in_flight=1)
     machine.version_live(0)
     [late] = start_all(machine)
-    machine.delay(late.group)
+    machine.delay(late)
     [too_late] = start_all(machine)
-    machine.delay(too_late.group)
+    machine.delay(too_late)
     assert (machine.num_in_flight, machine.drained) == (0, True)
     [other] = start_all(machine)
-    machine.completed(other.group)
+    machine.completed(other)
     ship(machine)
     machine.version_live(1)
     assert machine.needed_versions() == {1}
-    assert machine.completed(late.group), "batch 2 may have a group of version 0"
-    assert ship(machine).leases == (late,)
+    assert machine.completed(late), "batch 2 may have a group of version 0"
+    assert [*ship(machine).versions] == [late]
     machine.version_live(2)
-    assert not machine.completed(too_late.group), "batch 3 may not"
+    assert not machine.completed(too_late), "batch 3 may not"
     assert machine.num_in_flight == 0
 
 
@@ -98,17 +99,17 @@ def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
     machine = scheduler(groups=1, level=1, off_policy=1, oversampling_factor=2.0, follows=True)
     machine.version_live(0)
     slow, first = start_all(machine)[:2]
-    machine.completed(first.group, oldest=0)
+    machine.completed(first, oldest=0)
     shipment = ship(machine)
-    assert [shipment.lag(lease) for lease in shipment.leases] == [0]
+    assert [shipment.lag(group) for group in shipment.versions] == [0]
     machine.version_live(1)
     [late] = start_all(machine)
-    machine.completed(late.group, oldest=1)
+    machine.completed(late, oldest=1)
     assert machine.ship() is None, "the slow group might have begun under version 0, and could not wait any longer"
-    machine.completed(slow.group, oldest=1)
+    machine.completed(slow, oldest=1)
     second, third = ship(machine), ship(machine)
-    assert [(lease.group, second.lag(lease)) for lease in second.leases] == [(slow.group, 0)]
-    assert [(lease.group, third.lag(lease)) for lease in third.leases] == [(late.group, 1)]
+    assert [(group, second.lag(group)) for group in second.versions] == [(slow, 0)]
+    assert [(group, third.lag(group)) for group in third.versions] == [(late, 1)]
 
 
 def test_the_group_with_the_oldest_tokens_ships_first_though_it_was_started_later() -> None:
@@ -116,9 +117,9 @@ def test_the_group_with_the_oldest_tokens_ships_first_though_it_was_started_late
     machine.version_live(0)
     first, second = start_all(machine)
     machine.version_live(1)
-    machine.completed(first.group, oldest=1)
-    machine.completed(second.group, oldest=0)
-    assert [ship(machine).leases[0].group for _ in range(2)] == [second.group, first.group]
+    machine.completed(first, oldest=1)
+    machine.completed(second, oldest=0)
+    assert [next(iter(ship(machine).versions)) for _ in range(2)] == [second, first]
 
 
 def test_versions_become_live_in_their_order() -> None:
@@ -139,17 +140,17 @@ def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_
     # Batches 1 and 2 are within reach: 1.5 · 2 · 2 = 6 groups.
     slow, *others = start_all(machine)
     assert len(others) == 5
-    for lease in others[:4]:
-        machine.completed(lease.group)
+    for group in others[:4]:
+        machine.completed(group)
     first, second = ship(machine), ship(machine)
-    assert slow.group not in {lease.group for shipment in (first, second) for lease in shipment.leases}
+    assert slow not in {*first.versions, *second.versions}
     machine.version_live(1)
     # Batch 3 is within reach: 1.5 · 2 = 3 groups, of which two are on their way.
     assert len(start_all(machine)) == 1
-    machine.completed(slow.group)
-    machine.completed(others[4].group)
+    machine.completed(slow)
+    machine.completed(others[4])
     third = ship(machine)
-    assert [(lease.group, third.lag(lease)) for lease in third.leases] == [(slow.group, 2), (others[4].group, 2)]
+    assert [(group, third.lag(group)) for group in third.versions] == [(slow, 2), (others[4], 2)]
 
 
 @given(
@@ -174,7 +175,7 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
 ) -> None:
     machine = scheduler(groups, level, level + patience, max_steps=6, oversampling_factor=oversampling)
     machine.version_live(0)
-    in_flight, delayed, shipped = list[GroupLease](), list[GroupLease](), list[int]()
+    in_flight, delayed, shipped = list[int](), list[int](), list[int]()
 
     def settle() -> None:
         in_flight.extend(start_all(machine))
@@ -182,8 +183,8 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
             assert shipment.step == len(shipped) // groups + 1
             assert machine.live is not None
             assert machine.live >= shipment.step - 1 - level
-            assert all(0 <= shipment.lag(lease) <= level + patience for lease in shipment.leases)
-            shipped.extend(lease.group for lease in shipment.leases)
+            assert all(0 <= shipment.lag(group) <= level + patience for group in shipment.versions)
+            shipped.extend(shipment.versions)
             in_flight.extend(start_all(machine))
 
     def train() -> None:
@@ -197,22 +198,22 @@ def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
             train()
         elif event == "return":
             if delayed:
-                group = delayed.pop(number % len(delayed)).group
+                group = delayed.pop(number % len(delayed))
                 machine.failed(group) if number % 5 == 4 else machine.completed(group)
         elif event == "delay" and in_flight:
             delayed.append(in_flight.pop(number % len(in_flight)))
-            machine.delay(delayed[-1].group)
-            machine.delay(delayed[-1].group)
+            machine.delay(delayed[-1])
+            machine.delay(delayed[-1])
         elif in_flight:
-            lease = in_flight.pop(number % len(in_flight))
+            group = in_flight.pop(number % len(in_flight))
             if event == "complete":
-                assert machine.completed(lease.group), "only what was delayed may be too late"
+                assert machine.completed(group), "only what was delayed may be too late"
             else:
-                machine.failed(lease.group)
+                machine.failed(group)
         settle()
     while not machine.finished:
         if in_flight:
-            machine.completed(in_flight.pop().group)
+            machine.completed(in_flight.pop())
         train()
         settle()
     assert len(shipped) == len(set(shipped)) == 6 * groups

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from grpo.configs.rollouts import ReinforcePlusPlus, RunningBaseline
 from grpo.orchestrator.monitoring.metrics import Figures
-from grpo.orchestrator.samples import FinishedGroup, ScoredGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.orchestrator.shaping import BASELINES, BatchAdvantages, OverlongPenalty, overlong_penalty, values_of
 from grpo.transport.records import TrainingSample
 from hypothesis import given
@@ -59,15 +59,16 @@ async def test_a_rollout_whose_reward_gets_too_large_is_dropped() -> None:
 # --- advantages of a batch ---
 
 
-def rewarded(*rewards: float, env: str = "e", lengths: Sequence[int] = ()) -> FinishedGroup:
+def rewarded(*rewards: float, env: str = "e", lengths: Sequence[int] = ()) -> ScoredGroup:
     samples: list[TrainingSample] = []
     for number, reward in enumerate(rewards):
         made = sample(str(number), range(1 + (lengths[number] if lengths else 1)))
         samples.append(replace(made, advantages=reward, env=env))
-    return FinishedGroup(results=(), samples=samples, found=(), withheld={})
+    return ScoredGroup(results=(), samples=samples, found=(), withheld={})
 
 
-def advantages(groups: Sequence[FinishedGroup]) -> list[list[float]]:
+def advantages(groups: Sequence[ScoredGroup], batch: BatchAdvantages) -> list[list[float]]:
+    batch.apply(groups)
     return [[float(values_of(one)[0]) for one in group.samples] for group in groups]
 
 
@@ -75,29 +76,31 @@ def test_a_running_baseline_is_of_each_environment_and_goes_on_after_a_restart()
     settings = RunningBaseline(type="running_baseline", decay=0.75)
     first = BatchAdvantages(settings)
     # It begins as the first batch's means, 0.5 of a and 4 of b.
-    assert advantages(first.applied([rewarded(0, 1, env="a"), rewarded(4, env="b")])) == [[-0.5, 0.5], [0]]
+    assert advantages([rewarded(0, 1, env="a"), rewarded(4, env="b")], first) == [[-0.5, 0.5], [0]]
     # The batch before left 0.5; this one leaves 0.75 · 0.5 + 0.25 · 1 = 0.625, and b's stays.
-    assert advantages(first.applied([rewarded(1, 1, env="a")])) == [[0.5, 0.5]]
+    assert advantages([rewarded(1, 1, env="a")], first) == [[0.5, 0.5]]
     again = BatchAdvantages(settings, first.state())
-    assert advantages(again.applied([rewarded(1, env="a"), rewarded(5, env="b")])) == [[0.375], [1]]
+    assert advantages([rewarded(1, env="a"), rewarded(5, env="b")], again) == [[0.375], [1]]
 
 
 def test_reinforce_plus_plus_normalises_over_the_tokens_of_the_batch() -> None:
     # Rewards 1 over 3 tokens and 0 over 1: mean 0.75, std sqrt(0.75 · 0.25) = 0.4330: 0.25 / std and -0.75 / std.
     std = math.sqrt(0.1875)
     settings = ReinforcePlusPlus(type="reinforce_plus_plus")
-    found = advantages(BatchAdvantages(settings).applied([rewarded(1, lengths=[3]), rewarded(0, lengths=[1])]))
+    found = advantages([rewarded(1, lengths=[3]), rewarded(0, lengths=[1])], BatchAdvantages(settings))
     assert found == [[pytest.approx(0.25 / std)], [pytest.approx(-0.75 / std)]]
-    assert advantages(BatchAdvantages(settings).applied([rewarded(0.1 + 0.2, 0.3)])) == [[0, 0]]
+    assert advantages([rewarded(0.1 + 0.2, 0.3)], BatchAdvantages(settings)) == [[0, 0]]
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.integers(1, 7), min_size=1, max_size=16), st.floats(0.0, 0.99))
 def test_equal_rewards_of_batches_give_advantages_of_exactly_0(reward: float, lengths: list[int], decay: float) -> None:
-    batch = [rewarded(*[reward] * len(lengths), lengths=lengths), rewarded(reward, reward)]
+    def batch() -> list[ScoredGroup]:
+        return [rewarded(*[reward] * len(lengths), lengths=lengths), rewarded(reward, reward)]
+
     zeros = [[0.0] * len(lengths), [0.0] * 2]
     running = BatchAdvantages(RunningBaseline(type="running_baseline", decay=decay))
-    assert [advantages(running.applied(batch)) for _ in range(4)] == [zeros] * 4
-    assert advantages(BatchAdvantages(ReinforcePlusPlus(type="reinforce_plus_plus")).applied(batch)) == zeros
+    assert [advantages(batch(), running) for _ in range(4)] == [zeros] * 4
+    assert advantages(batch(), BatchAdvantages(ReinforcePlusPlus(type="reinforce_plus_plus"))) == zeros
 
 
 async def test_a_run_with_a_running_baseline_keeps_it_with_its_batches(tmp_path: Path, server: FakeServer) -> None:

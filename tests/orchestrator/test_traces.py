@@ -11,7 +11,7 @@ import pytest
 from grpo.configs.reporting import TraceSettings
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, single_row
-from grpo.orchestrator.samples import FinishedGroup
+from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport import traces as stored
 from grpo.transport.http import Choice
 from grpo.transport.traces import TRAINED_SCHEMA, merge_trained, token_key, trace_path, traced_steps, trained_path
@@ -31,12 +31,12 @@ def result(name: str, reward: float) -> EpisodeResult:
     return made.result(name, step, rewards=reward, rows=(row,), task=TASK)
 
 
-def group() -> FinishedGroup:
+def group() -> ScoredGroup:
     logprobs = {"inference_logprobs": np.array([0, 0, -0.5, -0.25], np.float32), "policy_versions": ((1, 3), (2, 1))}
     mask = np.array([False, False, True, True])
     sample = made.sample("7/0", IDS, loss_mask=mask, advantages=0.5, group_id="7", reward=1.0, **logprobs)
     both = [result("7/0", 1.0), result("7/1", 0.0)]
-    return FinishedGroup(results=both, samples=[sample], found=[], withheld={"7/1": "repetition"})
+    return ScoredGroup(results=both, samples=[sample], found=[], withheld={"7/1": "repetition"})
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MAX_FILES, MAX_RECORDS = 20, 21
+MAX_FILES, MAX_RECORDS = 20, 18
 RUN = """
 import asyncio, itertools, sys
 from pathlib import Path
@@ -53,8 +53,8 @@ def traced(folder: Path) -> list[dict[str, Any]]:
     calls = [(line.get("file"), line.get("call")) for line in lines]
     end = len(calls) - calls[::-1].index(("orchestrator/scheduler.py", "completed"))
     issued = end - calls[:end][::-1].index(("orchestrator/buffer.py", "issue"))
-    before = max(place for place, line in enumerate(lines[:issued]) if line.get("record") == "GroupLease")
-    return lines[before - 1 : end]
+    begun = issued - calls[:issued][::-1].index(("orchestrator/scheduler.py", "start")) - 1
+    return lines[begun:end]
 
 
 def test_a_single_answer_crosses_the_files_and_records_that_the_page_tells_in_their_order(tmp_path: Path) -> None:

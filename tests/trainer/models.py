@@ -51,15 +51,11 @@ def save_tiny_model(folder: Path, **changes: object) -> Path:
 QUANTIZED_BY = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
 
 
-def tiny_settings(
-    folder: Path, *, target_modules: tuple[str, ...] = TARGETS, quantization: str | None = None, **changes: Any
-) -> TrainSettings:
+def tiny_settings(folder: Path, *, quantization: str | None = None, **changes: Any) -> TrainSettings:
     """Of a trainer in float32 with an adapter of rank 4, without the rules that hold between keys."""
     fields = {"recipe": "fp32", "seed": 0, "lora_rank": 4, "lora_alpha": 8, "sequence_len": 128, "optimizer": "adamw"}
     fields |= {QUANTIZED_BY[quantization]: True} if quantization else {}
-    return TrainSettings(model="tiny", **(fields | changes)).model_copy(
-        update={"lora_target_modules": target_modules}  # also names that the settings do not have
-    )
+    return TrainSettings(model="tiny", **(fields | changes))
 
 
 def tiny_policy(

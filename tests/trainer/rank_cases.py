@@ -41,12 +41,15 @@ class Case:
     optimizer: str = "adamw"
     checkpointing: bool = False
     adapters: tuple[str, ...] = ()
+    silent: bool = False
+    """Samples without an advantage: in the first step all of the second rank's and one of the first's, in the second
+    step all of the first rank's."""
 
     @property
     def name(self) -> str:
         """A file name."""
         kind = "lora" if self.lora else "full"
-        more = ["checkpointing"] * self.checkpointing + [*self.adapters]
+        more = ["checkpointing"] * self.checkpointing + [*self.adapters] + ["silent"] * self.silent
         return "_".join([kind, self.recipe, f"zero{self.zero_level}", self.optimizer, *more])
 
 
@@ -56,11 +59,16 @@ CASES = (
     Case(lora=False, zero_level=2, optimizer="muon"),
     Case(lora=False, zero_level=3, checkpointing=True),
     Case(lora=True, zero_level=3, adapters=("solver", "proposer")),
+    *(Case(lora=lora, zero_level=level, silent=True) for lora, level in ((True, 1), (True, 3), (False, 2), (False, 3))),
 )
 NOISE = NoiseSettings(enabled=True, sigma_start=0.2, sigma_end=0.1, num_stages=3)
 LOSS = LossSettings.model_validate(
     UNMASKED | {"alpha_sdpo": 0.5, "beta_replay": 0.3, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
 )
+
+
+SILENT_TOKENS = {1: (slice(6), slice(None), slice(0)), 2: (slice(None), slice(0), slice(None))}
+"""Of the three micro-batches of each step, where a case has silent samples."""
 
 
 def micro_batches(step: int) -> list[MicroBatch]:
@@ -115,16 +123,20 @@ def _options(case: Case) -> dict[str, Any]:
 
 
 def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    objective = Objective(policy, LOSS, ranks, sequence_len=SEQUENCE_LEN)
+    objective = Objective(policy, LOSS, ranks, pack_tokens=SEQUENCE_LEN)
     optimizer = Optimizer(tiny_settings(Path("tiny"), **_options(case)), policy.named_parameters, ranks)
     tensors: dict[str, torch.Tensor] = {}
     metrics: dict[str, float] = {}
     for step in (1, 2):
         whole = of_adapters(micro_batches(step), step) if case.adapters else micro_batches(step)
+        if case.silent:
+            for batch, tokens in zip(whole, SILENT_TOKENS[step], strict=True):
+                batch.advantages[tokens] = 0.0
         batches = whole[ranks.rank :: ranks.size]
         check_step(
             batches,
             sequence_len=SEQUENCE_LEN,
+            pack_tokens=SEQUENCE_LEN,
             vocab_size=policy.vocab_size,
             settings=LOSS,
             num_adapters=policy.num_adapters,

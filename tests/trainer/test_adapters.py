@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from grpo.trainer.optim import Optimizer
 from grpo.trainer.packing import packed_tokens
 from grpo.transport.records import Canary, MicroBatch
 from msgspec.structs import replace
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load
+from transformers import AutoModelForCausalLM
 
 from tests.trainer.bench import UNMASKED, Bench
 from tests.trainer.models import (
@@ -33,11 +36,13 @@ from tests.trainer.models import (
     hint_for,
     only,
     pair_of,
+    save_tiny_model,
     tiny_batch,
     tiny_policy,
     tiny_settings,
     write_files,
 )
+from tests.trainer.test_attention import one_by_one
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
 
 NAMES = ("solver", "proposer")
@@ -89,7 +94,7 @@ class Counted(Ranks):
 
 def accumulated(policy: Policy, batch: MicroBatch, ranks: Ranks = ONE, **loss: Any) -> dict[str, float]:
     """Gradients of the step, in the parameters."""
-    objective = Objective(policy, LossSettings.model_validate(loss), ranks, sequence_len=128)
+    objective = Objective(policy, LossSettings.model_validate(loss), ranks, pack_tokens=128)
     return numbers_of(objective.accumulate([batch], step=1))
 
 
@@ -209,30 +214,58 @@ def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model:
     assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (0, 13)
 
 
+@pytest.mark.filterwarnings("ignore:.*LoRA tensor.*:peft.utils.warning.PeftWarning")  # of biases
 @pytest.mark.parametrize(
-    "setting",
+    ("refused", "options"),
     [
-        {"use_rslora": True},
-        {"alpha_pattern": {"q_proj": 64}},
-        {"rank_pattern": {"q_proj": 4}},
-        {"fan_in_fan_out": True},
-        {"lora_bias": True},
-        {"use_dora": True},
-        {"modules_to_save": ["lm_head"]},
-        {"init_lora_weights": "pissa"},
-        {"peft_type": "IA3"},
+        ("", {}),
+        ("", {"target_modules": "all-linear"}),
+        ("", {"target_modules": r".*\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj"}),
+        ("", {"init_lora_weights": "gaussian"}),
+        ("use_rslora", {"use_rslora": True}),
+        ("alpha_pattern", {"alpha_pattern": {"q_proj": 64}}),
+        ("rank_pattern", {"rank_pattern": {"q_proj": 2}}),
+        ("bias", {"bias": "all"}),
+        ("bias", {"bias": "lora_only"}),
+        ("lora_bias", {"lora_bias": True, "target_modules": ["q_proj"]}),
+        ("use_dora", {"use_dora": True}),
+        ("modules_to_save", {"modules_to_save": ["lm_head"]}),
+        ("layers_to_transform", {"layers_to_transform": [0]}),
+        ("init_lora_weights", {"init_lora_weights": "pissa"}),
     ],
 )
-def test_an_adapter_that_computes_otherwise_is_not_gone_on_with(
-    tiny_model: Path, tmp_path: Path, setting: dict[str, Any]
+def test_an_adapter_that_peft_has_saved_is_computed_as_peft_does_or_refused(
+    tmp_path: Path, refused: str, options: dict[str, Any]
 ) -> None:
+    folder = save_tiny_model(tmp_path / "model", attention_bias=True)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    config = LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS), "task_type": "CAUSAL_LM"} | options
+    )
+    theirs = get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.1)
+    theirs.save_pretrained(tmp_path / "adapter")
+    policy = tiny_policy(folder)
+    with pytest.raises(ModelError, match=refused) if refused else nullcontext():
+        policy.weights.load(tmp_path / "adapter")  # type: ignore[union-attr]
+    if not refused:
+        batch = tiny_batch((9, 12))
+        with torch.no_grad():
+            ours, expected = policy.logprobs(packed_tokens(batch, CPU)), one_by_one(theirs, batch)
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+def test_a_file_of_another_method_is_not_gone_on_with(tiny_model: Path, tmp_path: Path) -> None:
     policy = tiny_policy(tiny_model)
     write_files(files_of(policy), tmp_path)
-    policy.weights.load(tmp_path)  # type: ignore[union-attr]
     config = json.loads((tmp_path / "adapter_config.json").read_bytes())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | setting))
-    with pytest.raises(ModelError, match=next(iter(setting))):
-        policy.weights.load(tmp_path)  # type: ignore[union-attr]
+    for key, value in {"fan_in_fan_out": True, "peft_type": "IA3"}.items():
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ModelError, match=key):
+            policy.weights.load(tmp_path)  # type: ignore[union-attr]
 
 
 def test_an_adapter_is_taken_up_as_it_is_and_one_of_other_sizes_refused_with_the_keys_to_set(
@@ -244,7 +277,7 @@ def test_an_adapter_is_taken_up_as_it_is_and_one_of_other_sizes_refused_with_the
     same = tiny_policy(tiny_model)
     same.weights.load(tmp_path)  # type: ignore[union-attr]
     assert files_of(same)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
-    others = ({"target_modules": TARGETS[:2]}, {"lora_alpha": 16})
+    others = ({"lora_target_modules": TARGETS[:2]}, {"lora_alpha": 16})
     for change, folder in (*((change, tmp_path) for change in others), ({}, tmp_path / "nothing")):
         with pytest.raises(ModelError, match="init_adapter"):
             tiny_policy(tiny_model, **change).weights.load(folder)  # type: ignore[union-attr, arg-type]

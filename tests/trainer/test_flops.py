@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from grpo.configs.loss import LossSettings
 from grpo.trainer.flops import step_flops
 
 from tests.trainer.models import tiny_batch, tiny_policy
@@ -12,7 +13,11 @@ def test_a_steps_operations_by_hand(tiny_model: Path) -> None:
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
     # samples of 6 and 9 tokens, of which 5 and 8 carry loss; 64 words
     attention, tokens, targets = 6 * 2 * 32 * (36 + 81), 15, 13
-    batches = [tiny_batch((6,)), tiny_batch((9,))]
-    assert step_flops(tiny_policy(tiny_model), batches) == 4 * (weights * tokens + 64 * 32 * targets) + attention
-    whole = tiny_policy(tiny_model, lora=False, moved=False)
-    assert step_flops(whole, batches) == 6 * (weights * tokens + 64 * 32 * targets) + attention
+    batches, settings = [tiny_batch((6,)), tiny_batch((9,))], LossSettings()
+    policy, whole = tiny_policy(tiny_model), tiny_policy(tiny_model, lora=False, moved=False)
+    assert step_flops(policy, batches, settings) == 4 * (weights * tokens + 64 * 32 * targets) + attention
+    assert step_flops(whole, batches, settings) == 6 * (weights * tokens + 64 * 32 * targets) + attention
+    # nothing to learn from the longer one: forward only
+    batches[1].advantages[:] = 0.0
+    forward = 2 * (weights * 9 + 64 * 32 * 8) + 2 * 2 * 32 * 81
+    assert step_flops(policy, batches, settings) == 4 * (weights * 6 + 64 * 32 * 5) + 6 * 2 * 32 * 36 + forward

@@ -66,7 +66,7 @@ def kept_for_backward(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
         ("full", {}),
         ("selective", {}),  # whose attention here is no operator that could be kept
         ("full", {"quantization": "nf4"}),
-        ("full", {"quantization": "fp8", "target_modules": ("q_proj", "down_proj")}),
+        ("full", {"quantization": "fp8", "lora_target_modules": ("q_proj", "down_proj")}),
     ],
 )
 def test_checkpointed_layers_give_the_same_bit_for_bit(

@@ -65,7 +65,7 @@ def load_tiny(folder: Path, **changes: Any) -> None:
 
 def test_a_target_that_is_no_linear_layer_is_refused_by_name(tiny_model: Path) -> None:
     with pytest.raises(ModelError, match="query_key_value"):
-        load_tiny(tiny_model, target_modules=("q_proj", "query_key_value"))
+        load_tiny(tiny_model, lora_target_modules=("q_proj", "query_key_value"))
 
 
 def test_a_sliding_window_below_the_sequence_length_is_refused(tmp_path: Path) -> None:

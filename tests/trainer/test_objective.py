@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 from grpo.configs.loss import LossSettings
+from grpo.trainer.batch import counts_of
 from grpo.trainer.distributed import ONE
+from grpo.trainer.loss import PolicyTokens, policy_loss
 from grpo.trainer.metrics import numbers_of
 from grpo.trainer.model import Policy
-from grpo.trainer.objective import Objective
+from grpo.trainer.objective import Objective, policy_inputs
+from grpo.trainer.packing import packed_tokens
 from grpo.transport.records import Int32, MicroBatch, PreferencePair
 from msgspec.structs import replace
 
 from tests.trainer.bench import on_policy
-from tests.trainer.models import hint_for, only, pair_of, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, as_floats, hint_for, only, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_attention import eager_model
 
 SEQUENCE_LEN = 64
@@ -92,7 +95,7 @@ def accumulated(
     """Gradients (zeros where there are none) and metrics of one step, from clear gradients."""
     for parameter in policy.parameters:
         parameter.grad = None
-    objective = Objective(policy, settings_of(options), ONE, sequence_len=sequence_len)
+    objective = Objective(policy, settings_of(options), ONE, pack_tokens=sequence_len)
     metrics = numbers_of(objective.accumulate(batches, step=batches[0].step))
     return Result([torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters], metrics)
 
@@ -304,7 +307,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
     """With its own head where that is trained too."""
     policy, averaged = (tiny_policy(tiny_model, moved=lora, lora=lora) for _ in range(2))
     batches = micro_batches(step, [range(5)])
-    objective = Objective(policy, settings_of(EMA), ONE, sequence_len=SEQUENCE_LEN)
+    objective = Objective(policy, settings_of(EMA), ONE, pack_tokens=SEQUENCE_LEN)
     current = accumulated(policy, batches, SDPO_ONLY)
     for parameter in policy.parameters:
         parameter.grad = None
@@ -332,3 +335,79 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
     assert metrics["loss/sdpo"] == pytest.approx(loss.item(), rel=1e-4)
     assert_close(gradients, torch.autograd.grad(0.7 * loss, policy.parameters), tolerance=1e-4)
     assert metrics["loss/sdpo"] != pytest.approx(naive_sdpo(policy.causal_lm, step, settings_of(EMA)).item(), rel=1e-2)
+
+
+# --- samples that teach nothing ---
+
+
+def plainly(policy: Policy, batches: Sequence[MicroBatch], options: dict[str, Any]) -> Result:
+    """The policy loss of whole micro-batches, forward and backward."""
+    settings, counts, metrics = settings_of(options), counts_of(batches), []
+    for parameter in policy.parameters:
+        parameter.grad = None
+    for batch in batches:
+        logprobs, entropies = policy.logprobs_and_entropy(packed_tokens(batch, CPU))
+        tokens = PolicyTokens(logprobs=logprobs, entropies=entropies, **policy_inputs(batch, CPU))
+        loss, measured = policy_loss(tokens, settings, counts)
+        loss.backward()
+        metrics.append(measured)
+    return Result([p.grad for p in policy.parameters if p.grad is not None], as_floats(*metrics))
+
+
+@contextmanager
+def backwards(policy: Policy) -> Iterator[list[int]]:
+    """Tokens of each backward pass through a policy's network within."""
+    tokens: list[int] = []
+
+    def watch(_: torch.nn.Module, __: Any, output: Any) -> None:
+        if output.last_hidden_state.requires_grad:
+            output.last_hidden_state.register_hook(lambda grad: tokens.append(grad.shape[1]))
+
+    handle = policy.causal_lm.base_model.register_forward_hook(watch)
+    yield tokens
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("silent", "expected"),
+    [((3, 4), [16]), ((0, 3), [13, 24]), ((0, 1, 2, 3, 4), [2])],  # the last is a dummy pass
+    ids=["whole micro-batches", "some of each", "all"],
+)
+@pytest.mark.parametrize("name", ["aipo", "gspo", "grpo"])
+def test_samples_without_an_advantage_have_no_backward_pass_and_the_same_gradients_and_metrics(
+    tiny_model: Path, step: MicroBatch, silent: tuple[int, ...], expected: list[int], name: str
+) -> None:
+    policy = tiny_policy(tiny_model)
+    advantages = step.advantages * ~np.isin(np.repeat(range(5), LENGTHS), silent)
+    changes = {"pairs": (), "hints": (), "teacher_logprobs": None, "advantages": advantages.astype(np.float32)}
+    batches = micro_batches(replace(step, **changes), [[0, 1, 2], [3, 4]], pairs=())
+    with backwards(policy) as tokens:
+        ours = accumulated(policy, batches, {"name": name})
+    # samples 0 and 1 share a prompt of 3 tokens: 6 + 9 - 3 + 4 are computed for the first micro-batch
+    assert tokens == expected
+    theirs = plainly(policy, batches, {"name": name})
+    if silent == (0, 3):
+        assert_close(ours.gradients, theirs.gradients, tolerance=1e-6)
+    else:
+        assert_equal(ours.gradients, theirs.gradients)
+    metrics = {key: value for key, value in ours.metrics.items() if key != "loss/total"}
+    assert metrics == pytest.approx(theirs.metrics, rel=1e-6, abs=1e-8)
+
+
+def test_a_sample_that_teaches_nothing_and_is_not_finite_still_refuses_its_step(
+    tiny_model: Path, step: MicroBatch
+) -> None:
+    batch = replace(step, hints=(), teacher_logprobs=None, advantages=np.zeros_like(step.advantages))
+    batch = replace(batch, inference_logprobs=np.where(np.arange(len(batch.token_ids)) == 3, np.float32("nan"), 0))
+    assert np.isnan(accumulated(tiny_policy(tiny_model), [batch], {}).metrics["loss/total"])
+
+
+@pytest.mark.parametrize("options", [{"kl_tau": 0.1}, {"teacher_tau": 0.1}, {"entropy_tau": 0.1}])
+def test_a_sample_without_an_advantage_teaches_by_what_else_has_a_weight(
+    tiny_model: Path, step: MicroBatch, options: dict[str, Any]
+) -> None:
+    batch = replace(step, hints=(), advantages=np.zeros_like(step.advantages))
+    if "teacher_tau" not in options:
+        batch = replace(batch, teacher_logprobs=None)
+    result = accumulated(tiny_policy(tiny_model), [batch], options)
+    assert max(float(gradient.abs().max()) for gradient in result.gradients) > 1e-3

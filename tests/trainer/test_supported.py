@@ -1,5 +1,6 @@
 """Every model type of the allow-list computes what transformers computes, sample by sample; the others are refused."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,53 +13,34 @@ from grpo.trainer.packing import packed_tokens
 from grpo.trainer.supported import PACKED, UNPACKED, is_packed
 from grpo.transport.records import MicroBatch
 from msgspec.structs import replace
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.trainer.models import CPU, SIZES, tiny_batch, tiny_policy, with_shared_prompt
+from tests.trainer.bench import UNMASKED, Bench
+from tests.trainer.models import CPU, tiny_batch, tiny_policy, with_shared_prompt, write_files
 from tests.trainer.test_attention import one_by_one
 from tools.models_table import table
+from tools.random_models import make_small, small_config
 
 LENGTHS = (7, 2, 19, 9, 33, 2)
-KINDS: dict[str, dict[str, Any]] = {
-    "phi3": {"targets": ("qkv_proj", "o_proj")},
-    **{
-        kind: {"sliding_window": 128} for kind in ("cwm", "exaone4", "gemma3_text", "gemma4_text", "ministral", "olmo3")
-    },
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+FUSED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+OTHERS = {
+    "apertus": FUSED - {"gate_proj"},
+    "arcee": FUSED - {"gate_proj"},
+    "bamba": FUSED | {"in_proj", "out_proj"},
+    "falcon_h1": FUSED | {"in_proj"},
+    "gemma4_text": FUSED | {"per_layer_input_gate", "per_layer_projection"},
+    "glm": FUSED - {"gate_proj", "up_proj"} | {"gate_up_proj"},
+    "glm4": FUSED - {"gate_proj", "up_proj"} | {"gate_up_proj"},
     "granitemoehybrid": {
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "num_local_experts": 0,
-        "layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 48,
+        *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear")
     },
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "lfm2": {
-        "targets": ("q_proj", "w1", "out_proj"),
-        "layer_types": ["conv", "full_attention"],
-        "block_dim": 32,
-        "block_ff_dim": 48,
-    },
-    "qwen3_5_text": {
-        "targets": ("q_proj", "in_proj_qkv", "down_proj"),
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "lfm2": {"q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"},
+    "olmo_hybrid": FUSED | {"a_proj", "b_proj", "g_proj"},
+    "phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+    "qwen3_5_text": FUSED | {"out_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"},
+    "starcoder2": {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"},
 }
-
-
-def config_of(kind: str, **changes: Any) -> Any:
-    return AutoConfig.for_model(kind, **(SIZES | changes))
-
-
-def saved(folder: Path, kind: str, **changes: Any) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config_of(kind, **changes)).save_pretrained(folder)
-    return folder
 
 
 def batch_with_a_shared_prompt() -> MicroBatch:
@@ -67,8 +49,8 @@ def batch_with_a_shared_prompt() -> MicroBatch:
 
 @pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
 def test_logprobs_and_gradients_are_those_of_transformers_sample_by_sample(tmp_path: Path, kind: str) -> None:
-    sizes = dict(KINDS.get(kind, {}))
-    policy = tiny_policy(saved(tmp_path, kind, **sizes), target_modules=sizes.pop("targets", ("q_proj",)))
+    policy = tiny_policy(make_small(tmp_path, kind))
+    assert set(policy.weights.target_modules) == OTHERS.get(kind, FUSED)
     batch = batch_with_a_shared_prompt()
     ours = policy.logprobs(packed_tokens(batch, CPU))
     gradients = torch.autograd.grad(ours.sum(), policy.parameters)
@@ -80,13 +62,29 @@ def test_logprobs_and_gradients_are_those_of_transformers_sample_by_sample(tmp_p
         torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
+def test_a_step_with_the_default_targets_is_published_and_loaded_again_by_peft(tmp_path: Path, kind: str) -> None:
+    model = make_small(tmp_path / "model", kind)
+    bench = Bench(model, tmp_path, max_steps=1, loss=UNMASKED)
+    batch = batch_with_a_shared_prompt()
+    bench.train(batch)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    write_files(bench.files(1), folder)
+    assert set(json.loads((folder / "adapter_config.json").read_text())["target_modules"]) == OTHERS.get(kind, FUSED)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        before, served = one_by_one(base, batch), one_by_one(PeftModel.from_pretrained(base, folder), batch)
+        ours = bench.policy.logprobs(packed_tokens(batch, CPU))
+    torch.testing.assert_close(ours, served, atol=1e-5, rtol=0)
+    assert (served - before).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
 def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_own_tokens(
     tmp_path: Path, kind: str
 ) -> None:
-    sizes = dict(KINDS[kind])
-    folder, targets = saved(tmp_path, kind, **sizes), sizes.pop("targets")
-    policy = tiny_policy(folder, target_modules=targets, lora_adapters=("left", "right"))
+    policy = tiny_policy(make_small(tmp_path, kind), lora_adapters=("left", "right"))
     batch = replace(batch_with_a_shared_prompt(), adapters=np.array([0, 1, 0, 1, 1, 0], np.int32))
     only_left = replace(batch, adapters=np.zeros(6, np.int32))
     with torch.no_grad():
@@ -99,14 +97,14 @@ def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (config_of("qwen3_moe", num_experts=4), "qwen3_moe"),
-        (config_of("gemma2"), "gemma2"),
-        (config_of("gpt_oss", num_local_experts=1), "gpt_oss"),
-        (config_of("glm", logits_scaling=2.0), "logits_scaling"),
+        (small_config("qwen3_moe", num_experts=4), "qwen3_moe"),
+        (small_config("gemma2"), "gemma2"),
+        (small_config("gpt_oss", num_local_experts=1), "gpt_oss"),
+        (small_config("glm", logits_scaling=2.0), "logits_scaling"),
         (AutoConfig.for_model("qwen3_5"), "more than text"),
-        (config_of("mistral", sliding_window=127), "sequence_len"),
-        (config_of("mistral", sliding_window=128), None),
-        (config_of("qwen2", sliding_window=16, use_sliding_window=False), None),
+        (small_config("mistral", sliding_window=127), "sequence_len"),
+        (small_config("mistral", sliding_window=128), None),
+        (small_config("qwen2", sliding_window=16, use_sliding_window=False), None),
     ],
 )
 def test_other_models_are_refused_by_name_and_windows_that_hold_no_whole_sample(config: Any, named: str | None) -> None:
@@ -115,7 +113,7 @@ def test_other_models_are_refused_by_name_and_windows_that_hold_no_whole_sample(
 
 
 def test_the_kernels_refuse_what_they_do_not_compute(tmp_path: Path) -> None:
-    policy = tiny_policy(saved(tmp_path, "qwen3"))
+    policy = tiny_policy(make_small(tmp_path, "qwen3"))
     for layer in policy.causal_lm.base_model.layers:
         layer.self_attn.sliding_window = 16
     with pytest.raises(ModelError, match="16"):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from grpo.transport.records import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
 
 SPEC = PolicySpec(base_model="base", rank=4, alpha=8, target_modules=("q_proj",), sequence_len=64, dtype="float32")
@@ -91,3 +92,11 @@ def damage(path: Path, how: str) -> None:
     else:
         data[len(data) // 2] ^= 1
         path.write_bytes(data[: len(data) // 2] if how == "truncate" else data)
+
+
+def skip_before_nccl() -> None:
+    """Skips a test of `nccl` on a vLLM that has no trainer side for it."""
+    import vllm
+
+    if tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 28):
+        pytest.skip(f"vLLM {vllm.__version__} has no trainer side for NCCL; 0.28 and later have")

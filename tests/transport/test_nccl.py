@@ -12,7 +12,7 @@ from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezv
 from grpo.transport.weights.shards import Weight
 from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher, PolicyReader, verify_policy
 
-from tests.transport.samples import SPEC
+from tests.transport.samples import SPEC, skip_before_nccl
 
 RENDEZVOUS = Rendezvous(host="localhost", port=29501, world_size=3)
 NAMES = ["a.weight", "b.weight"]
@@ -104,6 +104,7 @@ def test_vllm_is_told_names_types_and_shapes_in_order(version: int) -> None:
 
 
 def test_the_installed_vllm_has_the_trainer_side_that_is_used() -> None:
+    skip_before_nccl()
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

@@ -25,7 +25,6 @@ from grpo.transport.run import (
     wait_for_settings,
 )
 from grpo.transport.status import PeerWatch, StatusFile, read_status
-from grpo.transport.weights.identity import base_identity, resolve_model
 
 from tests.chaos.kill_points import start
 
@@ -236,30 +235,6 @@ def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeyp
     time.sleep(0.15)
     with pytest.raises(PeerFailed, match="is gone"):
         peer.check()
-
-
-def test_the_identity_of_a_base_model_follows_configuration_and_weights(tmp_path: Path) -> None:
-    def make(name: str, config: dict[str, object], weights: bytes) -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "model.safetensors").write_bytes(weights)
-        return base_identity(resolve_model(str(folder)))
-
-    same = make("a", {"hidden_size": 8, "torch_dtype": "float32"}, b"0" * 9)
-    assert same == make("b", {"torch_dtype": "bfloat16", "hidden_size": 8}, b"0" * 9)
-    assert same != make("c", {"hidden_size": 9}, b"0" * 9)
-    assert same != make("d", {"hidden_size": 8}, b"0" * 8 + b"1")
-
-
-def test_a_missing_model_says_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match="none"):
-        resolve_model(str(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        resolve_model(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
-        resolve_model("nobody/nothing")
 
 
 def test_a_folder_that_is_removed_meanwhile_is_an_error_of_the_storage_that_names_it(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class AdapterConfig:
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
-    """Sorted."""
+    """Names, sorted, or one pattern."""
 
 
 def read_adapter_config(data: bytes) -> AdapterConfig:
@@ -72,8 +72,9 @@ def read_adapter_config(data: bytes) -> AdapterConfig:
     or sets anything else that changes what is computed, as rsLoRA does."""
     try:
         config = json.loads(data)
-        targets = tuple(sorted(config["target_modules"]))
-        found = AdapterConfig(rank=config["r"], alpha=config["lora_alpha"], target_modules=targets)
+        targets = config["target_modules"]
+        names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+        found = AdapterConfig(rank=config["r"], alpha=config["lora_alpha"], target_modules=names)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{ADAPTER_CONFIG_FILE} is not PEFT's LoRA configuration: {error!r}") from error
     for key, value in ({"peft_type": "LORA"} | config).items():

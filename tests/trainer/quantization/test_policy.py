@@ -26,10 +26,10 @@ def policy_on(
     dtype: torch.dtype = torch.float32,
     *,
     moved: bool = False,
-    target_modules: tuple[str, ...] = TARGETS,
+    targets: tuple[str, ...] = TARGETS,
 ) -> Policy:
     recipe = "fp32" if dtype == torch.float32 else "bf16"
-    return tiny_policy(folder, recipe=recipe, moved=moved, quantization=format, target_modules=target_modules)
+    return tiny_policy(folder, recipe=recipe, moved=moved, quantization=format, lora_target_modules=targets)
 
 
 @pytest.mark.parametrize("format", QUANTIZE)
@@ -51,7 +51,7 @@ def test_the_whole_policy_computes_what_one_on_the_base_that_servers_get_does(
 
 
 def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(tiny_model: Path) -> None:
-    policy = policy_on(tiny_model, "nf4", moved=True, target_modules=("q_proj",))
+    policy = policy_on(tiny_model, "nf4", moved=True, targets=("q_proj",))
     kinds = [type(module) for module in policy.causal_lm.modules()]
     assert (kinds.count(QuantizedLinear), kinds.count(FusedLoraLinear)) == (7 * 2, 2)
     policy.logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()

@@ -11,7 +11,7 @@ from grpo.orchestrator.auxiliary.teacher.scoring import ReferenceTeacher, Scorin
 from grpo.orchestrator.endpoints import EndpointError
 from grpo.orchestrator.inference.client import RequestRefused, ServerError, ServersAway, TimedOut, Unreachable
 from grpo.orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn
-from grpo.orchestrator.samples import ScoredGroup, finish_group
+from grpo.orchestrator.samples import ScoredGroup, add_samples
 from grpo.transport.records import Float32, Int32
 
 from tests.orchestrator import made
@@ -105,7 +105,8 @@ async def test_a_rollout_of_which_a_row_has_no_scores_is_withheld_as_a_whole() -
     group.withheld["0/2"] = "gibberish"
     await Distillation(scoring).before_credit(group)
     assert group.withheld == {"0/0": "teacher_timeout", "0/2": "gibberish"}
-    [sample] = finish_group(group, group_credit, group="0").samples
+    add_samples(group, group_credit, number="0")
+    [sample] = group.samples
     assert (sample.rollout_id, sample.teacher_logprobs.tolist()) == ("0/1", [0, pytest.approx(-0.1)])
     assert scoring.figures().counts["teacher/failed_timeout"] == 1
 
