@@ -237,7 +237,8 @@ class VersionTable:
         """Returns the figures of the replica that is farthest from the trainer. `noiseless`: the scores without noise,
         where `scores` are those with it."""
         settings: Any = {"dtype": self.engine.dtype, "device": self.engine.device, "tolerance": self.tolerance}
-        of_all = zip(scores, self._base_scores, noiseless or [None] * len(scores), strict=True)
+        without: Sequence[Sequence[float] | None] = noiseless or [None] * len(scores)
+        of_all = zip(scores, self._base_scores, without, strict=True)
         return max(
             (check_effect(canary, served, base, noiseless=one, **settings) for served, base, one in of_all),
             key=lambda figures: figures.gap / figures.tolerance,
