@@ -72,9 +72,11 @@ def run(asked: LoadedRun, show: Show, *, dry_run: bool = False) -> int:
 
 
 def checked(asked: LoadedRun) -> Plan:
-    """Returns the plan of a run, once its environments are found. Raises `SettingsError` and `UserError`,
-    ValueErrors."""
+    """Returns the plan of a run, once its environments and a model that is a folder are found. Raises `SettingsError`
+    and `UserError`, ValueErrors, and FileNotFoundError."""
     plan = resolve(asked)
+    if plan.train.model.startswith((".", "/")) or plan.train.model.count("/") != 1:  # no Hugging Face id
+        resolve_model(plan.train.model)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
             check_id(env.id, env.args)
