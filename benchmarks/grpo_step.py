@@ -111,7 +111,7 @@ class Ours:
         self._policy = load_policy_of(folder, dtype, sequence_len=PACK_TOKENS, gradient_checkpointing=True)
         self.named_parameters = self._policy.named_parameters
         set_adapter(self.named_parameters)
-        self._objective = Objective(self._policy, LossSettings(), ONE, sequence_len=PACK_TOKENS)
+        self._objective = Objective(self._policy, LossSettings(), ONE, pack_tokens=PACK_TOKENS)
 
     def step_on(self, chosen: Sequence[Sample], **_: Any) -> Callable[[], object]:
         """Leaves the gradients of the samples."""
@@ -167,7 +167,7 @@ def packed(chosen: Sequence[Sample]) -> Sequence[Any]:
                 stop_reason="stop",
             )
         )
-    [batches] = pack(made, seq_len=PACK_TOKENS, num_ranks=1, run_id="run", step=1)
+    [batches] = pack(made, capacity=PACK_TOKENS, num_ranks=1, run_id="run", step=1)
     return batches
 
 

@@ -107,7 +107,7 @@ def settings_of(folder: Path, quantization: Quantization | None, options: argpar
 
 def measured(settings: TrainSettings, policy: Policy, batch: MicroBatch) -> dict[str, float]:
     """Steps of the trainer, without publishing."""
-    objective = Objective(policy, LossSettings(), ONE, sequence_len=settings.sequence_len)
+    objective = Objective(policy, LossSettings(), ONE, pack_tokens=settings.pack_tokens)
     optimizer = Optimizer(settings, policy.named_parameters)
     on_gpu, times_s = policy.device.type == "cuda", []
     if on_gpu:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
+from grpo.configs.facts import Hardware
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
 T = TypeVar("T")
@@ -18,6 +19,10 @@ Listed: TypeAlias = Annotated[
     tuple[T, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
 ]
 """A list, which may be given as one text with commas."""
+TemplateArguments: TypeAlias = Annotated[
+    dict[str, Any], AfterValidator(lambda given: {name: value for name, value in given.items() if value is not None})
+]
+"""Arguments of a chat template by name; null takes one back that a preset gives."""
 Conflicts: TypeAlias = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with its value."""
 
@@ -116,6 +121,10 @@ class ProcessSettings(Section):
         "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
         "one may be started again, 130 Ctrl-C, 143 SIGTERM"
     )
+
+    @classmethod
+    def fill(cls, tree: dict[str, Any], hardware: Hardware) -> None:
+        """Fills in what follows from the device where a file of this program alone leaves it open."""
 
 
 class Shared(Section):

@@ -13,8 +13,6 @@ from grpo.configs.train import SharedSettings, TrainSettings
 from pydantic import ValidationError
 
 DEFAULT_MAX_LORA_RANK = 16
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8_hybrid": "bfloat16", "nvfp4": "bfloat16"}
-"""The server's `dtype` that holds the same numbers as the trainer's `recipe`."""
 _BROADCAST = ("train.weight_broadcast.", "orch.weight_broadcast.", "infer.weight_broadcast_")
 _WAYS = [key for key in known_keys(SharedSettings) if key.startswith(("rollout_transport.", "weight_broadcast."))]
 _SAME_NAME = ["resume", *_WAYS, "ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "max_async_level"]
@@ -25,8 +23,10 @@ AGREED: Mapping[str, tuple[str, ...]] = {
     "model": ("train.model", "infer.model", "orch.model.name"),
     "resume_step": ("train.ckpt.resume_step", "orch.ckpt.resume_step"),
     "colocate": ("train.colocate", "infer.colocate"),
+    "chat_template_kwargs": ("infer.chat_template_kwargs", "orch.model.chat_template_kwargs"),
     "fp32_lm_head": ("train.fp32_lm_head", "infer.fp32_lm_head"),
     "sequence_len": ("train.sequence_len", "orch.seq_len"),
+    "micro_batch_tokens": ("train.micro_batch_tokens", "orch.micro_batch_tokens"),
     "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
     **{f"weight_broadcast.{key}": tuple(f"{one}{key}" for one in _BROADCAST) for key in ("type", "key_var")},
 }

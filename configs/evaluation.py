@@ -67,8 +67,8 @@ class EvalSettings(Section):
     env: Environments = ()
     """Environments to evaluate on (empty: the training ones). One that shares its name with a training environment, but
     not its arguments, is another environment, and both keep the name in their own metrics."""
-    num_examples: int = Field(default=-1, ge=-1)
-    """Number of held-out examples of each environment (-1: all, 0: no evaluation)."""
+    num_examples: int = Field(default=200, ge=-1)
+    """Number of held-out examples of each environment, the first ones (-1: all, 0: no evaluation)."""
     rollouts_per_example: PositiveInt = 1
     """Number of answers to each prompt. With more than one, pass@k is estimated for k = 1, 2, 4 and so on."""
     interval: PositiveInt = 100

@@ -122,7 +122,7 @@ def kind(annotation: Any) -> str:
 
 def default(field: FieldInfo) -> str:
     """A field's default, as it is written in a file."""
-    value = field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True, validated_data={"lora": True})
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
     if value is PydanticUndefined or value is None or isinstance(value, bool):

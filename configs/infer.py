@@ -13,6 +13,7 @@ from grpo.configs.common import (
     Seconds,
     Seed,
     Shared,
+    TemplateArguments,
 )
 from pydantic import BeforeValidator, Field, PositiveInt
 
@@ -27,6 +28,7 @@ VLLM_REFUSED = {
     **dict.fromkeys(("enable_auto_tool_choice", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"), _BESIDE),
     "tensor_parallel_size": "set tp",
     "data_parallel_size": "set dp",
+    "default_chat_template_kwargs": "set chat_template_kwargs",
     "api_key": "set the environment variable that api_key_var names",
     "hf_overrides": "server and trainer would compute other models; set rope_scaling, or change config.json",
     "enable_sleep_mode": "set sleep_mode",
@@ -52,9 +54,10 @@ class _ServerSettings(ProcessSettings):
     port: Port = 8000
     """Port to listen on."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and of the computation; `auto` follows the checkpoint."""
+    """Type of the weights and of the computation; `auto` follows the checkpoint. In a run that leaves it open it is the
+    trainer's."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence in tokens, prompt and answer together (null: what the model allows)."""
+    """Longest sequence in tokens, prompt and answer together (null: what the model allows; in a run, `seq_len`)."""
     trust_remote_code: bool = False
     """Model code that comes with the checkpoint may run."""
     enforce_eager: bool = False
@@ -78,7 +81,7 @@ class _ServerSettings(ProcessSettings):
     vllm: dict[str, Any] = {}
     """More arguments of vLLM's server, as `max_num_seqs: 256` or `speculative_config: {method: ngram, …}`, which vLLM's
     own parser checks. On a CPU, `max_num_seqs` is 64, `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128
-    MiB. docs/servers.md has those that are refused."""
+    MiB or what two of the longest sequences need. docs/servers.md has those that are refused."""
 
     def conflicts(self) -> Conflicts:
         for name in sorted(self.vllm.keys() & VLLM_REFUSED.keys()):
@@ -106,6 +109,8 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
 
     model: str
     """Base model: a local folder or a Hugging Face id."""
+    chat_template_kwargs: TemplateArguments = {}
+    """Arguments of the model's chat template for chat requests, which may give others; rollouts come as tokens."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the API key; where it is set, every route but /health asks for it."""
     enable_lora: bool = True
@@ -133,8 +138,9 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """Name of the environment variable that holds the key of both ends (where it is not set, the key in
     `output_dir`)."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
-    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: 1e-4
-    at most in float32, 1e-2 on a GPU, 0.05 on average in bfloat16, 0.01 in float16)."""
+    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: twice
+    what the two differ by without an adapter, and always 1e-4 at most in float32, 1e-2 on a GPU, 0.05 on average in
+    bfloat16, 0.01 in float16)."""
     canary_timeout_s: Seconds = 120.0
     """Seconds that loading and proving a policy version may take, and in `sleep_mode` falling asleep or waking."""
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import yaml
 from grpo.configs.common import ProcessSettings, all_conflicts
 from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.facts import this_hardware
 from grpo.configs.keys import find, get, holds, key_of, known_keys, put, unknown
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -121,6 +122,11 @@ class Values:
         put(tree, key, value)
         self.add(tree, origin)
 
+    def refuse(self, key: str, message: str) -> None:
+        """Notes what is wrong with the value of a key that is there, or with its default."""
+        origin, shown = self.given.get(key, ("default", key))
+        self._refuse(origin, shown, get(self.tree, key), message)
+
     def _refuse(self, origin: str, key: str, value: object, message: str) -> None:
         self.problems.append(Problem(origin=origin, key=key, value=value, message=message))
 
@@ -134,17 +140,14 @@ class Values:
             for item in error.errors(include_url=False):
                 key, value, message = key_of(cls, item["loc"]), item["input"], item["msg"].removeprefix("Value error, ")
                 origin, shown = nearest(self.given, key) or (default, key)
-                if item["type"] == "too_short" and item["input"]:
-                    continue  # a member of the list has an error
+                if item["type"] == "default_factory_not_called" or (item["type"] == "too_short" and item["input"]):
+                    continue  # what the default follows from has an error, or a member of the list
                 if shown in self.shared and shown != key and any(one[:2] == (origin, shown) for one in seen):
                     continue  # one program after the other says what it thinks of the same value
                 if item["type"] == "missing":
                     shown = (missing or {}).get(key, shown)
                     in_list = any(part.isdigit() for part in shown.split("."))
-                    value, message = (
-                        None,
-                        "is required" if in_list else f"is required; set it in the file, or --{shown}",
-                    )
+                    value, message = None, "is required" + f"; give --{shown}, or set it in a file" * (not in_list)
                 elif item["type"] == "tuple_type":
                     message = "expected a list"
                 elif item["type"] == "string_pattern_mismatch" and not str(value).strip():
@@ -377,6 +380,7 @@ def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()
     values.add_environment(cls, cls.env_prefix)
     values.check_environment({cls.env_prefix: cls})
     values.add_options(cls, split(cls, arguments))
+    cls.fill(values.tree, this_hardware())
     loaded = LoadedSettings(settings=values.validated(cls, default=name), given=values.given, file=name)
     if problems := [loaded.problem(key, message) for key, message in all_conflicts(loaded.settings)]:
         raise SettingsError(problems)

@@ -17,6 +17,7 @@ from grpo.configs.common import (
     Section,
     Share,
     Shared,
+    TemplateArguments,
     Transport,
     adapter_conflicts,
     changed_keys,
@@ -43,6 +44,9 @@ class ModelSettings(Section):
 
     name: str
     """Base model: a local folder or a Hugging Face id. Its tokenizer is used."""
+    chat_template_kwargs: TemplateArguments = {}
+    """Arguments of the model's chat template, as `{enable_thinking: false}`, wherever messages become tokens: rollouts,
+    evaluation, judges and hints. One that the template does not use is refused."""
     lora_adapter: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]+$")
     """Name under which chat users get the newest policy version."""
     lora_rank: PositiveInt = 16
@@ -91,7 +95,9 @@ class OrchSettings(ProcessSettings, Shared):
     rollouts_per_example: PositiveInt = 8
     """Number of rollouts of one prompt, whose mean reward is the baseline."""
     seq_len: PositiveInt = 2048
-    """Longest packed micro-batch in tokens, and so the longest sample, as the trainer's `sequence_len`."""
+    """Longest sample in tokens, as the trainer's `sequence_len`."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Largest micro-batch in tokens, as the trainer's (null: `seq_len`)."""
     max_steps: PositiveInt | None = None
     """Number of training steps (null: until stopped)."""
     max_async_level: NonNegativeInt = 1
@@ -146,6 +152,11 @@ class OrchSettings(ProcessSettings, Shared):
     """How policy versions arrive, as the trainer's `weight_broadcast`."""
 
     @property
+    def pack_tokens(self) -> int:
+        """Largest micro-batch in tokens."""
+        return self.micro_batch_tokens or self.seq_len
+
+    @property
     def groups_per_batch(self) -> int:
         """Groups that one step trains on. All rollouts of an arena's step are one."""
         return 1 if self.arena is not None else self.batch_size // self.rollouts_per_example
@@ -166,7 +177,7 @@ class OrchSettings(ProcessSettings, Shared):
         if self.batch_size % self.rollouts_per_example:
             yield "batch_size", f"must be a multiple of rollouts_per_example = {self.rollouts_per_example}"
         if bool(self.env) == (self.arena is not None):
-            yield "env", "must name environments, or arena a schedule of your own; one of the two"
+            yield "env", "must name environments, as --env FILE:CLASS, or arena a schedule of your own; one of the two"
         if self.arena is not None:
             yield from self._arena_conflicts()
         yield from self._length_conflicts()
@@ -188,6 +199,8 @@ class OrchSettings(ProcessSettings, Shared):
         for key, tokens in (("sampling", max_tokens), ("eval.sampling", self.eval.sampling.max_tokens)):
             if tokens is not None and tokens >= self.seq_len:
                 yield f"{key}.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
+        if self.pack_tokens < self.seq_len:
+            yield "micro_batch_tokens", f"must hold the longest sample, of seq_len = {self.seq_len} tokens"
         if self.sampling.temp_scheduler is not None and (self.max_steps is None or self.max_steps < 2):
             yield "sampling.temp_scheduler", "needs max_steps of at least 2, to know where it ends; set max_steps"
         interval = self.reward_shaping.overlong_interval

@@ -1,20 +1,24 @@
 """The settings of a run: what its programs share, said once, and each program's own.
 
-They come from one file (`run.yaml`, a folder with one, or a preset's name) or from one file for each program.
+They come from one file (`run.yaml`, a folder with one, or a preset's name), from one file for each program, or from the
+command line alone, which then gives at least `--model` and `--env`.
 """
 
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo.configs.common import HttpBroadcast, ProcessSettings, all_conflicts
-from grpo.configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
+from grpo.configs.common import HttpBroadcast, ProcessSettings, TemplateArguments, all_conflicts
+from grpo.configs.cross import AGREED, cross_problems, versions_at_once
+from grpo.configs.defaults import fill
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.evaluation import Environments
+from grpo.configs.facts import Hardware, model_facts, this_hardware
 from grpo.configs.infer import InferSettings, TeacherServerSettings
 from grpo.configs.keys import drop, find, get, put
 from grpo.configs.loading import ABSENT, COMMAND_LINE, Given, LoadedSettings, S, Texts, Values, read_yaml, split
@@ -25,6 +29,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
+OUTPUTS = Path("outputs")
+"""The folder that holds the folders of runs which have not been given one."""
+MAX_STEPS = 200
+"""Steps of a run for which nobody has said how many."""
 ENV_PREFIX = "GRPO_RUN_"
 """Beginning of the names of environment variables with shared settings."""
 PROGRAMS: Mapping[str, type[ProcessSettings]] = {
@@ -41,10 +49,19 @@ class RunSettings(SharedSettings):
 
     resume_step: int | None = Field(default=None, ge=-1)
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
-    max_steps: PositiveInt | None = None
+    output_dir: str = Field(default="outputs", pattern=r"^[^\x00]*\S[^\x00]*$")
+    """The run's folder, relative to where the command is given (left out: one in `outputs` that has the name of the
+    folder of run.yaml or, without a file, of environment and model)."""
+    max_steps: PositiveInt | None = MAX_STEPS
     """Number of training steps (null: until stopped)."""
+    max_tokens: PositiveInt | None = None
+    """Longest answer in tokens, as `orch.sampling.max_tokens`; where it needs longer sequences than the defaults or
+    those of a preset, these follow."""
     env: Environments = ()
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
+    chat_template_kwargs: TemplateArguments = {}
+    """Arguments of the model's chat template, as `{enable_thinking: false}` for a model that thinks, in training,
+    evaluation and chat alike (docs/models.md); null takes one back that a preset gives."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3
@@ -70,6 +87,7 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "env": ("orch.env",),
     "seed": ("train.seed", "infer.seed", "orch.seed"),
     "max_steps": ("train.max_steps", "orch.max_steps"),
+    "max_tokens": ("orch.sampling.max_tokens",),
     "device": ("train.device", "infer.device"),
     "lora": ("train.lora",),
     "lora_target_modules": ("train.lora_target_modules",),
@@ -87,6 +105,12 @@ class LoadedRun:
     orch: LoadedSettings[OrchSettings]
     teacher: LoadedSettings[TeacherServerSettings]
     given: Given
+    hardware: Hardware
+    """Where trainer and server are to run, from which defaults follow."""
+    source: tuple[str | Path | None, tuple[str, ...]] = None, ()
+    """The run and the arguments that these settings were loaded from."""
+    notes: tuple[str, ...] = ()
+    """Lines for people: settings that were left open, and what became of them."""
 
     def problem(self, key: str, message: str) -> Problem:
         """Returns a problem with a key that the programs share."""
@@ -106,12 +130,21 @@ def run_file(target: str | Path) -> Path:
     if path.name == str(target) and not path.exists() and preset.is_file():
         return preset
     what = f"a folder without {RUN_FILE}" if path.is_dir() else "no file, no folder and no preset"
-    if path.suffix == ".py":
-        what += "; an environment follows a run, as --env FILE:CLASS"
+    if ".py" in path.suffix:
+        what += "; an environment is given as --env FILE:CLASS, after a run or with --model"
+    elif is_model(target):
+        what += f"; a model is given as --model {target}, with --env"
     if close := difflib.get_close_matches(str(target), presets(), n=1):
         what += f" (did you mean {close[0]}?)"
     message = f"is {what}; give a folder with {RUN_FILE}, such a file, or one of the presets {', '.join(presets())}"
     raise SettingsError([Problem(origin=COMMAND_LINE, key="run", value=str(target), message=message)])
+
+
+def is_model(target: str | Path) -> bool:
+    """Returns whether a word looks like a model: a folder with `config.json`, or a Hugging Face id."""
+    if Path(target).exists():
+        return Path(target, "config.json").is_file() and not Path(target, RUN_FILE).is_file()
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(?<!\.yaml)", str(target)) is not None
 
 
 def presets() -> list[str]:
@@ -119,9 +152,12 @@ def presets() -> list[str]:
     return sorted(file.parent.name for file in PRESETS.glob(f"*/{RUN_FILE}"))
 
 
-def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> LoadedRun:
+def load_run(
+    target: str | Path | None, arguments: Sequence[str] = (), *, hardware: Hardware | None = None
+) -> LoadedRun:
     """Returns the settings of a run, from its file and `--key value` arguments; without `target` from the files that
-    `--train`, `--infer`, `--orch` and maybe `--teacher` give.
+    `--train`, `--infer`, `--orch` and maybe `--teacher` give, or from the arguments alone. Defaults are those for
+    `hardware` (None: this machine's).
 
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
@@ -130,12 +166,13 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Loaded
     files, idle = _files(target, options), set[tuple[str, str]]()
     while True:
         try:
-            return _loaded(target, options, files, idle)
+            found = _loaded(target, options, files, idle, hardware or this_hardware())
+            return replace(found, source=(target, tuple(arguments)))
         except SettingsError as error:
-            found = {(one.origin, one.key) for one in error.problems if one.ineffective and _is_preset(one.origin)}
-            if found <= idle:
+            mended = {(one.origin, one.key) for one in error.problems if one.ineffective and is_preset(one.origin)}
+            if mended <= idle:
                 raise
-            idle |= found
+            idle |= mended
 
 
 def _one_list(options: Texts) -> Texts:
@@ -147,12 +184,17 @@ def _one_list(options: Texts) -> Texts:
     return [*((key, text) for key, text in options if key != "env"), ("env", f"[{', '.join(members)}]")]
 
 
-def _is_preset(origin: str) -> bool:
+def is_preset(origin: str) -> bool:
+    """Returns whether a value's origin is the file of a preset."""
     return Path(origin).name == RUN_FILE and Path(origin).parent.parent == PRESETS
 
 
 def _loaded(
-    target: str | Path | None, options: Texts, files: Mapping[str, Path], idle: Set[tuple[str, str]]
+    target: str | Path | None,
+    options: Texts,
+    files: Mapping[str, Path],
+    idle: Set[tuple[str, str]],
+    hardware: Hardware,
 ) -> LoadedRun:
     """Does the work of `load_run`, without `idle`: file and key of a preset's settings that another one has left
     without effect. The user has not given them, and need not take them back."""
@@ -169,11 +211,56 @@ def _loaded(
     values.add_options(RunSettings, [one for one in options if one[0] not in PROGRAMS])
     for section in (*PROGRAMS, "orch.model"):
         put(values.tree, section, {})
+    if not files and not any(get(values.tree, key) for key in ("train.model", "orch.env", "orch.arena")):
+        values.problems.append(_no_run())
+        raise SettingsError(values.problems)
+    notes = _named_and_ended(values, None if target is None else files[""])
     _derive(values)
-    name = str(files.get("", "default"))
-    missing = {key: name for name, keys in SHARED.items() for key in keys if target is not None}
+    notes += fill(values, hardware, model_facts(get(values.tree, "train.model")), is_preset=is_preset)
+    own_files = {role: file for role, file in files.items() if role}
+    name = str(files.get("", "default" if own_files else "grpo"))
+    missing = {key: name for name, keys in SHARED.items() for key in keys if not own_files}
     settings = values.validated(RunSettings, default=name, missing=missing)
-    return _checked(settings, values.given, {} if target is not None else files, name)
+    return replace(_checked(settings, values.given, own_files, name, hardware), notes=notes)
+
+
+def _no_run() -> Problem:
+    message = (
+        f"is not given; give --model MODEL --env ENVIRONMENT, a folder with {RUN_FILE}, such a file, or one of the "
+    )
+    return Problem(origin=COMMAND_LINE, key="run", value=None, message=f"{message}presets {', '.join(presets())}")
+
+
+def _named_and_ended(values: Values, file: Path | None) -> tuple[str, ...]:
+    """Gives a run a folder of its own and an end, where nobody has. Returns what is to be told of that."""
+    tree, notes = values.tree, list[str]()
+    if all(get(tree, key, ABSENT) is ABSENT for key in ("output_dir", *SHARED["output_dir"])):
+        names = [] if file is None else [file.absolute().parent.name if file.name == RUN_FILE else file.stem]
+        folder = str(OUTPUTS / folder_name(names or [*_env_names(tree), Path(str(get(tree, "train.model"))).name]))
+        values.add({"output_dir": folder}, "default")
+    if all(get(tree, key, ABSENT) is ABSENT for key in ("max_steps", *SHARED["max_steps"])):
+        values.add({"max_steps": MAX_STEPS}, "default")
+        notes.append(f"{MAX_STEPS} steps: max_steps is not given; --max_steps null goes on until it is stopped")
+    elif get(tree, "train.max_steps", ABSENT) is None:
+        values.tree["train"]["max_steps"] = -1
+    return tuple(notes)
+
+
+def folder_name(names: Sequence[str]) -> str:
+    """Returns a name for a run's folder, of plain letters: `MyEnv-Qwen3-4B`."""
+    return re.sub(r"[^\w.]+", "-", "-".join(names))[:100].strip("-.") or "run"
+
+
+def _env_names(tree: Mapping[str, Any]) -> list[str]:
+    """Returns short names of the environments: `MyEnv` of `my_env.py:MyEnv`, `codes` of the data set `codes.csv`."""
+    given = get(tree, "orch.env") or get(tree, "orch.arena")
+    names = []
+    for one in given if isinstance(given, list) else [given]:
+        env = {"id": one} if isinstance(one, str) else one if isinstance(one, Mapping) else {}
+        path = get(env, "args.path")
+        name = Path(path).stem if env.get("id") == "dataset" and isinstance(path, str) else env.get("id", "")
+        names.append(str(env.get("name") or name).rpartition(":")[2])
+    return names
 
 
 def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
@@ -198,16 +285,15 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
 def _files(target: str | Path | None, options: Texts) -> dict[str, Path]:
     """Returns the files by the beginning of their keys. Raises `SettingsError`."""
     given = [(key, text) for key, text in options if key in PROGRAMS]
-    named, message = dict(given), f"no file; give a run's folder or file, one of {', '.join(presets())}, or --KEY FILE"
+    named, message = dict(given), "no file; give --train, --infer and --orch FILE, or a run in their place"
     for number, (key, text) in enumerate(given):
         if target is not None or key in dict(given[:number]):
             two = "is one of two files of the same settings; give one alone"
             raise SettingsError([Problem(origin=COMMAND_LINE, key=key, value=text, message=two)])
     if target is not None:
         return {"": run_file(target)}
-    if missing := [key for key in ("train", "infer", "orch") if key not in named]:
-        keys = missing if named else ["run"]
-        raise SettingsError([Problem(origin=COMMAND_LINE, key=key, value=None, message=message) for key in keys])
+    if named and (missing := [key for key in ("train", "infer", "orch") if key not in named]):
+        raise SettingsError([Problem(origin=COMMAND_LINE, key=key, value=None, message=message) for key in missing])
     return {f"{role}.": Path(text or "") for role, text in named.items()}
 
 
@@ -245,21 +331,23 @@ def _derive(values: Values) -> None:
 
 
 def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:
-    """Returns trainer and server with the settings that one leaves open and the other has: device and type of base
-    weights that they share, and room for all versions that are in flight."""
+    """Returns trainer and server with the settings that one leaves open and the other has: the device that they
+    share, and room for all versions that are in flight."""
     train, infer = settings.train, settings.infer
     of_infer: dict[str, Any] = {}
     if train.colocate and infer.colocate:
         device = next((one for one in (train.device, infer.device) if one != "auto"), "auto")
         train = train if "device" in train.model_fields_set else train.model_copy(update={"device": device})
-        of_infer = {"device": device, "dtype": DTYPES[train.recipe]}
+        of_infer = {"device": device}
     if infer.enable_lora:
         needed = versions_at_once(train, settings.orch, norm_noise=infer.norm_noise)
-        of_infer["max_loras"] = max(infer.max_loras, needed)
+        of_infer["max_loras"] = needed
     return train, infer.model_copy(update={k: v for k, v in of_infer.items() if k not in infer.model_fields_set})
 
 
-def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], name: str) -> LoadedRun:
+def _checked(
+    settings: RunSettings, given: Given, files: Mapping[str, Path], name: str, hardware: Hardware
+) -> LoadedRun:
     """Returns the run if its programs' settings contradict neither themselves nor each other. Raises
     `SettingsError`."""
 
@@ -275,7 +363,13 @@ def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], nam
     train, infer = _fitted(settings)
     orch, teacher = loaded(settings.orch), loaded(settings.teacher)
     run = LoadedRun(
-        settings=settings, train=loaded(train), infer=loaded(infer), orch=orch, teacher=teacher, given=given
+        settings=settings,
+        train=loaded(train),
+        infer=loaded(infer),
+        orch=orch,
+        teacher=teacher,
+        given=given,
+        hardware=hardware,
     )
     programs: tuple[LoadedSettings[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]

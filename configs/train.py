@@ -22,12 +22,14 @@ from grpo.configs.common import (
     adapter_conflicts,
     only,
 )
+from grpo.configs.facts import Hardware
 from grpo.configs.loss import LossSettings
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 LinearLayer = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
 ALL_LINEAR = "all-linear"
 LowPrecision = Literal["fp8_hybrid", "nvfp4"]
+Optimizer = Literal["adamw_8bit", "adamw", "adamw_8bit_paged", "muon"]
 QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
 _MERGED_BY_VLLM = (
     *({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}),
@@ -78,7 +80,10 @@ class SharedSettings(OnDevice, Shared):
     overwrite_output_dir: bool = False
     """An earlier run in `output_dir` is removed first."""
     sequence_len: PositiveInt = 2048
-    """Longest packed micro-batch in tokens, and so the longest sample."""
+    """Longest sample in tokens, prompt and answers together (in a run that leaves it open: on a GPU 8192, on a CPU
+    2048, more for a longer `max_tokens`, and never more than the model reads)."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Largest micro-batch in tokens, into which samples are packed (null: `sequence_len`, on a GPU at least 16384)."""
     lora: bool = True
     """A LoRA adapter is trained. false: all weights are, and are published whole (`weight_broadcast.format: full`)."""
     lora_rank: Annotated[PositiveInt, OnlyWith("lora")] = 16
@@ -117,17 +122,17 @@ class TrainSettings(ProcessSettings, SharedSettings):
     rendezvous: str | None = Field(default=None, pattern=r"^([^\s:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}$")
     """HOST:PORT where several machines meet: the name of one of them, and a free port there (null: one machine)."""
     zero_level: int = Field(default=1, ge=1, le=3)
-    """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
+    """What ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     offload: bool = False
     """What is trained, its gradients and the optimizer's state are kept in main memory, where the optimizer steps them:
     less of the GPU's memory for a slower step. For `lora: false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: all cores that affinity and cgroup quotas allow, divided
     among the ranks)."""
-    recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
-    """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
-    `nvfp4` are bf16 but for the frozen weights of layers with an adapter, whose products in training are in 8 or 4
-    bits, on GPUs that can (docs/quantization.md)."""
+    recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"] | None, BeforeValidator(_underlined)] = None
+    """Type of the base weights and the computation (null: bf16 on a GPU, fp32 on a CPU). What is trained is always kept
+    in float32. `fp8_hybrid` and `nvfp4` are bf16 but for the frozen weights of layers with an adapter, whose products
+    in training are in 8 or 4 bits, on GPUs that can (docs/quantization.md)."""
     gradient_checkpointing: bool | Literal["selective"] | None = None
     """Activations are computed again in the backward pass: less memory, a third more work (selective: all but
     attention's; null: on a GPU none, all but attention's, or all, the first that fits; on a CPU none)."""
@@ -149,8 +154,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Number of times that a batch is trained before its version is published."""
     logging_steps: PositiveInt = 1
     """Steps between two lines in the trainer's log. Metrics are written at every step."""
-    learning_rate: float = Field(default=2e-4, gt=0, le=10)
-    """Peak learning rate."""
+    learning_rate: float = Field(default_factory=lambda data: 2e-5 if data["lora"] else 1e-6, gt=0, le=10)
+    """Peak learning rate. Left open, it is 1e-6 with `lora: false`."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
     stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
@@ -162,9 +167,10 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Steps over which `wsd` falls to 0 (null: a tenth of `max_steps`)."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0 to its peak."""
-    optimizer: Literal["adamw_8bit", "adamw", "adamw_8bit_paged", "muon"] = "adamw_8bit"
-    """Optimizer. `adamw` has float32 state, `adamw_8bit` 8-bit state, `adamw_8bit_paged` 8-bit state that a GPU may
-    page out; `muon` orthogonalizes the updates of matrices and gives all else to AdamW."""
+    optimizer: Optimizer = Field(default_factory=lambda data: "adamw" if data["lora"] else "adamw_8bit")
+    """Optimizer. Left open, it is `adamw_8bit` with `lora: false`. `adamw` has float32 state and steps all tensors in
+    one kernel, `adamw_8bit` has 8-bit state and waits for the GPU after each tensor, `adamw_8bit_paged` may page its
+    8-bit state out of a GPU; `muon` orthogonalizes the updates of matrices and gives all else to AdamW."""
     weight_decay: float = Field(default=0.01, ge=0, le=10)
     """Decoupled weight decay."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -204,6 +210,16 @@ class TrainSettings(ProcessSettings, SharedSettings):
         transport = given.get("rollout_transport", {})
         return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
 
+    @classmethod
+    def fill(cls, tree: dict[str, Any], hardware: Hardware) -> None:
+        on_gpu = hardware.on_gpu(tree.get("device"))
+        tree.setdefault("recipe", "bf16" if on_gpu else "fp32")
+
+    @property
+    def pack_tokens(self) -> int:
+        """Largest micro-batch in tokens."""
+        return self.micro_batch_tokens or self.sequence_len
+
     @property
     def num_ranks(self) -> int:
         """Ranks on all machines together, where none is missing."""
@@ -232,6 +248,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
             yield "overwrite_output_dir", "would remove the run of run_id or ckpt.resume_step; remove one"
         if self.ckpt.resume_step is not None and self.resume == "never":
             yield "resume", "never refuses the run that ckpt.resume_step resumes; remove one of the two"
+        if self.pack_tokens < self.sequence_len:
+            yield "micro_batch_tokens", f"must hold the longest sample, of sequence_len = {self.sequence_len} tokens"
         if self.transport_type not in (None, self.rollout_transport.type):
             yield "transport_type", f"must equal rollout_transport.type = {self.rollout_transport.type}; remove one"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.configs.errors import SettingsError
+from grpo.configs.facts import Hardware
 from grpo.configs.keys import get
 from grpo.configs.loading import COMMAND_LINE, LoadedSettings
 from grpo.configs.run import PRESETS, LoadedRun, run_file
@@ -17,6 +18,8 @@ from grpo.deploy.plan import run_id_problems
 from grpo.deploy.teacher import why_not_started
 
 _BESIDE_FILES = (COMMAND_LINE, "environment variable")
+HARDWARE = Hardware(gpus=("0", "1"))
+"""Programs have GPUs of their own, unless their `device` is cpu."""
 MAX_NAME = 40
 """Characters of a run's name: Kubernetes takes 63, which what it appends itself is part of."""
 ALL_INTERFACES = "0.0.0.0"
@@ -85,6 +88,7 @@ def parts(run: LoadedRun, places: Places) -> list[Part]:
     """The parts of a run: servers, trainer, orchestrator, and environments where they have machines of their own."""
     topology, versions = run.settings.topology, run.orch.settings.weight_broadcast
     of_server: dict[str, Any] = {"host": ALL_INTERFACES, "port": topology.port}
+    of_server |= {"max_model_len": run.infer.settings.max_model_len}
     if versions.type == "http":
         of_server["weight_broadcast_url"] = f"http://{places.orchestrator}:{versions.port}"
     return [
@@ -133,7 +137,9 @@ def _server_gpus(run: LoadedRun) -> int:
 
 def _of_trainer(run: LoadedRun, places: Places) -> dict[str, Any]:
     of_run, chosen = run.settings.topology, run.settings.topology.train
+    settings = run.train.settings
     found: dict[str, Any] = {"gpus": _ranks(run)} | _sockets(run, places)
+    found |= {"sequence_len": settings.sequence_len, "micro_batch_tokens": settings.pack_tokens}
     if chosen.nodes > 1:
         found |= {"nodes": chosen.nodes, "rendezvous": f"{places.trainer}:{of_run.rendezvous_port}"}
         found |= {} if chosen.min_nodes is None else {"min_nodes": chosen.min_nodes}
@@ -145,6 +151,8 @@ def _of_orchestrator(run: LoadedRun, places: Places) -> dict[str, Any]:
     if places.servers is not None:
         found["client.elastic"] = {"hostname": places.servers, "port": run.settings.topology.port}
     found |= _sockets(run, places)
+    # Lengths follow from the device, which this machine need not have.
+    found |= {"seq_len": run.orch.settings.seq_len, "micro_batch_tokens": run.orch.settings.pack_tokens}
     if distant := _distant(run):
         addresses = {
             key: f"tcp://{places.environments[number % len(places.environments)]}:{port}"

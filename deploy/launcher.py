@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from grpo.configs.errors import Problem, SettingsError
+from grpo.configs.facts import VARIABLE as VISIBLE_GPUS
+from grpo.configs.facts import model_facts
 from grpo.configs.loading import Given
 from grpo.configs.resuming import changes, record_of
-from grpo.configs.run import LoadedRun
-from grpo.deploy.gpus import VARIABLE as VISIBLE_GPUS
-from grpo.deploy.gpus import visible_gpus
+from grpo.configs.run import LoadedRun, is_preset, load_run
 from grpo.deploy.memory import with_split
 from grpo.deploy.plan import Plan, resolve, with_run, write_settings
 from grpo.deploy.programs import Child, Outcome, Program, Signals, run_programs
@@ -34,6 +35,7 @@ from grpo.transport.hidden import hide_environment, key_variables, named_keys
 from grpo.transport.logs import printable
 from grpo.transport.run import Role, RunFolder, current_run_id, join_run, only_one, open_run, recorded_program
 from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED, StatusFile, server_file
+from grpo.transport.weights.chat_template import not_used, unused_arguments
 from grpo.transport.weights.identity import base_identity, resolve_model
 
 SUMMARY_FILE = "summary.json"
@@ -67,13 +69,18 @@ def run(asked: LoadedRun, show: Show, *, dry_run: bool = False) -> int:
         print(plan.effective(), end="")
         return 0
     hide_environment(key_variables(plan.orch.model_dump()))
+    if model_facts(plan.train.model) is None:  # a model of the hub, from whose lengths defaults follow once it is here
+        resolve_model(plan.train.model)
+        plan = resolve(load_run(*asked.source, hardware=asked.hardware))
     return run_plan(plan, show, given=asked.given)
 
 
 def checked(asked: LoadedRun) -> Plan:
-    """Returns the plan of a run, once its environments are found. Raises `SettingsError` and `UserError`,
-    ValueErrors."""
+    """Returns the plan of a run, once its environments and a model that is a folder are found. Raises `SettingsError`
+    and `UserError`, ValueErrors, and FileNotFoundError."""
     plan = resolve(asked)
+    if plan.train.model.startswith((".", "/")) or plan.train.model.count("/") != 1:  # no Hugging Face id
+        resolve_model(plan.train.model)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
             check_id(env.id, env.args)
@@ -93,6 +100,7 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
         model = resolve_model(plan.train.model)
         if plan.teacher is not None:
             plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
+        plan = with_template(plan, given, model=model)
         stack.enter_context(only_one(plan.output_dir, "launcher"))
         changed = _check_folder(plan, model)
         if _is_finished(plan):
@@ -113,11 +121,30 @@ def run_plan(plan: Plan, show: Show, *, given: Given = MappingProxyType({})) -> 
     return outcome.exit_code or print_summary(folder.path)
 
 
+def with_template(plan: Plan, given: Given, *, model: Path) -> Plan:
+    """Returns the plan with the arguments that the model's chat template uses: a preset's others belong to the preset's
+    own model, and are left out. Raises `SettingsError` for one that a person gave."""
+    arguments, problems = plan.orch.model.chat_template_kwargs, list[Problem]()
+    unused, known = unused_arguments(model, arguments)
+    for name in unused:
+        shown = f"chat_template_kwargs.{name}"
+        origin, key = next((given[one] for one in (shown, f"orch.model.{shown}") if one in given), ("settings", shown))
+        if is_preset(origin):
+            print(f"{key} of {origin} is left out: it is {not_used(known)}")
+        else:
+            message = f"is {not_used(known)}; remove it"
+            problems.append(Problem(origin=origin, key=key, value=arguments[name], message=message))
+    if problems:
+        raise SettingsError(problems)
+    used = {"chat_template_kwargs": {name: value for name, value in arguments.items() if name not in unused}}
+    orch = plan.orch.model_copy(update={"model": plan.orch.model.model_copy(update=used)})
+    return replace(plan, orch=orch, infer=plan.infer.model_copy(update=used)) if unused else plan
+
+
 def _divided(plan: Plan, model: Path) -> Plan:
-    """Returns the plan of a co-located run on a GPU with the server's share of it, where the user left that open.
-    Raises what `with_split` raises."""
-    on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ)))
-    if not (plan.train.colocate and on_gpu) or "gpu_memory_utilization" in plan.infer.model_fields_set:
+    """Returns the plan of a run on one GPU with the server's share of it, where the user left that open. Raises what
+    `with_split` raises."""
+    if not plan.splits:
         return plan
     plan, line = with_split(plan, model)
     print(line, flush=True)

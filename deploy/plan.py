@@ -1,8 +1,8 @@
 """The settings of the programs, resolved together, and what the launcher adds to them."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -15,7 +15,6 @@ from grpo.configs.loading import LoadedSettings
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import LoadedRun
 from grpo.configs.train import TrainSettings
-from grpo.deploy.gpus import divided, visible_gpus
 from grpo.deploy.teacher import server_settings, teacher_problems, why_not_started
 from grpo.transport.cores import available_cores, threads_each
 from grpo.transport.folders import write_atomic
@@ -45,6 +44,11 @@ class Plan:
     """Ports of the servers; known once the run is."""
     replicas: int = 1
     """Number of servers of the policy."""
+    splits: bool = False
+    """Whether server and trainer share a GPU of which the server gets what a step of the trainer leaves, as measured
+    before they start."""
+    chosen: tuple[str, ...] = ()
+    """Lines for people: what became of settings that were left open, and a share of the GPU that is kept."""
 
     @property
     def output_dir(self) -> Path:
@@ -63,9 +67,16 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people: who takes which GPUs, and why the teacher that is configured teaches nobody."""
+        """Lines for people: what was chosen for them, who takes which GPUs, and why the teacher that is configured
+        teaches nobody."""
         told = ", ".join(f"grpo-{role} takes {' and '.join(names)}" for role, names in self.gpus.items())
-        notes = [f"GPUs: {told}"] if told else []
+        notes = [*self.chosen, *([f"GPUs: {told}"] if told else [])]
+        if self.splits:
+            base = ", and one copy of the base" if self.train.colocate else ""
+            notes.append(
+                f"one GPU for server and trainer{base}: a step of the trainer is measured before they start, and grpo "
+                "sets infer's gpu_memory_utilization to what the trainer leaves"
+            )
         if self.orch.teacher_model is not None and not self.train.loss.teacher_tau:
             notes.append(f"no teacher is asked or started: {why_not_started(self.train, self.orch)}")
         return notes
@@ -77,17 +88,14 @@ class Plan:
             notes.append("grpo chooses a free port for the server when it starts, and client.base_url accordingly")
         if self.teacher is not None and "port" not in self.teacher.model_fields_set:
             notes.append("grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly")
-        if self.train.colocate and "gpu_memory_utilization" not in self.infer.model_fields_set:
-            notes.append("on a GPU, grpo sets infer's gpu_memory_utilization to what the trainer leaves")
         notes += self.notes
         values = {role: settings.model_dump(mode="json") for role, settings in self.settings().items()}
         return "".join(f"# {note}\n" for note in notes) + _yaml(values)
 
 
-def resolve(run: LoadedRun, *, visible: Sequence[str] | None = None) -> Plan:
-    """Returns the plan of a launcher that sees these GPUs, or with None those that this process sees. Raises
-    `SettingsError` with every problem found."""
-    visible = visible_gpus(os.environ) if visible is None else visible
+def resolve(run: LoadedRun) -> Plan:
+    """Returns the plan of a launcher on the run's machine. Raises `SettingsError` with every problem found."""
+    visible = run.hardware.gpus
     train, infer, orch, replicas = (
         run.train.settings,
         run.infer.settings,
@@ -112,13 +120,16 @@ def resolve(run: LoadedRun, *, visible: Sequence[str] | None = None) -> Plan:
         teacher = server_settings(run.teacher.settings, train=train, infer=infer, orch=orch)
     else:
         problems += found
-    if problems:
-        raise SettingsError(problems)
     on_gpus: dict[str, tuple[TrainSettings | InferSettings, int]]
     on_gpus = {"infer": (infer, infer.tp * infer.dp * replicas), "train": (train, train.gpus)}
     on_gpus |= {} if teacher is None else {"teacher": (teacher, teacher.tp * teacher.dp)}
-    needs = {role: number for role, (settings, number) in on_gpus.items() if settings.device != "cpu"}
+    needs = {role: number for role, (settings, number) in on_gpus.items() if run.hardware.on_gpu(settings.device)}
     together = train.colocate or train.sleep_mode
+    gpus = {} if together else divided(visible, needs)
+    splits, said = _shared_gpu(run, needs, divides=bool(gpus))
+    problems += [] if gpus or splits or together else _too_few_gpus(run, needs, teacher)
+    if problems:
+        raise SettingsError(problems)
     plan = Plan(
         train=train,
         infer=infer,
@@ -126,10 +137,61 @@ def resolve(run: LoadedRun, *, visible: Sequence[str] | None = None) -> Plan:
         teacher=teacher,
         free_port=not ({"port"} & infer.model_fields_set or {"base_url"} & orch.client.model_fields_set),
         restarts=restarts,
-        gpus={} if together else divided(visible, needs),
+        gpus=gpus,
         replicas=replicas,
+        splits=splits,
+        chosen=(*run.notes, *said),
     )
     return with_threads(plan, threads_each(available_cores(), len(on_gpus)), gpu=bool(visible))
+
+
+def divided(visible: Sequence[str], needs: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The GPUs that each program sees, the next ones in turn; empty where there are too few, and every program sees
+    all. Example: ``divided(("0", "1"), {"infer": 1, "train": 1})`` is ``{"infer": ("0",), "train": ("1",)}``."""
+    if len(visible) < 2 or sum(needs.values()) > len(visible):
+        return {}
+    left = iter(visible)
+    return {role: tuple(islice(left, number)) for role, number in needs.items()}
+
+
+def _shared_gpu(run: LoadedRun, needs: Mapping[str, int], *, divides: bool) -> tuple[bool, list[str]]:
+    """Returns whether the GPU of server and trainer is to be divided by a measurement, and a line about a share that
+    stands in its way."""
+    train, infer = run.train.settings, run.infer
+    both = {"infer", "train"} <= needs.keys()
+    one = needs == {"infer": 1, "train": 1} and len(run.hardware.gpus) < 2 and not train.sleep_mode
+    if divides or not both or not (train.colocate or one):
+        return False, []
+    if "gpu_memory_utilization" not in infer.settings.model_fields_set:
+        return True, []
+    share = infer.described("gpu_memory_utilization")
+    return False, [f"one GPU for server and trainer: nothing is measured, because of {share}; remove it to have that"]
+
+
+def _too_few_gpus(run: LoadedRun, needs: Mapping[str, int], teacher: InferSettings | None) -> Iterator[Problem]:
+    """Yields a problem where programs would take the same GPU without having been given shares of it."""
+    visible, wanted = max(1, len(run.hardware.gpus)), sum(needs.values())
+    servers = {"infer": run.infer.settings} | ({} if teacher is None else {"teacher": teacher})
+    servers = {role: one for role, one in servers.items() if role in needs}
+    shares = {role: one.gpu_memory_utilization for role, one in servers.items() if _has_share(one)}
+    if wanted <= visible:
+        return
+    if len(shares) == len(servers):
+        if visible == 1 and sum(shares.values()) > 1:
+            told = " and ".join(f"{role} {share:g}" for role, share in shares.items())
+            yield run.infer.problem("gpu_memory_utilization", f"exceeds one GPU: {told}; lower them to 1 together")
+        return
+    told = ", ".join(f"grpo-{role} {number}" for role, number in needs.items())
+    yield run.infer.problem(
+        "gpu_memory_utilization",
+        f"{wanted} GPUs are needed ({told}), and {visible} is visible; give each program its own, share one by "
+        "--colocate (one copy of the base) or --sleep_mode with --orch.max_async_level 0 (by turns), or set "
+        f"gpu_memory_utilization of {' and '.join(servers)} to what the others leave",
+    )
+
+
+def _has_share(server: InferSettings) -> bool:
+    return "gpu_memory_utilization" in server.model_fields_set
 
 
 def with_threads(plan: Plan, num_threads: int, *, gpu: bool) -> Plan:

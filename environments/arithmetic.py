@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo.environments.rewards import number
 
-from grpo import Environment, Rubric
+from grpo import Environment, Parser, Rubric
 
 Problem = tuple[int, str, int]
 """`(12, "+", 7)`"""
@@ -58,7 +58,7 @@ def correct(completion: str, example: Mapping[str, Any]) -> float:
 class Arithmetic(Environment):
     """Problems of two whole numbers from 0 to `max_operand`; training and evaluation never share one."""
 
-    rubric = Rubric([correct])
+    rubric = Rubric([correct], parser=Parser())
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from grpo import Environment, Rubric
+from grpo import Environment, Parser, Rubric
 
 
 def split_of(word: str) -> str:
@@ -64,7 +64,8 @@ class ReverseText(Environment):
             )
         self._lengths, self._seed = (min_len, max_len), seed
         self._num = {"train": num_train, "eval": num_eval}
-        self.rubric = Rubric([exact]) if reward == "exact" else Rubric([exact, in_place], weights=[0.5, 0.5])
+        functions, weights = ([exact], None) if reward == "exact" else ([exact, in_place], [0.5, 0.5])
+        self.rubric = Rubric(functions, weights, parser=Parser())
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         drawn = words(self._seed, self._num[split], *self._lengths, split)

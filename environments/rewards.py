@@ -10,7 +10,16 @@ from typing import Any
 from grpo.environments.critique.problems import problem_from_record
 from grpo.environments.critique.testing import ProgramScorer, extract_program
 
-from grpo import InferenceClient, client_of, load_object, messages_of
+from grpo import (
+    BoxedParser,
+    InferenceClient,
+    MarkerParser,
+    Parser,
+    XMLParser,
+    client_of,
+    load_object,
+    messages_of,
+)
 
 Reward = Callable[..., Any]
 """Takes the completion and the example, as any reward function of a rubric."""
@@ -93,7 +102,8 @@ async def asked_verdict(client: InferenceClient, question: str, completion: str,
     it is known."""
     known = "" if answer is None else f"\n\nThe right answer is:\n\n{answer}"
     asked = JUDGE_PROMPT.format(question=question, completion=completion, known=known)
-    said = _VERDICT.findall(await client.complete([{"role": "user", "content": asked}]))
+    told = Parser().parse(await client.complete([{"role": "user", "content": asked}]))
+    said = _VERDICT.findall(told.answer or "")
     return said[-1].lower() == "right" if said else None
 
 
@@ -146,6 +156,30 @@ def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward, bool]:
         raise ValueError(f"reward {name} {'takes no option' if name in COMPARING else 'needs one: a pattern'}")
     reward = REWARDS[str(name)](option)
     return str(name), reward, name in COMPARING or (name == "regex" and re.compile(str(option)).groups > 0)
+
+
+PARSERS: dict[str, Callable[[Any], Parser | None]] = {
+    "thinking": lambda _: Parser(),
+    "boxed": lambda _: BoxedParser(),
+    "marker": lambda marker: MarkerParser(str(marker)),
+    "xml": lambda tags: XMLParser(*(tags if isinstance(tags, list | tuple) else [str(tags)])),
+    "text": lambda _: None,
+}
+"""Functions that make each parser, given its option."""
+
+
+def make_parser(given: str | Mapping[str, Any]) -> Parser | None:
+    """Returns the parser of completions. `given`: a name, or `{marker: TEXT}` or `{xml: TAG}`, which need an option.
+    None stands for the whole text. Raises ValueError for what is none."""
+    name, option = next(iter(given.items()), ("", None)) if isinstance(given, Mapping) else (given, None)
+    if name not in PARSERS or (isinstance(given, Mapping) and len(given) != 1):
+        known = "thinking, boxed, text, {marker: '####'} and {xml: answer}"
+        raise ValueError(f"unknown parser {given!r}; there are {known}")
+    if (option is None) == (name in ("marker", "xml")):
+        raise ValueError(
+            f"parser {name} {'needs an option' if option is None else 'takes no option'}, and has {option!r}"
+        )
+    return PARSERS[str(name)](option)
 
 
 def wrong_answer(name: str, answer: Any) -> str | None:

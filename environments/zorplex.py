@@ -11,9 +11,21 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo import Environment, EpisodeState, Role, Rubric, Tool, ToolEpisode, ToolFailed, parse_bracketed, tagged_integer
+from grpo import (
+    Environment,
+    EpisodeState,
+    MarkerParser,
+    Parser,
+    Role,
+    Rubric,
+    Tool,
+    ToolEpisode,
+    ToolFailed,
+    parse_bracketed,
+)
 
 LOOKUP, UNKNOWN_WORD, ANSWER_TAG = "LOOKUP", "unknown_word", "[ANSWER]"
+THINKING, NUMBERS = Parser(), MarkerParser(ANSWER_TAG, pattern=r"-?[0-9]{1,18}(?![0-9])")
 CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD = 1.0, 0.2, -0.1
 FREE_CALLS, SPAM_CALLS = 2, 3
 """Calls that cost nothing, and those beyond which a wrong answer is put down to tool spam."""
@@ -106,8 +118,9 @@ def _digest(text: str) -> int:
 
 
 def correct(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the number behind the last `[ANSWER]` is right."""
-    return float(tagged_integer(completion) == example["answer"])
+    """1 where the number behind the last `[ANSWER]` that has one is right."""
+    number = NUMBERS.parse(completion).answer
+    return float(number is not None and int(number) == example["answer"])
 
 
 def format_rate(completion: str) -> float:
@@ -137,9 +150,10 @@ def num_turns(state: EpisodeState) -> float:
 
 def failure_mode(state: EpisodeState) -> str:
     """The first of `MODES` that fits: `tool_spam` is a wrong answer after more than three calls."""
-    if correct(state.last_text, state.example):
+    answer = THINKING.parse(state.last or "").answer or ""
+    if correct(answer, state.example):
         return "success"
-    if not format_rate(state.last_text):
+    if not format_rate(answer):
         return "wrong_format"
     return "tool_spam" if num_tool_calls(state) > SPAM_CALLS else "wrong_answer"
 
@@ -179,6 +193,7 @@ class Zorplex(ToolEpisode, Environment):
             [correct, format_rate, excess_calls],
             weights=[CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD],
             metrics=[*map(_share_of, MODES), num_tool_calls, tool_error_rate, num_turns],
+            parser=THINKING,
         )
         super().__init__(
             {LOOKUP: Tool.of(self.look_up, name=LOOKUP)},
@@ -207,7 +222,7 @@ class Zorplex(ToolEpisode, Environment):
         return zorplex(known, self._seed, self._max_value)
 
     def is_done(self, state: EpisodeState) -> bool:
-        return tagged_integer(state.last_text) is not None
+        return NUMBERS.parse(state.last or "").answer is not None
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         return {"failure_mode": failure_mode(state), "num_tool_calls": state.data["num_tool_calls"]}

@@ -19,6 +19,7 @@ from grpo.orchestrator.rollouts.episode import (
 )
 from grpo.orchestrator.rollouts.messages import Message, ModelResponse, messages_of, text_of
 from grpo.orchestrator.rollouts.openai_endpoint import endpoint_of, shared_endpoint
+from grpo.orchestrator.rollouts.parsers import BoxedParser, MarkerParser, Parsed, Parser, XMLParser
 from grpo.orchestrator.rollouts.play import play
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
@@ -31,8 +32,6 @@ from grpo.orchestrator.rollouts.tool_calls import (
     ToolSource,
     parse_bracketed,
     parse_tagged,
-    tagged_answer,
-    tagged_integer,
     tools_of,
 )
 from grpo.orchestrator.rollouts.tool_episode import ToolEpisode
@@ -41,6 +40,7 @@ from grpo.transport.importing import load_object
 
 __all__ = [
     "AlternatingRolesEpisode",
+    "BoxedParser",
     "CallFailed",
     "ChatEpisode",
     "ContextFull",
@@ -48,12 +48,15 @@ __all__ = [
     "Episode",
     "EpisodeState",
     "InferenceClient",
+    "MarkerParser",
     "Message",
     "MockClient",
     "ModelResponse",
     "MultiTurnEpisode",
     "OpenAIClient",
     "OwnClient",
+    "Parsed",
+    "Parser",
     "Reply",
     "RewardNotFinite",
     "RewardTooLarge",
@@ -71,6 +74,7 @@ __all__ = [
     "ToolFailed",
     "ToolSource",
     "UserError",
+    "XMLParser",
     "client_of",
     "endpoint_of",
     "load_object",
@@ -79,8 +83,6 @@ __all__ = [
     "parse_tagged",
     "play",
     "shared_endpoint",
-    "tagged_answer",
-    "tagged_integer",
     "text_of",
     "tools_of",
     "waiting",

@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": "a policy version and its base over the OpenAI API",
     "chat": "a conversation with a policy version and its base, side by side",
     "evaluate": "how good a model, a run or a checkpoint is at environments, without training",
+    "canary": "whether a server, of ours or not, serves a PEFT adapter",
     "data": "what a data set would ask, how long that is, and which rows cannot be used",
     "sft": "how a model learns prompts and answers from a file, before a run: a supervised first stage",
     "compare": "the same training with different settings, compared in a table and pictures",

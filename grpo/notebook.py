@@ -1,16 +1,19 @@
-"""Hands an environment of a script or a notebook to the processes that run it, by a file and a name.
+"""Hands an environment, or rows and reward functions, of a script or a notebook to the processes that use them, by a
+file and a name.
 
-Nothing is pickled. A class of a module or a script is named by its file. A class of a notebook is written to a file of
-the run, with what its code names: functions and classes with their source from the cells, imports, plain data as it is
-now, and other values as the assignment that made them.
+Nothing is pickled. A class or a function of a module or a script is named by its file. One of a notebook is written to
+a file of the run, with what its code names: functions and classes with their source from the cells, imports, plain data
+as it is now, and other values as the assignment that made them. Rows are written to a file of the run too.
 """
 
 import ast
 import builtins
+import inspect
 import json
+import math
 import symtable
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +21,13 @@ from typing import Any
 import yaml
 
 from grpo.orchestrator.rollouts.environment import Environment
+from grpo.orchestrator.rollouts.rubric import NAMES, Rubric
 from grpo.transport.errors import UserError
 from grpo.transport.run import RUN_FILE
 
-_MEND = "put it into a file and give its name, as env='my_env.py:MyEnv'"
+_MEND = "put it into a file and give its name, as 'my_env.py:MyEnv'"
+_HELD_OUT = ("test", "validation", "eval")
+"""Names of the split that is held out, the first that is there."""
 
 
 def yaml_value(text: str) -> Any:
@@ -32,26 +38,141 @@ def yaml_value(text: str) -> Any:
         raise UserError(f"{text!r} is no YAML: {error}") from error
 
 
+def name_of(env: Any) -> dict[str, Any]:
+    """Returns what settings need to name an environment, before anything of it is written. Raises `UserError`."""
+    if isinstance(env, str):
+        return {"id": env}
+    if isinstance(env, Mapping):
+        return _checked(env)
+    return {"id": _class_of(env).__name__}
+
+
+def _checked(env: Mapping[str, Any]) -> dict[str, Any]:
+    if "id" not in env:
+        raise UserError(
+            f"env has {', '.join(map(str, env))}, and no id; rows are given as dataset=ROWS, reward=F, or from "
+            "a file by {'id': 'dataset', 'args': {'path': FILE, 'prompt': …, 'answer': …}}"
+        )
+    return dict(env)
+
+
+def _class_of(env: Any) -> type[Environment]:
+    cls = env if isinstance(env, type) else type(env)
+    if not issubclass(cls, Environment):
+        raise UserError(f"env is {env!r}, expected an object or a class derived from grpo.Environment, or an id")
+    return cls
+
+
 def env_settings(env: Any, folder: Path, *, overwrite: bool) -> dict[str, Any]:
     """The settings (`orch.env[]`) of an environment that is given as an id, as settings, as an object or as a class.
     `folder` is the run's, which takes the file of a class that has none; `overwrite`: also in the place of another one.
     Raises `UserError`."""
-    if isinstance(env, str):
-        return {"id": env}
-    if isinstance(env, Mapping):
-        if "id" not in env:
-            raise UserError(
-                f"env has {', '.join(map(str, env))}, and no id; rows of a data set are given by an environment's "
-                "`dataset`, or from a file by {'id': 'dataset', 'args': {'path': FILE, 'prompt': …, 'answer': …}}"
-            )
-        return dict(env)
-    cls = env if isinstance(env, type) else type(env)
-    if not issubclass(cls, Environment):
-        raise UserError(f"env is {env!r}, expected an object or a class derived from grpo.Environment, or an id")
+    if isinstance(env, str | Mapping):
+        return dict(name_of(env))
+    cls = _class_of(env)
     settings: dict[str, Any] = {"id": _location(cls, folder, overwrite), "name": cls.__name__}
     if not isinstance(env, type) and env.made_with:
         settings["args"] = _plain(cls, env.made_with)
     return settings
+
+
+def dataset_settings(
+    data: Any, reward: Any, folder: Path, *, held_out: Any = None, overwrite: bool = False
+) -> dict[str, Any]:
+    """The settings (`orch.env[]`) of an environment with these rows and rewards, the arguments `dataset`, `reward` and
+    `eval_dataset` of `grpo.train`. `folder` and `overwrite` are as for `env_settings`. Raises `UserError`, and
+    ValueError for a reward function that no rubric can call."""
+    if isinstance(data, Mapping) and "train" in data:
+        found = [data[name] for name in _HELD_OUT if name in data]
+        data, held_out = data["train"], found[0] if held_out is None and found else held_out
+    splits = {name: given for name, given in (("path", data), ("eval_path", held_out)) if given is not None}
+    files = {name: given for name, given in splits.items() if isinstance(given, str | Path)}
+    rows = {name: _rows(given, name) for name, given in splits.items() if name not in files}
+    rewards = list(reward) if isinstance(reward, list | tuple) else [] if reward is None else [reward]
+    _check_rewards(rewards, rows.get("path"))
+    args: dict[str, Any] = {
+        name: str(Path(one).resolve() if Path(one).exists() else one) for name, one in files.items()
+    }
+    named = [_location(one, folder, overwrite) if callable(one) else one for one in rewards]
+    args |= {"reward": named[0] if len(named) == 1 else named} if named else {}
+    for name, some in rows.items():
+        file = {"path": "dataset.jsonl", "eval_path": "eval_dataset.jsonl"}[name]
+        text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in some)
+        args[name] = str(_written(file, text, folder, overwrite).resolve())
+    return {"id": "dataset", "args": args}
+
+
+def _check_rewards(rewards: Sequence[Any], rows: Sequence[Mapping[str, Any]] | None) -> None:
+    """Raises `UserError` and ValueError for rewards that are neither names nor functions that a rubric can call with
+    these rows; None where a file has them."""
+    if functions := [one for one in rewards if callable(one)]:
+        Rubric(functions)
+    columns = {name for row in rows or () for name in row} - set(NAMES)
+    for one in functions:
+        if taken := [name for name in _parameters(one) if name in columns]:
+            name = getattr(one, "__name__", type(one).__name__)
+            raise UserError(
+                f"reward function {name} takes {', '.join(taken)}, a name of a column; it gets the row whole, as "
+                f"`example`: write def {name}(completion, example), and example[{taken[0]!r}]"
+            )
+    if wrong := [one for one in rewards if not callable(one) and not isinstance(one, str | Mapping)]:
+        raise UserError(f"reward is {wrong[0]!r:.80}, expected a function, a name such as 'exact', or a list of these")
+    if rows is not None and not rewards and any("answer" not in row for row in rows):
+        raise UserError("reward is missing, and rows have no column `answer` to compare with; give reward=FUNCTION")
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters; none where it is written in C and does not say."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _rows(data: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of a list of mappings, of a `Dataset` of `datasets`, or of a DataFrame of pandas or polars, as JSON can
+    hold them. Raises `UserError`."""
+    what = {"path": "dataset", "eval_path": "eval_dataset"}[name]
+    if hasattr(data, "to_dicts"):
+        data = data.to_dicts()  # polars
+    elif hasattr(data, "to_dict") and hasattr(data, "columns"):
+        data = data.to_dict("records")  # pandas
+    if isinstance(data, Mapping) or not hasattr(data, "__len__"):
+        kind = type(data).__name__
+        raise UserError(
+            f"{what} is a {kind}, expected a list of rows, a Dataset or a DataFrame, all of it in memory; of a stream "
+            "take a part: list(itertools.islice(stream, 1000))"
+        )
+    rows = []
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise UserError(f"{what}, row {number}, is a {type(row).__name__}, expected a mapping with a prompt")
+        if "prompt" not in row:
+            raise UserError(
+                f"{what}, row {number}, has {', '.join(map(str, row)) or 'no columns'}, and no prompt; call the column "
+                "with the question `prompt`, a text or a list of chat messages"
+            )
+        rows.append({str(key): _as_json(value, f"{what}, row {number}, column {key}") for key, value in row.items()})
+    if not rows:
+        raise UserError(f"{what} has no rows")
+    return rows
+
+
+def _as_json(value: Any, place: str) -> Any:
+    """A value of a row as JSON has it: arrays as lists, times as texts, and missing numbers as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(one, place) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one, place) for one in value]
+    if hasattr(value, "tolist"):
+        return _as_json(value.tolist(), place)
+    if hasattr(value, "isoformat"):
+        return str(value.isoformat())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise UserError(f"{place}: is a {type(value).__name__}, which a file of rows cannot hold; remove the column")
 
 
 def _plain(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,17 +191,20 @@ def _plain(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return dict(arguments)
 
 
-def _location(cls: type, folder: Path, overwrite: bool) -> str:
-    """`module:Class` or `path/to/file.py:Class`."""
-    name, module = cls.__qualname__, sys.modules[cls.__module__]
-    if not name.isidentifier():
-        raise UserError(f"{name} is defined within a function or a class; define it at the top of its file or cell")
+def _location(cls: type | Callable[..., Any], folder: Path, overwrite: bool) -> str:
+    """`module:Class` or `path/to/file.py:Class`, and the same for a function."""
+    name, module = getattr(cls, "__qualname__", type(cls).__name__), sys.modules[cls.__module__]
+    if not name.isidentifier() or not hasattr(cls, "__qualname__"):
+        raise UserError(
+            f"{name} has no name of its own at the top of its file or cell, by which other processes find it; "
+            "define it there, by def or class"
+        )
     file = getattr(module, "__file__", None)
     if cls.__module__ == "__main__":
         if file is not None:
             _check_guarded(Path(file))
         elif (cells := _cells()) is not None:
-            file = _written(name, source_of(name, vars(module), cells), folder, overwrite)
+            file = _written(f"{name}.py", source_of(name, vars(module), cells), folder, overwrite)
         else:
             raise UserError(f"{name} has no file: it was typed in; {_MEND}")
     elif file is None or "." in cls.__module__:
@@ -113,8 +237,8 @@ def _cells() -> list[str] | None:
 
 
 def _written(name: str, source: str, folder: Path, overwrite: bool) -> Path:
-    """Writes the source of `name` to a file of the run. Raises `UserError` where the run has begun with another one."""
-    path = folder / "code" / f"{name}.py"
+    """Writes a file of the run. Raises `UserError` where the run has begun with another one."""
+    path = folder / "code" / name
     if path.exists() and path.read_text() != source and (folder / RUN_FILE).exists() and not overwrite:
         raise UserError(
             f"{folder} holds a run with another {name}; give another output_dir, overwrite_output_dir=True, or "

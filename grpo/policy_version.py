@@ -80,3 +80,11 @@ def program_settings(run: Path, role: Role) -> dict[str, Any]:
     if (settings := recorded_settings(run, role)) is None:
         raise CannotExport(f"{run} has no settings of grpo-{role}: it has not joined this run")
     return settings
+
+
+def template_arguments(run: Path) -> dict[str, Any]:
+    """Returns the arguments of the chat template with which the run's prompts were written; none where none were
+    given."""
+    model = (recorded_settings(run, "orch") or {}).get("model", {})
+    arguments: dict[str, Any] = model.get("chat_template_kwargs", {})
+    return arguments

@@ -25,6 +25,7 @@ from grpo.transport.ports import listening_socket
 from grpo.transport.run import RunFolder
 from grpo.transport.run_warnings import kept_warnings
 from grpo.transport.status import server_file
+from grpo.transport.weights.chat_template import check_arguments
 from grpo.transport.weights.dequantized import wait_for_dequantized
 from grpo.transport.weights.http import FetchedVersions
 from grpo.transport.weights.identity import base_identity, resolve_model
@@ -52,6 +53,7 @@ def run(settings: InferSettings) -> int:
     try:
         model_dir = resolve_model(settings.model).resolve()
         check_tokenizer(model_dir)
+        check_arguments(model_dir, settings.chat_template_kwargs)
         with kept, listening_socket(settings.host, settings.port) as sock:
             key = os.environ.get(settings.api_key_var) or None
             if key is None and not is_loopback(settings.host):

@@ -22,22 +22,22 @@ Bin = list[int]
 def pack(
     samples: Sequence[TrainingSample],
     *,
-    seq_len: int,
+    capacity: int,
     num_ranks: int,
     run_id: str,
     step: int,
     pairs: Sequence[PreferencePair] = (),
 ) -> list[list[MicroBatch]]:
-    """`samples` as micro-batches [R][B] of at most `seq_len` tokens. Every rank has the same number B: where samples
+    """`samples` as micro-batches [R][B] of at most `capacity` tokens. Every rank has the same number B: where samples
     are too few for that, a micro-batch of one token without loss takes the place of a missing one. `pairs` go with the
     first micro-batch of each rank, in which they are sequences of their own, each to the rank that has the fewest
     tokens of them.
 
-    Raises ValueError without samples, and for a sample longer than `seq_len`: nothing is ever cut off.
+    Raises ValueError without samples, and for a sample longer than `capacity`: nothing is ever cut off.
     """
     if 0 < (num_taught := sum(sample.teacher_logprobs is not None for sample in samples)) < len(samples):
         raise ValueError(f"{num_taught} of {len(samples)} samples have teacher log-probabilities; give all or none")
-    ranks = plan([len(sample.token_ids) for sample in samples], capacity=seq_len, num_ranks=num_ranks)
+    ranks = plan([len(sample.token_ids) for sample in samples], capacity=capacity, num_ranks=num_ranks)
     pairs_of_rank = _spread_pairs(pairs, num_ranks)
     common: dict[str, Any] = {
         "run_id": run_id,
@@ -127,7 +127,9 @@ def plan(lengths: Sequence[int], *, capacity: int, num_ranks: int) -> list[list[
         raise ValueError("a batch without samples cannot be packed; give at least one")
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if (longest := lengths[order[0]]) > capacity:
-        raise ValueError(f"a sample of {longest} tokens does not fit into seq_len = {capacity}; raise seq_len")
+        raise ValueError(
+            f"a sample of {longest} tokens does not fit into a micro-batch of {capacity}; raise micro_batch_tokens"
+        )
     bins = _fullest_first(order, lengths, capacity)
     num_bins = min(-(-len(bins) // num_ranks) * num_ranks, len(lengths))
     while len(bins) < num_bins:

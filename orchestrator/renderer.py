@@ -6,11 +6,13 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo.orchestrator.rollouts.records import Messages
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
+from grpo.transport.weights.chat_template import check_arguments
 
 TEMPLATE_S = 20.0
 """Deadline for the first rendering, its imports included."""
@@ -19,8 +21,9 @@ TEMPLATE_S = 20.0
 class ChatRenderer:
     """Renders with a Hugging Face tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """`arguments`: of the chat template, at each rendering."""
+        self._tokenizer, self._arguments = tokenizer, dict(arguments)
         self._backend = _backend_of(tokenizer)
         self._special_ids = frozenset(
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -29,16 +32,17 @@ class ChatRenderer:
         self._special_texts = re.compile("|".join(map(re.escape, reversed(specials)))) if specials else None
 
     @classmethod
-    def of_model(cls, folder: Path) -> "ChatRenderer":
-        """Returns the renderer of the model in `folder`. Raises UserError where the model has no tokenizer, or the
-        tokenizer no chat template."""
+    def of_model(cls, folder: Path, arguments: Mapping[str, Any] = MappingProxyType({})) -> "ChatRenderer":
+        """Returns the renderer of the model in `folder`, with `arguments` of its chat template. Raises UserError where
+        the model has no tokenizer, the tokenizer no chat template, or the template no use for an argument."""
         try:
             tokenizer = load_tokenizer(folder)
         except (ValueError, OSError) as error:
             raise UserError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
         if tokenizer.chat_template is None:
             raise UserError(f"the tokenizer of {folder} has no chat template; give a model.name that has one")
-        renderer = cls(tokenizer)
+        check_arguments(folder, arguments)
+        renderer = cls(tokenizer, arguments)
         first = threading.Thread(target=renderer._try_template, name="template", daemon=True)
         first.start()
         first.join(TEMPLATE_S)
@@ -95,8 +99,20 @@ class ChatRenderer:
             tools=None if tools is None else [dict(tool) for tool in tools],
             tokenize=False,
             add_generation_prompt=opened,
+            **self._arguments,
         )
         return text
+
+    def closed_and_opened(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, str]:
+        """The conversation without the opening of the policy's turn, and with it. Raises what the template raises.
+
+        The end of the whole text, which some templates (Phi's) write where no turn is opened, is no part of it."""
+        closed, opened = (self.render(messages, tools=tools, opened=one) for one in (False, True))
+        if not opened.startswith(closed):
+            closed = closed.removesuffix(self._tokenizer.eos_token or "")
+        return closed, opened
 
     def ids_of(self, text: str) -> list[int]:
         """Ids of text as it stands; special tokens in it are read as such, none is added."""

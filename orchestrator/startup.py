@@ -68,7 +68,8 @@ async def get_ready(
     closed, no other orchestrator can work in the run."""
     async with asyncio.TaskGroup() as group:
         run = group.create_task(_join(settings, alone))
-        renderer = group.create_task(in_thread(ChatRenderer.of_model, model_folder))
+        arguments = settings.model.chat_template_kwargs
+        renderer = group.create_task(in_thread(ChatRenderer.of_model, model_folder, arguments))
         group.create_task(sync.wait_for_servers())
         train = group.create_task(_prompts(settings, environments))
         held_out = group.create_task(held_out_prompts(settings, environments))

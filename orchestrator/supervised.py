@@ -41,9 +41,10 @@ class SupervisedExample:
     """True for each token that is learned."""
 
 
-def examples_of(rows: Sequence[tuple[list[dict[str, str]], str]], model: Path) -> list[SupervisedExample]:
-    """Returns the rows as tokens: the prompt as a run will ask it, the answer with the token that ends a turn."""
-    renderer, end = ChatRenderer.of_model(model), end_token(model)
+def examples_of(
+    rows: Sequence[tuple[list[dict[str, str]], str]], renderer: ChatRenderer, end: int
+) -> list[SupervisedExample]:
+    """Returns the rows as tokens: the prompt as a run will ask it, the answer with the token `end` that ends a turn."""
     examples = []
     for messages, text in rows:
         prompt, answer = renderer.prompt_ids(tuple(messages)), [*renderer.ids_of(text), end]
@@ -121,7 +122,7 @@ class SupervisedFeed:
             samples = [sample_of(one, step=self._sent, number=n) for n, one in enumerate(self._batch(self._sent))]
             batches = pack(
                 samples,
-                seq_len=self._settings.sequence_len,
+                capacity=self._settings.pack_tokens,
                 run_id=self._run.run_id,
                 step=self._sent,
                 num_ranks=self._settings.gpus,

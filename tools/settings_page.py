@@ -22,8 +22,9 @@ the command line (`grpo quickstart --train.learning_rate 1e-3`, `grpo-train trai
 environment (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Precedence,
 highest first: command line, environment, file, default. Of a program's key and the shared one that stands for it, the
 program's holds. `env` at the top stands for `orch.env`; there and on the command line (`--env FILE:CLASS`) an id alone
-is enough. With a file for each program (`grpo --train train.yaml --infer infer.yaml --orch orch.yaml`), what one
-of them says and another leaves open, though both must agree in it, holds for both.
+is enough. A run needs no file: `grpo --model MODEL --env ENVIRONMENT` is one. With a file for each program
+(`grpo --train train.yaml --infer infer.yaml --orch orch.yaml`), what one of them says and another leaves open, though
+both must agree in it, holds for both.
 
 A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
 file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice and keys without effect
@@ -48,8 +49,12 @@ REASONS = {
     "orch.output_dir": _GIVEN,
     "orch.ckpt.interval": "without checkpoints a run that is killed begins anew, and every batch stays on disk",
     "orch.ckpt.keep_last": "checkpoints of a long run would fill the disk; `null` keeps all, as there",
+    "orch.eval.num_examples": "all of a large data set would be answered before the first step; `-1` is all, as there",
     "orch.report_to.project": "the product's own name",
     "train.sequence_len": "as the orchestrator's `seq_len`, with which it must agree",
+    "train.learning_rate": "what others take for adapters of models of 0.5 to 8 billion weights; 1e-6 for all weights",
+    "train.optimizer": "adapters are small, and 8-bit state waits for the GPU after each tensor",
+    "train.recipe": "`null` is bf16 on a GPU; on a CPU fp32, in which trainer and server are nearest to each other",
     "train.gradient_accumulation_steps": "a batch makes one step, whatever number of micro-batches it packs into",
     "train.per_device_train_batch_size": "a micro-batch is one packed sequence, and more of them a longer one",
     "train.output_dir": _GIVEN,
@@ -62,7 +67,7 @@ _DIFFERING = """
 
 All 124 rows of the reference are keys here, and the others have its defaults; this table is made by comparing them.
 Besides: without an `eval` section the environments of the training are evaluated before the first and after the last
-step, so that a run says what it has learned.
+step, so that a run says what it has learned; and a run that is not told its `max_steps` ends after 200.
 """
 
 

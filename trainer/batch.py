@@ -88,6 +88,7 @@ def check_step(
     batches: Sequence[MicroBatch],
     *,
     sequence_len: int,
+    pack_tokens: int,
     vocab_size: int,
     settings: LossSettings,
     num_adapters: int = 1,
@@ -95,7 +96,7 @@ def check_step(
     """Raises `BatchError` if this trainer cannot train one rank's micro-batches of a step."""
     for batch in batches:
         for problem in (
-            *_size_problems(batch, sequence_len, vocab_size, num_adapters),
+            *_size_problems(batch, sequence_len, pack_tokens, vocab_size, num_adapters),
             *_term_problems(batch, settings),
         ):
             raise BatchError(f"step {batch.step}, micro-batch {batch.index} {problem}")
@@ -117,15 +118,24 @@ def tokens_by_adapter(batches: Sequence[MicroBatch], *, num_adapters: int, setti
     return counts.tolist()
 
 
-def _size_problems(batch: MicroBatch, sequence_len: int, vocab_size: int, num_adapters: int) -> Iterator[str]:
+def _size_problems(
+    batch: MicroBatch, sequence_len: int, pack_tokens: int, vocab_size: int, num_adapters: int
+) -> Iterator[str]:
     pairs = [np.concatenate([pair.prompt_ids, pair.chosen_ids, pair.rejected_ids]) for pair in batch.pairs]
     contexts = [hint.teacher_token_ids[: hint.teacher_index[-1] + 1] for _, hint in batch.hints]
+    longest = max(map(len, (*pairs, *contexts)), default=0)
+    if (longest := max(longest, int(batch.sequence_lengths.max()))) > sequence_len:
+        yield (
+            f"has a sample of {longest} tokens, or a preference pair, its prompt once, or a hint's context; the "
+            f"trainer's sequence_len is {sequence_len}; give sequence_len (train.yaml) and seq_len (orch.yaml) the "
+            "same value"
+        )
+    if len(batch.token_ids) > pack_tokens:
+        yield (
+            f"has {len(batch.token_ids)} tokens; the trainer's micro_batch_tokens is {pack_tokens}; give "
+            "micro_batch_tokens the same value in train.yaml and orch.yaml"
+        )
     for ids in (batch.token_ids, *pairs, *contexts):
-        if len(ids) > sequence_len:
-            yield (
-                f"has {len(ids)} tokens, with a preference pair's prompt once, or in a hint's context; the trainer's "
-                f"sequence_len is {sequence_len}; give sequence_len (train.yaml) and seq_len (orch.yaml) the same value"
-            )
         if (largest := int(ids.max())) >= vocab_size:
             yield (
                 f"has token id {largest}, the model's vocabulary is 0…{vocab_size - 1}; server and trainer must load "

@@ -18,6 +18,7 @@ losses have global normalisers already, so that gradients are summed over the ra
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +29,10 @@ import torch.distributed as dist
 from grpo.trainer.metrics import State, reduced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+GATHERED_BYTES = 1 << 29
+"""Bytes of sharded tensors that the main rank gathers at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,22 @@ class Ranks:
         if self.size == 1:
             return dict(metrics)
         return reduced(json.loads(part) for part in self.all_gather(json.dumps(metrics).encode()))
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Returns each rank's bytes, by rank; none on ranks other than the main one. Collective."""
+        if self.size == 1:
+            return [data]
+        sizes = [int(size) for size in self.all_gather(str(len(data)).encode())]
+        parts = [bytearray() for _ in sizes] if self.is_main else []
+        step = max(1, GATHERED_BYTES // self.size)
+        for start in range(0, max(sizes), step):
+            count = min(step, max(sizes) - start)
+            own = torch.frombuffer(bytearray(data[start : start + count].ljust(count)), dtype=torch.uint8)
+            received = [torch.empty_like(own) for _ in sizes] if self.is_main else None
+            dist.gather(own, received)
+            for part, piece in zip(parts, received or (), strict=True):
+                part += piece.numpy().tobytes()
+        return [bytes(part[:size]) for part, size in zip(parts, sizes[: len(parts)], strict=True)]
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Returns each rank's bytes, by rank. Collective."""
@@ -148,24 +168,44 @@ def host_copies(
     """Returns copies of the whole tensors in main memory, which the next step leaves alone, in `dtype` or their own
     types; empty on ranks other than the main one. Collective.
 
-    What lies on a GPU comes in one flat copy for each type: hundreds of small copies would each wait for the device.
+    Shards go to the main rank alone, at most `GATHERED_BYTES` of all ranks at a time: beside the copies, that is all
+    the memory it takes, and the other ranks take a slice of their own shard. What lies on a GPU is copied to pinned
+    memory, so that hundreds of small copies do not each wait for the device; not yet run on a GPU.
     """
-    whole = {name: full_tensor(tensor) for name, tensor in tensors.items()}
-    if not ranks.is_main:
-        return {}
-    whole = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in whole.items()}
     copies: dict[str, torch.Tensor] = {}
-    for kind in {tensor.dtype for tensor in whole.values()}:
-        same = {name: tensor for name, tensor in whole.items() if tensor.dtype == kind}
-        on_device = {name: tensor for name, tensor in same.items() if tensor.is_cuda}
-        copies |= {name: tensor.clone().contiguous() for name, tensor in same.items() if name not in on_device}
-        if on_device:
-            flat = torch.cat([tensor.reshape(-1) for tensor in on_device.values()]).cpu()
-            parts = flat.split([tensor.numel() for tensor in on_device.values()])
-            copies |= {
-                name: part.view(tensor.shape) for (name, tensor), part in zip(on_device.items(), parts, strict=True)
-            }
-    return {name: copies[name] for name in tensors}
+    for name, tensor in tensors.items():
+        kind, local = dtype or tensor.dtype, local_tensor(tensor)
+        if ranks.is_main:
+            copies[name] = torch.empty(tensor.shape, dtype=kind, pin_memory=local.is_cuda)
+        if isinstance(tensor, DTensor) and ranks.size > 1:
+            assert tensor.placements == (Shard(0),), tensor.placements
+            _gather_rows(local, len(tensor), ranks, copies.get(name), kind)
+        elif ranks.is_main:
+            copies[name].copy_(local, non_blocking=True)
+    if any(tensor.is_pinned() for tensor in copies.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+def _gather_rows(
+    local: torch.Tensor, num_rows: int, ranks: Ranks, whole: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    """Fills `whole`, which the main rank has, with the ranks' shards of a tensor of `num_rows`, slice by slice. All but
+    the last shards have equal numbers of rows, as `torch.chunk` divides them. Collective."""
+    each = -(-num_rows // ranks.size)
+    step = max(1, GATHERED_BYTES // (ranks.size * dtype.itemsize * max(1, math.prod(local.shape[1:]))))
+    for start in range(0, each, step):
+        count = min(step, each - start)
+        rows = local[start : start + count].to(dtype).contiguous()
+        if len(rows) < count:  # all ranks must send equally much
+            rows = torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+        parts = None if whole is None else [torch.empty_like(rows) for _ in range(ranks.size)]
+        dist.gather(rows, parts)
+        for rank, part in enumerate(parts or ()):
+            assert whole is not None
+            begin = rank * each + start
+            target = whole[begin : min(begin + count, (rank + 1) * each)]
+            target.copy_(part[: len(target)], non_blocking=True)
 
 
 # --- FSDP2 ---

@@ -6,6 +6,7 @@ JSON from standard input and prints the measurement as JSON.
 
 import gc
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from grpo.configs.train import TrainSettings
+from grpo.transport.cores import set_allocator
 from grpo.transport.records import Hint, MicroBatch, PreferencePair
 
 if TYPE_CHECKING:
@@ -47,16 +49,20 @@ class Measurement:
 
 
 def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> list[MicroBatch]:
-    """Returns two micro-batches of one sample, all of whose tokens but the first carry loss, with data for every loss
-    that is on: nothing of that length needs more memory. In the second the gradients of the first are there."""
+    """Returns two micro-batches of samples as long as may be, all of whose tokens but the first carry loss, with data
+    for every loss that is on: nothing of `num_tokens` needs more memory. In the second the gradients of the first are
+    there."""
     ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens, np.int32)
-    mask, loss = np.arange(num_tokens) > 0, settings.loss
-    aligned, middle = np.arange(1, num_tokens, dtype=np.int32), num_tokens // 2
-    hint = Hint(teacher_token_ids=ids, student_index=aligned, teacher_index=aligned, weight=1.0)
+    longest, loss = min(num_tokens, settings.sequence_len), settings.loss
+    lengths = np.full(num_tokens // longest, longest, np.int32)
+    lengths = np.append(lengths, np.int32(rest)) if (rest := num_tokens % longest) else lengths
+    mask = np.concatenate([np.arange(length) > 0 for length in lengths])
+    aligned, middle = np.arange(1, longest, dtype=np.int32), longest // 2
+    hint = Hint(teacher_token_ids=ids[:longest], student_index=aligned, teacher_index=aligned, weight=1.0)
     pair = PreferencePair(
         prompt_ids=ids[:1],
         chosen_ids=ids[1:middle],
-        rejected_ids=ids[middle:],
+        rejected_ids=ids[middle:longest],
         chosen_ref_logprob=-1.0,
         rejected_ref_logprob=-1.0,
         source="dry step",
@@ -69,16 +75,16 @@ def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> lis
             index=index,
             num_micro_batches=2,
             token_ids=ids,
-            sequence_lengths=np.array([num_tokens], np.int32),
+            sequence_lengths=lengths,
             loss_mask=mask,
             inference_logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
-            advantages=np.ones(1, np.float32),
-            temperatures=np.ones(1, np.float32),
+            advantages=np.ones(len(lengths), np.float32),
+            temperatures=np.ones(len(lengths), np.float32),
             version_runs=np.array([[0, num_tokens]], np.int32),
             teacher_logprobs=np.zeros(num_tokens, np.float32) if loss.teacher_tau else None,
-            hints=((0, hint),) if loss.alpha_sdpo else (),
-            pairs=(pair,) if loss.beta_replay else (),
-            rollout_ids=("dry",),
+            hints=tuple((index, hint) for index in range(num_tokens // longest)) if loss.alpha_sdpo else (),
+            pairs=(pair,) * (num_tokens // longest) if loss.beta_replay else (),
+            rollout_ids=("dry",) * len(lengths),
         )
         for index in range(2)
     ]
@@ -94,7 +100,7 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     device = device_for(settings.device)
     warn_of_cpu(settings.device, device)
     set_threads(settings.num_threads)
-    *first, last = checkpointing_kinds(settings, device)
+    *first, last = checkpointing_kinds(settings, device, shared=True)
     for kind in first:
         with suppress(torch.OutOfMemoryError):
             return _measured(settings, folder, device, kind)
@@ -117,10 +123,10 @@ def _measured(
 
     release_memory(device)
     policy = load_policy(settings, folder, device, checkpointing=checkpointing)
-    objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
+    objective = Objective(policy, settings.loss, ONE, pack_tokens=settings.pack_tokens)
     optimizer = Optimizer(settings, policy.named_parameters)
-    first = min(64, settings.sequence_len)  # what libraries take once is not the step's
-    for num_tokens in (first, settings.sequence_len):
+    first = min(64, settings.pack_tokens)  # what libraries take once is not the step's
+    for num_tokens in (first, settings.pack_tokens):
         release_memory(device)
         _forget_peak(device)
         objective.accumulate(batches(settings, num_tokens=num_tokens, vocab_size=policy.vocab_size), step=1)
@@ -164,6 +170,7 @@ def _forget_peak(device: "torch.device") -> None:
 
 def main() -> None:
     """Exits with 1, and the reason in the last line of standard error, if no step can be made."""
+    set_allocator(os.environ)  # as the trainer
     import torch
     from grpo.trainer.errors import ModelError
 

@@ -8,18 +8,26 @@ values), so that a tile may be as small as a cache and the head is read once for
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 from grpo.trainer.matmul import linear, product
 from grpo.trainer.memory import missing_for_compile
 from torch.autograd.function import once_differentiable
+
+log = logging.getLogger(__name__)
+Fold = Callable[..., tuple[torch.Tensor, ...]]
 
 POSITIONS_PER_TILE = 1024
 """Enough positions that reading the head does not bound the product."""
 POSITIONS_PER_TILE_OF_WEIGHT = 8192
 """Enough positions for the weight's gradient, whose sums are as wide as the tile and are read once for each."""
+COMPILED_POSITIONS, COMPILED_VOCABULARY = 512, 1 << 15
+"""On a CPU tiles are compiled from so many positions and tokens of the vocabulary on. Compiling takes seconds, which
+small models, canaries and dummy passes never give back."""
 
 
 def logprobs_and_entropy(
@@ -100,7 +108,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         logsumexp, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
         grad_logprobs = torch.empty_like(hidden) if with_gradient else None
         grad_entropies = torch.empty_like(hidden) if with_gradient and differentiable else None
-        rows = max(1, min(len(hidden), POSITIONS_PER_TILE, tile_elements))
+        num_blocks = max(1, -(-len(hidden) // min(POSITIONS_PER_TILE, tile_elements)))
+        rows = max(1, -(-len(hidden) // num_blocks))
         columns = max(1, tile_elements // rows)
         for part in blocks(len(hidden), rows):
             inputs = hidden[part], weight, targets[part], temperatures[part, None]
@@ -154,6 +163,8 @@ class _TiledSoftmax:
         differentiable: bool,
     ) -> None:
         self._weight, self._targets, self._temperatures = weight, targets, temperatures
+        pays = hidden.is_cuda or (len(hidden) >= COMPILED_POSITIONS and len(weight) >= COMPILED_VOCABULARY)
+        self._fold = _compiled_fold(hidden.device.type) if pays else _fold
         zeros = torch.zeros(len(hidden), 1, dtype=accum_dtype(hidden.dtype), device=hidden.device)
         self._target = torch.full_like(zeros, torch.nan)
         """The target's logit, once its tile has come; an id outside the vocabulary never has one."""
@@ -174,9 +185,8 @@ class _TiledSoftmax:
     def _add(self, logits: torch.Tensor, tokens: slice) -> None:
         """Adds a tile. Sums that are relative to a smaller maximum are scaled to the new one."""
         column = (self._targets - tokens.start)[:, None]
-        fold = _compiled_fold() if logits.is_cuda else _fold
         so_far = self._target, self._max, self._others, self._gaps
-        sums = fold(logits, self._temperatures, column, *so_far, self._gaps_mean is not None)
+        sums = self._fold(logits, self._temperatures, column, *so_far, self._gaps_mean is not None)
         probs, weighted, shift, self._target, self._max, self._others, self._gaps = sums
         scale = shift.exp()
         if self._gaps_mean is not None and self._mean is not None:
@@ -258,12 +268,25 @@ def _fold(
 
 
 @functools.cache
-def _compiled_fold() -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Returns `_fold`, compiled if Triton can compile. Not yet run on a GPU."""
-    if missing_for_compile(torch.device("cuda")) is not None:
+def _compiled_fold(device_type: str) -> Fold:
+    """Returns `_fold`, compiled where torch can compile for the device; it says so where it cannot. Not yet run on a
+    GPU."""
+    if (missing := missing_for_compile(torch.device(device_type))) is not None:
+        log.warning("%s: the LM head's tiles are not compiled, which costs up to a third of the speed", missing)
         return _fold
-    compiled: Callable[..., tuple[torch.Tensor, ...]] = torch.compile(_fold, dynamic=True)
-    return compiled
+    # Of a copy, which costs nothing in compiled code: nothing is written back to the tile.
+    compiled: Fold = torch.compile(lambda logits, *sums: _fold(logits.clone(), *sums), dynamic=True)
+
+    def fold(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        nonlocal compiled
+        try:
+            return compiled(*inputs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            log.warning("the LM head's tiles cannot be compiled, which costs up to a third of the speed: %s", error)
+            compiled = _fold
+            return _fold(*inputs)
+
+    return fold
 
 
 def _weight_gradient(

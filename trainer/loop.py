@@ -53,7 +53,7 @@ class Trainer:
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
         self._imported = imported
         self._optimizer = Optimizer(settings, policy.named_parameters, ranks)
-        self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
+        self._objective = Objective(policy, settings.loss, ranks, pack_tokens=settings.pack_tokens)
         self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
         self._times_s: dict[str, float] = {}
@@ -127,6 +127,7 @@ class Trainer:
             check_step(
                 batches,
                 sequence_len=self._settings.sequence_len,
+                pack_tokens=self._settings.pack_tokens,
                 vocab_size=self._policy.vocab_size,
                 settings=self._settings.loss,
                 num_adapters=self._policy.num_adapters,

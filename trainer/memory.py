@@ -132,15 +132,17 @@ def _checkpointed(forward: Callable[..., Any], checkpointing: ActivationCheckpoi
     return checkpointed
 
 
-def checkpointing_kinds(settings: TrainSettings, device: torch.device) -> tuple[ActivationCheckpointing, ...]:
+def checkpointing_kinds(
+    settings: TrainSettings, device: torch.device, *, shared: bool = False
+) -> tuple[ActivationCheckpointing, ...]:
     """Returns what layers may keep for the backward pass, the most first: the one kind that the settings name, or on a
-    GPU all kinds, of which the first whose step fits is used. On a GPU that is shared with a server "none" is left out,
-    because the server's cache needs that memory more."""
+    GPU all kinds, of which the first whose step fits is used. On a GPU that is `shared` with a server "none" is left
+    out, because the server's cache needs that memory more."""
     if settings.gradient_checkpointing == "selective":
         return ("selective",)
     if settings.gradient_checkpointing is not None or device.type != "cuda":
         return ("full" if settings.gradient_checkpointing else "none",)
-    most: tuple[ActivationCheckpointing, ...] = () if settings.colocate else ("none",)
+    most: tuple[ActivationCheckpointing, ...] = () if shared or settings.colocate else ("none",)
     # Attention in float32 is no operator whose output could be kept.
     some: tuple[ActivationCheckpointing, ...] = () if settings.recipe == "fp32" else ("selective",)
     return (*most, *some, "full")
@@ -169,7 +171,7 @@ def falling_back(
         if used == kinds[-1]:
             raise ModelError(
                 f"a step does not fit into the memory of {device} (activation checkpointing: {used}): {error}; set "
-                "gradient_checkpointing: true, qlora_bnb: true or a smaller sequence_len"
+                "gradient_checkpointing: true, qlora_bnb: true or a smaller micro_batch_tokens"
             ) from error
         less = kinds[kinds.index(used) + 1]
         write_atomic(run / RECORD, less.encode())

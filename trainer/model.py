@@ -268,7 +268,7 @@ def _loaded(
     trained = {n: p for n, p in (peft or base).named_parameters() if p.requires_grad}
     weights: AdapterWeights | FullWeights
     if peft is None:
-        weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
+        weights = FullWeights(trained, published=published, dtype=dtype, ranks=ranks)
     else:
         folders = dict(zip(adapter_folders(adapters), names, strict=True))
         weights = AdapterWeights(peft, folders=folders, name=settings.model, ranks=ranks)

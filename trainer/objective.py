@@ -59,10 +59,10 @@ class LossTerm:
 class Objective:
     """The sum of the loss terms whose weight is not 0. The others cost nothing."""
 
-    def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, sequence_len: int) -> None:
+    def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, pack_tokens: int) -> None:
         """Raises `LossError` if `settings.import_path` names no function."""
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
-        self._settings, self._sequence_len, self._device = settings, sequence_len, policy.device
+        self._settings, self._pack_tokens, self._device = settings, pack_tokens, policy.device
         self._loss_of = policy_loss
         if settings.import_path is not None:
             self._loss_of = partial(custom_loss, loss_function(settings.import_path))
@@ -192,7 +192,7 @@ class Objective:
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 
     def _hint_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
-        """Returns passes on packs of at most `sequence_len` tokens of samples, and of contexts, each up to the last
+        """Returns passes on packs of at most `pack_tokens` tokens of samples, and of contexts, each up to the last
         token that is compared."""
         passes: list[Pass] = []
         for batch in batches:
@@ -202,7 +202,7 @@ class Objective:
                 adapter = 0 if batch.adapters is None else int(batch.adapters[sample])
                 hinted.append((batch.token_ids[start : start + end], hint, adapter))
             sizes = [max(len(ids), int(hint.teacher_index[-1]) + 1) for ids, hint, _ in hinted]
-            for chosen in first_fit(sizes, capacity=self._sequence_len):
+            for chosen in first_fit(sizes, capacity=self._pack_tokens):
                 pack = self._hint_pack([hinted[index] for index in chosen])
                 passes.append(partial(self._hint_loss, *pack, counts.hint_tokens))
         return passes
@@ -254,7 +254,7 @@ class Objective:
         passes: list[Pass] = []
         for batch in batches:
             sizes = [len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) for pair in batch.pairs]
-            for chosen in first_fit(sizes, capacity=self._sequence_len):
+            for chosen in first_fit(sizes, capacity=self._pack_tokens):
                 pack = self._pair_pack([batch.pairs[index] for index in chosen])
                 passes.append(partial(self._pair_loss, *pack, counts.pairs))
         return passes

@@ -90,9 +90,8 @@ class Optimizer:
             }
             if kind == _EIGHT_BIT:
                 local = save({key: value.to("cpu", copy=True) for key, value in state.items()})
-                parts = [load(data) for data in self._ranks.all_gather(local)] if state else []
+                parts = [load(data) for data in self._ranks.gather(local)]
                 copies = {f"rank_{rank}/{key}": value for rank, part in enumerate(parts) for key, value in part.items()}
-                copies = copies if self._ranks.is_main else {}
             else:
                 copies = host_copies(state, self._ranks)
             tensors |= {f"{kind}/{key}": value for key, value in copies.items()}

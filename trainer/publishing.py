@@ -27,7 +27,7 @@ from grpo.transport.shared_base import ImportedBase
 from grpo.transport.weights.nccl import Rendezvous, WeightSender
 from grpo.transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher
 
-CANARY_TOKENS = 32
+CANARY_TOKENS = 128
 Later = Callable[[], tuple[float, ...]]
 
 
@@ -38,7 +38,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
         rank=settings.lora_rank if settings.lora else 0,
         alpha=settings.lora_alpha if settings.lora else 0,
         target_modules=policy.weights.target_modules,
-        sequence_len=settings.sequence_len,
+        sequence_len=settings.pack_tokens,
         dtype=policy.dtype_name,
         kind=settings.weight_broadcast.format,
         norm_noise=settings.noise_scheduler.enabled,
@@ -64,7 +64,7 @@ def publisher_of(broadcast: Broadcast, run: RunFolder) -> PolicyPublisher:
 
 
 def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:
-    """Returns 32 seeded token ids for a model with this configuration.
+    """Returns 128 seeded token ids for a model with this configuration.
 
     They come from the lower half of the vocabulary: added special tokens, and rows that pad the embedding, lie at the
     end.

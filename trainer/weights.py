@@ -138,13 +138,12 @@ class FullWeights:
         *,
         published: Mapping[str, str],
         dtype: torch.dtype,
-        device: torch.device,
         ranks: Ranks,
     ) -> None:
         """Takes `published`, which maps the checkpoint's names to parameters' names; `dtype` is the type of
         computation."""
         self._parameters, self._published = parameters, published
-        self._dtype, self._device, self._ranks = dtype, device, ranks
+        self._dtype, self._ranks = dtype, ranks
 
     target_modules: tuple[str, ...] = ()
     """Empty, since no layer has an adapter."""
@@ -170,7 +169,7 @@ class FullWeights:
             name=name,
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
-            tensor=lambda: tensor.to(self._device),
+            tensor=lambda: tensor,
         )
 
 

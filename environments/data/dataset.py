@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.environments.critique.problems import problem_from_record
 from grpo.environments.data.files import Refused, Row, check_refused, find_files, parse_rows, plain_value, shown
-from grpo.environments.rewards import make_reward, wrong_answer
+from grpo.environments.rewards import make_parser, make_reward, wrong_answer
 
 from grpo import Environment, Rubric, messages_of
 
@@ -77,7 +77,8 @@ class Dataset(Environment):
         system_prompt: str | None = None,
         answer: str | None = None,
         answer_after: str | None = None,
-        reward: str | Mapping[str, Any] | None = None,
+        reward: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+        parser: str | Mapping[str, Any] = "thinking",
         eval_path: str | None = None,
         eval_split: str | None = None,
         eval_fraction: float | None = None,
@@ -87,11 +88,15 @@ class Dataset(Environment):
         """`path`: of the data. `subset` and `split`: of a folder or a data set (`train`). `prompt`: a column (`prompt`)
         or a template with columns in braces; a column within a column is `outer.inner`. `system_prompt`: a message
         before it. `answer`: a column (`answer`). `answer_after`: the answer is what stands behind the last of these
-        words. `reward`: `exact`, `number`, `math`, `{regex: PATTERN}`, `judge`, `unit_tests`, or `my_rewards.py:score`.
+        words. `reward`: `exact`, `number`, `math`, `{regex: PATTERN}`, `judge`, `unit_tests`, or `my_rewards.py:score`;
+        of a list of these the sum.
+        `parser`: the completion that the reward gets is what follows the thinking (`thinking`), the last `\\boxed{}`
+        in it (`boxed`), the rest of the line behind a marker (`{marker: "####"}`), the text in a tag (`{xml: answer}`),
+        or all of the text (`text`).
 
-        Evaluation is on `eval_path`, or on `eval_split` of `path`, or else on `eval_fraction` of the rows (a tenth),
-        which a hash of the prompt and `seed` chooses and which are not trained on. A row that cannot be used is an
-        error, unless `skip_refused`, which leaves it out and counts it. Raises ValueError."""
+        Evaluation is on `eval_path`, or on `eval_split` of `path`, or else on `eval_fraction` of the rows (a tenth, one
+        at least), which a hash of the prompt and `seed` chooses and which are not trained on. A row that cannot be used
+        is an error, unless `skip_refused`, which leaves it out and counts it. Raises ValueError."""
         known = dict(KNOWN.get(path, {}))
         if eval_path is not None or eval_fraction is not None:
             known.pop("eval_split", None)
@@ -103,16 +108,19 @@ class Dataset(Environment):
                 f"eval_path, eval_split and eval_fraction are {evaluation}: expected one of them, and a fraction "
                 "between 0 and 1"
             )
-        self._reward, function, self._compares = make_reward(reward or known.get("reward", "exact"))
-        self.rubric = Rubric([function])
-        self._answer = answer or known.get("answer") or ("answer" if self._compares else None)
+        given = reward or known.get("reward", "exact")
+        made = [make_reward(one) for one in ([given] if isinstance(given, str | Mapping) else given)]
+        self._rewards, self._compared = [name for name, *_ in made], [name for name, _, compares in made if compares]
+        self.rubric = Rubric([function for _, function, _ in made], parser=make_parser(parser))
+        self._answer = answer or known.get("answer") or ("answer" if self._compared else None)
         self._after = answer_after or known.get("answer_after")
         if self._after is not None and self._answer is None:
             raise ValueError(f"answer_after = {self._after!r} has no effect without answer, the column that has it")
         self._prompt, self._system_prompt = prompt or known.get("prompt", "prompt"), system_prompt
         self._path, self._seed = path, seed
         files = find_files(path, subset=subset, split=split)
-        self.loaded = self._load(files, _evaluated(path, eval_path, subset, eval_split), fraction)
+        evaluated = _evaluated(path, eval_path, subset, eval_split)
+        self.loaded = self._load(files, evaluated, fraction, at_least_one=eval_fraction is None)
         if not skip_refused:
             check_refused(self.loaded.refused, sum(map(len, self.loaded.examples.values())))
         elif self.loaded.refused:
@@ -123,9 +131,10 @@ class Dataset(Environment):
             raise ValueError(f"nothing of {self._path} is for {split}; give more, another eval_fraction, or eval_path")
         return self.loaded.examples[split]
 
-    def _load(self, files: Any, evaluated: Any, fraction: float) -> Loaded:
+    def _load(self, files: Any, evaluated: Any, fraction: float, *, at_least_one: bool) -> Loaded:
         loaded = Loaded(examples={"train": [], "eval": []})
         seen: dict[bytes, tuple[str, str, Any]] = {}
+        digests = list[bytes]()  # of the examples to train on
         for split, paths in (("eval", evaluated), ("train", files)):
             rows, refused = parse_rows(paths, lambda row, place: (place, self._example(row))) if paths else ([], [])
             loaded.refused += refused
@@ -136,12 +145,15 @@ class Dataset(Environment):
                 if first == place:
                     is_eval = evaluated is None and int.from_bytes(digest) < fraction * float(256**_HASH_BYTES)
                     loaded.examples["eval" if is_eval else split].append(example)
+                    digests += [] if is_eval or split == "eval" else [digest]
                 elif first_split != split or answer == example.get("answer"):
                     why = "is evaluated on, as" if first_split != split else "says the same as"
                     loaded.duplicates.append(Refused(place=place, why=f"{why} {first}"))
                 else:
                     why = f"the prompt is that of {first}, with another answer"
                     loaded.refused.append(Refused(place=place, why=why))
+        if evaluated is None and at_least_one and not loaded.examples["eval"] and len(digests) > 1:
+            loaded.examples["eval"].append(loaded.examples["train"].pop(digests.index(min(digests))))
         return loaded
 
     def _example(self, row: Row) -> Mapping[str, Any]:
@@ -159,7 +171,7 @@ class Dataset(Environment):
         example = {**row, "prompt": prompt}
         if self._answer is not None:
             example["answer"] = self._read_answer(_column(row, self._answer))
-        if self._reward == "unit_tests":
+        if "unit_tests" in self._rewards:
             example = {**row, "question": _text(prompt), **example}
             problem_from_record(example)
         return example
@@ -170,8 +182,9 @@ class Dataset(Environment):
             if not found:
                 raise ValueError(f"answer is {shown(before or answer)}, in which there is no {self._after!r}")
             answer = answer.strip()
-        if self._compares and (wrong := wrong_answer(self._reward, answer)) is not None:
-            raise ValueError(wrong)
+        for name in self._compared:
+            if (wrong := wrong_answer(name, answer)) is not None:
+                raise ValueError(wrong)
         return answer
 
     def _filled(self, row: Row) -> str:

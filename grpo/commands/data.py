@@ -38,13 +38,16 @@ environment's own arguments are options too:
   grpo data sums.csv --prompt "What is {{sum}}?" --answer result --reward number --model configs/quickstart/model
 
 exit codes: 0 all rows can be used, 1 some cannot, 2 the data or the options cannot be used"""
-NOT_TEXTS = {"reward", "eval_fraction", "seed", "skip_refused"}
+NOT_TEXTS = {"reward", "parser", "eval_fraction", "seed", "skip_refused"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("path", help="the data, or a run that has some")
     parser.add_argument("--model", help="the model whose chat template and tokenizer are used; a run has its own")
+    parser.add_argument(
+        "--chat_template_kwargs", type=yaml_value, help="the chat template's arguments as JSON; a run has its own"
+    )
     parser.add_argument("--max_prompt_length", type=int, help="longest prompt in tokens, as buffer.max_prompt_length")
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown as they are asked (3)")
     parser.add_argument("--show", type=int, default=20, help="how many refused or skipped rows to list (20)")
@@ -54,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints the data set of each environment, and returns the exit code."""
-    asked, model, longest = _asked(options)
-    renderer, code = _renderer(model, needed=options.model is not None), 0
+    asked, model, arguments, longest = _asked(options)
+    renderer, code = _renderer(model, arguments, needed=options.model is not None), 0
     for args in asked:
         try:
             with _without_warnings():
@@ -79,12 +82,21 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _asked(options: argparse.Namespace) -> tuple[Sequence[Mapping[str, Any]], str | None, int | None]:
-    """The arguments of each data set, the model, and the longest prompt."""
+def _asked(
+    options: argparse.Namespace,
+) -> tuple[Sequence[Mapping[str, Any]], str | None, Mapping[str, Any], int | None]:
+    """The arguments of each data set, the model, the arguments of its chat template, and the longest prompt."""
     args = {name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None}
     path = Path(options.path)
     if options.path not in presets() and not (path / "run.yaml").is_file() and path.suffix not in (".yaml", ".yml"):
-        return [{"path": options.path, **args}], options.model, options.max_prompt_length
+        if options.chat_template_kwargs and options.model is None:
+            raise UserError("--chat_template_kwargs has no effect without --model, whose chat template is meant")
+        return (
+            [{"path": options.path, **args}],
+            options.model,
+            options.chat_template_kwargs or {},
+            options.max_prompt_length,
+        )
     settings = load_part(OrchSettings, options.path, [])
     asked: list[Mapping[str, Any]] = [{**env.args, **args} for env in settings.env if env.id == "dataset"]
     if not asked:
@@ -92,14 +104,15 @@ def _asked(options: argparse.Namespace) -> tuple[Sequence[Mapping[str, Any]], st
             f"{options.path} has no environment dataset; it has {', '.join(env.id for env in settings.env)}"
         )
     longest = options.max_prompt_length or settings.buffer.max_prompt_length
-    return asked, options.model or settings.model.name, longest
+    arguments = options.chat_template_kwargs or settings.model.chat_template_kwargs
+    return asked, options.model or settings.model.name, arguments, longest
 
 
-def _renderer(model: str | None, *, needed: bool) -> ChatRenderer | None:
+def _renderer(model: str | None, arguments: Mapping[str, Any], *, needed: bool) -> ChatRenderer | None:
     """None where the model is not on this machine. Nothing is fetched."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        return None if model is None else ChatRenderer.of_model(resolve_model(model))
+        return None if model is None else ChatRenderer.of_model(resolve_model(model), arguments)
     except FileNotFoundError:
         if needed:
             raise

@@ -141,7 +141,7 @@ def evaluate(
             temperature=temperature,
             max_tokens=max_tokens,
             seed=seed,
-            server=[f"--{key}={value}" for key, value in server.items()],
+            server=[f"--{key}={json.dumps(v) if isinstance(v, Mapping) else v}" for key, v in server.items()],
         )
         with ThreadPoolExecutor(1) as beside:  # a notebook has an event loop in this thread
             return beside.submit(_figures, found, *settings).result()
@@ -200,7 +200,7 @@ def evaluation_settings(
     grpo-infer's command line. None leaves a run's own setting. Raises SettingsError and UserError."""
     tree: dict[str, Any] = dict((target.run and recorded_settings(target.run, "orch")) or {})
     tree |= {"model": {**tree.get("model", {}), "name": target.model}, "report_to": None}
-    evaluated = tree.get("eval", {})
+    evaluated = {"num_examples": -1, **tree.get("eval", {})}
     if env:
         tree["env"], evaluated["env"] = [dict(one) for one in env], []
     if not tree.get("env"):
@@ -211,9 +211,11 @@ def evaluation_settings(
     tree["sampling"] = tree.get("sampling", {}) | _given(seed=seed)
     words = ["--model", target.model, "--host", "127.0.0.1", "--port", str(free_port()), *server]
     recorded = None if target.run is None else recorded_settings(target.run, "infer")
+    arguments = {"chat_template_kwargs": tree["model"].get("chat_template_kwargs", {})}
     with tempfile.NamedTemporaryFile("w", prefix="grpo_infer_", suffix=".yaml") as file:
-        yaml.safe_dump({} if recorded is None else recorded | WITHOUT_TRAINER, file)
+        yaml.safe_dump(arguments if recorded is None else recorded | WITHOUT_TRAINER | arguments, file)
         infer = load(InferSettings, file=file.name, arguments=words).settings
+    tree["model"]["chat_template_kwargs"] = infer.chat_template_kwargs
     tree["client"] = {"base_url": [f"http://127.0.0.1:{infer.port}/v1"], "api_key_var": infer.api_key_var}
     orch = Values(tree=tree).validated(OrchSettings, default="grpo evaluate")
     for one in held_out(orch):
@@ -263,7 +265,7 @@ async def _evaluated(target: Target, orch: OrchSettings, server: ServerProcess) 
         engine = RolloutEngine(
             environments,
             client,
-            ChatRenderer.of_model(resolve_model(target.model)),
+            ChatRenderer.of_model(resolve_model(target.model), orch.model.chat_template_kwargs),
             context_len=(await client.info(server.url)).max_model_len,
             seed=orch.seed,
         )

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code."""
-    run = load_run(options.run, options.others)
+    run = load_run(options.run, options.others, hardware=cluster.HARDWARE)
     cluster.check(run)
     if options.inside:
         return slurm.inside(run, options.run, shown)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.policy_version import Version, program_settings
+from grpo.policy_version import Version, program_settings, template_arguments
 from grpo.run import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
 from grpo.transport.run import recorded_settings
@@ -39,6 +39,8 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
     settings |= {key: orch[key] for key in _ORCH if orch.get(key) is not None}
     if spec.quantization:
         settings["base held as"] = spec.quantization
+    if arguments := template_arguments(version.run):
+        settings["chat_template_kwargs"] = arguments
     temperature = orch.get("sampling", {}).get("temperature")
     settings |= {} if temperature is None else {"temperature": temperature}
     what = "A LoRA adapter for" if kind == "adapter" else "A model trained from"
@@ -52,7 +54,7 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
         _table(("setting", "value"), [(key, _shown(value)) for key, value in settings.items()]),
         _evaluations(version.run),
         "## Use\n",
-        _use(base, kind),
+        _use(base, kind, arguments),
         f"As exported, its log-probabilities of the run's canary differ from the trainer's by {figures['max_abs']:.2g} "
         f"nats at most, {figures['mean_abs']:.2g} on average.\n",
     ]
@@ -82,7 +84,7 @@ def _evaluations(folder: Path) -> str:
     return "## Held-out accuracy\n\n" + _table(("version", *keys), rows) if keys else ""
 
 
-def _use(base: str, kind: str) -> str:
+def _use(base: str, kind: str, arguments: Mapping[str, Any]) -> str:
     if kind == "adapter":
         load = (
             "from peft import AutoPeftModelForCausalLM\n\n"
@@ -95,7 +97,12 @@ def _use(base: str, kind: str) -> str:
             'model = AutoModelForCausalLM.from_pretrained("this folder or repository")'
         )
         serve = "vllm serve FOLDER"
-    return f"```python\n{load}\n```\n\n```sh\n{serve}\n```\n"
+    given = (
+        f"\nThe chat template here sets `{json.dumps(arguments)}`, as in training; whoever renders may give others.\n"
+    )
+    if arguments and kind == "adapter":  # vLLM takes the base's tokenizer, and so the base's template
+        serve += f" --default-chat-template-kwargs '{json.dumps(arguments)}'"
+    return f"```python\n{load}\n```\n\n```sh\n{serve}\n```\n{given if arguments else ''}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,23 +8,28 @@ The trainer is that of every run; this process sends it batches in the orchestra
 import argparse
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo.configs.errors import SettingsError
 from grpo.configs.loading import load, value_at
+from grpo.configs.resuming import changes, record_of
 from grpo.configs.train import TrainSettings
 from grpo.deploy.launcher import clear_for_start, explain, launched, make_program
 from grpo.deploy.plan import write_program_settings
 from grpo.deploy.programs import Program, Signals, run_programs
 from grpo.environments.data.files import check_refused, parse_rows
+from grpo.notebook import yaml_value
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
-from grpo.orchestrator.supervised import SupervisedFeed, examples_of, fitting, rollouts_of
+from grpo.orchestrator.supervised import SupervisedFeed, end_token, examples_of, fitting, rollouts_of
+from grpo.policy_version import template_arguments
 from grpo.transport.batches.channel import open_sender
+from grpo.transport.errors import UserError
 from grpo.transport.folders import step_folder
 from grpo.transport.hidden import RUN_KEYS, named_keys
-from grpo.transport.run import RunFolder, only_one, open_run
+from grpo.transport.run import RunFolder, join_run, only_one, open_run
 from grpo.transport.weights.identity import resolve_model
 
 TAKES_OTHERS = True
@@ -57,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch_size", type=_positive, default=64, metavar="N", help="rows of a step (64)")
     parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="times that each row is learned (1)")
+    parser.add_argument(
+        "--chat_template_kwargs",
+        type=_arguments,
+        default={},
+        metavar="JSON",
+        help='the chat template\'s arguments, as {"enable_thinking": false}',
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of grpo-train as YAML")
 
 
@@ -66,14 +78,26 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _arguments(text: str) -> dict[str, Any]:
+    if not isinstance(given := yaml_value(text), dict):
+        raise argparse.ArgumentTypeError(f'{text[:40]!r}: expected names with values, as {{"enable_thinking": false}}')
+    return given
+
+
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
     settings = supervised_settings(options.config, options.others)
     model = resolve_model(settings.model)
+    arguments = {name: value for name, value in options.chat_template_kwargs.items() if value is not None}
+    renderer = ChatRenderer.of_model(model, arguments)
     if options.data.is_dir():
-        found = rollouts_of(options.data, ChatRenderer.of_model(model), min_reward=options.min_reward)
+        if arguments:
+            raise UserError("--chat_template_kwargs has no effect on a run's rollouts, which are learned as they are")
+        arguments = template_arguments(options.data)
+        found = rollouts_of(options.data, renderer, min_reward=options.min_reward)
     else:
-        found = examples_of(rows_of(options.data, prompt=options.prompt, answer=options.answer), model)
+        rows = rows_of(options.data, prompt=options.prompt, answer=options.answer)
+        found = examples_of(rows, renderer, end_token(model))
     examples = fitting(found, sequence_len=settings.sequence_len)
     if settings.max_steps == -1:
         num_steps = -(-len(examples) * options.epochs // options.batch_size)
@@ -83,6 +107,7 @@ def main(options: argparse.Namespace) -> int:
         stack.enter_context(only_one(settings.output_dir, "launcher"))
         run = open_run(settings.output_dir, resume=settings.resume, overwrite=settings.overwrite_output_dir)
         clear_for_start(run)
+        _record(run, settings.model, arguments)
         transport = settings.rollout_transport.model_dump()
         sender = stack.enter_context(open_sender(run, num_ranks=settings.gpus, **transport))
         feed = SupervisedFeed(examples, settings, run, sender, batch_size=options.batch_size)
@@ -122,6 +147,14 @@ def supervised_settings(file: Path | None, arguments: Sequence[str]) -> TrainSet
     if keys:
         raise SettingsError([loaded.problem(key, "has no effect on a supervised stage; remove it") for key in keys])
     return loaded.settings
+
+
+def _record(run: RunFolder, model: str, arguments: Mapping[str, Any]) -> None:
+    """Joins the run in the orchestrator's place: who exports, serves or evaluates its versions has the chat template's
+    arguments from there. Raises `SettingsError` where the run had others."""
+    record = record_of({"model": {"name": model, "chat_template_kwargs": dict(arguments)}})
+    compare = partial(changes, "orch", now=record, run=run.path)
+    join_run(run.path, role="orch", record=record, compare=compare, timeout_s=1.0)
 
 
 def _trainer(settings: TrainSettings, run: RunFolder) -> Program:

@@ -67,7 +67,7 @@ class Assembling:
         batches = await in_thread(
             pack,
             [sample for group in groups for sample in group.samples],
-            seq_len=sink.settings.seq_len,
+            capacity=sink.settings.pack_tokens,
             num_ranks=self.ready.trainer.num_ranks,
             run_id=self.ready.run.run_id,
             step=step,

@@ -214,6 +214,7 @@ class RolloutContext:
             finish_reason=answer.finish_reason,
             num_tokens=answer.num_tokens,
             num_prompt_tokens=answer.num_prompt_tokens,
+            opening=answer.opening,
             tokens=tuple(answer.tokens),
             index=len(self.state.trajectory),
             call=call.call,

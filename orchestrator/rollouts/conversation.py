@@ -134,6 +134,11 @@ class Conversation:
         """The tools that the policy may call; None if it has none."""
         return self._template.tools
 
+    @property
+    def opening(self) -> str:
+        """The text that opens the policy's turn."""
+        return self._template.opening
+
     def add(self, *messages: ChatMessage) -> None:
         """Messages of anyone but the policy."""
         self._messages += messages

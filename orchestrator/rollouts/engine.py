@@ -211,6 +211,7 @@ class RolloutEngine:
             index=task.index,
             prompt=[dict(message) for message in task.messages],
             texts=[step.text for step in steps],
+            opening=self.templates.plain.opening,
             finish_reasons=[step.completion.finish_reason for step in steps],
             num_tokens=[len(step.completion.token_ids) for step in steps],
             seeds=[self._seed_of(task, number) for number in range(group.num)],
@@ -258,7 +259,7 @@ class RolloutEngine:
             prompt, params=params, num=group.num, version=group.version, seed=group.seed
         )
         await self._turn()
-        opening, temperature = self.templates.opening_ids, params.temperature
+        opening, temperature = self.templates.plain.opening_ids, params.temperature
         return [
             (
                 Step(

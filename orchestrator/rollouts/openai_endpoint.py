@@ -57,6 +57,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keys that would change the distribution or the form of answers, and the values with which they do not."""
 
+_OF_TEMPLATE = ("chat_template_kwargs", "enable_thinking", "reasoning_effort")
+"""Keys that would change how messages are written, which the run's settings say for all requests."""
+
 
 class BadRequest(ValueError):
     """A request that cannot be served."""
@@ -206,9 +209,9 @@ def _check(body: Mapping[str, Any]) -> None:
             or (name not in NEUTRAL and not value)
         ):
             continue
+        mend = "leave it out, and set chat_template_kwargs of the run" if name in _OF_TEMPLATE else "leave it out"
         raise BadRequest(
-            f"the request sets {name} = {str(value)[:200]}, which the policy cannot be sampled and trained with; leave "
-            "it out"
+            f"the request sets {name} = {str(value)[:200]}, which the policy cannot be sampled and trained with; {mend}"
         )
     if not isinstance(num := body.get("n") or 1, int) or not 1 <= num <= MAX_ANSWERS:
         raise BadRequest(f"the request asks for n = {shown(num)} answers, expected 1 to {MAX_ANSWERS}")

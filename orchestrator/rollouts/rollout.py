@@ -168,7 +168,7 @@ class Rollout:
             adapter=group.adapters.place(call.role),
         )
         reply = reply_of(text, completion)
-        reply.num_prompt_tokens = len(prompt)
+        reply.num_prompt_tokens, reply.opening = len(prompt), conversation.opening
         if call.logprobs:
             written = [self._engine.renderer.raw_text([token]) for token in completion.token_ids]
             reply.tokens = list(zip(written, completion.logprobs, strict=True))

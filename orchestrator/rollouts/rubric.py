@@ -10,19 +10,21 @@ from typing import Any
 from grpo.orchestrator.rollouts.clock import in_thread, together
 from grpo.orchestrator.rollouts.context import RolloutContext
 from grpo.orchestrator.rollouts.messages import shown
+from grpo.orchestrator.rollouts.parsers import Parser
 from grpo.orchestrator.rollouts.records import MAX_METRIC, MAX_REWARD
 from grpo.orchestrator.rollouts.state import EpisodeState
 
 RewardFunction = Callable[..., Any]
-"""Takes any of `completion`, `example`, `state`, `ctx` and `extras` by name; see Rubric."""
+"""Takes any of `completion`, `example`, `state`, `ctx`, `extras` and `parsed` by name; see Rubric."""
 
-NAMES = ("completion", "example", "state", "ctx", "extras")
+NAMES = ("completion", "example", "state", "ctx", "extras", "parsed")
 
 _ELSEWHERE = {
     **dict.fromkeys(("completions", "completion_ids", "responses", "solution_str"), "completion"),
     **dict.fromkeys(("prompt", "prompts", "solution", "ground_truth", "extra_info", "info", "task"), "example"),
     **dict.fromkeys(("rollout", "trainer_state"), "state"),
-    **dict.fromkeys(("arena", "parser", "judge"), "ctx"),
+    **dict.fromkeys(("arena", "judge"), "ctx"),
+    "parser": "parsed",
 }
 """What reward functions of other libraries take, and what tells the same here."""
 
@@ -52,11 +54,12 @@ class Rubric:
 
     A function, plain or async, takes by name any of
 
-    - `completion`: the last answer's text,
+    - `completion`: the last answer's text; with a `parser`, the answer that it finds there, or an empty text,
     - `example`: of the dataset,
     - `state`: the rollout, an EpisodeState,
     - `ctx`: the rollout context, to ask a judge,
-    - `extras`: what the episode's `extras` returned.
+    - `extras`: what the episode's `extras` returned,
+    - `parsed`: with a `parser`, its `Parsed`: answer, thinking and fields.
 
     Functions run at the same time, and after them the metrics and the accuracy: async ones on the worker's event loop,
     plain ones in threads, so that one that blocks stops nobody else.
@@ -75,10 +78,11 @@ class Rubric:
         *,
         accuracy: RewardFunction | None = None,
         metrics: Sequence[RewardFunction] = (),
+        parser: Parser | None = None,
     ) -> None:
         """`weights` default to 1 each; `accuracy`, which evaluation reports, defaults to the first function; of a
         mapping it is the value of the role that acted first. `metrics` are reported and weigh nothing; their mappings
-        may have any keys."""
+        may have any keys. `parser`: takes the last answer apart for all of them (None: they get its text)."""
         if not functions:
             raise ValueError("a rubric without reward functions cannot score; give at least one")
         self._weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
@@ -94,6 +98,10 @@ class Rubric:
             raise ValueError(f"reward functions {names} do not have different names; rename one")
         known = {function.function: function for function in reported}
         self._accuracy = self._functions[0] if accuracy is None else known.get(accuracy) or _Function(accuracy)
+        self.parser = parser
+        named = {one.name for one in (*reported, self._accuracy) if one.takes is not None and "parsed" in one.takes}
+        if named and parser is None:
+            raise ValueError(f"{min(named)} takes parsed, and the rubric has no parser; give one, as parser=Parser()")
         self._others = [one for one in dict.fromkeys([*self._metrics, self._accuracy]) if one not in self._functions]
 
     async def score(
@@ -101,13 +109,16 @@ class Rubric:
     ) -> Scores:
         """Of a rollout. Raises what a reward function raises, RewardNotFinite, RewardTooLarge, and ValueError for a
         reward of a role that there is not."""
-        known = {
+        known: dict[str, Any] = {
             "completion": state.last_text,
             "example": state.example,
             "state": state,
             "ctx": ctx,
             "extras": extras or {},
         }
+        if self.parser is not None:
+            known["parsed"] = self.parser.parse(state.last or "")
+            known["completion"] = known["parsed"].answer or ""
         acted, roles = state.roles, tuple(ctx.roles)
         values = await _values(self._functions, known) | await _values(self._others, known)
         rewards, metrics = dict.fromkeys(acted, 0.0), dict[str, float]()
@@ -148,17 +159,17 @@ class _Function:
     def __init__(self, function: RewardFunction) -> None:
         self.function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
-        self._takes = _parameters(function, self.name)
+        self.takes = _parameters(function, self.name)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (of an object that can be called)
         )
 
     async def value(self, known: Mapping[str, Any]) -> float | dict[str, float]:
         """What it says, as finite numbers."""
-        if self._takes is None:
+        if self.takes is None:
             call = partial(self.function, known["completion"], known["example"])
         else:
-            call = partial(self.function, **{name: known[name] for name in self._takes})
+            call = partial(self.function, **{name: known[name] for name in self.takes})
         value = call() if self._is_async else await in_thread(call)
         if inspect.isawaitable(value):
             value = await value
@@ -193,6 +204,7 @@ def _check_names(parameters: Sequence[inspect.Parameter], name: str) -> None:
     by_place = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     unknown = [f"**{one.name}" for one in parameters if one.kind is one.VAR_KEYWORD and not by_place]
     unknown += [one.name for one in parameters if one.name in _ELSEWHERE and one.default is one.empty]
+    unknown += ["answer"] * ([one.name for one in parameters] == ["completion", "answer"])
     if unknown:
         known = [one.name for one in parameters if one.name in NAMES]
         known += [_ELSEWHERE[one.name] for one in parameters if one.name in _ELSEWHERE]
@@ -201,6 +213,8 @@ def _check_names(parameters: Sequence[inspect.Parameter], name: str) -> None:
         raise ValueError(
             f"reward function {name} takes {', '.join(unknown)}, which it does not get: it is called for one rollout, "
             f"with any of {', '.join(NAMES)}; write {line}"
+            + ", and example['COLUMN'] for a column"
+            * ("example" in line)
         )
 
 

@@ -37,6 +37,9 @@ class Reply:
     index: int
     """Its place in the rollout's trajectory."""
     num_prompt_tokens: int = 0
+    opening: str = ""
+    """The text by which the model's chat template opens the policy's turn, before the answer: it may begin the policy's
+    thinking, or end it."""
     tokens: tuple[tuple[str, float], ...] = ()
     """Each of its tokens as text with its log-probability; only where they were asked for."""
     call: int = -1

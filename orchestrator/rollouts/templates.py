@@ -39,7 +39,7 @@ class ChatTemplate:
         """Looks at the template once. Raises TemplateRefused where it takes no question with its answer."""
         kept, question = None if tools is None else tuple(tools), {"role": "user", "content": "x"}
         try:
-            closed, opened = (renderer.render([question], tools=kept, opened=opened) for opened in (False, True))
+            closed, opened = renderer.closed_and_opened([question], tools=kept)
             messages = [question, {"role": "assistant", "content": _PROBE}, question]
             _, found, ending = renderer.render(messages, tools=kept, opened=True).rpartition(_PROBE)
         except Exception as error:  # templates are code: they add texts to what is none, for example
@@ -90,12 +90,12 @@ class Templates:
         return RawTemplate(renderer=self.renderer, tools=None, opening="", opening_ids=(), end_id=None)
 
     @functools.cached_property
-    def opening_ids(self) -> tuple[int, ...]:
-        """The token ids that open the policy's turn; empty if the template takes no question with its answer."""
+    def plain(self) -> ChatTemplate:
+        """The template without tools; `raw` if it takes no question with its answer."""
         try:
-            return self.of(None).opening_ids
+            return self.of(None)
         except TemplateRefused:
-            return ()
+            return self.raw
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         """Returns the template with these tools, whose texts cannot end a turn. Raises TemplateRefused."""

@@ -207,7 +207,7 @@ class ParsedAnswer:
         return tuple(call for call in self.calls if isinstance(call, ToolCallError))
 
 
-Parser = Callable[[str, Mapping[str, Tool]], ParsedAnswer]
+CallParser = Callable[[str, Mapping[str, Tool]], ParsedAnswer]
 """`(answer, tools by name) -> parsed`"""
 
 _TAGGED = re.compile(r"<tool_call>((?:(?!</?tool_call>).)*)(</tool_call>)?", re.DOTALL)
@@ -325,21 +325,3 @@ def _unquoted(value: str) -> str:
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
         return value[1:-1]
     return value
-
-
-ANSWER_TAG = "[ANSWER]"
-
-
-def tagged_answer(text: str) -> str | None:
-    """Returns the text behind the last `[ANSWER]`, to the end of its line; None where there is no tag."""
-    _, tag, answer = text.rpartition(ANSWER_TAG)
-    return answer.lstrip().partition("\n")[0].strip() if tag else None
-
-
-_INTEGER = re.compile(re.escape(ANSWER_TAG) + r"\s*(-?[0-9]{1,18})(?![0-9])")
-
-
-def tagged_integer(text: str) -> int | None:
-    """Returns the whole number behind the last `[ANSWER]` that has one; None where none has."""
-    found = _INTEGER.findall(text)
-    return int(found[-1]) if found else None

@@ -12,7 +12,7 @@ from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.rubric import Rubric
 from grpo.orchestrator.rollouts.state import EpisodeState
 from grpo.orchestrator.rollouts.tool_calls import (
-    Parser,
+    CallParser,
     Tool,
     ToolCall,
     ToolCallError,
@@ -63,7 +63,7 @@ class ToolEpisode(MultiTurnEpisode):
         tools: Iterable[Callable[..., Any]] | Mapping[str, Tool] = (),
         *,
         sources: Sequence[ToolSource] = (),
-        parser: Parser = parse_tagged,
+        parser: CallParser = parse_tagged,
         max_turns: int | None = None,
         result_role: str = "tool",
         timeout_s: float = 10.0,

@@ -13,7 +13,7 @@ from grpo.orchestrator.rollouts.records import check_numbers
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.state import StepError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """To be raised with each change of what is said here."""
 MAX_FRAME_BYTES = 1 << 31
 """A peer that sends more is cut off."""
@@ -93,6 +93,8 @@ class Sampled(Call, kw_only=True):
     finish_reason: str
     num_tokens: int
     num_prompt_tokens: int = 0
+    opening: str = ""
+    """The text by which the model's chat template opens the policy's turn, before the answer."""
     tokens: list[tuple[str, float]] = []
     """Each sampled token as text, control tokens included, with its log-probability; only where they were asked for."""
 
@@ -182,6 +184,8 @@ class Score(Job, kw_only=True):
     """The example's prompt, which must be what the worker finds at `index`."""
     texts: list[str]
     """The answers, without control tokens."""
+    opening: str = ""
+    """The text by which the model's chat template opens the policy's turn, before the answer."""
     finish_reasons: list[str]
     num_tokens: list[int]
     seeds: list[int | None]

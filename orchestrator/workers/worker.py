@@ -259,6 +259,7 @@ class Worker:
             role=role.id,
             messages=tuple(dict(message) for message in score.prompt),
             text=score.texts[place],
+            opening=score.opening,
             finish_reason=score.finish_reasons[place],
             num_tokens=score.num_tokens[place],
             index=0,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from grpo.configs.facts import VARIABLE, Hardware, visible_gpus
 from grpo.configs.run import load_run
-from grpo.deploy.gpus import VARIABLE, visible_gpus
 from grpo.deploy.launcher import make_programs
 from grpo.deploy.plan import Plan, resolve, with_run, write_settings
 from grpo.transport.run import RunFolder
@@ -13,7 +13,7 @@ TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", 
 
 
 def plan(visible: tuple[str, ...], *argv: str) -> Plan:
-    return resolve(load_run("configs/quickstart", argv), visible=visible)
+    return resolve(load_run("configs/quickstart", argv, hardware=Hardware(gpus=visible)))
 
 
 def all_of(num: int) -> tuple[str, ...]:
@@ -72,6 +72,6 @@ def test_programs_take_the_next_gpus_and_the_launcher_says_which() -> None:
 
 def test_where_the_gpus_are_too_few_or_shared_nothing_is_divided() -> None:
     assert plan(()).gpus == plan(("0",)).gpus == {}
-    assert plan(all_of(2), "--train.gpus", "2").gpus == {}
+    assert plan(all_of(2), "--train.gpus", "2", "--infer.gpu_memory_utilization", "0.4").gpus == {}
     assert plan(all_of(2), "--colocate").gpus == {}
     assert plan(all_of(2), "--sleep_mode", "--orch.max_async_level", "0").gpus == {}

@@ -5,13 +5,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpo.deploy.launcher import explain, goes_on, launched
+from grpo.configs.errors import SettingsError
+from grpo.configs.loading import Given
+from grpo.configs.run import load_run
+from grpo.deploy.launcher import explain, goes_on, launched, with_template
+from grpo.deploy.plan import Plan, resolve
 from grpo.deploy.programs import Child, Outcome, Program
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.run import RunFolder, open_run
 
 from grpo.commands.status import run_status
+from tests.orchestrator.chat_templates import QWEN3, model_with
+from tests.orchestrator.fakes import MODEL
 
 
 @pytest.fixture
@@ -87,3 +93,25 @@ async def test_the_launcher_tells_the_cause_of_a_missing_data_file(
     await pool.close()
     explain(Outcome(failed=ended(run, f"error: {failure.value}\n")))
     assert "gone.csv" in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- the chat template's arguments ---
+
+
+def of_reverse_text(model: Path, *words: str) -> tuple[Plan, Given]:
+    asked = load_run("reverse_text", ["--model", str(model), "--device", "cpu", *words])
+    return resolve(asked), asked.given
+
+
+def test_a_presets_arguments_of_the_template_belong_to_its_own_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, kept in ((MODEL, {}), (model_with(tmp_path, QWEN3), {"enable_thinking": False})):
+        plan = with_template(*of_reverse_text(folder), model=folder)
+        assert plan.orch.model.chat_template_kwargs == plan.infer.chat_template_kwargs == kept
+    assert capsys.readouterr().out.count("left out") == 1
+    given = of_reverse_text(tmp_path, "--chat_template_kwargs", '{"enable_thinking": null}')
+    assert with_template(*given, model=tmp_path).orch.model.chat_template_kwargs == {}
+    with pytest.raises(SettingsError, match=r"chat_template_kwargs\.thinking.*knows enable_thinking") as refused:
+        with_template(*of_reverse_text(tmp_path, "--chat_template_kwargs", '{"thinking": true}'), model=tmp_path)
+    assert refused.value.problems[0].origin == "command line"

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from grpo.configs.defaults import GIB
+from grpo.configs.facts import Hardware
 from grpo.configs.run import load_run
 from grpo.configs.train import TrainSettings
-from grpo.deploy.memory import GIB, NoRoom, measure, utilization, with_split
+from grpo.deploy.memory import NoRoom, measure, utilization, with_split
 from grpo.deploy.plan import resolve
 from grpo.trainer.batch import check_step
 from grpo.trainer.dry_step import Measurement, batches
@@ -34,9 +36,9 @@ def settings(**changes: Any) -> TrainSettings:
 
 
 def test_the_dry_steps_batches_are_ones_that_the_trainer_takes() -> None:
-    chosen = settings(loss=ALL_LOSSES, sequence_len=40)
+    chosen = settings(loss=ALL_LOSSES, sequence_len=16, micro_batch_tokens=40)
     made = batches(chosen, num_tokens=40, vocab_size=50)
-    check_step(made, sequence_len=40, vocab_size=50, settings=chosen.loss)
+    check_step(made, sequence_len=16, pack_tokens=40, vocab_size=50, settings=chosen.loss)
 
 
 def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
@@ -52,8 +54,10 @@ def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
 
 def test_the_server_gets_nine_tenths_of_what_the_trainer_leaves_the_base_included() -> None:
     # 80 - (28 - 8) = 60 GiB are left in a step, 75 between steps.
-    assert utilization(FOUND, max_model_len=4096, sleep_mode=False) == 0.675
-    assert utilization(FOUND, max_model_len=4096, sleep_mode=True) == 0.843  # 0.84375
+    assert utilization(FOUND, max_model_len=4096, sleep_mode=False, colocate=True) == 0.675
+    assert utilization(FOUND, max_model_len=4096, sleep_mode=True, colocate=True) == 0.843  # 0.84375
+    # Of two copies the trainer's stays its own: 80 - 28 = 52 GiB.
+    assert utilization(FOUND, max_model_len=4096, sleep_mode=False, colocate=False) == 0.585
 
 
 @pytest.mark.parametrize(
@@ -68,19 +72,41 @@ def test_a_server_that_leaves_no_room_or_has_none_is_refused_with_remedies(
     found: Measurement, num_tokens: int | None, sleeps: bool
 ) -> None:
     with pytest.raises(NoRoom, match="gradient_checkpointing"):
-        utilization(found, max_model_len=num_tokens, sleep_mode=sleeps)
+        utilization(found, max_model_len=num_tokens, sleep_mode=sleeps, colocate=True)
 
 
 @pytest.mark.parametrize(("measured", "setting"), [("none", False), ("selective", "selective"), ("full", True)])
 def test_server_and_trainer_get_what_was_measured_as_settings(measured: Any, setting: Any) -> None:
-    run = load_run("configs/quickstart", ["--colocate", "--infer.max_model_len", "4096"])
+    run = load_run(
+        "configs/quickstart", ["--colocate", "--infer.max_model_len", "4096"], hardware=Hardware(gpus=("0",))
+    )
     found = replace(FOUND, checkpointing=measured)
-    after, line = with_split(resolve(run, visible=("0",)), Path("model"), dry_step=lambda *_: found)
+    after, line = with_split(resolve(run), Path("model"), dry_step=lambda *_: found)
     assert after.infer.gpu_memory_utilization == 0.675
     assert "gpu_memory_utilization" in after.infer.model_fields_set
     assert after.train.gradient_checkpointing == setting
     assert checkpointing_kinds(after.train, torch.device("cuda")) == (measured,)
     assert "20.00 GiB" in line
+
+
+def test_a_server_that_gets_too_little_makes_the_trainer_keep_less() -> None:
+    run = load_run("configs/quickstart", ["--colocate"], hardware=Hardware(gpus=("0",)))
+    kinds = list[Any]()
+
+    def dry_step(train: TrainSettings, _: Path) -> Measurement:
+        kinds.append(train.gradient_checkpointing)
+        full = train.gradient_checkpointing is True
+        return replace(
+            FOUND, total=24 * GIB, in_step=(14 if full else 22) * GIB, checkpointing="full" if full else "selective"
+        )
+
+    after, _ = with_split(resolve(run), Path("model"), dry_step=dry_step)
+    assert (kinds, after.train.gradient_checkpointing) == ([None, True], True)
+    fixed = load_run(
+        "configs/quickstart", ["--colocate", "--train.gradient_checkpointing=selective"], hardware=run.hardware
+    )
+    with pytest.raises(NoRoom):
+        with_split(resolve(fixed), Path("model"), dry_step=dry_step)
 
 
 @pytest.mark.parametrize(

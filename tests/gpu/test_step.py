@@ -171,7 +171,7 @@ def test_an_optimizer_steps_as_on_the_cpu(gpu: torch.device, model: Path, kind: 
     moved = []
     for device, rule in ((gpu, kind), (CPU, cpu_kind)):
         policy = policy_on(device, model)
-        objective = Objective(policy, UNMASKED, ONE, sequence_len=128)
+        objective = Objective(policy, UNMASKED, ONE, pack_tokens=128)
         optimizer = Optimizer(tiny_settings(model, optimizer=rule), policy.named_parameters)
         start = torch.cat([parameter.detach().flatten().cpu() for parameter in policy.parameters])
         for _ in range(3):

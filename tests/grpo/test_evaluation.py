@@ -38,6 +38,12 @@ async def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def test_a_model_is_evaluated_on_all_that_is_held_out_and_a_run_on_so_many_as_it_says() -> None:
+    orch, _ = evaluation_settings(find_target(MODEL, None), env=[{"id": "arithmetic"}])
+    assert orch.eval.num_examples == -1
+    assert 0 < OrchSettings(model={"name": "m"}, env="arithmetic").eval.num_examples < 1000
+
+
 def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server() -> None:
     target = find_target(MODEL, None)
     envs = [{"id": "reverse-text"}, {"id": "arithmetic", "name": "sums"}]
@@ -46,6 +52,12 @@ def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server()
     assert evaluated_by(orch) == (["reverse-text", "sums"], -1, 7)
     assert infer.max_model_len == 64
     assert orch.client.base_url == (f"http://127.0.0.1:{infer.port}/v1",)
+
+
+def test_the_chat_templates_arguments_are_the_servers_and_the_rollouts_alike() -> None:
+    words = ["--chat_template_kwargs", '{"enable_thinking": false}']
+    orch, infer = evaluation_settings(find_target(MODEL, None), env=[REVERSE], server=words)
+    assert orch.model.chat_template_kwargs == infer.chat_template_kwargs == {"enable_thinking": False}
 
 
 async def test_of_a_run_the_newest_version_or_a_named_one_by_its_own_settings(run: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from grpo.configs.errors import SettingsError
 from grpo.transport.traces import SCHEMA, make_table, trace_path, write_table
@@ -104,15 +105,37 @@ def test_settings_are_given_as_sections_or_with_two_underscores() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"nonsense": 1}, {"train": {"learning_rte": 1}}, {"steps": 0}, {"preset": "nonesuch"}, {"steps": 2.5}]
+    "given", [{"nonsense": 1}, {"train": {"learning_rte": 1}}, {"steps": 0}, {"target": "nonesuch"}, {"steps": 2.5}]
 )
 def test_settings_that_cannot_be_honoured_are_an_error_before_anything_starts(
     given: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError) as caught:
-        grpo.train(**({"preset": "quickstart", "output_dir": tmp_path / "o"} | given))
+        grpo.train(**({"target": "quickstart", "output_dir": tmp_path / "o"} | given))
     assert "command line" not in str(caught.value)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"target": "org/model", "model": "org/other", "env": "a"}, "two models"),
+        ({"target": "org/model", "env": "a", "dataset": [{"prompt": "a"}]}, "one of them"),
+        ({"target": "org/model", "reward": "exact"}, "give the rows too"),
+        ({"target": "org/model", "env": pd.DataFrame([{"prompt": "a"}])}, "dataset=ROWS"),
+        ({"target": "org/model", "env": [{"prompt": "a"}]}, "dataset=ROWS"),
+        ({"target": "org/model"}, "orch.env"),
+        ({"env": "reverse-text"}, "model"),
+        ({"target": "org/model", "env": "reverse-text", "num_generations": 8}, "rollouts_per_example"),
+    ],
+)
+def test_what_to_train_and_on_what_is_said_once(
+    given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        grpo.train(**given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_cannot_begin_fails_at_once_with_the_last_words_of_the_command(tmp_path: Path) -> None:

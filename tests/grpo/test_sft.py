@@ -9,11 +9,12 @@ import pytest
 import torch
 from grpo.configs.errors import SettingsError
 from grpo.orchestrator.renderer import ChatRenderer
-from grpo.orchestrator.supervised import examples_of, fitting, rollouts_of, sample_of
+from grpo.orchestrator.supervised import end_token, examples_of, fitting, rollouts_of, sample_of
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.errors import UserError
 from grpo.transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from grpo.cli import _command
 from grpo.commands.export import export
@@ -21,6 +22,7 @@ from grpo.commands.sft import rows_of, supervised_settings
 from grpo.commands.status import run_status
 from grpo.policy_version import open_version
 from grpo.view.data import curves
+from tests.orchestrator.chat_templates import QWEN3, model_with
 from tests.trainer.models import is_zero, tiny_policy
 
 MODEL = Path("configs/quickstart/model")
@@ -34,7 +36,7 @@ def written(folder: Path, rows: list[Any]) -> Path:
 
 def test_the_loss_is_on_the_answer_and_on_the_token_that_ends_it(tmp_path: Path) -> None:
     rows = rows_of(written(tmp_path, [{"q": [{"role": "user", "content": "Hi"}], "a": "Ho"}]), prompt="q", answer="a")
-    [example] = examples_of(rows, MODEL)
+    [example] = examples_of(rows, ChatRenderer.of_model(MODEL), end_token(MODEL))
     sample, renderer = sample_of(example, step=3, number=0), ChatRenderer.of_model(MODEL)
     assert renderer.raw_text(sample.token_ids[~sample.loss_mask].tolist()).count("Hi") == 1
     trained = sample.token_ids[sample.loss_mask].tolist()
@@ -43,11 +45,43 @@ def test_the_loss_is_on_the_answer_and_on_the_token_that_ends_it(tmp_path: Path)
     assert sample.policy_versions == ((2, len(sample.token_ids)),)
 
 
+def test_the_prompt_is_written_with_the_templates_arguments_which_exported_models_have_too(tmp_path: Path) -> None:
+    model, output = model_with(tmp_path / "model", QWEN3), tmp_path / "sft"
+    file = written(tmp_path, [{"prompt": "Hi", "answer": "Ho"}] * 2)
+    command = [
+        "sft",
+        str(file),
+        "--output_dir",
+        str(output),
+        "--model",
+        str(model),
+        *ARGUMENTS[2:],
+        "--batch_size",
+        "2",
+    ]
+    assert _command([*command, "--chat_template_kwargs", '{"enable_thinking": false}']) == 0
+    renderer = ChatRenderer.of_model(model, {"enable_thinking": False})
+    [row, _] = examples_of(rows_of(file, prompt="prompt", answer="answer"), renderer, end_token(model))
+    assert renderer.raw_text(row.token_ids).endswith("assistant\n<think>\n\n</think>\n\nHo<|im_end|>")
+    with pytest.raises(SystemExit):  # other arguments than before
+        _command([*command, "--max_steps", "2"])
+    for kind in ("adapter", "merged"):
+        folder = export(open_version(output, None), kind=kind, output=tmp_path / kind)
+        exported = AutoTokenizer.from_pretrained(folder)
+        messages = [{"role": "user", "content": "Hi"}]
+        prompt = exported.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert renderer.ids_of(f"{prompt}Ho<|im_end|>") == row.token_ids
+        card = (folder / "README.md").read_text()
+        assert ("--default-chat-template-kwargs" in card) == (kind == "adapter")
+        assert '{"enable_thinking": false}' in card
+
+
 def test_a_row_that_is_too_long_is_left_out_and_all_of_them_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, [{"prompt": "Hi", "answer": answer} for answer in ("Ho", "Ho" * 100)])
-    examples = examples_of(rows_of(file, prompt="prompt", answer="answer"), MODEL)
+    rows = rows_of(file, prompt="prompt", answer="answer")
+    examples = examples_of(rows, ChatRenderer.of_model(MODEL), end_token(MODEL))
     assert len(fitting(examples, sequence_len=64)) == 1
     assert "1 of 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="sequence_len"):

@@ -18,7 +18,7 @@ def sample(number: int, length: int, version: int = 3) -> TrainingSample:
 
 def test_two_samples_become_one_stream_with_their_boundaries() -> None:
     by_token = replace(sample(1, 3), advantages=np.array([0, 2, 4], np.float32))
-    [[batch]] = pack([by_token, sample(2, 2, version=4)], seq_len=8, num_ranks=1, run_id="r", step=7)
+    [[batch]] = pack([by_token, sample(2, 2, version=4)], capacity=8, num_ranks=1, run_id="r", step=7)
     assert batch.token_ids.tolist() == [1, 1, 1, 2, 2]
     assert batch.sequence_lengths.tolist() == [3, 2]
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
@@ -30,7 +30,7 @@ def test_two_samples_become_one_stream_with_their_boundaries() -> None:
     assert (batch.run_id, batch.step, batch.rank, batch.index, batch.num_micro_batches) == ("r", 7, 0, 0, 1)
 
 
-@pytest.mark.parametrize(("lengths", "says"), [([9], "seq_len"), ([], "samples")])
+@pytest.mark.parametrize(("lengths", "says"), [([9], "micro_batch_tokens"), ([], "samples")])
 def test_a_sample_too_long_and_a_batch_without_samples_are_errors(lengths: list[int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         plan(lengths, capacity=8, num_ranks=1)
@@ -38,7 +38,7 @@ def test_a_sample_too_long_and_a_batch_without_samples_are_errors(lengths: list[
 
 def test_every_rank_has_the_same_number_of_micro_batches_and_a_token_without_loss_where_samples_are_too_few() -> None:
     # 5 + 5 do not fit into 8 together, nor with 6: three samples need three bins, and two ranks with two each four.
-    ranks = pack([sample(n, length) for n, length in enumerate((5, 5, 6))], seq_len=8, num_ranks=2, run_id="r", step=4)
+    ranks = pack([sample(n, length) for n, length in enumerate((5, 5, 6))], capacity=8, num_ranks=2, run_id="r", step=4)
     ids = [[batch.token_ids.tolist() for batch in batches] for batches in ranks]
     assert ids == [[[2] * 6, [0]], [[0] * 5, [1] * 5]]
     assert [(b.rank, b.index) for batches in ranks for b in batches] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -50,7 +50,7 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_a_token_without_los
 def test_runs_of_versions_end_with_their_micro_batch_and_neighbours_of_one_version_are_one() -> None:
     samples = [sample(0, 4, version=2), sample(1, 3, version=2), sample(2, 2, version=2)]
     mixed = replace(sample(3, 5), policy_versions=((1, 3), (2, 2)))
-    [batches] = pack([*samples, mixed], seq_len=9, num_ranks=1, run_id="r", step=4)
+    [batches] = pack([*samples, mixed], capacity=9, num_ranks=1, run_id="r", step=4)
     # 5 + 2 | 4 + 3: the run of the second begins anew though the first ends with the same version.
     assert [batch.sequence_lengths.tolist() for batch in batches] == [[5, 2], [4, 3]]
     assert [batch.version_runs.tolist() for batch in batches] == [[[1, 3], [2, 4]], [[2, 7]]]
@@ -60,7 +60,7 @@ def test_hints_go_with_their_samples() -> None:
     ids, places = np.array([1, 9, 9, 9], np.int32), np.array([1, 2], np.int32)
     hint = Hint(teacher_token_ids=ids, student_index=places, teacher_index=places + 1, weight=1.0)
     hinted = [replace(sample(n, length), hint=hint) for n, length in ((1, 3), (3, 4))]
-    [batches] = pack([sample(0, 6), hinted[0], sample(2, 5), hinted[1]], seq_len=9, num_ranks=1, run_id="r", step=4)
+    [batches] = pack([sample(0, 6), hinted[0], sample(2, 5), hinted[1]], capacity=9, num_ranks=1, run_id="r", step=4)
     # 6 | 5 + 4 | and 3 to the 6.
     assert [batch.rollout_ids for batch in batches] == [("0", "1"), ("2", "3")]
     assert [[(index, one is hint) for index, one in batch.hints] for batch in batches] == [[(1, True)]] * 2
@@ -68,17 +68,17 @@ def test_hints_go_with_their_samples() -> None:
 
 def test_each_sample_has_its_adapter_and_where_all_are_of_the_first_there_is_no_word_of_any() -> None:
     samples = [replace(sample(n, 4), adapter=adapter) for n, adapter in enumerate((0, 1, 0, 0))]
-    [batches] = pack(samples, seq_len=8, num_ranks=1, run_id="r", step=1)
+    [batches] = pack(samples, capacity=8, num_ranks=1, run_id="r", step=1)
     told = {batch.rollout_ids: None if batch.adapters is None else batch.adapters.tolist() for batch in batches}
     assert told == {("0", "2"): None, ("1", "3"): [1, 0]}
 
 
 def test_a_teacher_for_some_samples_only_is_an_error() -> None:
     taught = replace(sample(0, 3), teacher_logprobs=np.zeros(3, np.float32))
-    [[batch]] = pack([taught, taught], seq_len=8, num_ranks=1, run_id="r", step=4)
+    [[batch]] = pack([taught, taught], capacity=8, num_ranks=1, run_id="r", step=4)
     assert batch.teacher_logprobs is not None
     with pytest.raises(ValueError, match="teacher"):
-        pack([taught, sample(1, 3)], seq_len=8, num_ranks=1, run_id="r", step=4)
+        pack([taught, sample(1, 3)], capacity=8, num_ranks=1, run_id="r", step=4)
 
 
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=120), num_ranks=st.integers(1, 8))
@@ -118,7 +118,7 @@ def pair(length: int) -> PreferencePair:
 
 def test_pairs_go_with_the_first_micro_batches_balanced_over_the_ranks() -> None:
     pairs = [pair(length) for length in (9, 3, 4, 5)]
-    ranks = pack([sample(n, 6) for n in range(4)], seq_len=8, num_ranks=2, run_id="r", step=1, pairs=pairs)
+    ranks = pack([sample(n, 6) for n in range(4)], capacity=8, num_ranks=2, run_id="r", step=1, pairs=pairs)
     lengths = [[len(one.prompt_ids) for batch in batches for one in batch.pairs] for batches in ranks]
     assert sorted(lengths) == [[5, 4], [9, 3]]
     assert all(not batch.pairs for batches in ranks for batch in batches[1:])

@@ -123,7 +123,7 @@ def _options(case: Case) -> dict[str, Any]:
 
 
 def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    objective = Objective(policy, LOSS, ranks, sequence_len=SEQUENCE_LEN)
+    objective = Objective(policy, LOSS, ranks, pack_tokens=SEQUENCE_LEN)
     optimizer = Optimizer(tiny_settings(Path("tiny"), **_options(case)), policy.named_parameters, ranks)
     tensors: dict[str, torch.Tensor] = {}
     metrics: dict[str, float] = {}
@@ -136,6 +136,7 @@ def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Te
         check_step(
             batches,
             sequence_len=SEQUENCE_LEN,
+            pack_tokens=SEQUENCE_LEN,
             vocab_size=policy.vocab_size,
             settings=LOSS,
             num_adapters=policy.num_adapters,

@@ -94,7 +94,7 @@ class Counted(Ranks):
 
 def accumulated(policy: Policy, batch: MicroBatch, ranks: Ranks = ONE, **loss: Any) -> dict[str, float]:
     """Gradients of the step, in the parameters."""
-    objective = Objective(policy, LossSettings.model_validate(loss), ranks, sequence_len=128)
+    objective = Objective(policy, LossSettings.model_validate(loss), ranks, pack_tokens=128)
     return numbers_of(objective.accumulate([batch], step=1))
 
 

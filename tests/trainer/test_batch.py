@@ -21,7 +21,7 @@ ALL_ON = {"alpha_sdpo": 1.0, "beta_replay": 1.0}
 def check(*batches: MicroBatch, **settings: Any) -> StepCounts:
     """As a trainer of one rank with two adapters."""
     loss = LossSettings.model_validate(settings)
-    check_step(batches, sequence_len=16, vocab_size=64, settings=loss, num_adapters=2)
+    check_step(batches, sequence_len=16, pack_tokens=16, vocab_size=64, settings=loss, num_adapters=2)
     return counts_of(batches)
 
 
@@ -70,7 +70,7 @@ OUTSIDE = replace(BATCH, token_ids=np.array([2, 3, 4, 5, 64], np.int32))
 @pytest.mark.parametrize(
     ("batch", "settings", "problem"),
     [
-        (tiny_batch((9, 8)), {}, r"17.*sequence_len.*16"),
+        (tiny_batch((9, 8)), {}, r"17.*micro_batch_tokens.*16"),
         (OUTSIDE, {}, r"64.*63"),
         (with_hint(BATCH), {}, r"loss\.alpha_sdpo"),
         (with_pair(BATCH), {"alpha_sdpo": 1.0}, r"loss\.beta_replay"),

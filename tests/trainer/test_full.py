@@ -130,7 +130,7 @@ def test_what_is_kept_in_main_memory_is_trained_to_the_same_weights(tiny_model: 
     results = []
     for offload in (False, True):
         policy = tiny_policy(tiny_model, recipe="bf16", moved=False, lora=False, offload=offload)
-        objective = Objective(policy, LossSettings(name="reinforce"), ONE, sequence_len=128)
+        objective = Objective(policy, LossSettings(name="reinforce"), ONE, pack_tokens=128)
         settings = settings_for(tiny_model, lora=False, weight_broadcast={"format": "full"}, optimizer=optimizer)
         stepper = Optimizer(settings, policy.named_parameters)
         norms = []

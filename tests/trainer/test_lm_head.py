@@ -1,11 +1,22 @@
 """Log-probabilities and entropies fused with the LM head."""
 
+import functools
+import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from grpo.trainer.lm_head import _fold, logprobs_and_entropy
+from grpo.trainer.lm_head import (
+    COMPILED_POSITIONS,
+    COMPILED_VOCABULARY,
+    _compiled_fold,
+    _fold,
+    logprobs_and_entropy,
+)
+from grpo.trainer.memory import missing_for_compile
+from torch._dynamo.backends.debugging import aot_eager
 
 from tests.trainer.tiles import LargestTensor
 
@@ -176,3 +187,63 @@ def test_the_body_of_a_tile_is_one_graph_that_computes_the_same(differentiable: 
     compiled = torch.compile(_fold, backend="eager", fullgraph=True, dynamic=True)
     for one, other in zip(_fold(logits.clone(), *inputs), compiled(logits.clone(), *inputs), strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def large_inputs() -> tuple[torch.Tensor, ...]:
+    """The fewest positions and tokens of which tiles are compiled on a CPU, in several tiles."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 4, generator=generator) for n in (COMPILED_POSITIONS, COMPILED_VOCABULARY))
+    targets = torch.randint(0, len(weight), (len(hidden),), generator=generator)
+    return hidden, weight, targets, torch.rand(len(hidden), generator=generator) + 0.5
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """An element for each graph that is compiled, up to the C++ of it, which takes some 20 s."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(len(inputs))
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    _compiled_fold.cache_clear()
+    yield graphs
+    _compiled_fold.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, of its own code
+@pytest.mark.skipif(missing_for_compile(torch.device("cpu")) is not None, reason="needs a C++ compiler")
+def test_only_large_tiles_are_compiled_on_a_cpu_and_give_the_same(compiled_graphs: list[int]) -> None:
+    hidden, weight, targets, temperatures = large_inputs()
+    for start, graphs in ((1, 0), (0, 1)):  # one position too few, and enough
+        results = []
+        for function in (plain, token_logprobs):
+            variable = hidden[start:].clone().requires_grad_()
+            values = function(variable, weight, targets[start:], temperatures[start:])
+            results.append((values, *torch.autograd.grad(values.sum(), variable)))
+        for theirs, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert len(compiled_graphs) == graphs
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["missing", "broken"])
+def test_where_nothing_can_be_compiled_large_tiles_are_computed_all_the_same_and_it_is_said_once(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no header")
+
+    monkeypatch.setenv("CXX", "false" if is_there else "no-such-compiler")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    caplog.set_level(logging.WARNING)
+    torch._dynamo.reset()
+    _compiled_fold.cache_clear()
+    hidden, weight, targets, temperatures = large_inputs()
+    for _ in range(2):
+        values = token_logprobs(hidden, weight, targets, temperatures)
+        torch.testing.assert_close(values, plain(hidden, weight, targets, temperatures), atol=1e-4, rtol=1e-4)
+    [message] = caplog.messages
+    assert ("no header" if is_there else "no-such-compiler") in message
+    _compiled_fold.cache_clear()

@@ -95,7 +95,7 @@ def accumulated(
     """Gradients (zeros where there are none) and metrics of one step, from clear gradients."""
     for parameter in policy.parameters:
         parameter.grad = None
-    objective = Objective(policy, settings_of(options), ONE, sequence_len=sequence_len)
+    objective = Objective(policy, settings_of(options), ONE, pack_tokens=sequence_len)
     metrics = numbers_of(objective.accumulate(batches, step=batches[0].step))
     return Result([torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters], metrics)
 
@@ -307,7 +307,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
     """With its own head where that is trained too."""
     policy, averaged = (tiny_policy(tiny_model, moved=lora, lora=lora) for _ in range(2))
     batches = micro_batches(step, [range(5)])
-    objective = Objective(policy, settings_of(EMA), ONE, sequence_len=SEQUENCE_LEN)
+    objective = Objective(policy, settings_of(EMA), ONE, pack_tokens=SEQUENCE_LEN)
     current = accumulated(policy, batches, SDPO_ONLY)
     for parameter in policy.parameters:
         parameter.grad = None

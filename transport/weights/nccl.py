@@ -126,8 +126,11 @@ class Source:
         return True
 
     def iter_full(self) -> Iterator[tuple[str, Any]]:
-        """Yields the name and the tensor of each weight."""
-        return ((weight.name, weight.tensor()) for weight in self._weights)
+        """Yields the name and the tensor of each weight, one at a time on the GPU of the main rank."""
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return ((weight.name, weight.tensor().to(device)) for weight in self._weights)
 
     __iter__ = iter_full
 

@@ -36,7 +36,7 @@ class Weight:
     """Type as torch names it: `float32`, `float16`, `bfloat16`."""
     shape: tuple[int, ...]
     tensor: Callable[[], Any]
-    """Returns it as a tensor where the trainer computes; called when it is written or sent."""
+    """Returns it as a tensor, in main memory or where the trainer computes; called when it is written or sent."""
 
     @property
     def num_bytes(self) -> int:

@@ -83,9 +83,8 @@ class HintWriter:
 
     def _rendered(self, *messages: dict[str, Any]) -> tuple[str, str]:
         """Returns the messages, and how the policy's turn opens behind them. Raises HintNotWritten."""
-        render, tools = self.template.renderer.render, self.template.tools
         try:
-            closed, opened = (render(messages, tools=tools, opened=opened) for opened in (False, True))
+            closed, opened = self.template.renderer.closed_and_opened(messages, tools=self.template.tools)
         except Exception as error:  # templates are code
             raise HintNotWritten(str(error) or type(error).__name__) from error
         if not opened.startswith(closed):

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.orchestrator import made
-from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
+from tests.orchestrator.chat_templates import CHATML, LFM2, LLAMA3, LLAMA32, PHI3, PLAIN, QWEN3, renderer, tokenizer
 
-SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
-TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()}
+SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN, "lfm2": LFM2}
+TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()} | {
+    "phi3": ChatTemplate.of(renderer(PHI3)),
+    "llama32": ChatTemplate.of(renderer(LLAMA32, date_string="26 Jul 2024")),
+    "qwen3 without thinking": ChatTemplate.of(renderer(QWEN3, enable_thinking=False)),
+}
 IM_END = 258
 
 
@@ -95,10 +99,7 @@ def test_reasoning_that_the_template_takes_back_begins_a_new_row() -> None:
 
 
 def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> None:
-    opened = "'<|im_start|>assistant\n' }}{%- endif -%}\n"
-    assert QWEN3.endswith(opened)
-    source = QWEN3.removesuffix(opened) + "'<|im_start|>assistant\n<think>\n' }}{%- endif -%}\n"
-    template = ChatTemplate.of(renderer(source))
+    template = ChatTemplate.of(renderer(QWEN3 + "{%- if add_generation_prompt -%}{{ '<think>\n' }}{%- endif -%}"))
     ids_of = template.renderer.ids_of
     conversation = Conversation(template, [{"role": "user", "content": "q"}])
     for role in ("tool", "user"):
@@ -133,7 +134,8 @@ ROLES = {
     "quickstart": ["user", "tool", "critic"],
     "chatml": ["user", "critic"],
     "llama3": ["user", "ipython"],
-    "qwen3": ["user", "tool"],
+    **{key: ["user", "tool"] for key in ("qwen3", "qwen3 without thinking", "lfm2", "llama32")},
+    "phi3": ["user"],
     "plain": ["user", "tool"],
 }
 
@@ -153,7 +155,7 @@ Drawn = tuple[str, list[ChatMessage], list[tuple[list[int], list[ChatMessage]]]]
 
 @st.composite
 def conversations(draw: st.DrawFn) -> Drawn:
-    name = draw(st.sampled_from(sorted(SOURCES)))
+    name = draw(st.sampled_from(sorted(TEMPLATES)))
     messages = st.builds(lambda role, said: {"role": role, "content": said}, st.sampled_from(ROLES[name]), SAID)
     before = draw(st.lists(messages, min_size=1, max_size=3))
     if draw(st.booleans()):
@@ -167,14 +169,14 @@ class Reference:
 
     def __init__(self, template: ChatTemplate, messages: list[ChatMessage]) -> None:
         self.template, self.messages = template, messages
-        self.shown, self.written, self.raw = list[int](), "", ""
-        """The row so far; what the template wrote; what was sampled, as text."""
+        self.shown, self.written, self.raw, self.ended = list[int](), "", "", ""
+        """The row so far; what the template wrote; what was sampled, as text; the control token at its end."""
         self.num_rows = 0
 
     def prompt(self) -> list[int]:
         ids_of, text = self.template.renderer.ids_of, self.template.render(self.messages)
         if self.num_rows and text.startswith(self.written + self.raw):
-            self.shown += ids_of(text[len(self.written + self.raw) :])
+            self.shown += ids_of(self.ended + text[len(self.written + self.raw) :])[len(ids_of(self.ended)) :]
         else:
             self.shown, self.num_rows = ids_of(text), self.num_rows + 1
         self.written = text
@@ -183,6 +185,7 @@ class Reference:
     def answer(self, ids: list[int], content: str) -> None:
         self.shown += ids
         self.raw = self.template.renderer.raw_text(ids)
+        self.ended = self.raw[len(content) :]
         self.messages.append({"role": "assistant", "content": content})
 
 

@@ -29,12 +29,13 @@ from grpo.transport.http import Choice
 from grpo.transport.traces import trace_path
 from msgspec.structs import replace
 
+from tests.orchestrator.chat_templates import CHATML, renderer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, until
 from tests.orchestrator.running import run
 
 SOURCE = '''
 import asyncio, os, time
-from grpo import Environment, Episode, MultiTurnEpisode, Role, Rubric, SingleTurnEpisode
+from grpo import Environment, Episode, MultiTurnEpisode, Parser, Role, Rubric, SingleTurnEpisode
 
 def count(completion, state):
     return float(sum(len(reply.text) for reply in state.trajectory))
@@ -118,6 +119,14 @@ async def does_what_it_says(completion, state, ctx):
             while not os.path.exists(__file__ + ".delayed"):
                 await asyncio.sleep(0.01)
     return 1.0
+
+class Thinks(Environment):
+    rubric = Rubric([lambda completion, parsed: float((completion, parsed.thinking) == ("", "a"))], parser=Parser())
+    def dataset(self, split):
+        return [{"prompt": "hi"}]
+
+class ThinksOften(Chat):
+    rubric = Thinks.rubric
 
 class Judged(Environment):
     """Its reward does what the answer says."""
@@ -565,3 +574,12 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path, server: Fa
     assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
     messages = json.loads(told[0]["messages"])
     assert [message["content"] for message in messages[1:]] == ["a", "go on 1", "ab", "go on 2", "ab"]
+
+
+@pytest.mark.parametrize("name", ["Thinks", "ThinksOften"])
+async def test_thinking_that_the_template_has_begun_and_nobody_has_ended_is_no_answer(world: World, name: str) -> None:
+    await world.start(name)
+    for begun, reward in (("<think>\n", 1.0), ("<think>\n\n</think>\n\n", 0.0)):
+        world.renderer = renderer(CHATML + "{%- if add_generation_prompt -%}{{ '" + begun + "' }}{%- endif -%}")
+        results = await world.group(lambda prompt: "a", 2)
+        assert [result.rewards for result in results] == [{"policy": reward}] * 2

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from grpo.orchestrator.rollouts.parsers import BoxedParser, MarkerParser, Parser, XMLParser
 from grpo.orchestrator.rollouts.tool_calls import (
     ERROR_KINDS,
     MALFORMED_CALL,
@@ -19,8 +20,6 @@ from grpo.orchestrator.rollouts.tool_calls import (
     ToolCallError,
     parse_bracketed,
     parse_tagged,
-    tagged_answer,
-    tagged_integer,
     tools_of,
 )
 from hypothesis import given, settings
@@ -224,5 +223,5 @@ def test_nothing_that_a_policy_writes_raises(text: str) -> None:
             else:
                 assert call.name in tools
                 assert call.arguments.keys() <= tools[call.name].parameters["properties"].keys()
-    tagged_answer(text)
-    tagged_integer(text)
+    for parser in (Parser(), BoxedParser(), XMLParser("a"), MarkerParser("[ANSWER]")):
+        parser.parse(text)
