@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.configs.errors import SettingsError
+from grpo.configs.facts import model_facts
 from grpo.configs.loading import load, value_at
 from grpo.configs.resuming import changes, record_of
 from grpo.configs.train import TrainSettings
@@ -134,13 +135,17 @@ def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str
 
 
 def supervised_settings(file: Path | None, arguments: Sequence[str]) -> TrainSettings:
-    """Returns the trainer's settings. Raises `SettingsError`."""
+    """Returns the trainer's settings, with rows no longer than what the model reads. Raises `SettingsError`."""
     loaded = load(TrainSettings, file=file, arguments=[*arguments, "--loss.name", "reinforce"])
     keys = sorted(f"loss.{key}" for key in loaded.settings.loss.changed - {"name", "entropy_tau"})
     keys += [key for key in ("noise_scheduler.enabled", "sleep_mode", "colocate") if value_at(loaded.settings, key)]
     if keys:
         raise SettingsError([loaded.problem(key, "has no effect on a supervised stage; remove it") for key in keys])
-    return loaded.settings
+    settings, model = loaded.settings, model_facts(loaded.settings.model)
+    longest = (model and model.positions) or settings.sequence_len
+    if longest < settings.sequence_len and "sequence_len" not in settings.model_fields_set:
+        return supervised_settings(file, [*arguments, "--sequence_len", str(longest)])
+    return settings
 
 
 def _record(run: RunFolder, model: str, arguments: Mapping[str, Any]) -> None:

@@ -34,6 +34,11 @@ def written(folder: Path, rows: list[Any]) -> Path:
     return folder / "pairs.jsonl"
 
 
+def test_rows_are_no_longer_than_what_the_model_reads_unless_that_is_set() -> None:
+    assert supervised_settings(None, ARGUMENTS).sequence_len == 512
+    assert supervised_settings(None, [*ARGUMENTS, "--sequence_len", "600"]).sequence_len == 600
+
+
 def test_the_loss_is_on_the_answer_and_on_the_token_that_ends_it(tmp_path: Path) -> None:
     rows = rows_of(written(tmp_path, [{"q": [{"role": "user", "content": "Hi"}], "a": "Ho"}]), prompt="q", answer="a")
     [example] = examples_of(rows, ChatRenderer.of_model(MODEL), end_token(MODEL))
