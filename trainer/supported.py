@@ -50,6 +50,7 @@ def is_packed(config: Any, sequence_len: int) -> bool:
         )
     if scaled := [key for key in _SCALED_LOGITS if getattr(config, key, None) not in (None, 1, 1.0)]:
         raise ModelError(f"this {kind} changes its logits by {', '.join(scaled)}, which the trainer does not compute")
+    _check_long_rope(config, sequence_len)
     if kind in UNPACKED:
         return False
     types = getattr(config, "layer_types", None)
@@ -57,6 +58,19 @@ def is_packed(config: Any, sequence_len: int) -> bool:
     if slides and (window := getattr(config, "sliding_window", None)) is not None:
         check_window(window, sequence_len, kind)
     return True
+
+
+def _check_long_rope(config: Any, sequence_len: int) -> None:
+    """Raises `ModelError` where server and trainer would turn positions by different factors: vLLM takes the long ones
+    for all sequences once it allows long ones, transformers for long sequences alone."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    short = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and short is not None and sequence_len > short:
+        raise ModelError(
+            f"this {config.model_type} (rope_type longrope) has other position factors for sequences above {short} "
+            f"tokens, which a server takes for the shorter ones too; set sequence_len (now {sequence_len}) and "
+            f"max_model_len to at most {short}"
+        )
 
 
 def check_window(window: int, longest: int, who: str) -> None:

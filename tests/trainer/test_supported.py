@@ -94,6 +94,16 @@ def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_
     assert (both[~of_left] - left[~of_left]).abs().max() > 1e-3
 
 
+def long_rope(short: int) -> Any:
+    """A configuration with other position factors above `short` tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    return small_config(
+        "phi3",
+        rope_parameters=rope | {"original_max_position_embeddings": short},
+        original_max_position_embeddings=short,
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -105,6 +115,8 @@ def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_
         (small_config("mistral", sliding_window=127), "sequence_len"),
         (small_config("mistral", sliding_window=128), None),
         (small_config("qwen2", sliding_window=16, use_sliding_window=False), None),
+        (long_rope(127), "max_model_len"),
+        (long_rope(128), None),
     ],
 )
 def test_other_models_are_refused_by_name_and_windows_that_hold_no_whole_sample(config: Any, named: str | None) -> None:
