@@ -81,7 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 192,
     },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_dim": 128, "block_ff_dim": 192},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_dim": 128, "block_ff_dim": 192, "conv_dim": 128},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

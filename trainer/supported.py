@@ -20,8 +20,9 @@ UNPACKED = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "lfm2", "olmo_hy
 """Model types with recurrent or convolutional layers, whose state would go from one packed sample into the next: each
 sample is a row of its own, and a shared prompt is computed for each of them."""
 
-WITHOUT_ADAPTER = {"falcon_h1": frozenset({"out_proj"})}
-"""Linear layers, by model type, on which no adapter is possible: PEFT refuses those that fused kernels read past it."""
+LEFT_OUT = {"falcon_h1": frozenset({"out_proj"}), "glm4": frozenset({"gate_up_proj"})}
+"""Linear layers, by model type, that `all-linear` leaves out. PEFT refuses `out_proj` of Falcon-H1, whose fused kernels
+read its weight past an adapter; vLLM merges `gate_up_proj` of GLM-4 from two layers, and refuses an adapter for one."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from grpo.trainer.errors import ModelError
+from grpo.trainer.loading import CheckpointTensors, filled_model
 from grpo.trainer.packing import packed_tokens
 from grpo.trainer.supported import PACKED, UNPACKED, is_packed
 from grpo.transport.records import MicroBatch
@@ -31,7 +32,7 @@ OTHERS = {
     "falcon_h1": FUSED | {"in_proj"},
     "gemma4_text": FUSED | {"per_layer_input_gate", "per_layer_projection"},
     "glm": FUSED - {"gate_proj", "up_proj"} | {"gate_up_proj"},
-    "glm4": FUSED - {"gate_proj", "up_proj"} | {"gate_up_proj"},
+    "glm4": FUSED - {"gate_proj", "up_proj"},
     "granitemoehybrid": {
         *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear")
     },
@@ -41,6 +42,9 @@ OTHERS = {
     "qwen3_5_text": FUSED | {"out_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"},
     "starcoder2": {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"},
 }
+
+RENAMED = {"olmo_hybrid"}
+NOT_WHOLE = RENAMED | {"apertus", "gemma4_text"}
 
 
 def batch_with_a_shared_prompt() -> MicroBatch:
@@ -78,6 +82,37 @@ def test_a_step_with_the_default_targets_is_published_and_loaded_again_by_peft(t
         ours = bench.policy.logprobs(packed_tokens(batch, CPU))
     torch.testing.assert_close(ours, served, atol=1e-5, rtol=0)
     assert (served - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
+def test_a_model_that_is_filled_tensor_by_tensor_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
+    """Bases that are quantized or shared are filled so."""
+    folder = make_small(tmp_path, kind)
+    tensors = CheckpointTensors(folder, device=CPU, dtype=torch.bfloat16)
+    if kind in RENAMED:
+        with pytest.raises(ModelError, match="tensor"):
+            filled_model(tensors, attention="eager")
+        return
+    ours, theirs = (
+        filled_model(tensors, attention="eager"),
+        AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16"),
+    )
+    mine, expected = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (ours, theirs))
+    assert mine.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(mine[name], tensor, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
+def test_all_weights_are_trained_where_each_tensor_of_the_checkpoint_is_a_parameter(tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"lora": False, "weight_broadcast": {"format": "full"}, "moved": False}
+    with pytest.raises(ModelError, match="lora: false") if kind in NOT_WHOLE else nullcontext():
+        tiny_policy(make_small(tmp_path, kind), **options)
+
+
+def test_a_layer_on_which_peft_has_no_adapter_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="out_proj"):
+        tiny_policy(make_small(tmp_path, "falcon_h1"), lora_target_modules=("out_proj",))
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
