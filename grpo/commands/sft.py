@@ -45,6 +45,8 @@ The same command goes on with a stage that was interrupted.
 
 exit codes: 0 done, 1 the trainer failed, 2 data or settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 _RESTARTS = 3
+LEARNING_RATE = {True: 2e-4, False: 2e-5}
+"""Default with an adapter and for all weights: ten times those of a run, as is usual."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +148,10 @@ def supervised_settings(file: Path | None, arguments: Sequence[str]) -> TrainSet
     keys += [key for key in ("noise_scheduler.enabled", "sleep_mode", "colocate") if value_at(loaded.settings, key)]
     if keys:
         raise SettingsError([loaded.problem(key, "has no effect on a supervised stage; remove it") for key in keys])
-    return loaded.settings
+    settings = loaded.settings
+    if "learning_rate" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"learning_rate": LEARNING_RATE[settings.lora]})
 
 
 def _record(run: RunFolder, model: str, arguments: Mapping[str, Any]) -> None:
