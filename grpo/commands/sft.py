@@ -20,11 +20,11 @@ from grpo.deploy.launcher import clear_for_start, explain, launched, make_progra
 from grpo.deploy.plan import write_program_settings
 from grpo.deploy.programs import Program, Signals, run_programs
 from grpo.environments.data.files import check_refused, parse_rows
-from grpo.notebook import yaml_value
+from grpo.notebook import template_arguments
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
 from grpo.orchestrator.supervised import SupervisedFeed, end_token, examples_of, fitting, rollouts_of
-from grpo.policy_version import template_arguments
+from grpo.policy_version import recorded_arguments
 from grpo.transport.batches.channel import open_sender
 from grpo.transport.errors import UserError
 from grpo.transport.folders import step_folder
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="times that each row is learned (1)")
     parser.add_argument(
         "--chat_template_kwargs",
-        type=_arguments,
+        type=template_arguments,
         default={},
         metavar="JSON",
         help='the chat template\'s arguments, as {"enable_thinking": false}',
@@ -80,22 +80,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    if not isinstance(given := yaml_value(text), dict):
-        raise argparse.ArgumentTypeError(f'{text[:40]!r}: expected names with values, as {{"enable_thinking": false}}')
-    return given
-
-
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
     settings = supervised_settings(options.config, options.others)
     model = resolve_model(settings.model)
-    arguments = {name: value for name, value in options.chat_template_kwargs.items() if value is not None}
+    arguments = options.chat_template_kwargs
     renderer = ChatRenderer.of_model(model, arguments)
     if options.data.is_dir():
         if arguments:
             raise UserError("--chat_template_kwargs has no effect on a run's rollouts, which are learned as they are")
-        arguments = template_arguments(options.data)
+        arguments = recorded_arguments(options.data)
         found = rollouts_of(options.data, renderer, min_reward=options.min_reward)
     else:
         rows = rows_of(options.data, prompt=options.prompt, answer=options.answer)
