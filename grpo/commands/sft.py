@@ -15,6 +15,7 @@ from typing import Any
 from grpo.configs.errors import SettingsError
 from grpo.configs.loading import load, value_at
 from grpo.configs.resuming import changes, record_of
+from grpo.configs.run import OUTPUTS, folder_name
 from grpo.configs.train import TrainSettings
 from grpo.deploy.launcher import clear_for_start, explain, launched, make_program
 from grpo.deploy.plan import write_program_settings
@@ -80,7 +81,7 @@ def _positive(text: str) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
-    settings = supervised_settings(options.config, options.others)
+    settings = supervised_settings(options.config, options.others, data=options.data)
     model = resolve_model(settings.model)
     arguments = options.chat_template_kwargs
     renderer = ChatRenderer.of_model(model, arguments)
@@ -95,7 +96,8 @@ def main(options: argparse.Namespace) -> int:
     examples = fitting(found, sequence_len=settings.sequence_len)
     if settings.max_steps == -1:
         num_steps = -(-len(examples) * options.epochs // options.batch_size)
-        settings = supervised_settings(options.config, [*options.others, "--max_steps", str(num_steps)])
+        words = [*options.others, "--max_steps", str(num_steps)]
+        settings = supervised_settings(options.config, words, data=options.data)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         stack.enter_context(only_one(settings.output_dir, "launcher"))
@@ -133,14 +135,19 @@ def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str
     return rows
 
 
-def supervised_settings(file: Path | None, arguments: Sequence[str]) -> TrainSettings:
-    """Returns the trainer's settings. Raises `SettingsError`."""
+def supervised_settings(file: Path | None, arguments: Sequence[str], *, data: Path) -> TrainSettings:
+    """Returns the trainer's settings, with a folder named after `data` and the model where none is given. Raises
+    `SettingsError`."""
     loaded = load(TrainSettings, file=file, arguments=[*arguments, "--loss.name", "reinforce"])
     keys = sorted(f"loss.{key}" for key in loaded.settings.loss.changed - {"name", "entropy_tau"})
     keys += [key for key in ("noise_scheduler.enabled", "sleep_mode", "colocate") if value_at(loaded.settings, key)]
     if keys:
         raise SettingsError([loaded.problem(key, "has no effect on a supervised stage; remove it") for key in keys])
-    return loaded.settings
+    settings = loaded.settings
+    if "output_dir" in settings.model_fields_set:
+        return settings
+    folder = OUTPUTS / folder_name([data.stem, "sft", Path(settings.model).name])
+    return settings.model_copy(update={"output_dir": str(folder)})
 
 
 def _record(run: RunFolder, model: str, arguments: Mapping[str, Any]) -> None:
