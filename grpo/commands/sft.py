@@ -16,6 +16,7 @@ from grpo.configs.errors import SettingsError
 from grpo.configs.facts import model_facts
 from grpo.configs.loading import load, value_at
 from grpo.configs.resuming import changes, record_of
+from grpo.configs.run import OUTPUTS, folder_name
 from grpo.configs.train import TrainSettings
 from grpo.deploy.launcher import clear_for_start, explain, launched, make_program
 from grpo.deploy.plan import write_program_settings
@@ -46,6 +47,8 @@ The same command goes on with a stage that was interrupted.
 
 exit codes: 0 done, 1 the trainer failed, 2 data or settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 _RESTARTS = 3
+LEARNING_RATE = {True: 2e-4, False: 2e-5}
+"""Default with an adapter and for all weights: ten times those of a run, as is usual."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +84,7 @@ def _positive(text: str) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
-    settings = supervised_settings(options.config, options.others)
+    settings = supervised_settings(options.config, options.others, data=options.data)
     model = resolve_model(settings.model)
     arguments = options.chat_template_kwargs
     renderer = ChatRenderer.of_model(model, arguments)
@@ -96,7 +99,8 @@ def main(options: argparse.Namespace) -> int:
     examples = fitting(found, sequence_len=settings.sequence_len)
     if settings.max_steps == -1:
         num_steps = -(-len(examples) * options.epochs // options.batch_size)
-        settings = supervised_settings(options.config, [*options.others, "--max_steps", str(num_steps)])
+        words = [*options.others, "--max_steps", str(num_steps)]
+        settings = supervised_settings(options.config, words, data=options.data)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         stack.enter_context(only_one(settings.output_dir, "launcher"))
@@ -134,18 +138,20 @@ def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str
     return rows
 
 
-def supervised_settings(file: Path | None, arguments: Sequence[str]) -> TrainSettings:
-    """Returns the trainer's settings, with rows no longer than what the model reads. Raises `SettingsError`."""
+def supervised_settings(file: Path | None, arguments: Sequence[str], *, data: Path) -> TrainSettings:
+    """Returns the trainer's settings, with a folder named after `data` and the model, and rows no longer than what
+    the model reads, where nothing else is given. Raises `SettingsError`."""
     loaded = load(TrainSettings, file=file, arguments=[*arguments, "--loss.name", "reinforce"])
     keys = sorted(f"loss.{key}" for key in loaded.settings.loss.changed - {"name", "entropy_tau"})
     keys += [key for key in ("noise_scheduler.enabled", "sleep_mode", "colocate") if value_at(loaded.settings, key)]
     if keys:
         raise SettingsError([loaded.problem(key, "has no effect on a supervised stage; remove it") for key in keys])
-    settings, model = loaded.settings, model_facts(loaded.settings.model)
-    longest = (model and model.positions) or settings.sequence_len
-    if longest < settings.sequence_len and "sequence_len" not in settings.model_fields_set:
-        return supervised_settings(file, [*arguments, "--sequence_len", str(longest)])
-    return settings
+    settings = loaded.settings
+    folder = OUTPUTS / folder_name([data.stem, "sft", Path(settings.model).name])
+    facts = model_facts(settings.model)
+    longest = min(settings.sequence_len, (facts and facts.positions) or settings.sequence_len)
+    left_open = {"learning_rate": LEARNING_RATE[settings.lora], "output_dir": str(folder), "sequence_len": longest}
+    return settings.model_copy(update={k: v for k, v in left_open.items() if k not in settings.model_fields_set})
 
 
 def _record(run: RunFolder, model: str, arguments: Mapping[str, Any]) -> None:
