@@ -183,7 +183,8 @@ class Endpoint:
         }
 
     def _calls(self, reply: Reply) -> tuple[str, list[dict[str, Any]]]:
-        """The answer without its calls, and these; those that it only thinks of stay where they are. What is no well-formed call stays in the text and is marked."""
+        """The answer without its calls, and these. What is no well-formed call stays in the text and is marked; one
+        that is only thought of stays there too."""
         said = THINKING.behind(reply).lstrip()
         parsed = parse_tagged(said, {})
         wrong = next((call for call in parsed.errors if call.error_kind != UNKNOWN_TOOL), None)
