@@ -23,6 +23,7 @@ from tests.pages import PAGES, README, ROOT
 ELSEWHERE = (
     *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft", "python -m"),
     *("grpo evaluate", "grpo export", "grpo serve", "grpo chat", "grpo canary", "pip ", "kubectl ", "python -m venv"),
+    "hf ",
 )
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
 PROGRAMS: dict[str, Callable[[], Any]] = {
