@@ -1,0 +1,35 @@
+"""Types every command of docs/first_run.md with a tiny random model of each family, and prints how each one ends.
+
+    python -m benchmarks.first_hour [FAMILY ...]
+
+Some 150 seconds of two cores' time a family. The models have the layers, tokenizer and chat template of their family under
+the name that the page gives (`tools/random_models.py`, `FAMILIES`).
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from tests.e2e.first_hour import Desk, lines
+from tools.random_models import FAMILIES
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="only these")
+    for family in parser.parse_args().families or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            desk = Desk(Path(folder), family)
+            for line in lines():
+                typed = desk.type(line, said="How many eggs are 2 + 3?\n")
+                print(
+                    f"{family:8} exit {typed.code:3} {typed.took_s:6.1f} s, {typed.cpu_s:5.1f} of cores  {typed.line}",
+                    flush=True,
+                )
+                if typed.code:
+                    print("    " + "\n    ".join(typed.said.splitlines()[-12:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
