@@ -121,6 +121,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("epsilon_low", "clip_ratio_low"), "loss.token_mask_low"),
     **dict.fromkeys(("entropy_coef", "entropy_coeff", "ent_coef"), "loss.entropy_tau"),
     **dict.fromkeys(("adv_estimator", "scale_rewards"), "advantage.type"),
+    **dict.fromkeys(("enable_thinking", "apply_chat_template_kwargs"), "chat_template_kwargs"),
     **dict.fromkeys(("max_length", "max_seq_len", "max_seq_length", "seq_len", "context_length"), "sequence_len"),
     **dict.fromkeys(("environment", "env_name", "env_id", "envs"), "env"),
     **dict.fromkeys(("n_gpus_per_node", "num_gpus", "gpus"), "gpus"),

@@ -243,6 +243,9 @@ def _named_and_ended(values: Values, file: Path | None) -> tuple[str, ...]:
         notes.append(f"{MAX_STEPS} steps: max_steps is not given; --max_steps null goes on until it is stopped")
     elif get(tree, "train.max_steps", ABSENT) is None:
         values.tree["train"]["max_steps"] = -1
+    if file is not None and is_preset(str(file)) and not is_preset(values.given.get("model", (str(file), ""))[0]):
+        name = file.parent.name
+        notes.append(f"{name} is settings for a model of its own; grpo --model and --env alone have defaults for yours")
     return tuple(notes)
 
 

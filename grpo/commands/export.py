@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.commands.model_card import write_card
-from grpo.policy_version import CannotExport, Version, open_version, template_arguments
+from grpo.policy_version import CannotExport, Version, open_version, recorded_arguments
 from grpo.transport.folders import Content, chunks_of
 from grpo.transport.weights.chat_template import with_arguments
 from grpo.transport.weights.shards import Weight, checkpoint_files, shard_files
@@ -71,7 +71,7 @@ def export(version: Version, *, kind: str | None = None, dtype: str | None = Non
     temporary.mkdir(parents=True)
     try:
         files = adapter_files(version) if kind == "adapter" else model_files(version, dtype)
-        files = with_arguments(files, template_arguments(version.run))
+        files = with_arguments(files, recorded_arguments(version.run))
         for name, content in files.items():
             with (temporary / name).open("wb") as file:
                 file.writelines(chunks_of(content))

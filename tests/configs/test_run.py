@@ -132,6 +132,11 @@ def test_a_run_without_a_folder_or_an_end_gets_them_and_says_so(tmp_path: Path) 
     assert run_of(tmp_path, "--orch.max_steps", "5").orch.settings.max_steps == 5
 
 
+def test_another_model_in_a_preset_is_told_of_the_start_without_one() -> None:
+    assert "grpo --model" in "".join(load_run("quickstart", ["--model", "org/Model"]).notes)
+    assert load_run("quickstart").notes == ()
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [("Qwen/Qwen3-4B", "--model Qwen/Qwen3-4B"), (PRESETS / "quickstart/model", "--model"), ("e.py:E", "--env")],
@@ -163,6 +168,7 @@ def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Pa
     assert {one.settings.weight_broadcast.format for one in (whole.train, whole.orch)} == {"full"}
     noisy = run_of(tmp_path, max_steps=20, train={"noise_scheduler": {"enabled": True}})
     assert (noisy.infer.settings.norm_noise, noisy.infer.settings.max_loras) == (True, 20)
+    assert run_of(tmp_path, "--orch.max_off_policy_steps", "2").infer.settings.max_loras == 4
     assert run_of(tmp_path, train={"qlora_bnb": True}).infer.settings.base_quantization == "nf4"
 
 

@@ -66,6 +66,22 @@ PLAIN = """
 {%- if add_generation_prompt -%}{{ 'assistant:' }}{%- endif -%}
 """
 
+TWICE = """
+from grpo import Environment, MultiTurnEpisode, Parser, Rubric
+
+def right(completion, parsed):
+    return float(completion == "5" and parsed.thinking in ("", "2 + 3"))
+
+class Twice(MultiTurnEpisode, Environment):
+    rubric = Rubric([right], parser=Parser())
+    max_turns = 2
+    def dataset(self, split):
+        return [{"prompt": f"2 + 3? ({number})"} for number in range(8)]
+    async def respond(self, state, ctx):
+        return "Sure?"
+"""
+"""An environment of two turns, the second of which asks again."""
+
 CONTROL = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("<bos>", "<start_of_turn>", "<end_of_turn>", "<|startoftext|>", "<|tool_list_start|>", "<|tool_list_end|>"),
