@@ -144,7 +144,7 @@ class Network:
         if path == "load":
             await self._fetch()
             server.live.add(version)
-            canary = CanaryFigures(max_abs=0.0, mean_abs=0.0, tolerance=1.0)
+            canary = CanaryFigures(max_abs=0.0, mean_abs=0.0, base_max_abs=0.0, base_mean_abs=0.0, tolerance=1.0)
             report = LoadReport(version=version, name="p", canary=canary, load_s=0.0, canary_s=0.0)
             return self._unless_dead(server, life, msgspec.json.encode(report))
         if path == "unload":

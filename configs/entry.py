@@ -45,12 +45,14 @@ def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[LoadedR
     itself. Exits with 2 and every problem where the settings cannot be honoured. `commands`: what others do."""
     usage = [
         "usage: grpo RUN [--dry-run] [--KEY VALUE ...]",
+        "       grpo --model MODEL --env ENVIRONMENT [--dry-run] [--KEY VALUE ...]",
         "       grpo --train FILE --infer FILE --orch FILE [--teacher FILE] [...]",
         *(f"       {f'grpo {name} …':<20} {about}" for name, about in commands.items()),
     ]
     notes = [
         "A first run: grpo quickstart --output_dir outputs/first; with --view its page is served while it goes on.",
         f"RUN is a folder with run.yaml, such a file, or one of the presets {', '.join(presets())}.",
+        "MODEL is a folder or a Hugging Face id, ENVIRONMENT a name as reverse-text, or FILE.py:CLASS of your own.",
         "Keys of one program follow its name: --train.learning_rate 1e-3 --orch.sampling.max_tokens 64.",
         "grpo --help train lists the trainer's keys; grpo --help KEY tells more of a key.",
         "Environment variables are GRPO_RUN_KEY, GRPO_TRAIN_KEY, GRPO_ORCH_SECTION__KEY and so on.",

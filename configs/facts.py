@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-_STRETCHED = ("yarn", "linear", "dynamic", "longrope")
+_STRETCHED = ("yarn", "linear", "dynamic")
 """Kinds of rope scaling that let a model read more tokens than `max_position_embeddings`."""
 
 
@@ -38,7 +39,8 @@ class ModelFacts:
     """What a model's folder says without its weights being read."""
 
     positions: int | None
-    """Tokens of the longest sequence it is made for (None: not said plainly)."""
+    """Tokens of the longest sequence that it is made for and the trainer computes as a server does (None: not said
+    plainly)."""
     num_values: int
     """Number of its weights."""
     cache_values: int
@@ -106,20 +108,31 @@ def _folder_of(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _facts(config: Mapping[str, object], folder: Path) -> ModelFacts:
+def _facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
     def number(*keys: str) -> int:
         found = next(config[key] for key in keys if config.get(key) is not None)
         return int(str(found))
 
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    stretched = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in _STRETCHED
-    positions = config.get("max_position_embeddings")
     heads = number("num_attention_heads")
     head_dim = number("head_dim") if config.get("head_dim") else number("hidden_size") // heads
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     is_wide = str(config.get("dtype") or config.get("torch_dtype")).endswith("float32")
     return ModelFacts(
-        positions=positions if isinstance(positions, int) and not stretched else None,
+        positions=_positions(config),
         num_values=num_bytes // (4 if is_wide else 2),
         cache_values=2 * number("num_hidden_layers") * number("num_key_value_heads", "num_attention_heads") * head_dim,
     )
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """Returns the tokens of the longest sequence: within an attention window, and below the length from which longrope
+    takes other factors, since the trainer refuses longer ones."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind, positions = rope.get("rope_type", rope.get("type")), config.get("max_position_embeddings")
+    if kind == "longrope":
+        positions = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    elif kind in _STRETCHED:
+        positions = None
+    layers = config.get("layer_types")
+    slides = config.get("use_sliding_window", True) if layers is None else "sliding_attention" in layers
+    return min((n for n in (positions, slides and config.get("sliding_window")) if n), default=None)

@@ -81,7 +81,7 @@ class _ServerSettings(ProcessSettings):
     vllm: dict[str, Any] = {}
     """More arguments of vLLM's server, as `max_num_seqs: 256` or `speculative_config: {method: ngram, …}`, which vLLM's
     own parser checks. On a CPU, `max_num_seqs` is 64, `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128
-    MiB. docs/servers.md has those that are refused."""
+    MiB or what two of the longest sequences need. docs/servers.md has those that are refused."""
 
     def conflicts(self) -> Conflicts:
         for name in sorted(self.vllm.keys() & VLLM_REFUSED.keys()):
@@ -138,8 +138,9 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """Name of the environment variable that holds the key of both ends (where it is not set, the key in
     `output_dir`)."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
-    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: 1e-4
-    at most in float32, 1e-2 on a GPU, 0.05 on average in bfloat16, 0.01 in float16)."""
+    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: twice
+    what the two differ by without an adapter, and always 1e-4 at most in float32, 1e-2 on a GPU, 0.05 on average in
+    bfloat16, 0.01 in float16)."""
     canary_timeout_s: Seconds = 120.0
     """Seconds that loading and proving a policy version may take, and in `sleep_mode` falling asleep or waking."""
 

@@ -62,6 +62,20 @@ def find(cls: type[BaseModel], key: str) -> FieldInfo | None:
 
 _NOT_FOLLOWED = "is refused: it changes the distribution that tokens are drawn from, which the trainer could not follow"
 _POLICY = "is for the server of the policy and its versions, and this one serves a teacher; remove it"
+_STEPS = "is not known: a run is counted in steps of orch.batch_size rollouts; give their number by max_steps"
+_BATCH = (
+    "is not known here; orch.batch_size is the number of rollouts of a step, on all devices together, and "
+    "train.gradient_accumulation_steps makes several optimizer steps of it, of so many packed micro-batches each"
+)
+_REFERENCE = (
+    "is not known; for the KL to the reference set orch.teacher_model.reference true and train.loss.teacher_tau, or "
+    "orch.reward_shaping.reference_kl to take it off the reward"
+)
+_DATASET = (
+    """is not known; rows of a file or of the Hub are --env '{"id": "dataset", "args": {"path": …, "reward": …}}'; """
+    "from Python they are grpo.train(MODEL, dataset=ROWS, reward=FUNCTION)"
+)
+_REWARD = "is not known; it is the environment's: --env FILE:CLASS, or args.reward of the environment `dataset`"
 _INSTEAD = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"), _NOT_FOLLOWED),
     **{f"teacher.{key}": _POLICY for key in ("output_dir", "colocate", "sleep_mode", "enable_lora", "max_loras")},
@@ -69,34 +83,60 @@ _INSTEAD = {
     "teacher.api_key_var": "is given by the orchestrator's teacher_model.client.api_key_var; set that",
     "lora_dropout": "is refused: the trainer's log-probabilities would not be the server's; remove it",
     "warmup_ratio": "is not known; give the number of steps by warmup_steps",
-    "num_train_epochs": "is not known; give the number of steps by max_steps",
-    "save_steps": "is not known; use ckpt.interval",
-    "eval_steps": "is not known; use the orchestrator's eval.interval",
+    **dict.fromkeys(("num_train_epochs", "total_epochs", "num_epochs", "epochs"), _STEPS),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "kl_beta", "use_kl_loss", "use_kl_in_reward"), _REFERENCE),
+    **dict.fromkeys(
+        ("save_steps", "save_freq", "save_interval"),
+        "is not known; use the trainer's ckpt.interval (train.ckpt.interval)",
+    ),
+    **dict.fromkeys(
+        ("eval_steps", "test_freq"), "is not known; use the orchestrator's eval.interval (orch.eval.interval)"
+    ),
+    **dict.fromkeys(("dataset", "train_dataset", "dataset_name", "train_files", "dataset_path", "data"), _DATASET),
+    **dict.fromkeys(
+        ("reward", "rewards", "reward_funcs", "reward_function", "reward_fn", "custom_reward_function"), _REWARD
+    ),
+    **dict.fromkeys(
+        ("use_vllm", "vllm_server_base_url", "vllm_server_host"), "is not needed: there always is a vLLM server"
+    ),
+    "vllm_mode": "is not known; --colocate shares one copy of the base, --sleep_mode one GPU by turns",
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "ppo_mini_batch_size"), _BATCH),
+    "push_to_hub": "is not known; when the run is over, grpo export RUN --push-to OWNER/NAME",
+    "resume_from_checkpoint": "is not needed: the same command goes on; --resume_step N goes back to a checkpoint",
+    "fp16": "is not known; train.recipe is bf16 or fp32",
+    **dict.fromkeys(
+        ("no_lora", "full_finetune", "use_peft", "use_lora"), "is not known; lora: false trains all weights"
+    ),
+    **dict.fromkeys(("wandb", "use_wandb"), "is not known; use orch.report_to wandb"),
 }
 """Messages for keys that someone may look for here."""
 _OTHER_NAMES = {
-    **dict.fromkeys(("num_generations", "group_size", "n"), "rollouts_per_example"),
+    **dict.fromkeys(("num_generations", "group_size", "rollout_n", "n", "num_rollouts"), "rollouts_per_example"),
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
-    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length"), "sampling.max_tokens"),
-    **dict.fromkeys(("train_batch_size", "generation_batch_size"), "batch_size"),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_response_length"), "max_tokens"),
+    **dict.fromkeys(("train_batch_size", "generation_batch_size", "rollout_batch_size"), "batch_size"),
     **dict.fromkeys(("num_iterations", "mu"), "ppo_epochs"),
     **dict.fromkeys(("total_training_steps", "steps", "num_steps"), "max_steps"),
-    **dict.fromkeys(("epsilon", "clip_ratio", "epsilon_high", "clip_ratio_high"), "loss.token_mask_high"),
+    **dict.fromkeys(("epsilon", "clip_ratio", "clip_range", "epsilon_high", "clip_ratio_high"), "loss.token_mask_high"),
     **dict.fromkeys(("epsilon_low", "clip_ratio_low"), "loss.token_mask_low"),
-    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), "loss.teacher_tau"),
     **dict.fromkeys(("entropy_coef", "entropy_coeff", "ent_coef"), "loss.entropy_tau"),
     **dict.fromkeys(("adv_estimator", "scale_rewards"), "advantage.type"),
+    **dict.fromkeys(("enable_thinking", "apply_chat_template_kwargs"), "chat_template_kwargs"),
+    **dict.fromkeys(("max_length", "max_seq_len", "max_seq_length", "seq_len", "context_length"), "sequence_len"),
+    **dict.fromkeys(("environment", "env_name", "env_id", "envs"), "env"),
+    **dict.fromkeys(("n_gpus_per_node", "num_gpus", "gpus"), "gpus"),
+    **dict.fromkeys(("load_in_4bit", "qlora"), "qlora_bnb"),
+    "temperature": "sampling.temperature",
     "loss_type": "loss.name",
-    "max_length": "sequence_len",
     "bf16": "recipe",
-    "lora_r": "lora_rank",
+    **dict.fromkeys(("lora_r", "peft_r"), "lora_rank"),
     "target_modules": "lora_target_modules",
-    "model_name_or_path": "model",
+    **dict.fromkeys(("model_name_or_path", "model_name", "model_path", "model_id"), "model"),
     "logging_dir": "output_dir",
     "tensor_parallel_size": "tp",
     "save_total_limit": "ckpt.keep_last",
 }
-"""Keys of TRL, PEFT and verl, and what they are called here."""
+"""Keys of TRL, PEFT, verl and prime-rl, and what they are called here."""
 
 
 def unknown(cls: type[BaseModel], key: str) -> str:

@@ -107,6 +107,8 @@ class LoadedRun:
     given: Given
     hardware: Hardware
     """Where trainer and server are to run, from which defaults follow."""
+    source: tuple[str | Path | None, tuple[str, ...]] = None, ()
+    """The run and the arguments that these settings were loaded from."""
     notes: tuple[str, ...] = ()
     """Lines for people: settings that were left open, and what became of them."""
 
@@ -164,12 +166,13 @@ def load_run(
     files, idle = _files(target, options), set[tuple[str, str]]()
     while True:
         try:
-            return _loaded(target, options, files, idle, hardware or this_hardware())
+            found = _loaded(target, options, files, idle, hardware or this_hardware())
+            return replace(found, source=(target, tuple(arguments)))
         except SettingsError as error:
-            found = {(one.origin, one.key) for one in error.problems if one.ineffective and is_preset(one.origin)}
-            if found <= idle:
+            mended = {(one.origin, one.key) for one in error.problems if one.ineffective and is_preset(one.origin)}
+            if mended <= idle:
                 raise
-            idle |= found
+            idle |= mended
 
 
 def _one_list(options: Texts) -> Texts:
@@ -240,6 +243,9 @@ def _named_and_ended(values: Values, file: Path | None) -> tuple[str, ...]:
         notes.append(f"{MAX_STEPS} steps: max_steps is not given; --max_steps null goes on until it is stopped")
     elif get(tree, "train.max_steps", ABSENT) is None:
         values.tree["train"]["max_steps"] = -1
+    if file is not None and is_preset(str(file)) and not is_preset(values.given.get("model", (str(file), ""))[0]):
+        name = file.parent.name
+        notes.append(f"{name} is settings for a model of its own; grpo --model and --env alone have defaults for yours")
     return tuple(notes)
 
 

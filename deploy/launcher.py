@@ -16,9 +16,10 @@ from types import MappingProxyType
 
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.facts import VARIABLE as VISIBLE_GPUS
+from grpo.configs.facts import model_facts
 from grpo.configs.loading import Given
 from grpo.configs.resuming import changes, record_of
-from grpo.configs.run import LoadedRun, is_preset
+from grpo.configs.run import LoadedRun, is_preset, load_run
 from grpo.deploy.memory import with_split
 from grpo.deploy.plan import Plan, resolve, with_run, write_settings
 from grpo.deploy.programs import Child, Outcome, Program, Signals, run_programs
@@ -68,13 +69,18 @@ def run(asked: LoadedRun, show: Show, *, dry_run: bool = False) -> int:
         print(plan.effective(), end="")
         return 0
     hide_environment(key_variables(plan.orch.model_dump()))
+    if model_facts(plan.train.model) is None:  # a model of the hub, from whose lengths defaults follow once it is here
+        resolve_model(plan.train.model)
+        plan = resolve(load_run(*asked.source, hardware=asked.hardware))
     return run_plan(plan, show, given=asked.given)
 
 
 def checked(asked: LoadedRun) -> Plan:
-    """Returns the plan of a run, once its environments are found. Raises `SettingsError` and `UserError`,
-    ValueErrors."""
+    """Returns the plan of a run, once its environments and a model that is a folder are found. Raises `SettingsError`
+    and `UserError`, ValueErrors, and FileNotFoundError."""
     plan = resolve(asked)
+    if plan.train.model.startswith((".", "/")) or plan.train.model.count("/") != 1:  # no Hugging Face id
+        resolve_model(plan.train.model)
     for env in (*plan.orch.env, *plan.orch.eval.env):
         if env.address is None:
             check_id(env.id, env.args)

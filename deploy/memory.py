@@ -4,6 +4,7 @@ The step is made by a process of its own (`trainer/dry_step.py`) before a server
 explains the division. Not yet run on a GPU.
 """
 
+import functools
 import json
 import math
 import subprocess
@@ -36,17 +37,25 @@ class NoRoom(UserError):
 
 def with_split(plan: Plan, folder: Path, *, dry_step: Callable[..., Measurement] | None = None) -> tuple[Plan, str]:
     """Returns the plan with the server's share of the GPU and with the activation checkpointing that was measured, and
-    a line that tells both. `folder` holds the base model.
+    a line that tells both. `folder` holds the base model. Where the server gets too little, the step is measured again
+    with all activations computed anew.
 
     Raises `NoRoom`, and `UserError` where the dry step cannot be made.
     """
-    found = (dry_step or measure)(plan.train, folder)
-    share = utilization(
-        found,
+    make, found = dry_step or measure, (dry_step or measure)(plan.train, folder)
+    share_of = functools.partial(
+        utilization,
         max_model_len=plan.infer.max_model_len,
         sleep_mode=plan.train.sleep_mode,
         colocate=plan.train.colocate,
     )
+    try:
+        share = share_of(found)
+    except NoRoom:
+        if plan.train.gradient_checkpointing is not None or found.checkpointing == "full":
+            raise
+        found = make(plan.train.model_copy(update={"gradient_checkpointing": True}), folder)
+        share = share_of(found)
     line = (
         f"memory: the trainer takes {gib(found.needed)} in a step beside {'the' if plan.train.colocate else 'its'} "
         f"base of {gib(found.base)} "

@@ -48,7 +48,7 @@ class Plan:
     """Whether server and trainer share a GPU of which the server gets what a step of the trainer leaves, as measured
     before they start."""
     chosen: tuple[str, ...] = ()
-    """Lines for people: what became of settings that were left open."""
+    """Lines for people: what became of settings that were left open, and a share of the GPU that is kept."""
 
     @property
     def output_dir(self) -> Path:

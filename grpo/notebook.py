@@ -6,6 +6,7 @@ a file of the run, with what its code names: functions and classes with their so
 as it is now, and other values as the assignment that made them. Rows are written to a file of the run too.
 """
 
+import argparse
 import ast
 import builtins
 import inspect
@@ -61,6 +62,14 @@ def _class_of(env: Any) -> type[Environment]:
     if not issubclass(cls, Environment):
         raise UserError(f"env is {env!r}, expected an object or a class derived from grpo.Environment, or an id")
     return cls
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """Returns the chat template's arguments that an option names, as JSON, but for those that are null. Raises
+    `argparse.ArgumentTypeError`."""
+    if not isinstance(given := yaml_value(text), dict):
+        raise argparse.ArgumentTypeError(f'{text[:40]!r}: expected names with values, as {{"enable_thinking": false}}')
+    return {str(name): value for name, value in given.items() if value is not None}
 
 
 def env_settings(env: Any, folder: Path, *, overwrite: bool) -> dict[str, Any]:

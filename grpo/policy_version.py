@@ -82,7 +82,7 @@ def program_settings(run: Path, role: Role) -> dict[str, Any]:
     return settings
 
 
-def template_arguments(run: Path) -> dict[str, Any]:
+def recorded_arguments(run: Path) -> dict[str, Any]:
     """Returns the arguments of the chat template with which the run's prompts were written; none where none were
     given."""
     model = (recorded_settings(run, "orch") or {}).get("model", {})

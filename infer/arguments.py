@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from grpo.configs.facts import model_facts
 from grpo.configs.infer import InferSettings
 from grpo.infer import engine_process
 from grpo.infer.checks import tensor_shapes
@@ -21,11 +22,11 @@ MERGED_MODULES = ("qkv_proj", "gate_up_proj", "w13", "in_proj_qkvz", "in_proj_ba
 ON_CPU: dict[str, Any] = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 2048,
-    "kv_cache_memory_bytes": 128 * 1024 * 1024,
+    "kv_cache_memory_bytes": 128 * 2**20,
     "enforce_eager": True,
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
-"""Defaults of vLLM's arguments on a CPU."""
+"""Defaults of vLLM's arguments on a CPU; the cache is larger where two of the longest sequences need more."""
 
 
 class ArgumentError(ValueError):
@@ -148,6 +149,22 @@ def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> d
     } | (lora if settings.enable_lora else {})
 
 
+def device_defaults(settings: InferSettings, model_dir: Path, device: str) -> dict[str, Any]:
+    """Returns defaults of vLLM's arguments for the device, which `vllm` may overrule.
+
+    On a GPU the kernels of adapters are launched for those in use, not for all `max_loras`, where this vLLM can.
+    """
+    if device != "cpu":
+        config = importlib.import_module("vllm.config").LoRAConfig
+        specializes = settings.enable_lora and hasattr(config, "specialize_active_lora")
+        return {"specialize_active_lora": True} if specializes else {}
+    if (model := model_facts(str(model_dir))) is None:
+        return ON_CPU
+    size = 4 if "float32" in (settings.dtype, checkpoint_dtype(model_dir) if settings.dtype == "auto" else "") else 2
+    longest = 2 * (settings.max_model_len or model.positions or 0) * model.cache_values * size
+    return ON_CPU | {"kv_cache_memory_bytes": max(ON_CPU["kv_cache_memory_bytes"], longest)}
+
+
 def command_line(values: dict[str, Any]) -> Iterator[str]:
     """Yields the words for these arguments; those that are None are left out."""
     for name, value in values.items():
@@ -173,7 +190,7 @@ def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Names
 
     given = own_arguments(settings, model_dir=model_dir, device=device)
     own = {name: value for name, value in given.items() if value is not None}
-    values = (ON_CPU if device == "cpu" else {}) | settings.vllm | own
+    values = device_defaults(settings, model_dir, device) | settings.vllm | own
     args: Namespace = cli_args.make_arg_parser(Parser(allow_abbrev=False)).parse_args(list(command_line(values)))
     try:
         cli_args.validate_parsed_serve_args(args)

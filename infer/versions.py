@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo.infer.canary import check_effect, largest_gap, tolerance_of
+from grpo.infer.canary import check_effect, gaps_of, tolerance_of
 from grpo.infer.checks import BaseModel, check_version, read_version, version_folder
 from grpo.infer.engine import Adapter, Engine
 from grpo.transport.errors import DeadlineError, PolicyRefused
@@ -197,7 +197,12 @@ class VersionTable:
             report = await self._replace(served, folder, canaries[0], announced, rank_offset)
         else:
             report = await self._add(served, canaries, manifest, folder)
-        log.info("version %d is live: canary %.2g nats", version, report.canary.max_abs)
+        found = report.canary
+        log.info(
+            "version %d is live: the canary differs from the trainer's by %.2g nats (%s), the base's by %.2g, allowed "
+            "are %.2g",
+            *(version, found.gap, found.measure, found.base_gap, found.tolerance),
+        )
         served.report = report
         return served
 
@@ -228,12 +233,16 @@ class VersionTable:
             *(self.engine.score(token_ids, adapter, priority=CANARY_PRIORITY, replica=rank) for rank in ranks)
         )
 
-    def _effect(self, canary: Canary, scores: Scores, without: Scores, *, noise: bool = False) -> CanaryFigures:
-        """Returns the figures of the replica that is farthest from the trainer."""
-        settings: dict[str, Any] = {"dtype": self.engine.dtype, "device": self.engine.device, "noise": noise}
-        settings |= {"tolerance": self.tolerance}
-        both = zip(scores, without, strict=True)
-        return max((check_effect(canary, *one, **settings) for one in both), key=lambda figures: figures.gap)
+    def _effect(self, canary: Canary, scores: Scores, *, noiseless: Scores | None = None) -> CanaryFigures:
+        """Returns the figures of the replica that is farthest from the trainer. `noiseless`: the scores without noise,
+        where `scores` are those with it."""
+        settings: Any = {"dtype": self.engine.dtype, "device": self.engine.device, "tolerance": self.tolerance}
+        without: Sequence[Sequence[float] | None] = noiseless or [None] * len(scores)
+        of_all = zip(scores, self._base_scores, without, strict=True)
+        return max(
+            (check_effect(canary, served, base, noiseless=one, **settings) for served, base, one in of_all),
+            key=lambda figures: figures.gap / figures.tolerance,
+        )
 
     async def _add(
         self, served: Served, canaries: Sequence[Canary], manifest: PolicyManifest, folder: Path
@@ -255,10 +264,10 @@ class VersionTable:
             figures, noise, adapters = list[CanaryFigures](), None, served.adapters.values()
             for canary, proved in zip(canaries, adapters, strict=True):
                 scores = await self._score(canary.token_ids, proved)
-                figures.append(self._effect(canary, scores, self._base_scores))
+                figures.append(self._effect(canary, scores))
             if served.noisy is not None:  # which an only adapter has
                 noisy_scores = await self._score(canaries[0].token_ids, served.noisy)
-                noise = self._effect(canaries[0], noisy_scores, scores, noise=True)
+                noise = self._effect(canaries[0], noisy_scores, noiseless=scores)
         except BaseException:
             await asyncio.shield(self._remove(served))
             raise
@@ -327,7 +336,7 @@ class VersionTable:
                     await self.engine.receive_weights(announced, rank_offset=rank_offset)
                 loaded_s = time.monotonic()
                 scores = await self._score(canary.token_ids, None)
-                figures = self._effect(canary, scores, self._base_scores)
+                figures = self._effect(canary, scores)
             except BaseException as error:
                 if not await self._put_back(before):
                     self.engine.end(
@@ -351,9 +360,9 @@ class VersionTable:
             log.exception("the weights from before cannot be loaded again")
             return False
         dtype = self.engine.dtype
-        allowed = tolerance_of(dtype, dtype, device=self.engine.device, setting=self.tolerance)
+        allowed = self.tolerance or tolerance_of(dtype, dtype, device=self.engine.device)
         both = zip(scores, before.scores or self._base_scores, strict=True)
-        return all(largest_gap(*one) <= allowed for one in both)
+        return all(max(gaps_of(*one)) <= allowed for one in both)
 
 
 def _report(version: int, canary: CanaryFigures, started_s: float, loaded_s: float, **others: Any) -> LoadReport:

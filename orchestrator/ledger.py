@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS pairs (
 );
 CREATE TABLE IF NOT EXISTS proofs (
     version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
-    tolerance REAL NOT NULL, proved_at REAL NOT NULL
+    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, proved_at REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
@@ -240,9 +240,9 @@ class Ledger:
 
     def proved(self, server: str, version: int, canary: CanaryFigures) -> None:
         """A server has proved that it serves a version: how far its log-probabilities of the canary are from the
-        trainer's, in nats."""
-        row = (version, server, canary.max_abs, canary.mean_abs, canary.tolerance, time.time())
-        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?)", row)
+        trainer's, in nats, and those of the base."""
+        gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs, canary.tolerance)
+        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (version, server, *gaps, time.time()))
 
     # --- easy and hard examples ---
 

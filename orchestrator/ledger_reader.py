@@ -155,7 +155,7 @@ class LedgerReader:
 
     def proofs(self) -> list[dict[str, Any]]:
         """Returns the canary's figures of each proof, by version and server."""
-        names = ("version", "server", "max_abs", "mean_abs", "tolerance")
+        names = ("version", "server", "max_abs", "mean_abs", "base_max_abs", "base_mean_abs", "tolerance")
         rows = self._rows(f"SELECT {', '.join(names)} FROM proofs ORDER BY version, server")
         return [dict(zip(names, row, strict=True)) for row in rows]
 

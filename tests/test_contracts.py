@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.contracts import PROTOCOLS, check, check_classes, check_protocols
+from tools.contracts import PROTOCOLS, all_contracts, check, check_classes, check_protocols, modules_without
 
 SOURCE = """
 NAME = 1
@@ -107,3 +107,9 @@ def test_classes_of_ours_are_held_against_those_of_vllm_that_they_stand_for(
         found = check_classes(wheel, [line], (0, 33), tmp_path)
         assert check_classes(wheel, [line], (0, 26), tmp_path) == []
     assert [one.partition(" (ours.py,")[0] for one in found] == problems
+
+
+def test_there_is_a_contract_for_every_module_of_vllm_that_our_sources_name() -> None:
+    contracts = all_contracts()
+    assert modules_without(contracts) == []
+    assert modules_without([one for one in contracts if not one.startswith("lora.request ")]) == ["lora.request"]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from grpo.environments.data.dataset import KNOWN, Dataset
 from grpo.environments.data.files import READERS
-from grpo.environments.rewards import REWARDS
+from grpo.environments.rewards import PARSERS, REWARDS
 from grpo.orchestrator.run import orchestrate
 
 from tests.grpo.run_folder import grpo
+from tests.orchestrator.chat_templates import QWEN3, model_with
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.pages import ROOT, Page, in_backticks
 
@@ -30,7 +31,7 @@ def test_the_page_tells_of_every_argument_kind_of_file_reward_and_known_data_set
     known = {name for cell in re.findall(r"^\| (.*?) \|", PAGE.text, re.M) for name in in_backticks(cell)}
     assert {*KNOWN, *inspect.signature(Dataset).parameters} - known <= {"path", "subset", "split", "seed"}
     assert all(f"`{suffix}`" in PAGE.text for suffix in set(READERS) - {".ndjson"})
-    assert all(f"`{name}`" in PAGE.text or f"`{{{name}:" in PAGE.text for name in REWARDS)
+    assert all(f"`{name}`" in PAGE.text or f"`{{{name}:" in PAGE.text for name in (*REWARDS, *PARSERS))
 
 
 def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(
@@ -49,6 +50,15 @@ def test_the_first_look_shows_what_is_asked_its_length_and_what_is_wrong(
     assert "24 have more than max_prompt_length = 5" in done.stdout
     assert not caplog.records  # the rows are told once
     assert grpo("data", "codes.csv").returncode == 2
+
+
+def test_the_first_look_shows_what_the_chat_template_makes_of_its_arguments(codes: Path, tmp_path: Path) -> None:
+    model = model_with(tmp_path / "model", QWEN3)
+    command = [*FIRST.command("grpo data codes.csv"), "--chat_template_kwargs", '{"enable_thinking": false}']
+    assert "assistant\n<think>\n\n</think>\n\n" in grpo(*command, "--model", model).stdout
+    assert grpo(*command).returncode == 2
+    refused = grpo(*command, "--model", ROOT / "configs/quickstart/model")
+    assert (refused.returncode, "enable_thinking" in refused.stderr) == (2, True)
 
 
 def test_the_data_of_a_run_are_found_in_its_settings(codes: Path) -> None:

@@ -23,6 +23,7 @@ from tests.pages import PAGES, README, ROOT
 ELSEWHERE = (
     *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft", "python -m"),
     *("grpo evaluate", "grpo export", "grpo serve", "grpo chat", "grpo canary", "pip ", "kubectl ", "python -m venv"),
+    "hf ",
 )
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
 PROGRAMS: dict[str, Callable[[], Any]] = {
@@ -55,10 +56,11 @@ def test_python_and_yaml_of_the_pages_can_be_read() -> None:
 
 def commands() -> Iterator[str]:
     """Without what stands before the program: variables, and the cores that it gets."""
-    for line in (line for page in PAGES for line in page.commands()):
+    for page, line in [(one, line) for one in PAGES for line in one.commands()]:
         command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
         # Files of a page's own are there only for the tests of the page.
-        if command and not command.startswith(("#", *ELSEWHERE)) and ".py:" not in command:
+        of_page = ".py:" in command or any(name in command for name in page.files)
+        if command and not command.startswith(("#", *ELSEWHERE)) and not of_page:
             yield command
 
 

@@ -25,6 +25,8 @@ USERS = ("infer/*.py", "transport/weights/nccl.py")
 CONTRACTS = """
 entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args make_arg_parser(parser)
 entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args validate_parsed_serve_args(args)
+entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args BaseFrontendArgs(default_chat_template_kwargs,enable_auto_tool_choice)
+entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args FrontendArgs(host,port)
 utils.argparse_utils FlexibleArgumentParser()
 entrypoints.launchers.api_server.entry|entrypoints.openai.api_server build_async_engine_client(args)
 entrypoints.launchers.api_server.entry|entrypoints.openai.api_server build_async_engine_client_from_engine_args(engine_args)
@@ -253,21 +255,27 @@ def check_protocols(
     return problems
 
 
-def modules_in_use() -> set[str]:
-    """Returns the modules of vLLM that our sources name."""
+def all_contracts() -> list[str]:
+    """Returns `CONTRACTS`, and one for the arguments that the server gives vLLM."""
+    settings, model_dir = InferSettings(model="m", dtype="float32"), ROOT / "configs" / "quickstart" / "model"
+    server = {"host", "port", "enable_auto_tool_choice", "default_chat_template_kwargs"}
+    own = (own_arguments(settings, model_dir=model_dir, device="cuda").keys() | ON_CPU.keys()) - server
+    return [*CONTRACTS.split("\n")[1:-1], f"engine.arg_utils EngineArgs({','.join(sorted(own))})"]
+
+
+def modules_without(contracts: list[str]) -> list[str]:
+    """Returns the modules of vLLM that our sources name and for which there is no contract."""
     texts = [path.read_text() for pattern in USERS for path in ROOT.glob(pattern)]
-    return {name.strip(".") for text in texts for name in re.findall(r"(?:from |import |\")vllm\.([a-z0-9_.]+)", text)}
+    used = {name.strip(".") for text in texts for name in re.findall(r"(?:from |import |\")vllm\.([a-z0-9_.]+)", text)}
+    named = {module for line in contracts for module in line.split(" ")[0].lstrip("!").split("|")}
+    return sorted(one for one in used if not any(known == one or known.startswith(f"{one}.") for known in named))
 
 
 def main() -> int:
     """Checks every version."""
-    own = own_arguments(InferSettings(model="m", dtype="float32"), model_dir=ROOT, device="cuda").keys() | ON_CPU.keys()
+    contracts = all_contracts()
     protocols, classes = PROTOCOLS.split("\n")[1:-1], CLASSES.split("\n")[1:-1]
-    server = {"host", "port", "enable_auto_tool_choice"}
-    contracts = [*CONTRACTS.split("\n")[1:-1], f"engine.arg_utils EngineArgs({','.join(sorted(own - server))})"]
-    named = {module for line in contracts for module in line.split(" ")[0].lstrip("!").split("|")}
-    loose = [one for one in modules_in_use() if not any(known == one or known.startswith(f"{one}.") for known in named)]
-    problems = [f"tools/contracts.py has no contract for vllm.{one}" for one in sorted(loose)]
+    problems = [f"tools/contracts.py has no contract for vllm.{one}" for one in modules_without(contracts)]
     total = len(contracts) + len(protocols) + len(classes)
     for version in VERSIONS:
         folder = CACHE / version

@@ -13,7 +13,7 @@ from typing import Any
 from grpo.configs.entry import load_settings
 from grpo.configs.errors import SettingsError
 from grpo.configs.train import TrainSettings
-from grpo.transport.cores import set_numeric_defaults
+from grpo.transport.cores import set_allocator, set_numeric_defaults
 from grpo.transport.hidden import hide_environment, key_variables
 from grpo.transport.logs import printable, start_log
 from grpo.transport.parent import end_with_starter
@@ -27,6 +27,7 @@ def main() -> None:
     settings = load_settings(TrainSettings)
     hide_environment(key_variables(settings.model_dump()))
     set_numeric_defaults()
+    set_allocator(os.environ)
     rank = os.environ["RANK"] if settings.num_ranks > 1 and _is_worker(os.environ) else None
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)

@@ -6,6 +6,7 @@ JSON from standard input and prints the measurement as JSON.
 
 import gc
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from grpo.configs.train import TrainSettings
+from grpo.transport.cores import set_allocator
 from grpo.transport.records import Hint, MicroBatch, PreferencePair
 
 if TYPE_CHECKING:
@@ -168,6 +170,7 @@ def _forget_peak(device: "torch.device") -> None:
 
 def main() -> None:
     """Exits with 1, and the reason in the last line of standard error, if no step can be made."""
+    set_allocator(os.environ)  # as the trainer
     import torch
     from grpo.trainer.errors import ModelError
 

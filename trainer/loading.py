@@ -112,13 +112,13 @@ def filled_model(
         for name in decoder_linears(model):
             _quantize(model, name, tensors, stored, format)
     for name, parameter in list(model.named_parameters()):
-        if parameter.is_meta and name != tied:
+        if name != tied and name not in tensors.used:
             module, _, own_name = name.rpartition(".")
             filled = torch.nn.Parameter(tensors.plain(name, parameter), requires_grad=False)
             setattr(model.get_submodule(module), own_name, filled)
-    tensors.check_all_used(model, tied)
     model.tie_weights()
-    _rebuild_buffers(model, tensors.device)
+    _fill_buffers(model, tensors)
+    tensors.check_all_used(model, tied)
     return model.eval()
 
 
@@ -279,13 +279,28 @@ def _quantized_parts(
     return QUANTIZE[format](weight), format
 
 
-def _rebuild_buffers(model: Any, device: torch.device) -> None:
-    """Computes the buffers that no checkpoint holds, such as the rotary embedding's frequencies."""
-    for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            if not hasattr(module, "config"):
-                raise ModelError(f"{type(model).__name__} cannot be quantized: the buffers of {name} are not known")
-            model.set_submodule(name, type(module)(config=module.config).to(device))
+def _fill_buffers(model: Any, tensors: CheckpointTensors) -> None:
+    """Reads the buffers that the checkpoint holds, and has transformers compute the others, such as the rotary
+    embedding's frequencies."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # so that transformers leaves it as it is
+    computed = []
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if (stored := f"{name}.{key}") in tensors.names:
+                module._buffers[key] = tensors.plain(stored, buffer)
+            else:
+                module._buffers[key] = torch.full_like(buffer, torch.nan, device=tensors.device)
+                computed.append((name, module, key))
+    with torch.no_grad():
+        for module in (model.base_model, *(module for _, module, _ in computed)):
+            model._init_weights(module)
+    if unknown := [f"{name}.{key}" for name, module, key in computed if module._buffers[key].isnan().any()]:
+        raise ModelError(
+            f"{type(model).__name__} has unknown buffers, such as {unknown[0]}; turn qlora_* and colocate off"
+        )
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:

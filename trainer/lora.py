@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from grpo.configs.train import LowPrecision, TrainSettings
+from grpo.trainer.errors import ModelError
 from grpo.trainer.low_precision import backward_product, forward_product
 from grpo.trainer.matmul import linear, product, product_in_float32
 from grpo.trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 def with_adapters(base: Any, names: Sequence[str], targets: Sequence[str], settings: TrainSettings) -> PeftModel:
     """Adds the adapters' layers to the base's layers called `targets`. Freezes the base. A is random, B zero. The first
-    adapter is the same however many follow."""
+    adapter is the same however many follow. Raises `ModelError` for layers on which PEFT has no adapters."""
     config = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
@@ -38,7 +39,10 @@ def with_adapters(base: Any, names: Sequence[str], targets: Sequence[str], setti
     # On the CPU whatever the device, so that a seed means the same adapters everywhere.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        model: PeftModel = get_peft_model(base, config, adapter_name=names[0])
+        try:
+            model: PeftModel = get_peft_model(base, config, adapter_name=names[0])
+        except ValueError as error:  # for layers that it takes no adapter on
+            raise ModelError(f"lora_target_modules: {error}") from error
         for name in names[1:]:
             model.add_adapter(name, replace(config))
     if len(names) > 1:

@@ -20,7 +20,7 @@ from grpo.trainer.loading import CheckpointTensors, decoder_linears, filled_mode
 from grpo.trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
 from grpo.trainer.packing import PackedTokens
 from grpo.trainer.quantization import check_setting, stored_in
-from grpo.trainer.supported import WITHOUT_ADAPTER, is_packed
+from grpo.trainer.supported import LEFT_OUT, is_packed
 from grpo.trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
 from grpo.transport.records import Quantization, adapter_folders
 from grpo.transport.shared_base import ImportedBase
@@ -333,16 +333,16 @@ def _load_base(
 
 def target_modules(base: Any, asked: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the sorted names of the linear layers that get an adapter: those that were asked for, or for `all-linear`
-    all in the decoder's layers. Raises `ModelError` for names that these layers do not have."""
+    all in the decoder's layers but for `LEFT_OUT`. Raises `ModelError` for names that these layers do not have."""
     inside = {id(module) for layer in base.base_model.layers for module in layer.modules()}
     names = [name for name in decoder_linears(base) if id(base.get_submodule(name)) in inside]
-    known = {name.rpartition(".")[2] for name in names} - WITHOUT_ADAPTER.get(base.config.model_type, frozenset())
+    known = {name.rpartition(".")[2] for name in names}
     if missing := sorted(set(asked) - known - {ALL_LINEAR}):
         raise ModelError(
             f"lora_target_modules {', '.join(missing)}: this {base.config.model_type} has no linear layers of that "
-            f"name that can have an adapter; it has {', '.join(sorted(known))} (all of them: {ALL_LINEAR})"
+            f"name; it has {', '.join(sorted(known))} (all of them: {ALL_LINEAR})"
         )
-    return tuple(sorted(known if ALL_LINEAR in asked else asked))
+    return tuple(sorted(known - LEFT_OUT.get(base.config.model_type, set()) if ALL_LINEAR in asked else asked))
 
 
 def _check_base(base: Any) -> None:

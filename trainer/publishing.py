@@ -27,7 +27,7 @@ from grpo.transport.shared_base import ImportedBase
 from grpo.transport.weights.nccl import Rendezvous, WeightSender
 from grpo.transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher
 
-CANARY_TOKENS = 32
+CANARY_TOKENS = 128
 Later = Callable[[], tuple[float, ...]]
 
 
@@ -64,7 +64,7 @@ def publisher_of(broadcast: Broadcast, run: RunFolder) -> PolicyPublisher:
 
 
 def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:
-    """Returns 32 seeded token ids for a model with this configuration.
+    """Returns 128 seeded token ids for a model with this configuration.
 
     They come from the lower half of the vocabulary: added special tokens, and rows that pad the embedding, lie at the
     end.

@@ -20,8 +20,9 @@ UNPACKED = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "lfm2", "olmo_hy
 """Model types with recurrent or convolutional layers, whose state would go from one packed sample into the next: each
 sample is a row of its own, and a shared prompt is computed for each of them."""
 
-WITHOUT_ADAPTER = {"falcon_h1": frozenset({"out_proj"})}
-"""Linear layers, by model type, on which no adapter is possible: PEFT refuses those that fused kernels read past it."""
+LEFT_OUT = {"falcon_h1": frozenset({"out_proj"}), "glm4": frozenset({"gate_up_proj"})}
+"""Linear layers, by model type, that `all-linear` leaves out. PEFT refuses `out_proj` of Falcon-H1, whose fused kernels
+read its weight past an adapter; vLLM merges `gate_up_proj` of GLM-4 from two layers, and refuses an adapter for one."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -50,6 +51,7 @@ def is_packed(config: Any, sequence_len: int) -> bool:
         )
     if scaled := [key for key in _SCALED_LOGITS if getattr(config, key, None) not in (None, 1, 1.0)]:
         raise ModelError(f"this {kind} changes its logits by {', '.join(scaled)}, which the trainer does not compute")
+    _check_long_rope(config, sequence_len)
     if kind in UNPACKED:
         return False
     types = getattr(config, "layer_types", None)
@@ -57,6 +59,19 @@ def is_packed(config: Any, sequence_len: int) -> bool:
     if slides and (window := getattr(config, "sliding_window", None)) is not None:
         check_window(window, sequence_len, kind)
     return True
+
+
+def _check_long_rope(config: Any, sequence_len: int) -> None:
+    """Raises `ModelError` where server and trainer would turn positions by different factors: vLLM takes the long ones
+    for all sequences once it allows long ones, transformers for long sequences alone."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    short = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and short is not None and sequence_len > short:
+        raise ModelError(
+            f"this {config.model_type} (rope_type longrope) has other position factors for sequences above {short} "
+            f"tokens, which a server takes for the shorter ones too; set sequence_len (now {sequence_len}) and "
+            f"max_model_len to at most {short}"
+        )
 
 
 def check_window(window: int, longest: int, who: str) -> None:

@@ -3,7 +3,7 @@
 import getpass
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 MAX_THREADS = 8
@@ -21,6 +21,7 @@ and torch's caches hold 1,024 each by default: 900 MB after some hundred steps. 
 
 
 COMPILED_VAR = "TORCHINDUCTOR_CACHE_DIR"
+ALLOCATOR_VAR = "PYTORCH_ALLOC_CONF"
 
 
 def available_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -74,6 +75,14 @@ def threads_each(cores: int, num_programs: int) -> int:
 def thread_variables(num_threads: int) -> dict[str, str]:
     """Returns environment variables that hold the numeric libraries of a process to `num_threads`."""
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
+
+
+def set_allocator(environment: MutableMapping[str, str]) -> None:
+    """Lets torch's memory on a GPU grow in place: micro-batches differ in tokens, and blocks of fixed sizes would leave
+    gaps that no other program can use. Call it before torch is imported, and not in a process that lends tensors by
+    CUDA IPC, as the server does. What a person has set stays."""
+    if not {ALLOCATOR_VAR, "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment[ALLOCATOR_VAR] = "expandable_segments:True"
 
 
 def set_numeric_defaults() -> None:

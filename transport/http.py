@@ -1,6 +1,6 @@
 """The bodies of `grpo-infer`'s own routes and of their answers, as JSON, for both ends."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from grpo.transport.records import Natural, Record, require
@@ -28,14 +28,23 @@ class CanaryFigures(Record, frozen=True, kw_only=True):
 
     max_abs: float
     mean_abs: float
+    base_max_abs: float
+    """Of the base instead of the version, on the same tokens: what two right implementations differ by."""
+    base_mean_abs: float
     tolerance: float
-    measure: str = "mean_abs"
-    """`max_abs` or `mean_abs`: which of the two the tolerance is for."""
+    """Largest allowed `gap`."""
+    measure: Literal["max_abs", "mean_abs"] = "mean_abs"
+    """Which of the two figures the tolerance is for."""
 
     @property
     def gap(self) -> float:
         """The figure that is compared with the tolerance."""
         return self.max_abs if self.measure == "max_abs" else self.mean_abs
+
+    @property
+    def base_gap(self) -> float:
+        """The same of the base."""
+        return self.base_max_abs if self.measure == "max_abs" else self.base_mean_abs
 
     @property
     def agrees(self) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 from grpo.transport.errors import CorruptError, SchemaVersionError
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _MAX_INT32 = 2**31 - 1
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that adapters may have: they become folders and names of models."""
@@ -300,6 +300,17 @@ class Canary(Record, frozen=True, kw_only=True):
                 continue
             require(len(values) == expected, f"canary has {len(values)} {name}, expected {expected}")
             require(bool(np.isfinite(values).all()), f"canary has {name} that are not finite")
+
+    def cut(self, length: int) -> "Canary":
+        """Returns the canary of the first `length` tokens, whose log-probabilities are the same without the rest."""
+        num, noisy = length - 1, self.noisy_logprobs
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[:length],
+            logprobs=self.logprobs[:num],
+            base_logprobs=self.base_logprobs[:num],
+            noisy_logprobs=None if noisy is None else noisy[:num],
+        )
 
 
 class PolicySpec(Record, frozen=True, kw_only=True, omit_defaults=True):

@@ -16,7 +16,7 @@ from grpo.configs.run import load_part, presets
 from grpo.environments.data.dataset import Dataset
 from grpo.environments.data.files import Refused
 from grpo.environments.sandbox.records import SandboxMissing
-from grpo.notebook import yaml_value
+from grpo.notebook import template_arguments, yaml_value
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
 from grpo.transport.errors import UserError
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="the data, or a run that has some")
     parser.add_argument("--model", help="the model whose chat template and tokenizer are used; a run has its own")
     parser.add_argument(
-        "--chat_template_kwargs", type=yaml_value, help="the chat template's arguments as JSON; a run has its own"
+        "--chat_template_kwargs",
+        type=template_arguments,
+        help="the chat template's arguments as JSON; a run has its own",
     )
     parser.add_argument("--max_prompt_length", type=int, help="longest prompt in tokens, as buffer.max_prompt_length")
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown as they are asked (3)")

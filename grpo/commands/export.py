@@ -3,14 +3,13 @@
 import argparse
 import json
 import logging
-import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo.commands.model_card import write_card
-from grpo.policy_version import CannotExport, Version, open_version, template_arguments
+from grpo.policy_version import CannotExport, Version, open_version, recorded_arguments
 from grpo.transport.folders import Content, chunks_of
 from grpo.transport.weights.chat_template import with_arguments
 from grpo.transport.weights.shards import Weight, checkpoint_files, shard_files
@@ -72,7 +71,7 @@ def export(version: Version, *, kind: str | None = None, dtype: str | None = Non
     temporary.mkdir(parents=True)
     try:
         files = adapter_files(version) if kind == "adapter" else model_files(version, dtype)
-        files = with_arguments(files, template_arguments(version.run))
+        files = with_arguments(files, recorded_arguments(version.run))
         for name, content in files.items():
             with (temporary / name).open("wb") as file:
                 file.writelines(chunks_of(content))
@@ -143,40 +142,41 @@ def _weight(name: str, path: Path, factors: Sequence[Any], scale: float, dtype: 
 
 def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, float]:
     """Returns how far the canary's log-probabilities are from the trainer's, in nats, by transformers and PEFT on a
-    CPU. Raises `CannotExport` beyond the servers' tolerance."""
+    CPU. Raises `CannotExport` beyond what servers are allowed, which the base's own difference tells."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from grpo.infer.canary import tolerance_of
+    from grpo.infer.canary import compare
 
     disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT looks for kernels of it that nobody needs here
     canary = version.canary
     computed = canary.dtype if kind == "adapter" else dtype
-    source = version.base if kind == "adapter" else folder
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=getattr(torch, computed), local_files_only=True, trust_remote_code=False
-    )
-    if kind == "adapter":
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(folder))
-    with torch.no_grad():
-        logits = model.eval()(input_ids=torch.tensor([canary.token_ids])).logits[0, :-1].float()
     chosen = torch.tensor(canary.token_ids[1:])[:, None]
-    found = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
-    gaps = [abs(one - other) for one, other in zip(found, canary.logprobs, strict=True)]
-    figures = {"max_abs": max(gaps), "mean_abs": math.fsum(gaps) / len(gaps)}
-    allowed = tolerance_of(computed, canary.dtype, device="cpu", setting=None)
-    measure = "max_abs" if computed == canary.dtype == "float32" else "mean_abs"
-    if not figures[measure] <= allowed:
-        raise CannotExport(
-            f"the exported version differs from the trainer's by {figures[measure]:.3g} nats at the canary "
-            f"({measure}), allowed are {allowed:g}; a merged model in 16 bits may lose small updates: give --adapter, "
-            "or --dtype float32"
+
+    def logprobs(source: Path, adapter: Path | None = None) -> list[float]:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, computed), local_files_only=True, trust_remote_code=False
         )
-    return figures | {"tolerance": allowed}
+        if adapter is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(adapter))
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor([canary.token_ids])).logits[0, :-1].float()
+        return list(logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist())
+
+    own = logprobs(version.base, folder) if kind == "adapter" else logprobs(folder)
+    figures = compare(canary, own, logprobs(version.base), dtype=computed, device="cpu")
+    if not figures.agrees:
+        raise CannotExport(
+            f"the exported version differs from the trainer's by {figures.gap:.3g} nats at the canary "
+            f"({figures.measure}), allowed are {figures.tolerance:.3g}, and the base differs by "
+            f"{figures.base_gap:.3g}; a merged model in 16 bits may lose small updates: give --adapter, or --dtype "
+            "float32"
+        )
+    return {name: getattr(figures, name) for name in ("max_abs", "mean_abs", "tolerance")}
 
 
 def push(folder: Path, name: str) -> str:

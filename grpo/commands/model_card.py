@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.policy_version import Version, program_settings, template_arguments
+from grpo.policy_version import Version, program_settings, recorded_arguments
 from grpo.run import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
 from grpo.transport.run import recorded_settings
@@ -39,7 +39,7 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
     settings |= {key: orch[key] for key in _ORCH if orch.get(key) is not None}
     if spec.quantization:
         settings["base held as"] = spec.quantization
-    if arguments := template_arguments(version.run):
+    if arguments := recorded_arguments(version.run):
         settings["chat_template_kwargs"] = arguments
     temperature = orch.get("sampling", {}).get("temperature")
     settings |= {} if temperature is None else {"temperature": temperature}

@@ -15,16 +15,17 @@ from typing import Any
 from grpo.configs.errors import SettingsError
 from grpo.configs.loading import load, value_at
 from grpo.configs.resuming import changes, record_of
+from grpo.configs.run import OUTPUTS, folder_name
 from grpo.configs.train import TrainSettings
 from grpo.deploy.launcher import clear_for_start, explain, launched, make_program
 from grpo.deploy.plan import write_program_settings
 from grpo.deploy.programs import Program, Signals, run_programs
 from grpo.environments.data.files import check_refused, parse_rows
-from grpo.notebook import yaml_value
+from grpo.notebook import template_arguments
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
 from grpo.orchestrator.supervised import SupervisedFeed, end_token, examples_of, fitting, rollouts_of
-from grpo.policy_version import template_arguments
+from grpo.policy_version import recorded_arguments
 from grpo.transport.batches.channel import open_sender
 from grpo.transport.errors import UserError
 from grpo.transport.folders import step_folder
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=_positive, default=1, metavar="N", help="times that each row is learned (1)")
     parser.add_argument(
         "--chat_template_kwargs",
-        type=_arguments,
+        type=template_arguments,
         default={},
         metavar="JSON",
         help='the chat template\'s arguments, as {"enable_thinking": false}',
@@ -78,22 +79,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    if not isinstance(given := yaml_value(text), dict):
-        raise argparse.ArgumentTypeError(f'{text[:40]!r}: expected names with values, as {{"enable_thinking": false}}')
-    return given
-
-
 def main(options: argparse.Namespace) -> int:
     """Learns the file, and returns the exit code."""
-    settings = supervised_settings(options.config, options.others)
+    settings = supervised_settings(options.config, options.others, data=options.data)
     model = resolve_model(settings.model)
-    arguments = {name: value for name, value in options.chat_template_kwargs.items() if value is not None}
+    arguments = options.chat_template_kwargs
     renderer = ChatRenderer.of_model(model, arguments)
     if options.data.is_dir():
         if arguments:
             raise UserError("--chat_template_kwargs has no effect on a run's rollouts, which are learned as they are")
-        arguments = template_arguments(options.data)
+        arguments = recorded_arguments(options.data)
         found = rollouts_of(options.data, renderer, min_reward=options.min_reward)
     else:
         rows = rows_of(options.data, prompt=options.prompt, answer=options.answer)
@@ -101,7 +96,8 @@ def main(options: argparse.Namespace) -> int:
     examples = fitting(found, sequence_len=settings.sequence_len)
     if settings.max_steps == -1:
         num_steps = -(-len(examples) * options.epochs // options.batch_size)
-        settings = supervised_settings(options.config, [*options.others, "--max_steps", str(num_steps)])
+        words = [*options.others, "--max_steps", str(num_steps)]
+        settings = supervised_settings(options.config, words, data=options.data)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         stack.enter_context(only_one(settings.output_dir, "launcher"))
@@ -139,14 +135,19 @@ def rows_of(path: Path, *, prompt: str, answer: str) -> list[tuple[list[dict[str
     return rows
 
 
-def supervised_settings(file: Path | None, arguments: Sequence[str]) -> TrainSettings:
-    """Returns the trainer's settings. Raises `SettingsError`."""
+def supervised_settings(file: Path | None, arguments: Sequence[str], *, data: Path) -> TrainSettings:
+    """Returns the trainer's settings, with a folder named after `data` and the model where none is given. Raises
+    `SettingsError`."""
     loaded = load(TrainSettings, file=file, arguments=[*arguments, "--loss.name", "reinforce"])
     keys = sorted(f"loss.{key}" for key in loaded.settings.loss.changed - {"name", "entropy_tau"})
     keys += [key for key in ("noise_scheduler.enabled", "sleep_mode", "colocate") if value_at(loaded.settings, key)]
     if keys:
         raise SettingsError([loaded.problem(key, "has no effect on a supervised stage; remove it") for key in keys])
-    return loaded.settings
+    settings = loaded.settings
+    if "output_dir" in settings.model_fields_set:
+        return settings
+    folder = OUTPUTS / folder_name([data.stem, "sft", Path(settings.model).name])
+    return settings.model_copy(update={"output_dir": str(folder)})
 
 
 def _record(run: RunFolder, model: str, arguments: Mapping[str, Any]) -> None:

@@ -28,6 +28,8 @@ class CanaryReport:
     canary_max_abs: float
     """Largest difference between the trainer's and any server's log-probabilities of the canary, in nats; with the
     version's noise too, where it has any."""
+    canary_base_max_abs: float
+    """The same of the base model: what the two programs differ by without any training."""
 
 
 class WeightSync:
@@ -101,6 +103,7 @@ class WeightSync:
             version=version,
             load_s=time.monotonic() - since_s,
             canary_max_abs=max(one.max_abs for report in reports for one in figures(report)),
+            canary_base_max_abs=max(report.canary.base_max_abs for report in reports),
         )
 
     async def _load_on(self, server: str, version: int) -> None:
@@ -249,5 +252,5 @@ def check_proof(
             raise ServerError(
                 f"{server} serves another policy than version {version}: its log-probabilities of the canary are "
                 f"{canary.mean_abs:g} nats from the trainer's on average ({canary.max_abs:g} at most), expected at "
-                f"most {canary.tolerance:g}"
+                f"most {canary.tolerance:g} (those of the base differ by {canary.base_mean_abs:g})"
             )

@@ -26,7 +26,7 @@ policy/log_ratio_clamped policy/masked policy/masked_REASON policy/clipped polic
 policy/tokens_lagN policy/mismatch_kl_lagN policy/mismatch_max_lagN policy/adapter_tokens_NAME
 policy/custom_NAME policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
 policy/dpo_pairs policy/dpo_tokens policy/dpo_margin policy/dpo_accuracy
-policy/noise_sigma policy/lag_mean policy/lag_max policy/version policy/canary_max_abs
+policy/noise_sigma policy/lag_mean policy/lag_max policy/version policy/canary_max_abs policy/canary_base_max_abs
 optim/grad_norm optim/grad_norm_LOSS optim/grad_share_LOSS optim/learning_rate optim/signal
 reward/mean reward/std reward/accuracy reward/groups_without_spread reward/overlong_penalty reward/reference_kl_penalty
 reward/mean/ENV reward/accuracy/ENV

@@ -109,6 +109,7 @@ class Recorder:
         proved = {
             "policy/version": float(proof.version),
             "policy/canary_max_abs": proof.canary_max_abs,
+            "policy/canary_base_max_abs": proof.canary_base_max_abs,
             "time/load_s": proof.load_s,
         }
         if self._first is None:

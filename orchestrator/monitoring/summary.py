@@ -57,6 +57,8 @@ class Summary:
     """Number of rollouts that were not trained, by reason."""
     canary_max_abs: float
     """Largest difference between trainer and servers at the canary, over all versions, in nats."""
+    canary_base_max_abs: float
+    """The same of the base model: what the programs differ by without any training."""
     mismatch_max_lag0: float | None
     """Largest difference between trainer and server at a trained token of lag 0, in nats."""
     warnings: Sequence[Mapping[str, Any]]
@@ -171,6 +173,9 @@ def summarise(
         rollouts_trained=ledger.num_trained,
         rollouts_dropped=dict(ledger.num_dropped),
         canary_max_abs=max([first.canary_max_abs, *(line.get("policy/canary_max_abs", 0.0) for line in steps)]),
+        canary_base_max_abs=max(
+            [first.canary_base_max_abs, *(line.get("policy/canary_base_max_abs", 0.0) for line in steps)]
+        ),
         mismatch_max_lag0=max(mismatches, default=None),
         warnings=[msgspec.to_builtins(one) for one in warnings],
     )

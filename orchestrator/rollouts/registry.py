@@ -1,5 +1,6 @@
 """Finds an environment by its id."""
 
+import ast
 import contextlib
 import difflib
 import importlib
@@ -108,12 +109,14 @@ def _leads_somewhere(location: str, setting: str) -> bool:
 
 
 def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
-    """Raises UserError for an id that leads nowhere, or to a package of `verifiers` that cannot be run. `args`: the
-    environment's. Imports nothing of the environment's."""
+    """Raises UserError for an id that leads nowhere, or to a package of `verifiers` that cannot be run, and for `args`
+    that the environment's class does not take. Imports nothing of a person's."""
     if env_id == "verifiers" and isinstance(package := (args or {}).get("env_id"), str):
         _check_package(package)
     registered, known = _registered(env_id), built_in()
     if env_id in known:
+        if args is not None:
+            _check_args(env_id, known[env_id], args)
         return
     if registered is not None:
         if not _leads_somewhere(registered.value, "env.id"):
@@ -122,6 +125,8 @@ def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
         return
     if ":" in env_id or env_id.endswith(".py"):
         found = _leads_somewhere(env_id, "env.id")
+        if found and args is not None:
+            _check_args(env_id, env_id, args)
     else:  # `owner/name@version` is installed as the module `name`
         found = "verifiers" in known and _check_package(env_id)
     if not found:
@@ -133,6 +138,54 @@ def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
             "module:Class or path/to/file.py:Class. One of the verifiers registry: install it (pip install "
             "'grpo-pipeline[verifiers]', then prime env install OWNER/NAME), and give its name"
         )
+
+
+def _check_args(env_id: str, location: str, args: Mapping[str, Any]) -> None:
+    """Raises UserError for arguments that are missing or not taken, where the source says which there are."""
+    module, _, name = location.partition(":")
+    file: str | None = module
+    if not module.endswith(".py"):
+        spec = importlib.util.find_spec(module) if location in built_in().values() else None
+        file = None if spec is None else spec.origin
+    if file is None or (taken := _arguments(Path(file), name)) is None:
+        return
+    unknown, missing = (
+        [one for one in args if one not in taken],
+        [one for one in taken if taken[one] and one not in args],
+    )
+    if unknown or missing:
+        close = difflib.get_close_matches(unknown[0], taken, n=1) if unknown else []
+        what = f"{unknown[0]!r} is not known{f'; did you mean {close[0]}?' if close else ''}" if unknown else ""
+        raise UserError(
+            f"env.args of {env_id}: {what or f'{missing[0]!r} is missing'}; {name} takes {', '.join(taken) or 'none'}"
+        )
+    path = args.get("path")
+    is_file = env_id == "dataset" and isinstance(path, str) and Path(path).suffix and path.count("/") != 1
+    if is_file and not Path(str(path)).exists():
+        raise UserError(f"env.args of dataset: path = {path!r}: no such file {Path(str(path)).absolute()}")
+
+
+def _arguments(file: Path, name: str) -> dict[str, bool] | None:
+    """The arguments of a class or a function at the top of a file, and whether each must be given. None where the
+    source does not say: it takes any, inherits them, or is decorated."""
+    found = [one for one in ast.parse(file.read_bytes()).body if getattr(one, "name", None) == name]
+    if len(found) != 1 or getattr(made := found[0], "decorator_list", []):
+        return None
+    if isinstance(made, ast.ClassDef):
+        own = [one for one in made.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+        if not own:
+            return {} if [ast.unparse(base) for base in made.bases] in (["Environment"], ["grpo.Environment"]) else None
+        made = own[0]
+    if not isinstance(made, ast.FunctionDef) or made.args.kwarg is not None:
+        return None
+    by_place = [one.arg for one in (*made.args.posonlyargs, *made.args.args)]
+    first_default = len(by_place) - len(made.args.defaults)
+    taken = {one: number < first_default for number, one in enumerate(by_place)}
+    if isinstance(found[0], ast.ClassDef):
+        taken.pop(by_place[0])
+    return taken | {
+        one.arg: default is None for one, default in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)
+    }
 
 
 def _check_package(name: str) -> bool:

@@ -142,6 +142,27 @@ def test_what_is_known_of_a_model_is_read_from_its_folder(tmp_path: Path) -> Non
     assert model_facts(str(tmp_path)) is model_facts("no/such-model") is model_facts(None) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({"sliding_window": 512}, 512),
+        ({"sliding_window": 512, "use_sliding_window": False}, 40960),
+        ({"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}, 512),
+        ({"sliding_window": 512, "layer_types": ["full_attention"]}, 40960),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, 4096),
+    ],
+)
+def test_lengths_stay_below_what_the_trainer_computes_as_a_server_does(
+    tmp_path: Path, changes: dict[str, Any], positions: int
+) -> None:
+    model = str(model_in(tmp_path / "model", GIB, **changes))
+    found = model_facts(model)
+    assert found is not None
+    assert found.positions == positions
+    assert lengths(run_of(tmp_path, model=model, hardware=GPU))[0] == min(positions, 8192)
+
+
 def test_lengths_fit_into_the_memory_or_are_refused_with_figures(tmp_path: Path) -> None:
     model = str(model_in(tmp_path / "model", 8 * GIB))  # 144 KiB of cache a token, 1.125 GiB of 8,192
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from grpo.configs import keys
 from grpo.configs.entry import load_settings
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
@@ -37,7 +39,24 @@ def problems(*arguments: str, target: Path | str | None = "quickstart") -> list[
         (("--num_generations", "8"), "num_generations", "orch.rollouts_per_example"),
         (("--lr", "1e-3"), "lr", "train.learning_rate"),
         (("--train.lr", "1e-3"), "train.lr", "train.learning_rate"),
-        (("--max_completion_length", "9"), "max_completion_length", "orch.sampling.max_tokens"),
+        (("--max_completion_length", "9"), "max_completion_length", "mean max_tokens?"),
+        (("--orch.max_new_tokens", "9"), "orch.max_new_tokens", "max_tokens"),
+        (("--max_prompt_length", "9"), "max_prompt_length", "orch.buffer.max_prompt_length"),
+        (("--temperature", "0.5"), "temperature", "mean orch.sampling.temperature?"),
+        (("--per_device_train_batch_size", "4"), "per_device_train_batch_size", "orch.batch_size"),
+        (("--gradient_accumulation_steps", "4"), "gradient_accumulation_steps", "orch.batch_size"),
+        (("--train_batch_size", "4"), "train_batch_size", "orch.batch_size"),
+        (("--actor_rollout_ref.rollout.n", "4"), "actor_rollout_ref.rollout.n", "orch.rollouts_per_example"),
+        (("--rollout_n", "4"), "rollout_n", "orch.rollouts_per_example"),
+        (("--train.group_size", "4"), "train.group_size", "orch.rollouts_per_example"),
+        (("--epochs", "3"), "epochs", "max_steps"),
+        (("--trainer.total_epochs", "3"), "trainer.total_epochs", "max_steps"),
+        (("--beta", "0.1"), "beta", "orch.teacher_model.reference"),
+        (("--algorithm.kl_ctrl.kl_coef", "1"), "algorithm.kl_ctrl.kl_coef", "train.loss.teacher_tau"),
+        (("--seq_len", "9"), "seq_len", "mean sequence_len?"),
+        (("--gpus", "2"), "gpus", "mean train.gpus?"),
+        (("--dataset", "x"), "dataset", "--env"),
+        (("--reward_funcs", "f"), "reward_funcs", "--env FILE:CLASS"),
         (("--train.lora_rank", "32"), "lora_rank", "set lora_rank"),
         (("--orch.max_steps", "5"), "orch.max_steps", "set max_steps"),
         (("--max_tokens", "600"), "max_tokens", "512"),
@@ -54,6 +73,14 @@ def test_words_of_others_and_keys_of_one_program_are_answered_with_what_to_write
     [problem] = problems(*words)
     assert problem.key == key
     assert said in problem.message
+
+
+@pytest.mark.parametrize("word", sorted({**keys._INSTEAD, **keys._OTHER_NAMES}))
+def test_the_keys_that_are_named_instead_are_keys(word: str) -> None:
+    message = keys.unknown(RunSettings, word)
+    named = re.findall(r"\b(?:train|orch|infer|topology)(?:\.[a-z_0-9]+)+", message)
+    named += re.findall(r"did you mean (\S+)\?", message)
+    assert [one for one in named if one not in known_keys(RunSettings)] == []
 
 
 def test_an_environments_id_alone_stands_for_it(tmp_path: Path) -> None:
@@ -103,6 +130,11 @@ def test_a_run_without_a_folder_or_an_end_gets_them_and_says_so(tmp_path: Path) 
     for run in (run_of(tmp_path, "--max_steps", "null"), run_of(tmp_path, max_steps=None)):
         assert (run.train.settings.max_steps, run.orch.settings.max_steps, run.notes) == (-1, None, ())
     assert run_of(tmp_path, "--orch.max_steps", "5").orch.settings.max_steps == 5
+
+
+def test_another_model_in_a_preset_is_told_of_the_start_without_one() -> None:
+    assert "grpo --model" in "".join(load_run("quickstart", ["--model", "org/Model"]).notes)
+    assert load_run("quickstart").notes == ()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +243,7 @@ def test_every_preset_loads_by_its_name_from_anywhere(
     monkeypatch.chdir(tmp_path)
     run = load_run(name)
     assert run.train.settings.model == run.orch.settings.model.name
-    if not run.train.settings.model.startswith("Qwen/"):
+    if not run.train.settings.model.startswith(("Qwen/", "meta-llama/")):
         assert Path(run.train.settings.model, "config.json").is_file()
     for target in (PRESETS / name, PRESETS / name / "run.yaml"):
         assert load_run(target).orch.settings == run.orch.settings

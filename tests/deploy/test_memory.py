@@ -89,6 +89,26 @@ def test_server_and_trainer_get_what_was_measured_as_settings(measured: Any, set
     assert "20.00 GiB" in line
 
 
+def test_a_server_that_gets_too_little_makes_the_trainer_keep_less() -> None:
+    run = load_run("configs/quickstart", ["--colocate"], hardware=Hardware(gpus=("0",)))
+    kinds = list[Any]()
+
+    def dry_step(train: TrainSettings, _: Path) -> Measurement:
+        kinds.append(train.gradient_checkpointing)
+        full = train.gradient_checkpointing is True
+        return replace(
+            FOUND, total=24 * GIB, in_step=(14 if full else 22) * GIB, checkpointing="full" if full else "selective"
+        )
+
+    after, _ = with_split(resolve(run), Path("model"), dry_step=dry_step)
+    assert (kinds, after.train.gradient_checkpointing) == ([None, True], True)
+    fixed = load_run(
+        "configs/quickstart", ["--colocate", "--train.gradient_checkpointing=selective"], hardware=run.hardware
+    )
+    with pytest.raises(NoRoom):
+        with_split(resolve(fixed), Path("model"), dry_step=dry_step)
+
+
 @pytest.mark.parametrize(
     ("said", "kind"), [("error: no such layer", UserError), ("error: CUDA out of memory. Tried", NoRoom)]
 )

@@ -165,10 +165,11 @@ def test_dry_run_prints_the_effective_settings_of_all_three(capsys: pytest.Captu
     assert not Path("not").exists()
 
 
-def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(dry_run: bool, tmp_path: Path) -> None:
     output_dir = tmp_path / "run"
     with pytest.raises(FileNotFoundError, match=r"\./no/model"):
-        run(load_run(PRESET, ["--model", "./no/model", "--output_dir", str(output_dir)]), shown)
+        run(load_run(PRESET, ["--model", "./no/model", "--output_dir", str(output_dir)]), shown, dry_run=dry_run)
     assert not output_dir.exists()
 
 

@@ -16,7 +16,7 @@ from tests.pages import Page
 from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
-SCRIPT, OPENED, *_ = (block.text for block in Page("docs/python.md").blocks if block.language == "python")
+SCRIPT, _, OPENED, *_ = (block.text for block in Page("docs/python.md").blocks if block.language == "python")
 DEFINITIONS, _, MAIN = SCRIPT.partition('if __name__ == "__main__":\n')
 TRAIN, WAIT, *PRINTS = textwrap.dedent(MAIN).splitlines()
 NUM_STEPS = 12

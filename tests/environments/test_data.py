@@ -141,8 +141,30 @@ async def test_rewards_by_name(tmp_path: Path, reward: Any, completion: str, wor
 
 
 @pytest.mark.parametrize(
+    ("parser", "completion", "worth"),
+    [
+        ("thinking", "<think>8?</think> 7", 1.0),
+        ("thinking", "<think>3 + 4 = 7", 0.0),
+        ("text", "<think>3 + 4 = 7", 1.0),
+        ("boxed", r"\boxed{7}, not 8", 1.0),
+        ({"marker": "####"}, "#### 7\nor 8", 1.0),
+        ({"xml": "answer"}, "<answer>7</answer> 8", 1.0),
+        ({"xml": ["reasoning", "answer"]}, "7", 0.0),
+    ],
+)
+async def test_parsers_by_name(tmp_path: Path, parser: Any, completion: str, worth: float) -> None:
+    environment = made(write(tmp_path / "data.csv", sums(30)), reward="number", parser=parser)
+    example = environment.dataset("train")[0] | {"answer": "7"}
+    assert (await score_of(environment.rubric, completion, example)).reward == worth
+
+
+@pytest.mark.parametrize(
     ("args", "told"),
     [
+        ({"parser": "box"}, "box"),
+        ({"parser": "marker"}, "needs an option"),
+        ({"parser": {"boxed": 1}}, "takes no option"),
+        ({"parser": {"xml": "a b"}}, "names"),
         ({"reward": "maths"}, "maths"),
         ({"reward": {"regex": "("}}, "regular expression"),
         ({"eval_split": "test", "eval_fraction": 0.5}, "one of them"),

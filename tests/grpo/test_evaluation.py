@@ -38,6 +38,12 @@ async def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def test_a_model_is_evaluated_on_all_that_is_held_out_and_a_run_on_so_many_as_it_says() -> None:
+    orch, _ = evaluation_settings(find_target(MODEL, None), env=[{"id": "arithmetic"}])
+    assert orch.eval.num_examples == -1
+    assert 0 < OrchSettings(model={"name": "m"}, env="arithmetic").eval.num_examples < 1000
+
+
 def test_a_model_is_evaluated_by_the_given_environments_and_keys_of_the_server() -> None:
     target = find_target(MODEL, None)
     envs = [{"id": "reverse-text"}, {"id": "arithmetic", "name": "sums"}]

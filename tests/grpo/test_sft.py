@@ -115,7 +115,12 @@ def test_a_row_without_a_prompt_or_an_answer_is_named(tmp_path: Path, row: Any, 
 @pytest.mark.parametrize("given", [["--loss.kl_tau", "0.1"], ["--noise_scheduler.enabled", "--max_steps", "20"]])
 def test_settings_that_a_supervised_stage_ignores_are_refused(given: list[str]) -> None:
     with pytest.raises(SettingsError, match="no effect"):
-        supervised_settings(None, [*ARGUMENTS, *given])
+        supervised_settings(None, [*ARGUMENTS, *given], data=Path("pairs.jsonl"))
+
+
+def test_a_stage_without_a_folder_gets_one_of_its_own() -> None:
+    settings = supervised_settings(None, ["--model", "org/Model"], data=Path("data/pairs.jsonl"))
+    assert settings.output_dir == "outputs/pairs-sft-Model"
 
 
 def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from grpo.orchestrator.rollouts.registry import make_environment
 from grpo.transport.errors import UserError
+from grpo.transport.importing import load_object
 
 from grpo import Environment, Rubric, play
 from grpo.notebook import dataset_settings, env_settings, source_of
@@ -49,6 +50,12 @@ def test_a_cells_class_is_written_with_the_newest_of_all_that_it_names_and_nothi
     made = make_environment(f"{tmp_path}/mine.py:Mine", {})
     assert made.dataset("train") == [{"prompt": "a"}, {"prompt": "b"}]  # as WORDS is now, not as it was assigned
     assert sys.modules[type(made).__module__].half(5) == half
+
+
+def test_a_cells_reward_function_is_written_with_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(source_of("half", notebook(CELLS), CELLS))
+    half = load_object(f"{tmp_path}/half.py:half", setting="reward")
+    assert half(5) == 2
 
 
 def test_a_value_that_no_cell_defines_is_named() -> None:

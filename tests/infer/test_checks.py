@@ -132,7 +132,6 @@ BOTH = structs.replace(MERGED, target_modules=("q_proj", "up_proj"))
 HALF = replace(IN_PLACE, dtype=torch.bfloat16)
 Q__, NORM__ = Q.replace(".", "__"), NORM.replace(".", "__")
 ONES = np.ones((4, 6), np.float32)
-NINE = {"token_ids": (1,) * 9, "logprobs": (0.0,) * 8, "base_logprobs": (0.0,) * 8}
 SPOILT: list[tuple[str, str, PolicySpec, BaseModel, dict[str, Any]]] = [
     # for another server; the message says the way out
     ("foreign_base", "same model", structs.replace(ADAPTER, base_model="other"), BASE, {}),
@@ -148,7 +147,6 @@ SPOILT: list[tuple[str, str, PolicySpec, BaseModel, dict[str, Any]]] = [
     ("corrupt", "", ADAPTER, BASE, canary(4)),
     ("corrupt", "", ADAPTER, BASE, canary(token_ids=(5, 6, 10**9))),
     ("corrupt", "", ADAPTER, BASE, canary(token_ids=(5, 6, -1))),
-    ("corrupt", "", ADAPTER, BASE, canary(**NINE)),
     # the adapter's tensors, by name
     ("not_finite", B, ADAPTER, BASE, adapter(lambda t: t[B][1].fill_(float("nan")))),
     ("not_finite", B, ADAPTER, BASE, adapter(lambda t: t.update({B: t[B] * 1e30}))),
@@ -217,18 +215,25 @@ def test_announced_weights_that_do_not_fit_are_refused(run: RunFolder, shapes: A
 # --- the effect -------------------------------------------------------------------------------------------------------
 
 
-def effect(served: Sequence[float], without: Sequence[float] = (-1.0, -2.5), **changes: Any) -> CanaryFigures:
+def effect(served: Sequence[float], base: Sequence[float] = (-1.0, -2.5), **changes: Any) -> CanaryFigures:
     """Of a version that moves the second of two log-probabilities by half a nat, from -2.5 to -2."""
-    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "tolerance": None, "noise": False}
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "tolerance": None, "noiseless": None}
     settings |= {name: changes.pop(name) for name in [*settings] if name in changes}
     fields = {"logprobs": (-1.0, -2.0), "base_logprobs": (-1.0, -2.5), "dtype": changes.pop("trainer", "float32")}
-    return check_effect(canary_of(3, **(fields | changes)), served, without, **settings)
+    return check_effect(canary_of(3, **(fields | changes)), served, base, **settings)
 
 
 def reason_of(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(PolicyRefused) as caught:
         effect(*args, **kwargs)
     return caught.value.reason
+
+
+def test_a_canary_longer_than_the_server_takes_is_proved_by_its_beginning(run: RunFolder) -> None:
+    numbers = tuple(-0.1 * place for place in range(8))
+    publish(run, 3, **canary(token_ids=(1,) * 9, logprobs=numbers, base_logprobs=numbers))
+    [cut] = check(run)
+    assert (len(cut.token_ids), cut.logprobs) == (BASE.max_model_len - 1, numbers[:6])
 
 
 def test_in_float32_the_largest_difference_counts_and_in_16_bits_the_mean() -> None:
@@ -244,20 +249,35 @@ def test_in_float32_the_largest_difference_counts_and_in_16_bits_the_mean() -> N
         assert reason_of([-1.0, -2.12], **coarser) == "canary_mismatch"
 
 
+def test_a_version_may_differ_by_twice_what_the_base_does_and_the_base_only_so_far() -> None:
+    """bfloat16: 0.05 nats are always allowed, and the base may differ by 0.15."""
+    half = {"dtype": "bfloat16", "trainer": "bfloat16"}
+    figures = effect([-1.07, -2.07], [-1.04, -2.54], **half)
+    assert (figures.gap, figures.base_gap, figures.tolerance) == pytest.approx((0.07, 0.04, 0.08))
+    assert (figures.base_max_abs, figures.base_mean_abs) == pytest.approx((0.04, 0.04))
+    assert reason_of([-1.09, -2.09], [-1.04, -2.54], **half) == "canary_mismatch"
+    assert effect([-1.14, -2.14], [-1.14, -2.64], **half).tolerance == pytest.approx(0.28)
+    assert reason_of([-1.0, -2.0], [-1.16, -2.66], **half) == "base_mismatch"
+    assert effect([-1.0, -2.0], [-1.16, -2.66], **half, tolerance=0.01).agrees, "a tolerance of one's own is all"
+    assert reason_of([-1.02, -2.02], [-1.05, -2.55], **half, tolerance=0.01) == "canary_mismatch"
+    assert effect([-1.0, -2.00039], [-1.0, -2.5002]).tolerance == pytest.approx(4e-4)
+    assert reason_of([-1.0, -2.0], [-1.0, -2.5004]) == "base_mismatch"
+
+
 def test_a_server_that_answers_as_without_the_adapter_or_the_noise_has_not_applied_it() -> None:
     for tolerance in (None, 1.0):
         assert reason_of([-1.0, -2.5], tolerance=tolerance) == "not_applied"
-    noisy = {"noise": True, "noisy_logprobs": (-1.4, -2.0)}
-    assert reason_of([-1.0, -2.0], [-1.0, -2.0], **noisy) == "noise_not_applied"
-    assert reason_of([-1.3, -2.0], [-1.0, -2.0], **noisy) == "noise_mismatch"
-    of_zero = {"noise": True, "noisy_logprobs": (-1.4, -2.5), "logprobs": (-1.0, -2.5), "is_zero": True}
+    noisy = {"noiseless": [-1.0, -2.0], "noisy_logprobs": (-1.4, -2.0)}
+    assert reason_of([-1.0, -2.0], **noisy) == "noise_not_applied"
+    assert reason_of([-1.3, -2.0], **noisy) == "noise_mismatch"
+    of_zero = {"noiseless": [-1.0, -2.5], "noisy_logprobs": (-1.4, -2.5), "logprobs": (-1.0, -2.5), "is_zero": True}
     assert reason_of([-1.0, -2.5], tolerance=1.0, **of_zero) == "noise_not_applied"
 
 
 def test_a_change_too_small_to_tell_is_not_taken_for_one_that_is_not_applied() -> None:
     assert effect([-1.0, -2.5], logprobs=(-1.0, -2.5), is_zero=True).max_abs == 0
     effect([-1.0, -2.5], logprobs=(-1.0, -2.5000001))
-    effect([-1.0, -2.0], [-1.0, -2.0], dtype="bfloat16", noise=True, noisy_logprobs=(-1.04, -2.0))
+    effect([-1.0, -2.0], noiseless=[-1.0, -2.0], dtype="bfloat16", noisy_logprobs=(-1.04, -2.0))
 
 
 def test_a_model_that_is_damaged_or_has_no_tokenizer_is_told_by_its_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from grpo.configs.infer import VLLM_REFUSED, InferSettings
-from grpo.infer.arguments import ArgumentError, device_of, make_args, served_rank
+from grpo.infer.arguments import ArgumentError, device_defaults, device_of, make_args, served_rank
 from grpo.infer.engine import Adapter, Engine, EngineEnded, EngineError
 from grpo.infer.following import continued_seed, follow
 from grpo.transport.http import Choice, GenerateRequest
@@ -287,6 +287,27 @@ def test_vllms_own_arguments_pass_through_its_parser_and_what_it_does_not_know_i
     }
     with pytest.raises(ArgumentError, match="max-num-sqs"):
         arguments(vllm={"max_num_sqs": 4})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_cache_on_a_cpu_holds_two_of_the_longest_sequences() -> None:
+    assert arguments().kv_cache_memory_bytes == 128 * 2**20  # the model's 512 tokens are 1 MiB
+    # Keys and values, layers, heads, their size, float32: 2 KiB a token.
+    settings = InferSettings(model="m", max_model_len=2**16)
+    assert device_defaults(settings, MODEL, "cpu")["kv_cache_memory_bytes"] == 2 * 2**16 * 2 * 4 * 2 * 32 * 4
+    assert arguments(vllm={"kv_cache_memory_bytes": 2**24}).kv_cache_memory_bytes == 2**24
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_on_a_gpu_kernels_are_launched_for_the_adapters_in_use() -> None:
+    def specialized(**settings: Any) -> bool:
+        args = make_args(InferSettings(model="m", **settings), model_dir=MODEL, device="cuda")
+        return bool(args.specialize_active_lora)
+
+    assert specialized()
+    assert not specialized(vllm={"specialize_active_lora": False})
+    assert not specialized(enable_lora=False)
+    assert not arguments().specialize_active_lora
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

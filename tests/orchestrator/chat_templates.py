@@ -7,6 +7,7 @@ from grpo.orchestrator.renderer import ChatRenderer
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from tests.orchestrator.fakes import MODEL
+from tools.random_models import CHAT_TEMPLATES
 
 CHATML = """
 {%- for message in messages -%}
@@ -30,28 +31,7 @@ LLAMA3 = """
 {%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif -%}
 """
 
-LLAMA32 = """
-{%- set date = date_string if date_string is defined else strftime_now('%d %b %Y') -%}
-{%- set system = messages[0].content | trim if messages[0].role == 'system' else '' -%}
-{%- set rest = messages[1:] if messages[0].role == 'system' else messages -%}
-{{ '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n' }}
-{%- if tools -%}{{ 'Environment: ipython\n' }}{%- endif -%}
-{{ 'Cutting Knowledge Date: December 2023\nToday Date: ' + date + '\n\n' + system + '<|eot_id|>' }}
-{%- for message in rest -%}
-{%- set is_result = message.role == 'tool' and not (tools and loop.first) -%}
-{%- set role = 'ipython' if is_result else 'user' if tools and loop.first else message.role -%}
-{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}
-{%- if tools and loop.first -%}
-{{ 'Given the following functions, please respond with a JSON for a function call ' }}
-{{- 'with its proper arguments that best answers the given prompt.\n\nRespond in the format ' }}
-{{- '{"name": function name, "parameters": dictionary of argument name and its value}.' }}
-{{- 'Do not use variables.\n\n' }}
-{%- for tool in tools -%}{{ tool | tojson(indent=4) + '\n\n' }}{%- endfor -%}
-{%- endif -%}
-{{ (message.content | tojson if is_result else message.content | trim) + '<|eot_id|>' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif -%}
-"""
+LLAMA32 = (CHAT_TEMPLATES / "llama3.jinja").read_text()
 
 GEMMA = """
 {%- if messages[0].role == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}
@@ -75,74 +55,9 @@ PHI3 = """
 {{ '<|assistant|>\n' if add_generation_prompt else eos_token }}
 """
 
-LFM2 = """
-{%- set rest = messages[1:] if messages[0].role == 'system' else messages -%}
-{%- set told = namespace(system=messages[0].content if messages[0].role == 'system' else '') -%}
-{%- if tools -%}
-{%- set told.system = told.system + ('\n' if told.system else '') + 'List of tools: <|tool_list_start|>[' -%}
-{%- for tool in tools -%}
-{%- set told.system = told.system + tool | tojson + ('' if loop.last else ', ') -%}
-{%- endfor -%}
-{%- set told.system = told.system + ']<|tool_list_end|>' -%}
-{%- endif -%}
-{{ '<|startoftext|>' }}
-{%- if told.system -%}{{ '<|im_start|>system\n' + told.system + '<|im_end|>\n' }}{%- endif -%}
-{%- for message in rest -%}
-{%- set said = message.content -%}
-{%- if message.role == 'tool' -%}
-{%- set said = '<|tool_response_start|>' + said + '<|tool_response_end|>' -%}
-{%- endif -%}
-{{ '<|im_start|>' + message.role + '\n' + said + '<|im_end|>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
-"""
+LFM2 = (CHAT_TEMPLATES / "lfm2.jinja").read_text()
 
-QWEN3 = """
-{%- if tools -%}
-{{ '<|im_start|>system\n' }}
-{%- if messages[0].role == 'system' -%}{{ messages[0].content + '\n\n' }}{%- endif -%}
-{{ '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function ' }}
-{{- 'signatures within <tools></tools> XML tags:\n<tools>' }}
-{%- for tool in tools -%}{{ '\n' + tool | tojson }}{%- endfor -%}
-{{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
-{{- '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n' }}
-{{- '</tool_call><|im_end|>\n' }}
-{%- elif messages[0].role == 'system' -%}
-{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif -%}
-{%- set found = namespace(query=messages | length - 1) -%}
-{%- for message in messages -%}
-{%- set told = message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>') -%}
-{%- if message.role == 'user' and not told -%}{%- set found.query = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- for message in messages -%}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) -%}
-{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-{%- elif message.role == 'assistant' -%}
-{%- set answer = message.content -%}
-{%- set thought = '' -%}
-{%- if '</think>' in answer -%}
-{%- set thought = answer.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}
-{%- set answer = answer.split('</think>')[-1].lstrip('\n') -%}
-{%- endif -%}
-{{ '<|im_start|>assistant\n' }}
-{%- if loop.index0 > found.query and (loop.last or thought) -%}
-{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + answer.lstrip('\n') }}
-{%- else -%}
-{{ answer }}
-{%- endif -%}
-{{ '<|im_end|>\n' }}
-{%- elif message.role == 'tool' -%}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}
-{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}
-{%- endif -%}
-"""
+QWEN3 = (CHAT_TEMPLATES / "qwen3.jinja").read_text()
 
 PLAIN = """
 {%- for message in messages -%}
@@ -150,6 +65,22 @@ PLAIN = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'assistant:' }}{%- endif -%}
 """
+
+TWICE = """
+from grpo import Environment, MultiTurnEpisode, Parser, Rubric
+
+def right(completion, parsed):
+    return float(completion == "5" and parsed.thinking in ("", "2 + 3"))
+
+class Twice(MultiTurnEpisode, Environment):
+    rubric = Rubric([right], parser=Parser())
+    max_turns = 2
+    def dataset(self, split):
+        return [{"prompt": f"2 + 3? ({number})"} for number in range(8)]
+    async def respond(self, state, ctx):
+        return "Sure?"
+"""
+"""An environment of two turns, the second of which asks again."""
 
 CONTROL = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),

@@ -28,6 +28,8 @@ MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 END_OF_TURN = 258
 WORDS = {"id": f"{Path(__file__).with_name('words.py')}:Words", "name": "words"}
 """The environment of most tests."""
+OF_BASE = {"base_max_abs": 1e-6, "base_mean_abs": 5e-7}
+"""The canary's figures of the base."""
 
 
 def error(status: int, kind: str, message: str) -> web.Response:
@@ -139,7 +141,7 @@ class FakeServer:
             return error(409, "canary_mismatch", f"version {version}: the canary is 3.2 nats off")
         self.live.add(version)
         self._of_run = {"run_id": body["run_id"]}
-        canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs"}
+        canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs", **OF_BASE}
         report = {"version": version, "name": f"policy-v{version}", "canary": canary, "load_s": 0.1, "canary_s": 0.1}
         if version in self.noisy:
             report["noise"] = canary | {"max_abs": 3e-6}

@@ -16,7 +16,7 @@ from grpo.transport.traces import trace_path
 from grpo.transport.weights.chat_template import known_arguments, with_arguments
 
 from tests.orchestrator import made
-from tests.orchestrator.chat_templates import GEMMA, LFM2, LLAMA32, PHI3, PLAIN, QWEN3, model_with, renderer
+from tests.orchestrator.chat_templates import GEMMA, LFM2, LLAMA32, PHI3, PLAIN, QWEN3, TWICE, model_with, renderer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer
 from tests.orchestrator.running import run
 
@@ -154,21 +154,6 @@ def test_files_with_arguments_render_as_if_they_were_given(tmp_path: Path, kind:
 
 
 # --- a whole run ---
-
-TWICE = """
-from grpo import Environment, MultiTurnEpisode, Parser, Rubric
-
-def right(completion, parsed):
-    return float(completion == "5" and parsed.thinking in ("", "2 + 3"))
-
-class Twice(MultiTurnEpisode, Environment):
-    rubric = Rubric([right], parser=Parser())
-    max_turns = 2
-    def dataset(self, split):
-        return [{"prompt": f"2 + 3? ({number})"} for number in range(8)]
-    async def respond(self, state, ctx):
-        return "Sure?"
-"""
 
 
 @pytest.mark.parametrize(

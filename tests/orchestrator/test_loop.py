@@ -127,6 +127,7 @@ async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_ar
     assert all(line["policy/lag_max"] == 0 for line in steps)
     assert (made.summary.accuracy_before, made.summary.accuracy_after) == (0, 1)
     assert (made.summary.mismatch_max_lag0, made.summary.canary_max_abs) == (3e-6, 2e-6)
+    assert {made.summary.canary_base_max_abs, *(line["policy/canary_base_max_abs"] for line in steps)} == {1e-6}
     assert made.summary.seconds["train"] == 0.75
     states = Counter(rows_of(tmp_path, "SELECT state, step FROM rollouts"))
     assert states == {("trained", 1): 16, ("trained", 2): 16, ("trained", 3): 16}

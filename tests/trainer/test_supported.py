@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from grpo.trainer.errors import ModelError
+from grpo.trainer.loading import CheckpointTensors, filled_model
 from grpo.trainer.packing import packed_tokens
 from grpo.trainer.supported import PACKED, UNPACKED, is_packed
 from grpo.transport.records import MicroBatch
@@ -31,7 +32,7 @@ OTHERS = {
     "falcon_h1": FUSED | {"in_proj"},
     "gemma4_text": FUSED | {"per_layer_input_gate", "per_layer_projection"},
     "glm": FUSED - {"gate_proj", "up_proj"} | {"gate_up_proj"},
-    "glm4": FUSED - {"gate_proj", "up_proj"} | {"gate_up_proj"},
+    "glm4": FUSED - {"gate_proj", "up_proj"},
     "granitemoehybrid": {
         *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear")
     },
@@ -41,6 +42,9 @@ OTHERS = {
     "qwen3_5_text": FUSED | {"out_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"},
     "starcoder2": {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"},
 }
+
+RENAMED = {"olmo_hybrid"}
+NOT_WHOLE = RENAMED | {"apertus", "gemma4_text"}
 
 
 def batch_with_a_shared_prompt() -> MicroBatch:
@@ -80,6 +84,37 @@ def test_a_step_with_the_default_targets_is_published_and_loaded_again_by_peft(t
     assert (served - before).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
+def test_a_model_that_is_filled_tensor_by_tensor_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
+    """Bases that are quantized or shared are filled so."""
+    folder = make_small(tmp_path, kind)
+    tensors = CheckpointTensors(folder, device=CPU, dtype=torch.bfloat16)
+    if kind in RENAMED:
+        with pytest.raises(ModelError, match="tensor"):
+            filled_model(tensors, attention="eager")
+        return
+    ours, theirs = (
+        filled_model(tensors, attention="eager"),
+        AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16"),
+    )
+    mine, expected = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (ours, theirs))
+    assert mine.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(mine[name], tensor, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
+def test_all_weights_are_trained_where_each_tensor_of_the_checkpoint_is_a_parameter(tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"lora": False, "weight_broadcast": {"format": "full"}, "moved": False}
+    with pytest.raises(ModelError, match="lora: false") if kind in NOT_WHOLE else nullcontext():
+        tiny_policy(make_small(tmp_path, kind), **options)
+
+
+def test_a_layer_on_which_peft_has_no_adapter_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="out_proj"):
+        tiny_policy(make_small(tmp_path, "falcon_h1"), lora_target_modules=("out_proj",))
+
+
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
 def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_own_tokens(
     tmp_path: Path, kind: str
@@ -94,6 +129,16 @@ def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_
     assert (both[~of_left] - left[~of_left]).abs().max() > 1e-3
 
 
+def long_rope(short: int) -> Any:
+    """A configuration with other position factors above `short` tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    return small_config(
+        "phi3",
+        rope_parameters=rope | {"original_max_position_embeddings": short},
+        original_max_position_embeddings=short,
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -105,6 +150,8 @@ def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_
         (small_config("mistral", sliding_window=127), "sequence_len"),
         (small_config("mistral", sliding_window=128), None),
         (small_config("qwen2", sliding_window=16, use_sliding_window=False), None),
+        (long_rope(127), "max_model_len"),
+        (long_rope(128), None),
     ],
 )
 def test_other_models_are_refused_by_name_and_windows_that_hold_no_whole_sample(config: Any, named: str | None) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpo.transport.cores import COMPILED_VAR, available_cores, compiled_folder, threads_each
+from grpo.transport.cores import COMPILED_VAR, available_cores, compiled_folder, set_allocator, threads_each
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -41,6 +41,13 @@ def test_quotas_of_either_version_limit_the_cores(tmp_path: Path, own: str, file
     (tmp_path / "own").write_text(own)
     assert available_cores(tmp_path / "fs", tmp_path / "own") == most
     assert available_cores(tmp_path / "absent", tmp_path / "absent") == ALL
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "mine"}, {"PYTORCH_CUDA_ALLOC_CONF": "mine"}])
+def test_torchs_memory_grows_in_place_unless_a_person_has_said_how(given: dict[str, str]) -> None:
+    environment = dict(given)
+    set_allocator(environment)
+    assert environment == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 PRODUCTS = """

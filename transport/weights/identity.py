@@ -36,7 +36,7 @@ def resolve_model(name: str) -> Path:
     except (OSError, HfHubHTTPError, ValueError) as error:
         raise FileNotFoundError(
             f"model {name!r}: neither a folder here nor whole in the local Hugging Face cache, and it could not be "
-            f"fetched from the hub: {error}"
+            f"fetched from the hub: {next(iter(str(error).splitlines()), error)}"
         ) from error
 
 

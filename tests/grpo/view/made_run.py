@@ -108,6 +108,7 @@ def _metrics(step: int) -> dict[str, float]:
         "policy/entropy": 0.5 * 0.999**step,
         "policy/ratio_max": 1.0 + (step % 50 == 7),
         "policy/canary_max_abs": 1e-5,
+        "policy/canary_base_max_abs": 1e-6,
         "policy/version": float(step),
         "rollout/dropped": float(step == 4),
         "time/step_s": 1.0,
@@ -142,7 +143,8 @@ def _ledger(folder: Path, steps: int, groups: int, size: int) -> None:
         ledger.shipped(step)
         ledger.trained(step)
         for server in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
-            ledger.proved(server, step, CanaryFigures(max_abs=1e-5 * step, mean_abs=1e-6, tolerance=1e-3))
+            figures = {"max_abs": 1e-5 * step, "mean_abs": 1e-6, "base_max_abs": 4e-6, "base_mean_abs": 2e-6}
+            ledger.proved(server, step, CanaryFigures(**figures, tolerance=1e-3))
     pair = {"rollout_id": "0/1", "chosen": "better", "rejected": "worse", "source": "teachers", "messages": []}
     ledger.pair_made(0, json.dumps(pair))
     ledger.changes()()

@@ -14,7 +14,7 @@ from grpo.orchestrator.inference.weight_sync import check_proof
 from grpo.transport.http import LoadReport, ServerInfo
 from grpo.transport.weights.store import InUse, read_in_use
 
-from tests.orchestrator.fakes import FakeServer, until
+from tests.orchestrator.fakes import OF_BASE, FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
 from tests.orchestrator.running import run
 
@@ -236,7 +236,7 @@ async def test_the_proof_of_a_version_that_is_published_again_meanwhile_does_not
         assert [load["version"] for load in late.loads] == [1, 1]
 
 
-FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4}
+FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4, **OF_BASE}
 
 
 @pytest.mark.parametrize(

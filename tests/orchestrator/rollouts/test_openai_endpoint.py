@@ -123,6 +123,7 @@ async def test_a_call_that_comes_to_nothing_is_told_and_kept(error: type[Excepti
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"extra_body": {"typical_p": 0.5}}, "typical_p"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs of the run"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "text"),
     ],
 )

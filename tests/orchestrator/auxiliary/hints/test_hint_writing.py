@@ -4,7 +4,7 @@ import pytest
 from grpo.orchestrator.auxiliary.hints.contexts import HintWriter
 from grpo.orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 
-from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, renderer
+from tests.orchestrator.chat_templates import CHATML, GEMMA, LLAMA3, PHI3, PLAIN, QWEN3, renderer
 
 TURNS = """
 {%- for m in messages -%}
@@ -37,6 +37,8 @@ def of(source: str) -> HintWriter:
         (LLAMA3, "<|start_header_id|>user<|end_header_id|>\n\nMind x.<|eot_id|>"),
         (PLAIN, "user: Mind x.\n\n"),
         (TURNS, "<|im_start|>user\nMind x.<|im_end|>"),
+        (GEMMA, "<start_of_turn>user\nMind x.<end_of_turn>\n"),
+        (PHI3, "<|user|>\nMind x.<|end|>\n"),  # which ends a text whose turn is not opened
     ],
 )
 def test_a_hint_is_one_more_message(source: str, text: str) -> None:
@@ -44,6 +46,12 @@ def test_a_hint_is_one_more_message(source: str, text: str) -> None:
     assert writer.text(" Mind x.\n") == text
     assert writer.ids("Mind x.") == writer.template.renderer.ids_of(text)
     assert writer.opens_turns
+
+
+def test_a_hint_stands_before_the_empty_thinking_that_opens_the_turn() -> None:
+    template = ChatTemplate.of(renderer(QWEN3, enable_thinking=False))
+    assert HintWriter(template).text("Mind x.") == "<|im_start|>user\nMind x.<|im_end|>\n"
+    assert template.opening.endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_hint_cannot_end_its_own_message() -> None:

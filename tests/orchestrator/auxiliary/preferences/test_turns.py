@@ -16,6 +16,7 @@ from tests.orchestrator.chat_templates import CHATML, LLAMA3, QWEN3, renderer
 from tests.orchestrator.questions import END, TEMPLATE, result
 
 TEMPLATES = [TEMPLATE, *(ChatTemplate.of(renderer(source)) for source in (CHATML, LLAMA3, QWEN3))]
+TEMPLATES += [ChatTemplate.of(renderer(QWEN3, enable_thinking=False))]
 HI = {"role": "user", "content": "hi"}
 ERROR = StepError(error_kind="unknown_tool", hint_template_key="tools")
 
