@@ -138,13 +138,16 @@ def model_for_shards(folder: Path, *, dtype: torch.dtype, attention: str, device
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in tensors.names:
             names.setdefault(parameter, name)
-    unknown = tensors.names - {name for name, _ in model.named_parameters(remove_duplicate=False)} - {tied}
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     kept = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
-    if unknown or kept or len(names) < len(list(model.parameters())):
+    if tensors.names - known - {tied} or kept or len(names) < len(list(model.parameters())):
         return None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    _rebuild_buffers(model, device)
+    try:
+        _fill_buffers(model, tensors)
+    except ModelError:
+        return None
     places: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module.named_parameters(recurse=False):
