@@ -73,8 +73,9 @@ def fill(
             raised.append(f"{key} {length:,}")
     if sequence_len is not None:
         sequence_len = max(sequence_len, number(tree, "orch.seq_len") or 0)
+        least = MICRO_BATCH_TOKENS if on_gpu else SEQUENCE_LEN[False] if "sequence_len" in chosen else 0
         for role in ("train", "orch"):
-            put(tree, f"{role}.micro_batch_tokens", max(MICRO_BATCH_TOKENS if on_gpu else 0, sequence_len))
+            put(tree, f"{role}.micro_batch_tokens", max(least, sequence_len))
     if (served := number(tree, "infer.max_model_len")) and (message := _too_large(tree, hardware, model, served)):
         key = "orch.sampling.max_tokens" if answer and "max_model_len" in chosen else "infer.max_model_len"
         values.refuse(key, message)

@@ -115,7 +115,8 @@ def _facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
 
     heads = number("num_attention_heads")
     head_dim = number("head_dim") if config.get("head_dim") else number("hidden_size") // heads
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    # A folder may have the same weights twice: those that are loaded are called model.
+    num_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
     is_wide = str(config.get("dtype") or config.get("torch_dtype")).endswith("float32")
     return ModelFacts(
         positions=_positions(config),

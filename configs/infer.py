@@ -69,7 +69,8 @@ class _ServerSettings(ProcessSettings):
     enable_prefix_caching: bool | None = None
     """The KV cache of equal prefixes is used again (null: vLLM's default)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
-    """Share of the GPU's memory that vLLM may take."""
+    """Share of the GPU's memory that vLLM may take. In a run that leaves it open, and has one GPU for server and
+    trainer, what a step of the trainer leaves (docs/memory.md)."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads for computation on a CPU (null: 1)."""
     reasoning_parser: str | None = None
@@ -120,7 +121,8 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """Highest LoRA rank that can be served (null: 16), rounded up to one that vLLM knows."""
     max_loras: Annotated[int, Field(ge=2), OnlyWith("enable_lora")] = 10
     """How many policy versions one batch can mix; with 1 a new version would wait until all work on the old one ends.
-    With `norm_noise` a version counts twice."""
+    With `norm_noise` a version counts twice. In a run that leaves it open: `max_off_policy_steps` + 2 for each adapter,
+    as many as can be in use."""
     max_cpu_loras: Annotated[PositiveInt, OnlyWith("enable_lora")] = 100
     """How many policy versions are kept in main memory. With `norm_noise` a version counts twice."""
     norm_noise: Annotated[bool, OnlyWith("enable_lora")] = False

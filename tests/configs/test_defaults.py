@@ -10,10 +10,11 @@ from grpo.configs.defaults import GIB
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.facts import Hardware, model_facts, planned_hardware
 from grpo.configs.loading import load
-from grpo.configs.run import LoadedRun, load_run
+from grpo.configs.run import PRESETS, LoadedRun, load_run
 from grpo.configs.train import TrainSettings
 
 CPU, GPU, GPUS = Hardware(), Hardware(gpus=("0",)), Hardware(gpus=("0", "1"))
+QUICKSTART = str(PRESETS / "quickstart" / "model")
 ORCH: dict[str, Any] = {"env": [{"id": "reverse-text"}]}
 QWEN3_4B = {
     "num_hidden_layers": 36,
@@ -128,6 +129,8 @@ def test_no_length_exceeds_what_the_model_reads(tmp_path: Path) -> None:
     model = str(model_in(tmp_path / "model", GIB, max_position_embeddings=3000))
     assert lengths(run_of(tmp_path, model=model, hardware=GPU)) == (3000, 16384, 3000)
     assert lengths(run_of(tmp_path, "--max_tokens", "2800", model=model, hardware=GPU))[0] == 3000
+    assert lengths(run_of(tmp_path, model=QUICKSTART)) == (512, 2048, 512)
+    assert lengths(run_of(tmp_path, "--sequence_len", "400", model=QUICKSTART)) == (400, 400, 400)
     [problem] = problems(tmp_path, "--max_tokens", "3000", model=model)
     assert (problem.key, "3,000" in problem.message) == ("max_tokens", True)
 
@@ -139,7 +142,24 @@ def test_what_is_known_of_a_model_is_read_from_its_folder(tmp_path: Path) -> Non
     assert found.cache_values == 2 * 36 * 8 * 128  # keys and values, layers, heads, their size
     stretched = model_in(tmp_path / "long", 8 * GIB, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert getattr(model_facts(str(stretched)), "positions", 0) is None
-    assert model_facts(str(tmp_path)) is model_facts("no/such-model") is model_facts(None) is None
+    (tmp_path / "model" / "consolidated.safetensors").write_bytes(bytes(100))
+    assert model_facts(str(tmp_path / "model")) == found
+    assert model_facts(str(tmp_path)) is model_facts(None) is None
+
+
+def test_a_model_of_the_hub_is_known_once_it_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert model_facts("some/model") is None
+    run = load_run(None, ["--model", "some/model", "--env", "reverse-text", "--seed", "7"], hardware=GPU)
+    assert lengths(run) == (8192, 16384, 8192)
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots").mkdir()
+    model_in(cached / "snapshots" / "abc", GIB, max_position_embeddings=4096)
+    again = load_run(*run.source, hardware=run.hardware)
+    assert lengths(again) == (4096, 16384, 4096)
+    assert again.train.settings.seed == 7
 
 
 @pytest.mark.parametrize(

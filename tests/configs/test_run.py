@@ -168,6 +168,7 @@ def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Pa
     assert {one.settings.weight_broadcast.format for one in (whole.train, whole.orch)} == {"full"}
     noisy = run_of(tmp_path, max_steps=20, train={"noise_scheduler": {"enabled": True}})
     assert (noisy.infer.settings.norm_noise, noisy.infer.settings.max_loras) == (True, 20)
+    assert run_of(tmp_path, "--orch.max_off_policy_steps", "2").infer.settings.max_loras == 4
     assert run_of(tmp_path, train={"qlora_bnb": True}).infer.settings.base_quantization == "nf4"
 
 
