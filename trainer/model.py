@@ -4,7 +4,7 @@ Knows nothing of losses, steps or transports.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -245,13 +245,14 @@ def _loaded(
         implementation = attention.implementation_for(device, dtype, forced=attention_kernel) if packed else "sdpa"
         quantization = settings.quantization if imported is None else None
         stored = dtype if lora else torch.float32
-        fill = None
+        base: Any = None
+        fill: Callable[[], None] | None = None
         if sharded and (level == 3 or not lora) and imported is None and quantization is None:
             check_setting(folder, stored_in(folder), None)
             kept_on = first if settings.offload else device
             for_shards = model_for_shards(folder, dtype=stored, attention=implementation, device=kept_on)
             base, fill = for_shards or (None, None)
-        if fill is None:
+        if base is None:
             base = _load_base(folder, stored, implementation, quantization, imported, first)
     _check_base(base)
     targets = target_modules(base, settings.lora_target_modules) if lora else ()
