@@ -74,12 +74,12 @@ def test_a_copy_takes_a_slice_beside_itself_and_less_on_a_rank_that_keeps_nothin
     assert second < GATHERED / MIB
 
 
-def loading(model: Path, folder: Path, variables: dict[str, str]) -> None:
-    """Writes how much memory each rank took to load its shards."""
+def loading(model: Path, tiny: Path, folder: Path, variables: dict[str, str]) -> None:
+    """Writes how much memory each rank took to load its shards, after it has loaded `tiny` to warm up."""
     os.environ.update(variables)
     torch.set_num_threads(1)
     ranks = join_group(CPU, timeout_s=120)
-    tiny_policy(Path(os.environ["WARM"]), ranks=ranks, moved=False, lora=False)
+    tiny_policy(tiny, ranks=ranks, moved=False, lora=False)
     results = {}
     for name, options in SHARDED.items():
         before = peak_mib(begin=True)
@@ -96,14 +96,11 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_each_rank_reads_its_own_rows_of_a_checkpoint(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_reads_its_own_rows_of_a_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
     model = save_tiny_model(tmp_path / "model", vocab_size=1 << 20, tie_word_embeddings=True)
     file = model / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    monkeypatch.setenv("WARM", str(tiny_model))
-    run_ranks(loading, model, tmp_path, num_ranks=2)
+    run_ranks(loading, model, tiny_model, tmp_path, num_ranks=2)
     size_mib = file.stat().st_size / MIB
     for rank in (0, 1):
         peaks = json.loads((tmp_path / f"{rank}.json").read_text())
