@@ -10,8 +10,15 @@ from tests.pages import Page
 
 NAMED = set(re.findall(r"`([^`\s]+)`", Page("docs/troubleshooting.md").text))
 GROUPS = ("reward/", "rollout/", "policy/", "optim/", "time/", "eval/")
-ELSEWHERE = {"canary_mismatch", "not_applied", "metrics.jsonl", "max_num_batched_tokens", "max_num_seqs"}
-"""Reasons of refusals, a file, arguments of vLLM's."""
+ELSEWHERE = {
+    "metrics.jsonl",
+    "base_mismatch",
+    "canary_mismatch",
+    "not_applied",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+}
+"""A file, reasons of refusals, arguments of vLLM's."""
 
 
 def test_every_metric_that_the_page_names_can_be_in_a_line() -> None:

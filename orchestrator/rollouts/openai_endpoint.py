@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from grpo.orchestrator.rollouts.clock import together
 from grpo.orchestrator.rollouts.context import ContextFull, RolloutContext
 from grpo.orchestrator.rollouts.messages import shown, text_of
+from grpo.orchestrator.rollouts.parsers import Parser
 from grpo.orchestrator.rollouts.state import Reply
 from grpo.orchestrator.rollouts.tool_calls import UNKNOWN_TOOL, parse_tagged
 
@@ -59,6 +60,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _OF_TEMPLATE = ("chat_template_kwargs", "enable_thinking", "reasoning_effort")
 """Keys that would change how messages are written, which the run's settings say for all requests."""
+
+THINKING = Parser()
 
 
 class BadRequest(ValueError):
@@ -180,14 +183,16 @@ class Endpoint:
         }
 
     def _calls(self, reply: Reply) -> tuple[str, list[dict[str, Any]]]:
-        """The answer without its calls, and these. What is no well-formed call stays in the text and is marked."""
-        parsed = parse_tagged(reply.text, {})
+        """The answer without its calls, and these. What is no well-formed call stays in the text and is marked; one
+        that is only thought of stays there too."""
+        said = THINKING.behind(reply).lstrip()
+        parsed = parse_tagged(said, {})
         wrong = next((call for call in parsed.errors if call.error_kind != UNKNOWN_TOOL), None)
         if wrong is not None:
             self.ctx.state.mark_error(wrong.error_kind, wrong.error_kind, wrong.message, index=reply.index)
             return reply.text, []
         calls = [_call_of(call.text, f"call_{reply.index}_{place}") for place, call in enumerate(parsed.calls)]
-        return (parsed.content, calls) if calls else (reply.text, [])
+        return (reply.text[: len(reply.text) - len(said)] + parsed.content, calls) if calls else (reply.text, [])
 
     def _plain(self, message: Any) -> dict[str, str]:
         """A client's message as chat templates have it: an answer of ours as it was sampled, its calls in its text."""

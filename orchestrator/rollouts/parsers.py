@@ -41,15 +41,23 @@ class Parser:
     def parse(self, completion: str | Reply) -> Parsed:
         """Takes a completion apart. Of a text alone it cannot be told whether the chat template has begun the thinking;
         of a `Reply`, such as `state.last`, it can."""
+        thinking, text = self._split(completion)
+        fields = self.fields(text)
+        return Parsed(answer=self.find(text, fields), thinking=thinking.strip(), fields=fields)
+
+    def behind(self, completion: str | Reply) -> str:
+        """Returns what follows the thinking, as it was written; empty where the thinking is not over."""
+        return self._split(completion)[1]
+
+    def _split(self, completion: str | Reply) -> tuple[str, str]:
+        """The thinking, and what follows it."""
         text, opening = (completion, "") if isinstance(completion, str) else (completion.text, completion.opening)
         if opening.rfind(self._begin) > opening.rfind(self._end):
             text = self._begin + text
         before, ended, behind = text.rpartition(self._end)
         before, begun, thinking = (before if ended else text).partition(self._begin)
         thinking = thinking if begun or not ended else before
-        text = behind if ended else "" if begun else text
-        fields = self.fields(text)
-        return Parsed(answer=self.find(text, fields), thinking=thinking.strip(), fields=fields)
+        return thinking, behind if ended else "" if begun else text
 
     def fields(self, text: str) -> Mapping[str, str]:
         """Returns the texts by tag in what follows the thinking."""

@@ -8,6 +8,7 @@ from typing import Any
 from grpo.orchestrator.rollouts.clock import OwnTimeout, in_thread, together
 from grpo.orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
 from grpo.orchestrator.rollouts.episode import MultiTurnEpisode, Response
+from grpo.orchestrator.rollouts.parsers import Parser
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.rubric import Rubric
 from grpo.orchestrator.rollouts.state import EpisodeState
@@ -23,6 +24,7 @@ from grpo.orchestrator.rollouts.tool_calls import (
 )
 
 TOOL_TIMEOUT = "tool_timeout"
+THINKING = Parser()
 
 
 class ToolEpisode(MultiTurnEpisode):
@@ -112,8 +114,8 @@ class ToolEpisode(MultiTurnEpisode):
         await super().rollout(ctx, state)
 
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-        """The results of the newest answer's calls; None where it has none."""
-        calls = self._parse(state.last_text, self.tools).calls
+        """The results of the newest answer's calls; None where it has none. One that it only thinks of is none."""
+        calls = self._parse(THINKING.behind(state.last or ""), self.tools).calls
         if not calls:
             return None
         index = state.turn - 1

@@ -80,6 +80,11 @@ async def test_the_policy_sees_results_until_it_answers_without_a_call() -> None
     assert all(reply.error is None for reply in outcome.trajectory)
 
 
+async def test_a_call_that_is_only_thought_of_is_none() -> None:
+    outcome, _ = await played("<think>LOOK_UP[apple]?</think> LOOK_UP[plum]", "<think>LOOK_UP[apple]", "never")
+    assert (results(outcome), outcome.turn) == (["4"], 2)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "told"),
     [

@@ -92,6 +92,12 @@ async def test_calls_are_parsed_and_come_back_as_they_were_sampled() -> None:
     assert [message["content"] for message in desk.backend.calls[1].messages] == ["3", "3"]
 
 
+async def test_a_call_that_is_only_thought_of_is_none() -> None:
+    async with desk_of([f"<think>{CALL}?</think>\n\nSo: {CALL}"]) as desk:
+        message = (await desk.ask(tools=TOOLS)).choices[0].message
+    assert (message.content, len(message.tool_calls)) == (f"<think>{CALL}?</think>\n\nSo:", 1)
+
+
 async def test_a_stream_has_the_same_answer() -> None:
     strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     async with desk_of([f"So: {CALL}"]) as desk:
