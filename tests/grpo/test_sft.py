@@ -126,7 +126,7 @@ def test_a_stage_without_a_folder_gets_one_of_its_own() -> None:
 def test_a_supervised_stage_has_learning_rates_of_its_own() -> None:
     whole = ["--lora", "false", "--weight_broadcast.format", "full"]
     for given, rate in (([], 2e-4), (whole, 2e-5), (["--learning_rate", "3e-3"], 3e-3)):
-        assert supervised_settings(Path("rows.jsonl"), None, ["--model", "m", *given]).learning_rate == rate
+        assert supervised_settings(None, ["--model", "m", *given], data=Path("rows.jsonl")).learning_rate == rate
 
 
 def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
