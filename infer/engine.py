@@ -27,7 +27,7 @@ from grpo.infer.arguments import device_of, first_module, make_args, vllm_versio
 from grpo.infer.checks import tensor_shapes
 from grpo.transport.errors import PolicyRefused
 from grpo.transport.http import Choice, GenerateRequest, ServerLoad
-from grpo.transport.weights.nccl import Announcement
+from grpo.transport.weights.nccl import Announcement, Rendezvous
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,8 +66,6 @@ class Engine:
         """Engines (`dp`) among which requests are divided; each has every version."""
         self._models: Any = None
         self._numbers = itertools.count(1)
-        self._session: str | None = None
-        """Session of the trainer whose NCCL group the workers have joined; None before the first."""
         self._fault = ""
         self.ended = asyncio.Event()
         """Set once the engine cannot answer any more."""
@@ -253,18 +251,22 @@ class Engine:
             args = (None if folder is None else str(folder), str(self._model_dir))
             await self._client.collective_rpc("load_policy_weights", args=args)
 
-    async def receive_weights(self, announcement: Announcement, *, rank_offset: int) -> None:
-        """Replaces them by what the trainer broadcasts; this server's workers are the ranks from `rank_offset` on. Not
-        yet run on a GPU."""
-        base, where = importlib.import_module("vllm.distributed.weight_transfer.base"), announcement.rendezvous
+    async def join_trainer(self, where: Rendezvous, *, rank_offset: int) -> None:
+        """Has the workers join the trainer's group, as the ranks from `rank_offset` on. Waits for the trainer. Not yet
+        run on a GPU."""
+        base = importlib.import_module("vllm.distributed.weight_transfer.base")
         joining = {"master_address": where.host, "master_port": where.port, "world_size": where.world_size}
         joining |= {"rank_offset": rank_offset, "packed": True}
+        async with self._paused():
+            await self._client.init_weight_transfer_engine(base.WeightTransferInitRequest(init_info=joining))
+
+    async def receive_weights(self, announcement: Announcement) -> None:
+        """Replaces the weights by what the trainer broadcasts, whose group the workers have joined. Not yet run on a
+        GPU."""
+        base = importlib.import_module("vllm.distributed.weight_transfer.base")
         shapes = [list(shape) for shape in announcement.shapes]
         sent = {"names": list(announcement.names), "dtype_names": list(announcement.dtypes), "shapes": shapes}
         async with self._paused():
-            if self._session != announcement.session:
-                await self._client.init_weight_transfer_engine(base.WeightTransferInitRequest(init_info=joining))
-                self._session = announcement.session
             await self._client.start_weight_update()
             await self._client.update_weights(base.WeightTransferUpdateRequest(update_info=sent))
             await self._client.finish_weight_update()

@@ -103,6 +103,8 @@ class VersionTable:
         self._canary_ids: tuple[int, ...] = ()
         self._base_scores: Scores = ()
         self._last_key = 0
+        self._session: str | None = None
+        """The trainer's whose group has been joined, where weights are broadcast; None before the first."""
         self._lock = asyncio.Lock()
         self._open = asyncio.Event()
         """Cleared while the model's weights are replaced."""
@@ -185,16 +187,22 @@ class VersionTable:
         if run_id != self.run_id:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)
-        known, own_files = self._live.get(version), {**manifest.files}
-        own_files.pop(METRICS_FILE, None)
-        if known is not None and known.files == own_files:
+        known = self._live.get(version)
+        if known is not None and known.files == _policy_files(manifest):
             return known
         canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
         await self._score_base(canaries[0])
-        served = Served(version=version, files=own_files)
+        announced = _announcement(files)
+        if announced is not None and announced.session != self._session:
+            await self._join(announced, rank_offset)
+            # That may have been the announcement of a trainer that has ended: who has come has replaced it before.
+            manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)
+            canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
+            announced = _announcement(files)
+            self._session = None if announced is None else announced.session
+        served = Served(version=version, files=_policy_files(manifest))
         if self.in_place:
-            announced = Announcement.from_json(files[ANNOUNCEMENT_FILE]) if ANNOUNCEMENT_FILE in files else None
-            report = await self._replace(served, folder, canaries[0], announced, rank_offset)
+            report = await self._replace(served, folder, canaries[0], announced)
         else:
             report = await self._add(served, canaries, manifest, folder)
         found = report.canary
@@ -205,6 +213,15 @@ class VersionTable:
         )
         served.report = report
         return served
+
+    async def _join(self, announced: Announcement, rank_offset: int) -> None:
+        """Joins the trainer's group. Where it does not come the server ends, whose workers would go on waiting."""
+        try:
+            await self.engine.join_trainer(announced.rendezvous, rank_offset=rank_offset)
+        except BaseException as error:
+            where = f"{announced.rendezvous.host}:{announced.rendezvous.port}"
+            self.engine.end(f"the trainer that broadcasts weights was not met at {where}: {error!r}")
+            raise
 
     async def _begin_run(self, run_id: str) -> None:
         """Drops the versions of another run, which carry the same names."""
@@ -324,7 +341,7 @@ class VersionTable:
             self._open.set()
 
     async def _replace(
-        self, served: Served, folder: Path, canary: Canary, announced: Announcement | None, rank_offset: int
+        self, served: Served, folder: Path, canary: Canary, announced: Announcement | None
     ) -> LoadReport:
         before = next(iter(self._live.values()), self._base)
         async with self._drained(before):
@@ -333,7 +350,7 @@ class VersionTable:
                 if announced is None:
                     await self.engine.load_weights(folder)
                 else:
-                    await self.engine.receive_weights(announced, rank_offset=rank_offset)
+                    await self.engine.receive_weights(announced)
                 loaded_s = time.monotonic()
                 scores = await self._score(canary.token_ids, None)
                 figures = self._effect(canary, scores)
@@ -363,6 +380,14 @@ class VersionTable:
         allowed = self.tolerance or tolerance_of(dtype, dtype, device=self.engine.device)
         both = zip(scores, before.scores or self._base_scores, strict=True)
         return all(max(gaps_of(*one)) <= allowed for one in both)
+
+
+def _policy_files(manifest: PolicyManifest) -> dict[str, FileEntry]:
+    return {name: entry for name, entry in manifest.files.items() if name != METRICS_FILE}
+
+
+def _announcement(files: Mapping[str, bytes]) -> Announcement | None:
+    return Announcement.from_json(files[ANNOUNCEMENT_FILE]) if ANNOUNCEMENT_FILE in files else None
 
 
 def _report(version: int, canary: CanaryFigures, started_s: float, loaded_s: float, **others: Any) -> LoadReport:

@@ -26,7 +26,10 @@ SHORT: dict[str, object] = {
     ("kind", "targets"),
     [
         ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
-        ("lfm2", {"q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"}),
+        (
+            "granitemoehybrid",
+            {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear"},
+        ),
     ],
 )
 def test_a_type_with_layers_of_its_own_is_trained_and_served(tmp_path: Path, kind: str, targets: set[str]) -> None:

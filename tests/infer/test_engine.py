@@ -17,7 +17,6 @@ from grpo.infer.following import continued_seed, follow
 from grpo.transport.http import Choice, GenerateRequest
 from grpo.transport.run import create_run
 from grpo.transport.weights.nccl import Announcement, Rendezvous
-from msgspec import structs
 
 from tests.infer.versions_fakes import FakeEngine, publish, table_of
 from tests.transport.samples import skip_before_nccl
@@ -92,33 +91,32 @@ def engine_of(client: FakeClient) -> Engine:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-async def test_weights_are_received_while_the_engine_is_paused_and_the_group_is_joined_once() -> None:
+async def test_weights_are_received_while_the_engine_is_paused() -> None:
     skip_before_nccl()
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
     client = FakeClient()
     engine = engine_of(client)
-    for _ in range(2):
-        await engine.receive_weights(ANNOUNCEMENT, rank_offset=2)
+    await engine.join_trainer(ANNOUNCEMENT.rendezvous, rank_offset=2)
+    await engine.receive_weights(ANNOUNCEMENT)
     update = ["start_weight_update", "update_weights", "finish_weight_update", "resume_generation"]
-    assert client.calls == ["pause_generation", "init_weight_transfer_engine", *update, "pause_generation", *update]
+    join = ["pause_generation", "init_weight_transfer_engine", "resume_generation"]
+    assert client.calls == [*join, "pause_generation", *update]
     assert client.said["pause_generation"][1] == {"mode": "wait", "clear_cache": True}
     joined = NCCLWeightTransferInitInfo(**client.said["init_weight_transfer_engine"][0][0].init_info)
     told = {"master_address": "trainer", "master_port": 29501, "rank_offset": 2, "world_size": 3}
     assert told.items() <= vars(joined).items()
     sent = NCCLWeightTransferUpdateInfo(**client.said["update_weights"][0][0].update_info)
     assert (sent.names, sent.shapes) == (["a.weight", "b.weight"], [[2, 3], [4]])
-    await engine.receive_weights(structs.replace(ANNOUNCEMENT, session="second"), rank_offset=2)
-    assert client.calls.count("init_weight_transfer_engine") == 2
 
 
-@pytest.mark.parametrize("fails", ["init_weight_transfer_engine", "update_weights", "load_policy_weights"])
+@pytest.mark.parametrize("fails", ["update_weights", "load_policy_weights"])
 async def test_after_weights_that_cannot_be_loaded_the_engine_goes_on(fails: str) -> None:
     client = FakeClient(fails=fails)
     engine = engine_of(client)
     on_disk = fails == "load_policy_weights"
     with pytest.raises(EngineError):
-        await (engine.load_weights(None) if on_disk else engine.receive_weights(ANNOUNCEMENT, rank_offset=1))
+        await (engine.load_weights(None) if on_disk else engine.receive_weights(ANNOUNCEMENT))
     assert client.calls[-1] == "resume_generation"
 
 

@@ -411,11 +411,11 @@ async def test_announced_weights_are_received_once_from_each_trainer_and_a_failu
     for version in (0, 1):
         announce(in_place.run, version)
         await in_place.load(version, version, rank_offset=2)
-    assert (engine.received, in_place.table.live) == ([2, 2], [1])
+    assert (engine.joined, engine.received, in_place.table.live) == ([2], ["first"] * 2, [1])
     engine.serves = 1.0
-    announce(in_place.run, 1, session="of a trainer that was started again")
+    announce(in_place.run, 1, session="again")
     await in_place.load(1, rank_offset=3)
-    assert engine.received == [2, 2, 3]
+    assert (engine.joined, engine.received) == ([2, 3], ["first", "first", "again"])
     engine.refuses = {3}
     announce(in_place.run, 2)
     with pytest.raises(EngineError):

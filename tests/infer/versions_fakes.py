@@ -52,8 +52,10 @@ class FakeEngine:
     adapters: dict[int, Adapter] = field(default_factory=dict)
     loads: list[int | None] = field(default_factory=list)
     """Versions whose weights it was told to load; None is the base."""
-    received: list[int] = field(default_factory=list)
-    """First ranks with which it received weights."""
+    joined: list[int] = field(default_factory=list)
+    """First ranks with which it joined trainers."""
+    received: list[str] = field(default_factory=list)
+    """Sessions of the announcements with which it received weights."""
     names: dict[str, Adapter | None] = field(default_factory=dict)
     error: float = 0.0
     """Added to every log-probability."""
@@ -109,8 +111,11 @@ class FakeEngine:
         if version in self.refuses:
             raise EngineError("vLLM could not load the weights: out of memory")
 
-    async def receive_weights(self, announcement: Announcement, *, rank_offset: int) -> None:
-        self.received.append(rank_offset)
+    async def join_trainer(self, where: Rendezvous, *, rank_offset: int) -> None:
+        self.joined.append(rank_offset)
+
+    async def receive_weights(self, announcement: Announcement) -> None:
+        self.received.append(announcement.session)
         self.loads.append(len(self.received) - 1)
         if len(self.received) - 1 in self.refuses:
             raise EngineError("vLLM could not load the weights: NCCL timed out")

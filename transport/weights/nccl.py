@@ -1,6 +1,6 @@
 """Weights from the trainer's GPU to the servers', by NCCL through both sides of vLLM's weight transfer.
 
-NOT YET RUN ON A GPU: the order of the calls is tested with stand-ins for vLLM's two sides, the collectives are not.
+NOT YET RUN ON A GPU: both of vLLM's sides are tested between two processes, with a TCP store in the place of NCCL.
 
 A version's folder announces it: canary, metrics, and `weights.json` with the names, types and shapes of what is going
 to be sent, and where trainer and servers meet. Its appearance makes the orchestrator tell the servers to receive. The

@@ -7,6 +7,7 @@ that still drains a version or joins late. So it writes `in_use.json`: the versi
 that is live. Whatever it starts later, it starts under that one or a newer one, so that the file never says too little.
 """
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -143,7 +144,7 @@ class PolicyPublisher:
     ) -> None:
         """Makes `version` visible to every reader, whole. If the same version is there already, its metrics aside, it
         stays untouched; another one is removed first, so that for a moment there is none. The `files` include an
-        adapter.
+        adapter. Where weights are broadcast, a version older than what servers have received is not sent again.
 
         Raises `StorageError`, and `DeadlineError` where a server does not receive the weights; the version is not
         stable then.
@@ -155,6 +156,10 @@ class PolicyPublisher:
             contents = {**files, ANNOUNCEMENT_FILE: sender.announcement(weights).to_json()}
         if self._holds(folder, version, spec, contents):
             log.info("version %d is published already, and the same", version)
+            return
+        newest = max(steps_in(self.folder, part=STABLE), default=-1)
+        if sender is not None and version < newest:
+            log.info("version %d is not sent again: servers have gone on to version %d", version, newest)
             return
 
         def manifest(entries: dict[str, FileEntry]) -> bytes:
@@ -213,12 +218,12 @@ class PolicyReader:
         return PublishedPolicy(manifest=manifest, small_files=small)
 
     def digest(self, version: int) -> bytes | None:
-        """Returns the digest of `version`'s manifest, another one where it is published again with other bytes; None
-        where it is not there."""
-        try:
-            return (step_folder(self._folder, version) / STABLE).read_bytes()
-        except FileNotFoundError:
-            return None
+        """Returns the digest of `version`'s manifest, another one where it is published or announced again with other
+        bytes; None where it is not there."""
+        for marker in (ANNOUNCED, STABLE):  # which becomes the other one
+            with contextlib.suppress(FileNotFoundError):
+                return (step_folder(self._folder, version) / marker).read_bytes()
+        return None
 
     def latest(self) -> int | None:
         """Returns the highest version there is."""
