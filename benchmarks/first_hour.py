@@ -2,8 +2,8 @@
 
     python -m benchmarks.first_hour [FAMILY ...]
 
-Some 150 seconds of two cores' time a family. The models have the layers, tokenizer and chat template of their family under
-the name that the page gives (`tools/random_models.py`, `FAMILIES`).
+A family takes some two minutes of two idle cores. The models have the layers, tokenizer and chat template of their
+family under the name that the page gives (`tools/random_models.py`, `FAMILIES`).
 """
 
 import argparse
