@@ -69,6 +69,17 @@ def test_the_data_of_a_run_are_found_in_its_settings(codes: Path) -> None:
     assert "0 have more than max_prompt_length = 512" in done.stdout
 
 
+def test_template_arguments_of_a_run_are_those_of_its_own_model(codes: Path, tmp_path: Path) -> None:
+    [settings] = PAGE.of("yaml")
+    thinks, plain = model_with(tmp_path / "model", QWEN3), ROOT / "configs/quickstart/model"
+    shared = f"model: {thinks}\nmax_steps: 1\nchat_template_kwargs: {{enable_thinking: false}}\n"
+    (codes.parent / "run.yaml").write_text(shared + settings.text)
+    assert "assistant\n<think>\n\n</think>\n\n" in grpo("data", ".").stdout
+    for_another = grpo("data", ".", "--model", plain)
+    assert for_another.returncode == 0, for_another.stderr
+    assert "assistant\n" in for_another.stdout
+
+
 async def test_a_run_trains_and_evaluates_on_the_rows(codes: Path) -> None:
     environments = json.loads(FIRST.command("grpo quickstart")[-1])
     server = await FakeServer(lambda prompt, version: prompt.partition("Code: ")[2].partition("\n")[0][:-5:-1]).start()

@@ -21,6 +21,7 @@ from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.messages import messages_of
 from grpo.transport.errors import UserError
 from grpo.transport.logs import printable
+from grpo.transport.weights.chat_template import unused_arguments
 from grpo.transport.weights.identity import resolve_model
 
 MAX_SHOWN = 4_000
@@ -59,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints the data set of each environment, and returns the exit code."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
     asked, model, arguments, longest = _asked(options)
+    if options.model is not None and not options.chat_template_kwargs:  # a run's are those of its own model
+        unused, _ = unused_arguments(resolve_model(options.model), arguments)
+        arguments = {name: value for name, value in arguments.items() if name not in unused}
     renderer, code = _renderer(model, arguments, needed=options.model is not None), 0
     for args in asked:
         try:
@@ -111,8 +116,7 @@ def _asked(
 
 
 def _renderer(model: str | None, arguments: Mapping[str, Any], *, needed: bool) -> ChatRenderer | None:
-    """None where the model is not on this machine. Nothing is fetched."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    """None where the model is not on this machine."""
     try:
         return None if model is None else ChatRenderer.of_model(resolve_model(model), arguments)
     except FileNotFoundError:
