@@ -162,6 +162,22 @@ def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     )
 
 
+def own_rows(tensor: DTensor) -> slice:
+    """Returns the rows of a tensor that FSDP2 has sharded which are this rank's, as `torch.chunk` divides them."""
+    assert tensor.placements == (Shard(0),), tensor.placements
+    each = -(-len(tensor) // tensor.device_mesh.size())
+    start = min(len(tensor), each * tensor.device_mesh.get_local_rank())
+    return slice(start, min(len(tensor), start + each))
+
+
+def with_rows(tensor: DTensor, own: torch.Tensor) -> DTensor:
+    """Returns a tensor that is sharded like `tensor` and whose rows of this rank are `own`."""
+    sharded: DTensor = DTensor.from_local(
+        own, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return sharded
+
+
 def host_copies(
     tensors: Mapping[str, torch.Tensor], ranks: Ranks, *, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:

@@ -8,10 +8,13 @@ import functools
 import json
 import logging
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from grpo.trainer.distributed import own_rows, with_rows
 from grpo.trainer.errors import ModelError
 from grpo.trainer.quantization import (
     DEQUANTIZE,
@@ -27,12 +30,15 @@ from grpo.transport.run import RunFolder
 from grpo.transport.weights.dequantized import write_dequantized
 from grpo.transport.weights.shards import Weight, checkpoint_files
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 log = logging.getLogger(__name__)
 
 _OF_SERVERS = re.compile(r"\.(input_scale|input_global_scale|activation_scale|output_scale|[kvq]_scale)$")
 """Tensors that quantize activations and the KV cache."""
+_INDEX = "model.safetensors.index.json"
+ForShards = tuple[Any, Callable[[], None]]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -72,6 +78,19 @@ class CheckpointTensors:
             )
         return tensor.to(self.dtype)
 
+    def rows(self, name: str, shape: Sequence[int], rows: slice) -> torch.Tensor:
+        """Returns these rows of a plain tensor of this shape. No others are read from the file. Raises `ModelError`."""
+        with safe_open(self._files[name], framework="pt") as tensors:
+            stored = tensors.get_slice(name)
+            if list(stored.get_shape()) != list(shape):
+                raise ModelError(f"{self.folder}: {name} has shape {stored.get_shape()}, expected {list(shape)}")
+            if rows.start >= rows.stop:
+                return torch.empty(0, *shape[1:], dtype=self.dtype, device=self.device)
+            own: torch.Tensor = stored[rows]
+        if own.dtype not in _FLOATS:
+            raise ModelError(f"{self.folder}: {name} is {own.dtype}, expected 16- or 32-bit floats")
+        return own.to(self.device, self.dtype, copy=True)
+
     def check_all_used(self, model: Any, tied: str | None) -> None:
         """Raises `ModelError` if there are tensors that the model has no place for."""
         ignored = ["rotary_emb.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
@@ -101,6 +120,69 @@ def filled_model(
     _fill_buffers(model, tensors)
     tensors.check_all_used(model, tied)
     return model.eval()
+
+
+def model_for_shards(folder: Path, *, dtype: torch.dtype, attention: str, device: torch.device) -> ForShards | None:
+    """Returns the causal language model in `folder` without memory, and the function that gives its parameters their
+    values once they are sharded: each rank reads its own rows and nothing else, and has them on `device` in `dtype`.
+
+    None if the checkpoint's tensors are not the model's parameters, name by name, so that transformers must convert
+    them.
+    """
+    if not any((folder / name).is_file() for name in (_INDEX, "model.safetensors")):
+        return None
+    tensors = CheckpointTensors(folder, device=device, dtype=dtype)
+    model, tied = _empty_model(folder, dtype=dtype, attention=attention)
+    model.tie_weights()
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in tensors.names:
+            names.setdefault(parameter, name)
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    kept = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
+    if tensors.names - known - {tied} or kept or len(names) < len(list(model.parameters())):
+        return None
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        _fill_buffers(model, tensors)
+    except ModelError:
+        return None
+    places: dict[str, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            places.setdefault(names[parameter], []).append((module, attribute))
+
+    def fill() -> None:
+        for name, found in places.items():
+            module, attribute = found[0]
+            empty: DTensor = getattr(module, attribute)
+            filled = torch.nn.Parameter(
+                with_rows(empty, tensors.rows(name, empty.shape, own_rows(empty))), requires_grad=empty.requires_grad
+            )
+            for module, attribute in found:
+                setattr(module, attribute, filled)
+
+    return model, fill
+
+
+@contextmanager
+def seemingly_in_memory(model: torch.nn.Module) -> Iterator[None]:
+    """Within the block, parameters without memory look as if they were in main memory: one number stands for all of
+    each. PEFT moves adapters to where their base is. Whether they are frozen stays as the block leaves it."""
+    places = [
+        (module, attribute, parameter)
+        for module in model.modules()
+        for attribute, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for module, attribute, empty in places:
+        stand_in = torch.zeros((), dtype=empty.dtype).expand(empty.shape)
+        setattr(module, attribute, torch.nn.Parameter(stand_in, requires_grad=empty.requires_grad))
+    yield
+    for module, attribute, empty in places:
+        empty.requires_grad_(getattr(module, attribute).requires_grad)
+        setattr(module, attribute, empty)
 
 
 def publish_dequantized(
@@ -225,7 +307,7 @@ def _fill_buffers(model: Any, tensors: CheckpointTensors) -> None:
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
-    if (index := folder / "model.safetensors.index.json").is_file():
+    if (index := folder / _INDEX).is_file():
         return {name: folder / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), folder / "model.safetensors")

@@ -4,7 +4,7 @@ Knows nothing of losses, steps or transports.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from grpo.trainer.colocate import model_on, while_exported
 from grpo.trainer.distributed import ONE, Ranks, Shards, shard
 from grpo.trainer.errors import ModelError
 from grpo.trainer.lm_head import logprobs_and_entropy
-from grpo.trainer.loading import CheckpointTensors, decoder_linears, filled_model
+from grpo.trainer.loading import CheckpointTensors, decoder_linears, filled_model, model_for_shards, seemingly_in_memory
 from grpo.trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
 from grpo.trainer.packing import PackedTokens
 from grpo.trainer.quantization import check_setting, stored_in
@@ -244,12 +244,22 @@ def _loaded(
         )
         implementation = attention.implementation_for(device, dtype, forced=attention_kernel) if packed else "sdpa"
         quantization = settings.quantization if imported is None else None
-        base = _load_base(folder, dtype if lora else torch.float32, implementation, quantization, imported, first)
+        stored = dtype if lora else torch.float32
+        base: Any = None
+        fill: Callable[[], None] | None = None
+        if sharded and (level == 3 or not lora) and imported is None and quantization is None:
+            check_setting(folder, stored_in(folder), None)
+            kept_on = first if settings.offload else device
+            for_shards = model_for_shards(folder, dtype=stored, attention=implementation, device=kept_on)
+            base, fill = for_shards or (None, None)
+        if base is None:
+            base = _load_base(folder, stored, implementation, quantization, imported, first)
     _check_base(base)
     targets = target_modules(base, settings.lora_target_modules) if lora else ()
     published = {} if lora else published_names(folder, base)
     names = peft_names(max(1, len(adapters)))
-    peft = with_adapters(base, names, targets, settings) if lora else None
+    with seemingly_in_memory(base):
+        peft = with_adapters(base, names, targets, settings) if lora else None
     model = PackedModel(base, num_adapters=len(names), packed=packed, fp32_head=settings.fp32_lm_head).eval()
     layers: list[torch.nn.Module] = list(base.base_model.layers)
     memory.prepare_layers(
@@ -264,6 +274,10 @@ def _loaded(
     if sharded:
         kept = None if lora else dtype
         shards = shard(model, layers, level=level, device=device, computation=kept, offload=settings.offload)
+    if fill is not None:
+        with _loading(folder):
+            fill()
+        model.load_state_dict({}, strict=False)  # by which FSDP takes notice of its new shards
     # After sharding, which makes new parameters.
     trained = {n: p for n, p in (peft or base).named_parameters() if p.requires_grad}
     weights: AdapterWeights | FullWeights

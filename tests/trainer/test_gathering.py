@@ -1,4 +1,4 @@
-"""What two real ranks need in memory to copy sharded weights."""
+"""What two real ranks need in memory to load sharded weights, and to copy them."""
 
 import json
 import os
@@ -9,12 +9,13 @@ import pytest
 import torch
 from grpo.trainer import distributed
 from grpo.trainer.distributed import host_copies, join_group, leave_group
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 
 from tests.trainer.forked import run_ranks
-from tests.trainer.models import CPU
+from tests.trainer.models import CPU, save_tiny_model, tiny_policy
 
 MIB = 1 << 20
 ROWS = (4095, 1, 4096, 3, 4096)
@@ -71,3 +72,37 @@ def test_a_copy_takes_a_slice_beside_itself_and_less_on_a_rank_that_keeps_nothin
     # 48 MiB and the slices of both ranks; the other rank sends its own, which are half of that
     assert first < 48 + 3 * GATHERED / MIB
     assert second < GATHERED / MIB
+
+
+def loading(model: Path, tiny: Path, folder: Path, variables: dict[str, str]) -> None:
+    """Writes how much memory each rank took to load its shards, after it has loaded `tiny` to warm up."""
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    ranks = join_group(CPU, timeout_s=120)
+    tiny_policy(tiny, ranks=ranks, moved=False, lora=False)
+    results = {}
+    for name, options in SHARDED.items():
+        before = peak_mib(begin=True)
+        policy = tiny_policy(model, ranks=ranks, moved=False, **options)
+        results[name] = peak_mib(begin=False) - before
+        del policy
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(results))
+    leave_group()
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "an adapter": {"zero_level": 3},
+    "all weights": {"lora": False, "zero_level": 1},
+}
+
+
+def test_each_rank_reads_its_own_rows_of_a_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", vocab_size=1 << 20, tie_word_embeddings=True)
+    file = model / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    run_ranks(loading, model, tiny_model, tmp_path, num_ranks=2)
+    size_mib = file.stat().st_size / MIB
+    for rank in (0, 1):
+        peaks = json.loads((tmp_path / f"{rank}.json").read_text())
+        # of the file, mapped, and of a copy, half; and half of the weights in float32
+        assert max(peaks.values()) < (0.5 + 0.5 + 2 * 0.5 + 0.2) * size_mib, (size_mib, peaks)
