@@ -50,8 +50,9 @@ class Sample:
     advantage: float
 
 
-def samples() -> list[Sample]:
-    """Returns the same samples each time: lengths of prompts and completions are log-normal, σ = 1."""
+def samples(*, silent_groups: int = 0) -> list[Sample]:
+    """Returns the same samples each time: lengths of prompts and completions are log-normal, σ = 1. The last
+    `silent_groups` have equal rewards: advantages of 0."""
     random = np.random.default_rng(0)
 
     def lengths(count: int) -> list[int]:
@@ -62,8 +63,12 @@ def samples() -> list[Sample]:
         return random.integers(2, VOCAB, length, np.int32)
 
     return [
-        Sample(prompt=prompt, completion=ids(length), advantage=float(random.standard_normal()))
-        for prompt in map(ids, lengths(NUM_GROUPS))
+        Sample(
+            prompt=prompt,
+            completion=ids(length),
+            advantage=float(random.standard_normal()) * (group < NUM_GROUPS - silent_groups),
+        )
+        for group, prompt in enumerate(map(ids, lengths(NUM_GROUPS)))
         for length in lengths(GROUP)
     ]
 
@@ -284,7 +289,8 @@ def serve(kind: str, folder: str, dtype: str, num_threads: int, connection: Conn
     connection.send(before)
     while (request := connection.recv()) is not None:
         count, options = request
-        step = contender.step_on(samples()[:count], **options)
+        own = dict(options)
+        step = contender.step_on(samples(silent_groups=own.pop("silent_groups", 0))[:count], **own)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again at what is resident
         began_s = time.perf_counter()
         step()

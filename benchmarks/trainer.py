@@ -10,6 +10,8 @@ the LM head, and the micro-batch that is fastest for it, by trials on one group.
 they take turns, and medians are told. Memory is the largest resident set during the steps above that of the loaded
 model.
 
+All of it is done twice: with advantages in both groups, and, as `half_…`, with equal rewards in one of them.
+
 The time a token is measured with the same model, on samples of 1,024 tokens of which the last 128 carry loss.
 
 Needs the extra `bench`. The last line is one JSON object. `--check` exits 1 where a figure misses its target.
@@ -32,6 +34,7 @@ import numpy as np
 
 from benchmarks.grpo_step import (
     GROUP,
+    NUM_GROUPS,
     VOCAB,
     keeping_freed_memory,
     load_policy_of,
@@ -57,6 +60,7 @@ TARGETS = {
     "tuned_speed_ratio": (">=", 3.0),
     "tuned_memory_ratio": ("<=", 0.25),
     "gradient_difference": ("<=", 1e-3),
+    "half_gradient_difference": ("<=", 1e-3),
     "largest_to_smallest_us_per_token": ("<=", 1.10),
 }
 
@@ -107,10 +111,11 @@ def trials(folder: str, **options: Any) -> dict[str, dict[int, Turn]]:
         }
 
 
-def compared(folder: str, sizes: Mapping[str, int], **options: Any) -> dict[str, list[Turn]]:
+def compared(folder: str, sizes: Mapping[str, int], *, silent_groups: int = 0, **options: Any) -> dict[str, list[Turn]]:
     """Rounds of this trainer, of TRL's defaults and of its ways with their `sizes`, in turn, after one to warm up."""
     requests: dict[str, Mapping[str, Any]] = {"ours": {}, DEFAULTS: {"size": 8, "full_logits": False}}
     requests |= {name: {"size": size, "full_logits": name == "full logits"} for name, size in sizes.items()}
+    requests = {name: {**request, "silent_groups": silent_groups} for name, request in requests.items()}
     with ExitStack() as stack:
         contenders = {
             name: stack.enter_context(
@@ -119,7 +124,7 @@ def compared(folder: str, sizes: Mapping[str, int], **options: Any) -> dict[str,
             for name in requests
         }
         for name, contender in contenders.items():
-            contender.step(GROUP, requests[name])
+            contender.step(len(samples()), requests[name])
         rounds = [
             {name: contender.step(len(samples()), requests[name]) for name, contender in contenders.items()}
             for _ in range(NUM_ROUNDS)
@@ -207,7 +212,8 @@ def beside_trl(folder: str, **options: Any) -> dict[str, float]:
             speed = num_tokens(samples()[:GROUP]) / turn.seconds
             print(f"TRL, {name}, {size} at a time: {speed:.0f} tokens/s, {turn.peak_bytes / 2**20:.0f} MiB", flush=True)
     best = {name: min(turns, key=lambda size: turns[size].seconds) for name, turns in tried.items()}
-    return comparison(compared(folder, best, **options))
+    half = comparison(compared(folder, best, silent_groups=NUM_GROUPS // 2, **options))
+    return comparison(compared(folder, best, **options)) | {f"half_{name}": value for name, value in half.items()}
 
 
 def by_length(folder: str, **options: Any) -> dict[str, float]:
@@ -241,7 +247,11 @@ def main() -> int:
         for measure in (PARTS[options.part],) if options.part else PARTS.values():
             figures |= measure(folder, dtype=options.dtype, num_threads=options.threads)
     # Of numbers that have 8 bits each.
-    rounded = {"gradient_difference": ("<=", 5e-3)} if options.dtype == "bfloat16" else {}
+    rounded = (
+        dict.fromkeys(("gradient_difference", "half_gradient_difference"), ("<=", 5e-3))
+        if options.dtype == "bfloat16"
+        else {}
+    )
     return report("trainer", figures, TARGETS | rounded, check=options.check)
 
 

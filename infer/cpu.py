@@ -1,4 +1,5 @@
-"""Mends vLLM's build for CPUs inside its engine process: the LoRA product, seeded requests, ranks, AMX.
+"""Mends vLLM's build for CPUs inside its engine process: the LoRA product, seeded requests, ranks, rotary embeddings,
+AMX.
 
 vLLM's own LoRA path (`punica_cpu`) gives base rows in a mixed batch the last adapter (slot -1 is used as an index), and
 gathers A and B once per token, which makes decoding three times slower.
@@ -123,6 +124,24 @@ def install_ranks() -> None:
     sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
     if hasattr(sampler, "batched_count_greater_than"):
         sampler.batched_count_greater_than = num_at_least
+
+
+def install_flat_rotary() -> None:
+    """Lets models rotate queries and keys [R, heads, size], as LFM2 does: vLLM's kernel for CPUs takes no others than
+    [R, heads * size], and computes something else of these."""
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    kernel = ops.rotary_embedding
+
+    def rotary_embedding(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *more: Any) -> None:
+        """Rotates both in place."""
+        given = [one for one in (query, key) if one is not None]
+        flat = [one.flatten(1) if one.dim() == 3 and positions.dim() == 1 else one for one in given]
+        kernel(positions, flat[0], flat[1] if len(flat) > 1 else None, *more)
+        for one, rotated in zip(given, flat, strict=True):
+            if rotated.data_ptr() != one.data_ptr():
+                one.copy_(rotated.view(one.shape))
+
+    ops.rotary_embedding = rotary_embedding
 
 
 def num_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ class PolicyWorker:
             cpu.allow_amx()
             cpu.install_restored_generators(runner)
             cpu.install_ranks()
+            cpu.install_flat_rotary()
             if lora:
                 cpu.install_grouped_lora(model)
         noisy_norms: dict[str, int] = {}

@@ -14,7 +14,6 @@ NOT_SERVED = {
     "apertus": "refused by the canary: vLLM rounds its activation's parameters to bfloat16, 0.001 nats off in float32",
     "bamba": f"refused by vLLM: {_NO_WAY}",
     "diffllama": f"refused by vLLM: {_NO_WAY}",
-    "lfm2": "refused by the canary: without any adapter vLLM is 0.7 nats off in float32",
     "olmo_hybrid": "not on CPUs: “module 'triton' has no attribute 'set_allocator'”",
     "qwen3_5_text": "not without torchvision, which is missing beside vLLM's build for CPUs",
 }

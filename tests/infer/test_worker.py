@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo.infer.cpu import GroupedLora, RestoredGenerators, num_at_least
+from grpo.infer.cpu import GroupedLora, RestoredGenerators, install_flat_rotary, num_at_least
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
@@ -134,3 +134,25 @@ def test_compiled_code_reads_noise_anew_and_noise_follows_its_adapter_from_slot_
     del weights[first]
     check([first, second, second], [None, 11, first, second])
     assert len(compilations) == 1
+
+
+def test_heads_in_a_dimension_of_their_own_are_rotated_as_those_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own kernel; the second query is a part of a larger tensor."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    monkeypatch.setattr(ops, "rotary_embedding", ops.rotary_embedding)
+    install_flat_rotary()
+    generator, size = torch.Generator().manual_seed(0), 32
+    angles = torch.arange(5)[:, None] / 100 ** (torch.arange(0, size, 2) / size)
+    cosines = torch.cat([angles.cos(), angles.sin()], -1)
+    both = torch.randn(5, 6, size, generator=generator)
+    contiguous, part = both[:, :4].clone(), both[:, :4]
+    keys = [torch.ones(5, 2, size) for _ in range(2)]
+    first, second = both[:, :4].chunk(2, -1)
+    c, s = angles.cos()[:, None], angles.sin()[:, None]
+    expected = torch.cat([first * c - second * s, second * c + first * s], -1)
+    for query, key in zip((contiguous, part), keys, strict=True):
+        ops.rotary_embedding(torch.arange(5), query, key, size, cosines, True)
+        torch.testing.assert_close(query, expected)
+    side_by_side = torch.ones(5, 2 * size)
+    ops.rotary_embedding(torch.arange(5), torch.zeros(5, size), side_by_side, size, cosines, True)
+    torch.testing.assert_close(keys[0], side_by_side.view(5, 2, size))
