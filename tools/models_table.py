@@ -18,7 +18,7 @@ NOT_SERVED = {
     "qwen3_5_text": "not without torchvision, which is missing beside vLLM's build for CPUs",
 }
 """Types of which vLLM 0.32 for CPUs does not serve an adapter, as `python -m benchmarks.served_models` has found. All
-others agreed with the trainer within 5e-6 nats, in float32 and with an adapter on all linear layers."""
+others agreed with the trainer within 1e-5 nats, in float32 and with an adapter on all linear layers."""
 
 
 def table() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grpo.trainer.distributed import full_tensor
 from grpo.trainer.errors import ModelError
 from grpo.trainer.loading import CheckpointTensors, filled_model
 from grpo.trainer.packing import packed_tokens
@@ -105,9 +106,15 @@ def test_a_model_that_is_filled_tensor_by_tensor_is_that_of_transformers(tmp_pat
 
 @pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
 def test_all_weights_are_trained_where_each_tensor_of_the_checkpoint_is_a_parameter(tmp_path: Path, kind: str) -> None:
-    options: dict[str, Any] = {"lora": False, "weight_broadcast": {"format": "full"}, "moved": False}
+    """In bfloat16 they are sharded, and filled by rows."""
+    options: dict[str, Any] = {"lora": False, "weight_broadcast": {"format": "full"}, "moved": False, "recipe": "bf16"}
+    folder = make_small(tmp_path, kind)
     with pytest.raises(ModelError, match="lora: false") if kind in NOT_WHOLE else nullcontext():
-        tiny_policy(make_small(tmp_path, kind), **options)
+        ours = tiny_policy(folder, **options).causal_lm
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        mine, expected = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (ours, theirs))
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(full_tensor(mine[name]), full_tensor(tensor)) for name, tensor in expected.items())
 
 
 def test_a_layer_on_which_peft_has_no_adapter_is_refused_with_its_name(tmp_path: Path) -> None:
