@@ -51,8 +51,12 @@ def compare(
         measure="max_abs" if dtype == canary.dtype == "float32" else "mean_abs",
     )
     least = tolerance_of(dtype, canary.dtype, device=device)
-    by_bases = OF_BASES * min(figures.base_gap, CEILING * least)
-    return structs.replace(figures, tolerance=max(least, by_bases) if tolerance is None else tolerance)
+    return structs.replace(figures, tolerance=_rounding(figures, least) if tolerance is None else tolerance)
+
+
+def _rounding(figures: CanaryFigures, least: float) -> float:
+    """Returns the difference that rounding may make, by what the bases differ by; at least `least`."""
+    return max(least, OF_BASES * min(figures.base_gap, CEILING * least))
 
 
 def check_effect(
@@ -87,14 +91,17 @@ def check_effect(
     what, kind = ("its noise", "noise_") if noise else ("its adapter or weights", "")
     before, without = (canary.logprobs, noiseless) if noiseless is not None else (canary.base_logprobs, base)
     expected = (canary.noisy_logprobs or ()) if noise else canary.logprobs
-    trained_change, served_change = max(gaps_of(expected, before)), max(gaps_of(served, without))
-    visible = least / 10 if figures.measure == "max_abs" else least  # smaller changes may be lost in rounding
+    changes = gaps_of(expected, before), gaps_of(served, without)
+    exact = figures.measure == "max_abs"
+    trained_change, served_change = (max(one) if exact else math.fsum(one) / len(one) for one in changes)
+    # A smaller change may be lost in rounding or, in 16 bits, be nothing but rounding.
+    visible = least / 10 if exact else _rounding(figures, least)
     may_be_none = canary.is_zero and not noise
     if trained_change > visible and served_change < trained_change / 10 and not may_be_none:
         raise PolicyRefused(
             f"{kind}not_applied",
-            f"version {canary.version}: {what} changes the canary by {trained_change:.3g} nats in the trainer, but by "
-            f"{served_change:.3g} in this server: it is not applied",
+            f"version {canary.version}: {what} changes the canary by {trained_change:.3g} nats ({figures.measure}) in "
+            f"the trainer, but by {served_change:.3g} in this server: it is not applied",
         )
     if not figures.agrees:
         raise PolicyRefused(
