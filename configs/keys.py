@@ -21,6 +21,12 @@ def holds(annotation: Any, kind: type) -> bool:
     return kind in (annotation, get_origin(annotation)) or any(holds(inner, kind) for inner in get_args(annotation))
 
 
+def words_of(annotation: Any) -> set[str]:
+    """Returns the words of the literals in a field's annotation: `{"selective"}` of `bool | Literal["selective"]`."""
+    own = {one for one in get_args(annotation) if isinstance(one, str)}
+    return own.union(*(words_of(inner) for inner in get_args(annotation)))
+
+
 def is_list(annotation: Any) -> bool:
     """Returns whether a field holds a list."""
     return get_origin(annotation) is tuple
@@ -154,6 +160,9 @@ def unknown(cls: type[BaseModel], key: str) -> str:
             whole = ".".join(parts[:number])
             of_env = ", or --env FILE:CLASS" if parts[number - 1] == "env" and last == "id" else ""
             return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{last}\": …}}]', or in a file{of_env}"
+        if number == len(above) and any(holds(field.annotation, dict) for field in fields):
+            whole = ".".join(parts[:-1])
+            return f"{whole} is a mapping; give it whole, as in --{whole} '{{\"{last}\": …}}', or in a file"
     meant = _OTHER_NAMES.get(last)
     if found := [one for one in known_keys(cls) if meant and (one == meant or one.endswith(f".{meant}"))]:
         return f"unknown key; did you mean {min(found, key=lambda one: one.count('.'))}?"

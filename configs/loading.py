@@ -16,7 +16,7 @@ import yaml
 from grpo.configs.common import ProcessSettings, all_conflicts
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.facts import this_hardware
-from grpo.configs.keys import find, get, holds, key_of, known_keys, put, unknown
+from grpo.configs.keys import find, get, holds, key_of, known_keys, put, unknown, words_of
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, YamlConfigSettingsSource
@@ -25,7 +25,7 @@ S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)
 COMMAND_LINE = "command line"
 ABSENT = object()
-_TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
+_SWITCH_WORDS = {"true", "false", "1", "0", "yes", "no", "on", "off", "null"}
 # Keys whose value may be a path, or end in one before `:name`; in a file, it is relative to that file.
 _PATHS = {
     *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
@@ -175,8 +175,9 @@ def split(cls: type[BaseModel], arguments: Sequence[str]) -> Texts:
             continue
         key, equals, text = argument[2:].partition("=")
         is_switch = (known := find(cls, key)) is not None and holds(known.annotation, bool)
+        values = _SWITCH_WORDS | words_of(known.annotation) if is_switch and known else set[str]()
         follows = not equals and remaining and not remaining[0].startswith("--")
-        if follows and (not is_switch or remaining[0].lower() in _TRUE_OR_FALSE):
+        if follows and (not is_switch or remaining[0].lower() in values):
             equals, text = "=", remaining.pop(0)
         texts.append((key, text if equals else "true" if is_switch else None))
     if problems:

@@ -8,7 +8,7 @@ import yaml
 from grpo.configs.entry import load_settings
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.infer import InferSettings
-from grpo.configs.loading import dump, load
+from grpo.configs.loading import dump, load, split
 from grpo.configs.orch import OrchSettings
 from grpo.configs.train import TrainSettings
 
@@ -56,6 +56,17 @@ def test_nested_keys_lists_switches_and_null_are_given_as_texts(
     assert settings.client.base_url == ("http://a/v1", "http://b/v1")
     assert (settings.sleep_mode, settings.traces.every) == (True, None)
     assert (settings.env[0].id, settings.env[0].args) == ("x", {"a": 1})
+
+
+def test_a_switch_with_words_of_its_own_takes_them_as_its_value() -> None:
+    words = ["--gradient_checkpointing", "selective", "--lora", "--lora_rank", "3"]
+    given = [("gradient_checkpointing", "selective"), ("lora", "true"), ("lora_rank", "3")]
+    assert split(TrainSettings, words) == given
+
+
+def test_a_key_of_a_mapping_is_answered_with_the_mapping(orch_file: Path) -> None:
+    with pytest.raises(SettingsError, match=r"model\.chat_template_kwargs is a mapping"):
+        load(OrchSettings, file=orch_file, arguments=["--model.chat_template_kwargs.enable_thinking", "true"])
 
 
 @pytest.mark.parametrize(
