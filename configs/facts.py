@@ -110,8 +110,7 @@ def _folder_of(name: str) -> Path | None:
 
 def _facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
     def number(*keys: str) -> int:
-        found = next(config[key] for key in keys if config.get(key) is not None)
-        return int(str(found))
+        return int(str(next((config[key] for key in keys if config.get(key) is not None), None)))
 
     heads = number("num_attention_heads")
     head_dim = number("head_dim") if config.get("head_dim") else number("hidden_size") // heads

@@ -23,6 +23,7 @@ WHEEL = ("--only-binary=:all:", "--platform", "manylinux_2_28_x86_64", "--python
 USERS = ("infer/*.py", "transport/weights/nccl.py")
 # A line: `module[|another] Name[.method](parameters or members)`; `!` before it: from vLLM 0.28 on.
 CONTRACTS = """
+_custom_ops rotary_embedding(positions,query,key,head_size,cos_sin_cache,is_neox)
 entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args make_arg_parser(parser)
 entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args validate_parsed_serve_args(args)
 entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args BaseFrontendArgs(default_chat_template_kwargs,enable_auto_tool_choice)

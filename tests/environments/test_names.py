@@ -1,6 +1,7 @@
 """Names of built-in environments, and of packages of the `verifiers` registry."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpo.environments import BUILT_IN
@@ -21,6 +22,26 @@ def test_a_package_that_registers_a_built_in_name_is_named(tmp_path: Path, monke
     install(tmp_path, "sums", "arithmetic = sums:Sums")
     with pytest.raises(UserError, match=r"\bsums\b.*\bgrpo\b"):
         check_id("arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "said"),
+    [
+        ("reverse-text", {"min_lenn": 3}, "did you mean min_len"),
+        ("dataset", {}, "'path' is missing"),
+        ("dataset", {"path": "no.csv"}, "no such file"),
+        ("reverse-text", {"min_len": 3}, None),
+        ("dataset", {"path": "openai/gsm8k"}, None),
+    ],
+)
+def test_arguments_that_a_built_in_environment_does_not_take_are_refused(
+    env: str, args: dict[str, Any], said: str | None
+) -> None:
+    if said is None:
+        check_id(env, args)
+        return
+    with pytest.raises(UserError, match=said):
+        check_id(env, args)
 
 
 CLASSIC = "import verifiers as vf\n\ndef load_environment(**kwargs):\n    raise SystemExit('it runs')\n"
