@@ -19,7 +19,7 @@ EPILOG = """\
 Asks the server for the adapter's log-probabilities of fixed token sequences and of answers that it samples, over
 /completions and /chat/completions (vLLM), or /generate (SGLang), and computes the same numbers here. Both bases are
 compared on the same tokens: an adapter is right where it is off by no more than 1.5 times what the bases are, or by
---floor. What is sampled must also be as likely, in sum, as it is under the adapter.
+--floor. What is sampled must also be as much likelier than under the base as the adapter expects.
 
 exit codes: 0 the server serves this adapter, 1 it does not, or it cannot be told, 2 the command line is wrong"""
 TIMEOUT_S = 120.0
@@ -35,8 +35,8 @@ QUESTIONS = (
 GAP_FACTOR = 1.5
 """How many times the bases' mean difference an adapter's may be."""
 MAX_Z = 5.0
-"""Standard deviations by which the log-probability of sampled tokens may miss its expectation: less than one right
-server in a million does."""
+"""Standard deviations by which the likelihood ratio of adapter and base on sampled tokens may miss its expectation
+under the adapter."""
 Array = NDArray[np.float64]
 
 
@@ -90,7 +90,8 @@ class Verdict:
     effect: float
     """Mean change by the adapter here."""
     z: float | None
-    """How likely the sampled tokens are, in standard deviations from what the adapter expects."""
+    """The likelihood ratio of adapter and base on the sampled tokens, in standard deviations from what the adapter
+    expects."""
     floor: float
 
     @property
@@ -245,14 +246,18 @@ def verdict(route: Route, server: Server, reference: Reference, name: str, *, fl
     gaps: dict[str, list[Array]] = {"adapter": [], "base": [], "bases": [], "effect": []}
     surprise = variance = 0.0
     for index in range(NUM_SEQUENCES):
-        answer = route.ask(name, index)
-        num = len(answer.logprobs)
+        try:
+            answer = route.ask(name, index)
+        except (KeyError, TypeError, IndexError) as error:
+            expected = "expected token ids with log-probabilities, as vLLM's and SGLang's own servers give them"
+            raise UserError(f"{server.url}, {route.name}: the answer lacks {error}; {expected}") from error
+        if not (num := len(answer.logprobs)):
+            raise UserError(f"{server.url}, {route.name}: the answer has no tokens, expected at least one")
         last = np.array(answer.token_ids[-num:])
-        with_adapter = reference.distributions(answer.token_ids, with_adapter=True)[-num:]
-        here, base = (
-            found[np.arange(num), last]
-            for found in (with_adapter, reference.distributions(answer.token_ids, with_adapter=False)[-num:])
+        with_adapter, without = (
+            reference.distributions(answer.token_ids, with_adapter=one)[-num:] for one in (True, False)
         )
+        here, base = (found[np.arange(num), last] for found in (with_adapter, without))
         of_base = server.completion(server.base, answer.token_ids, seed=None).logprobs[-num:]
         for key, values in {
             "adapter": answer.logprobs - here,
@@ -261,11 +266,11 @@ def verdict(route: Route, server: Server, reference: Reference, name: str, *, fl
             "effect": here - base,
         }.items():
             gaps[key].append(np.abs(values))
-        if answer.sampled:  # the expectation of a token's log-probability is minus its distribution's entropy
-            probs = np.exp(with_adapter)
-            expected = (probs * with_adapter).sum(-1)
-            surprise += float((here - expected).sum())
-            variance += float((probs * with_adapter**2).sum(-1).sum() - (expected**2).sum())
+        if answer.sampled:  # the likelihood ratio of adapter and base is what tells most between the two
+            probs, ratios = np.exp(with_adapter), with_adapter - without
+            expected = (probs * ratios).sum(-1)
+            surprise += float((here - base - expected).sum())
+            variance += float(((probs * ratios**2).sum(-1) - expected**2).sum())
     means = {key: float(np.concatenate(values).mean()) for key, values in gaps.items()}
     return Verdict(
         route=route.name,
