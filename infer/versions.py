@@ -22,7 +22,7 @@ from grpo.transport.http import CanaryFigures, LoadReport
 from grpo.transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
 from grpo.transport.weights.http import FetchedVersions
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
-from grpo.transport.weights.store import METRICS_FILE, NOISE_FILE, policy_name
+from grpo.transport.weights.store import NOISE_FILE, OF_THE_STEP, policy_name
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Served:
     noisy: Adapter | None = None
     """The version's only adapter together with its noise, if it has any."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """All files but the metrics; with other files it is another policy of the same version."""
+    """All files but the step's metrics and receipt; with other files it is another policy of the same version."""
     report: LoadReport | None = None
     folder: Path | None = None
     """Folder from which the weights can be loaded again; None for the base's, and for a broadcast."""
@@ -383,7 +383,7 @@ class VersionTable:
 
 
 def _policy_files(manifest: PolicyManifest) -> dict[str, FileEntry]:
-    return {name: entry for name, entry in manifest.files.items() if name != METRICS_FILE}
+    return {name: entry for name, entry in manifest.files.items() if name not in OF_THE_STEP}
 
 
 def _announcement(files: Mapping[str, bytes]) -> Announcement | None:

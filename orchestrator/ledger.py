@@ -1,6 +1,6 @@
 """The run's one store: the fate of every rollout (issued, scored, shipping, shipped, trained in a step, or dropped with
-its reason), preference pairs with the step that took them, which examples are easy and hard from which step on, what
-artifact stores hold, and with each batch the state from which a later process goes on after it.
+its reason), preference pairs with the step that took them, receipts of steps, which examples are easy and hard from
+which step on, what artifact stores hold, and with each batch the state from which a later process goes on after it.
 
 Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. A rollout is written
 before any server is asked for it, so that one that a killed process had issued is known to the next, and its number is
@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from grpo.transport.errors import StorageError
 from grpo.transport.http import CanaryFigures
+from grpo.transport.receipts import Receipt, Witness
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -38,6 +39,7 @@ CREATE TABLE IF NOT EXISTS proofs (
     version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
     base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, proved_at REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT);
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
 ) WITHOUT ROWID;
@@ -244,6 +246,20 @@ class Ledger:
         gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs, canary.tolerance)
         self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (version, server, *gaps, time.time()))
 
+    # --- receipts ---
+
+    def expects(self, step: int, witness: Witness) -> None:
+        """Batch `step` is about to leave, in whose transaction this is written: the witness that its gradients must
+        show."""
+        self._hand_over("INSERT OR REPLACE INTO receipts VALUES (?, ?, NULL)", (step, witness.to_json().decode()))
+
+    def received(self, receipt: Receipt) -> None:
+        """The trainer's receipt of a step."""
+        self._hand_over(
+            "INSERT INTO receipts VALUES (?, NULL, ?) ON CONFLICT DO UPDATE SET receipt = excluded.receipt",
+            (receipt.step, receipt.to_json().decode()),
+        )
+
     # --- easy and hard examples ---
 
     def examples_moved(self, pools: Mapping[str, str], step: int) -> None:
@@ -386,7 +402,7 @@ class Ledger:
                 fate = f"state = :state, reason = :reason, step = {of_step}, changed_at = max(:now, changed_at)"
                 values = {"state": state, "reason": reason, "step": step, "now": time.time()}
                 database.execute(f"UPDATE rollouts SET {fate} WHERE {which}", values)
-            for table, column in (("steps", "step"), ("pools", "step"), ("pairs", "version")):
+            for table, column in (("steps", "step"), ("receipts", "step"), ("pools", "step"), ("pairs", "version")):
                 database.execute(f"DELETE FROM {table} WHERE {column} > ?", (step,))
             database.execute("UPDATE pairs SET taken_step = NULL WHERE taken_step > ?", (step,))
         by_step = "SELECT step, count(*) FROM rollouts WHERE state = 'shipped' GROUP BY step"

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 from grpo.orchestrator.ledger import LEDGER_FILE, STATES, RolloutRow
-from grpo.transport.errors import UserError
+from grpo.transport.errors import CorruptError, UserError
+from grpo.transport.receipts import Receipt, Witness
 
 _BUSY_S = 5.0
 _PROGRESS_STEPS = 10_000
@@ -66,6 +67,22 @@ class LedgerReader:
     def freeze(self) -> None:
         """Shows all later questions the ledger as it is now, whatever is written meanwhile."""
         self._database.execute("BEGIN")
+
+    # --- receipts ---
+
+    def receipts(self) -> dict[int, tuple[Witness | None, Receipt | None]]:
+        """Returns by step the witness that was expected and the trainer's receipt, None for what is not there yet.
+        Raises `UserError` for a row that is damaged."""
+        try:
+            return {
+                step: (
+                    None if expected is None else Witness.from_json(expected),
+                    None if receipt is None else Receipt.from_json(receipt),
+                )
+                for step, expected, receipt in self._rows("SELECT step, expected, receipt FROM receipts ORDER BY step")
+            }
+        except CorruptError as error:
+            raise UserError(f"{LEDGER_FILE} has a damaged receipt: {error}") from None
 
     # --- fates ---
 

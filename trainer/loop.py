@@ -21,6 +21,7 @@ from grpo.trainer.publishing import Publishing
 from grpo.trainer.traces import TrainedTokens
 from grpo.transport.batches.filesystem import BatchReceiver
 from grpo.transport.folders import step_folder
+from grpo.transport.receipts import Receipt
 from grpo.transport.records import MicroBatch, PolicySpec
 from grpo.transport.run import RunFolder
 from grpo.transport.shared_base import ImportedBase
@@ -71,6 +72,8 @@ class Trainer:
         self._must_end = False
         self._metrics: dict[str, float] | None = None
         """Metrics of the last step; None before the first."""
+        self._receipt: Receipt | None = None
+        """Of the last step; None before the first of this start."""
 
     def train(self, checkpoint: Resumed | None = None) -> None:
         """Publishes version 0 or the checkpoint's, then makes version n from batch n until `max_steps` or until the
@@ -148,8 +151,10 @@ class Trainer:
         counted = [
             sum(len(batch.token_ids) for batch in batches),
             int(step_flops(self._policy, batches, self._settings.loss)),
+            counts_of(batches).loss_tokens,
         ]
-        num_tokens, flops = self._ranks.all_reduce_sum(counted)
+        num_tokens, flops, num_loss_tokens = self._ranks.all_reduce_sum(counted)
+        self._receipt = Receipt(step=step, num_tokens=num_loss_tokens)
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = metrics | {
             "optim/learning_rate": rate,
@@ -176,7 +181,7 @@ class Trainer:
         self._status.set("publishing", step=step)
         metrics = None if self._metrics is None else self._metrics | self._times_s
         with timed(self._times_s, "publish"):
-            self._publishing.publish(version=step, metrics=metrics)
+            self._publishing.publish(version=step, metrics=metrics, receipt=self._receipt)
 
     def finish(self, step: int) -> None:
         """Returns when everything is published and saved."""

@@ -21,6 +21,7 @@ from grpo.trainer.packing import PackedTokens, pack_rows
 from grpo.trainer.weights import Snapshot
 from grpo.transport.background import Background
 from grpo.transport.folders import Content
+from grpo.transport.receipts import RECEIPT_FILE, Receipt
 from grpo.transport.records import Canary, PolicySpec, adapter_folders
 from grpo.transport.run import RunFolder
 from grpo.transport.shared_base import ImportedBase
@@ -157,9 +158,10 @@ class Publishing:
         norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
         self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps)
 
-    def publish(self, *, version: int, metrics: Mapping[str, float] | None) -> None:
+    def publish(self, *, version: int, metrics: Mapping[str, float] | None, receipt: Receipt | None = None) -> None:
         """Takes a snapshot of the policy as `version` and a canary of each adapter, and hands them to the thread that
-        writes the files beside the next step. Blocks only for the copy from device to host.
+        writes the files beside the next step. Blocks only for the copy from device to host. `metrics` and `receipt` are
+        those of the step that gave it.
 
         Adds `time/write_version_s` of the version before to the metrics. Collective. Raises `StorageError` if an
         earlier version could not be written.
@@ -175,6 +177,9 @@ class Publishing:
             if metrics is not None:
                 times_s = {"time/write_version_s": self._writer.last_s}
                 files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
+
+            if receipt is not None:
+                files[RECEIPT_FILE] = receipt.to_json()
 
             def write() -> None:
                 made, weights = self._policy.weights.make(snapshot, merged=self._spec.kind == "merged")

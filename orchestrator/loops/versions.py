@@ -17,6 +17,7 @@ from grpo.orchestrator.monitoring.fates import Fates
 from grpo.orchestrator.scheduler import Scheduler
 from grpo.orchestrator.startup import Ready
 from grpo.transport.errors import CorruptError, DeadlineError
+from grpo.transport.receipts import RECEIPT_FILE, Receipt
 from grpo.transport.records import parse_json
 from grpo.transport.status import PeerWatch
 from grpo.transport.weights.store import METRICS_FILE, NOISE_FILE, InUse, PolicyReader, PublishedPolicy, write_in_use
@@ -84,7 +85,7 @@ class Versions:
         proof = await self.sync.load(version, noisy=NOISE_FILE in policy.manifest.files)
         self.scheduler.version_live(version)
         metrics = {} if version == 0 else {**trainer_metrics(policy), **woken}
-        self.fates.live(proof, metrics, wait_trainer_s=waited_s)
+        self.fates.live(proof, metrics, receipt=receipt_of(policy), wait_trainer_s=waited_s)
         self.evaluating.version_live(version)
 
     async def _drained(self) -> None:
@@ -146,3 +147,9 @@ def trainer_metrics(policy: PublishedPolicy) -> Mapping[str, float]:
         raise CorruptError(f"version {version} has no {METRICS_FILE}; have it published again")
     metrics = parse_json(policy.small_files[METRICS_FILE], METRICS_FILE)
     return {key: float(value) for key, value in metrics.items()}
+
+
+def receipt_of(policy: PublishedPolicy) -> Receipt | None:
+    """Returns the trainer's receipt of the step that gave this version, where it has one. Raises CorruptError."""
+    data = policy.small_files.get(RECEIPT_FILE)
+    return None if data is None else Receipt.from_json(data)

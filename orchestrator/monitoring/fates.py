@@ -14,6 +14,7 @@ from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group
 from grpo.orchestrator.samples import ScoredGroup
+from grpo.transport.receipts import Receipt
 
 
 class Fates:
@@ -91,11 +92,15 @@ class Fates:
 
     # --- versions ---
 
-    def live(self, proof: CanaryReport, metrics: Mapping[str, float], *, wait_trainer_s: float) -> None:
-        """All servers serve a version. `metrics`: the trainer's, of the step that gave it."""
+    def live(
+        self, proof: CanaryReport, metrics: Mapping[str, float], *, receipt: Receipt | None, wait_trainer_s: float
+    ) -> None:
+        """All servers serve a version. `metrics` and `receipt`: the trainer's, of the step that gave it."""
         if (version := proof.version) > 0:
             self.shipped_at_s.pop(version, None)
             self.ledger.trained(version)
+            if receipt is not None:
+                self.ledger.received(receipt)
             self.recorder.trained(version, metrics, wait_trainer_s=wait_trainer_s)
             self.timeline.trained(version, metrics)
             self.traces.trained(version)

@@ -32,6 +32,7 @@ from grpo.transport.folders import (
     write_atomic,
     write_folder,
 )
+from grpo.transport.receipts import RECEIPT_FILE
 from grpo.transport.records import FileEntry, Natural, PolicyManifest, PolicySpec, Record
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, WeightSender
 from grpo.transport.weights.shards import MAX_SHARD_BYTES, Weight, is_weights, shard_files
@@ -44,6 +45,8 @@ CANARY_FILE = "canary.json"
 METRICS_FILE = "metrics.json"
 NOISE_FILE = "noise.safetensors"
 """The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
+OF_THE_STEP = frozenset({METRICS_FILE, RECEIPT_FILE})
+"""Files that tell of the step that gave a version; with others of them it is the same version."""
 IN_USE_FILE = "in_use.json"
 
 
@@ -142,7 +145,7 @@ class PolicyPublisher:
     def publish(
         self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
     ) -> None:
-        """Makes `version` visible to every reader, whole. If the same version is there already, its metrics aside, it
+        """Makes `version` visible to every reader, whole. If the same version is there already, metrics and receipt aside, it
         stays untouched; another one is removed first, so that for a moment there is none. The `files` include an
         adapter. Where weights are broadcast, a version older than what servers have received is not sent again.
 
@@ -172,14 +175,15 @@ class PolicyPublisher:
         self._remove_old()
 
     def _holds(self, folder: Path, version: int, spec: PolicySpec, contents: Mapping[str, Content]) -> bool:
-        """Whether the version is there, whole and with just this content; metrics may differ."""
+        """Whether the version is there, whole and with just this content; what tells of its step may differ."""
         try:
             there, _ = verify_policy(folder, run_id=self._run_id, version=version)
         except (TransportError, OSError):
             return False
-        if there.spec != spec or there.files.keys() != contents.keys() or not (folder / STABLE).exists():
+        policy = contents.keys() - OF_THE_STEP
+        if there.spec != spec or there.files.keys() - OF_THE_STEP != policy or not (folder / STABLE).exists():
             return False
-        return all(name == METRICS_FILE or file_entry(contents[name]) == entry for name, entry in there.files.items())
+        return all(file_entry(contents[name]) == there.files[name] for name in policy)
 
     def _remove_old(self) -> None:
         """Removes what nobody needs. What cannot be removed stays, with a warning."""
