@@ -145,9 +145,9 @@ class PolicyPublisher:
     def publish(
         self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
     ) -> None:
-        """Makes `version` visible to every reader, whole. If the same version is there already, metrics and receipt aside, it
-        stays untouched; another one is removed first, so that for a moment there is none. The `files` include an
-        adapter. Where weights are broadcast, a version older than what servers have received is not sent again.
+        """Makes `version` visible to every reader, whole. If the same version is there already, metrics and receipt
+        aside, it stays untouched; another one is removed first, so that for a moment there is none. The `files` include
+        an adapter. Where weights are broadcast, a version older than what servers have received is not sent again.
 
         Raises `StorageError`, and `DeadlineError` where a server does not receive the weights; the version is not
         stable then.
