@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 
 from grpo.commands.ledger_check import check
 from grpo.orchestrator.ledger import LEDGER_FILE
-from grpo.orchestrator.ledger_reader import LedgerReader, open_ledger
+from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
 from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
 from grpo.transport.errors import CorruptError, TransportError, UserError
@@ -33,7 +33,7 @@ WITNESS_TOLERANCE = 1e-3
 """Largest difference of a witness from the expected one, as a share of that one's largest component."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
-RUNNING, ENDED_EARLY = "running", "ended early"
+STARTING, RUNNING, ENDED_EARLY = "starting", "running", "ended early"
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -54,7 +54,7 @@ class Page(msgspec.Struct, kw_only=True):
 
     run_id: str
     state: str
-    """`finished`, `running`, `failed`, `stopped` or `ended early`."""
+    """`starting`, `running`, `finished`, `failed`, `stopped` or `ended early`."""
     step: int
     """The newest step that is trained."""
     max_steps: int | None
@@ -88,7 +88,7 @@ class Page(msgspec.Struct, kw_only=True):
     def as_fields(self) -> dict[str, Any]:
         """Returns the page as JSON takes it."""
         fields: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        return fields | {"verdict": self.verdict}
+        return {"verdict": self.verdict, "unproved": self.unproved, "broken": self.broken, **fields}
 
 
 @dataclass(kw_only=True)
@@ -204,7 +204,7 @@ def _state(folder: Path) -> str:
     for status in (orch, launcher):
         if status is not None and status.state in (FINISHED, FAILED, STOPPED):
             return status.state
-    return ENDED_EARLY
+    return STARTING if (orch, launcher) == (None, None) and not (folder / LEDGER_FILE).exists() else ENDED_EARLY
 
 
 def _run_file(folder: Path, wrong: Mapping[str, str]) -> RunFile:
@@ -232,8 +232,9 @@ def _files(folder: Path, state: str) -> tuple[Part, str | None, Mapping[str, str
         part.broken.append(str(error))
         return part, None, {}
     if found is None:
-        part.summary = "not final yet" if state == RUNNING else "not compared"
-        if state != RUNNING:
+        goes_on = state in (STARTING, RUNNING)
+        part.summary = "not final yet" if goes_on else "not compared"
+        if not goes_on:
             why = "it was not written" if state == FINISHED else "this run has not come to its end"
             part.unproved.append(f"there is no {DIGESTS_FILE}, because {why}: a change of a file may go unseen")
         return part, None, {}
@@ -255,9 +256,10 @@ def _files(folder: Path, state: str) -> tuple[Part, str | None, Mapping[str, str
 
 def _open(run: _Run, stack: ExitStack, limit_s: float) -> Part:
     """Opens the ledger as it is now, and reads what several parts need."""
-    if not (run.folder / LEDGER_FILE).exists():
-        return Part(name="rollouts", summary="none", unproved=[f"there is no {LEDGER_FILE}"])
-    ledger = stack.enter_context(open_ledger(run.folder, limit_s=limit_s))
+    try:
+        ledger = stack.enter_context(open_ledger(run.folder, limit_s=limit_s))
+    except NoRollouts:
+        return Part(name="rollouts", summary="none", unproved=[f"there is no {LEDGER_FILE} with rollouts"])
     ledger.freeze()
     run.steps = sorted(step for step, whole in ledger.steps().items() if whole)
     run.ledger = ledger
@@ -274,14 +276,19 @@ def _versions(run: _Run) -> Part:
     part, proved = Part(name="versions", broken=broken), {one["version"] for one in proofs}
     servers = Counter[str](one["server"] for one in proofs)
     for one in proofs:
-        if not one[one["measure"]] <= one["tolerance"]:
-            gap = f"{one[one['measure']]:.3g} nats ({one['measure']}) from the trainer, allowed are {one['tolerance']:.3g}"
-            part.broken.append(f"version {one['version']} was {gap} on {one['server']}")
+        gap, tolerance = one[one["measure"]], one["tolerance"]
+        if not gap <= tolerance:
+            where = (
+                f"version {one['version']} was {gap:.3g} nats ({one['measure']}) from the trainer on {one['server']}"
+            )
+            part.broken.append(f"{where}, allowed are {tolerance:.3g}")
     part.broken = _listed(part.broken)
     sampled = set() if run.ledger is None else run.ledger.trained_versions().keys()
     gone = sorted((proved | sampled) - kept.keys())
     if unproved := sorted(sampled - proved):
-        part.unproved.append(f"no server has proved {_ranges(unproved)}, and rollouts that were sampled under are trained")
+        part.unproved.append(
+            f"no server has proved {_ranges(unproved)}, and rollouts that were sampled under are trained"
+        )
     if gone:
         keep = "weight_broadcast.keep_last and keep_interval say which stay"
         part.unproved.append(f"{_ranges(gone)} are gone from disk, and their files cannot be compared again ({keep})")
@@ -290,13 +297,16 @@ def _versions(run: _Run) -> Part:
     part.facts = {
         "proved": sorted(proved),
         "servers": dict(sorted(servers.items())),
+        "canaries": proofs,
         "files": {version: one.digest for version, one in kept.items()},
         "gone": gone,
     }
     part.summary = f"{len(proved):,} proved by their canary on {_num(len(servers), 'server')}"
     if proofs:
         worst = max(proofs, key=lambda one: one[one["measure"]] / max(one["tolerance"], 1e-300))
-        part.facts["largest"] = {key: worst[key] for key in ("version", "server", "max_abs", "mean_abs", "tolerance", "measure")}
+        part.facts["largest"] = {
+            key: worst[key] for key in ("version", "server", "max_abs", "mean_abs", "tolerance", "measure")
+        }
         part.summary += f", at most {worst[worst['measure']]:.2g} nats off (allowed: {worst['tolerance']:.2g})"
     part.summary += f"; {len(kept):,} on disk, as their manifests say" if not broken else ""
     return part
@@ -372,8 +382,11 @@ def _tokens(run: _Run) -> Part:
         worst = max(held, key=lambda spot: getattr(spot, spot.measure) / max(spot.tolerance, 1e-300))
         part.facts["largest"] = msgspec.to_builtins(worst)
     if receipts:
-        part.summary = f"{total:,} trained: {now:,} ({_share(now, total)}) proved by the step that trained them, at lag 0; "
-        part.summary += f"{in_spots:,} of the other {total - now:,} ({_share(in_spots, total - now)}) in {_num(len(held), 'spot proof')}"
+        later = total - now
+        part.summary = (
+            f"{total:,} trained: {now:,} ({_share(now, total)}) proved by the step that trained them, at lag 0; of the "
+            f"other {later:,}, {in_spots:,} ({_share(in_spots, later)}) in {_num(len(held), 'spot proof')}"
+        )
         if held:
             part.summary += f", at most {getattr(worst, worst.measure):.2g} nats off (allowed: {worst.tolerance:.2g})"
     else:
@@ -382,10 +395,10 @@ def _tokens(run: _Run) -> Part:
         part.unproved.append(f"the trainer left no receipt of {_steps(without)}")
     drawn = sum(one.num_unproved for one in receipts.values())
     if drawn:
-        part.unproved.append(f"{_num(drawn, 'sample')} that had been drawn for a proof could not be scored again: {_why(run)}")
+        part.unproved.append(f"{_num(drawn, 'sample')} drawn for a proof could not be scored again{_why(run)}")
     lagged = [step for step, one in receipts.items() if one.num_tokens > one.num_proved_now and not one.spots]
     if lagged := [step for step in lagged if not receipts[step].num_unproved]:
-        part.unproved.append(f"no sample of lag 1 or more was scored again in {_steps(lagged)}: {_why(run)}")
+        part.unproved.append(f"no sample of lag 1 or more was scored again in {_steps(lagged)}{_why(run)}")
     return part
 
 
@@ -407,13 +420,13 @@ def _failed(step: int, spot: SpotProof) -> str:
 
 
 def _why(run: _Run) -> str:
-    """Returns the reason why samples could not be scored again, as far as settings tell it."""
+    """Returns the reason why samples were not scored again, as far as settings tell it."""
     train = run.settings("train")
     if not train.get("proofs", {}).get("share", 1):
-        return "proofs.share is 0"
+        return ": proofs.share is 0"
     if train.get("lora") is False:
-        return "all weights are trained (lora: false), and only the newest are kept"
-    return "the trainer had no such version any more, as after a resume"
+        return ": all weights are trained (lora: false), and only the newest are kept"
+    return ": the trainer had no such version, as after a resume"
 
 
 def _gradients(run: _Run) -> Part:
@@ -473,7 +486,7 @@ def _batches(run: _Run) -> Part:
     steps = run.receipts.keys() | set(run.steps)
     return Part(
         name="batches",
-        summary=f"{len(kept):,} of {max(steps, default=0):,} on disk, as their manifests say; a checkpoint has passed the others",
+        summary=f"{len(kept):,} of {max(steps, default=0):,} on disk, as their manifests say",
         facts={"files": {step: one.digest for step, one in kept.items()}},
         broken=_listed(broken),
     )
@@ -497,5 +510,7 @@ def _code(run: _Run) -> Part:
             part.unproved.append(f"{key} is known by {digest} alone")
     for env in orch_settings(run.file).get("env", []):
         if env.get("address"):
-            part.unproved.append(f"environment {env.get('name') or env['address']} ran elsewhere, and its code is not known")
+            part.unproved.append(
+                f"environment {env.get('name') or env['address']} ran elsewhere, and its code is not known"
+            )
     return part

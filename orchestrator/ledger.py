@@ -123,7 +123,7 @@ class Ledger:
         """Guards the database: other threads write to it."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(_TABLES)
+            self._database.executescript(f"BEGIN; {_TABLES} COMMIT;")  # a reader sees all of them or none
             self._num_pairs: int = self._database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
         except sqlite3.Error as error:
             self._database.close()

@@ -33,13 +33,18 @@ _FAULTS = {
 _SAME_IN_A_GROUP = ("env", "example", "version", "step")
 
 
+class NoRollouts(UserError):
+    """There is no ledger, or none that a rollout was ever in: the orchestrator has not begun."""
+
+
 @contextmanager
 def open_ledger(folder: Path, *, limit_s: float = math.inf) -> Iterator["LedgerReader"]:
     """Opens the ledger of the run in `folder` for reading. Queries that take longer than `limit_s` altogether raise
-    sqlite3.OperationalError. Raises `UserError` where there is no ledger, or not of this release."""
+    sqlite3.OperationalError. Raises `NoRollouts` where there is no ledger, and `UserError` for one that is not of this
+    release."""
     path = folder / LEDGER_FILE
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
+        raise NoRollouts(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
     with ExitStack() as stack:
         # Without a writer there is no write-ahead log, and then nothing need be created for reading.
         is_open = path.with_name(f"{LEDGER_FILE}-wal").exists()
@@ -63,7 +68,7 @@ def _opened(address: str, path: Path, limit_s: float) -> Iterator["LedgerReader"
     database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
     try:
         if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
-            raise UserError(f"{path} has no rollouts yet; the orchestrator has only begun")
+            raise NoRollouts(f"{path} has no rollouts yet; the orchestrator has only begun")
         yield LedgerReader(database)
     except sqlite3.DatabaseError as error:
         if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):

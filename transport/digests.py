@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from grpo.transport.errors import CorruptError
-from grpo.transport.folders import writing, write_atomic
+from grpo.transport.folders import write_atomic, writing
 from grpo.transport.records import SCHEMA_VERSION, FileEntry, Record
 
 DIGESTS_FILE = "digests.json"

@@ -1,5 +1,5 @@
-"""Whether a ledger agrees with itself, with the metrics of its steps, the batches and traces on disk, and the summary: a
-part of `grpo prove`."""
+"""A part of `grpo prove`: whether a ledger agrees with itself, with the metrics of its steps, the batches and traces on
+disk, and the summary."""
 
 import math
 from collections import Counter
