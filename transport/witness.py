@@ -24,7 +24,7 @@ def signs(ids: Sequence[str]) -> NDArray[np.float64]:
     """Returns [N, 64] the signs of samples with these ids: ±1 by the bits of BLAKE2b's digest of 8 bytes."""
     digests = b"".join(blake2b(one.encode(), digest_size=WITNESS_SIZE // 8).digest() for one in ids)
     bits = np.unpackbits(np.frombuffer(digests, np.uint8)).reshape(-1, WITNESS_SIZE)
-    return 1.0 - 2.0 * bits
+    return (1.0 - 2.0 * bits).astype(np.float64)
 
 
 def token_signs(ids: Any, before: Any, places: Any, adapters: Any = 0) -> Any:
