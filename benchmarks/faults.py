@@ -1,6 +1,7 @@
 """Silent faults of real runs, and what notices each of them.
 
     python -m benchmarks.faults [--only NAME ...] [--results FILE] [--check] [--list] [--table]
+    python -m benchmarks.faults --healthy N [--check]
 
 Each fault is a small patch to a running program, behind a seam that only this benchmark opens: benchmarks/seam. A run
 with one is a whole `grpo` run of the embedded model with real vLLM, 8 to 30 steps, on one server or two and one rank or
@@ -11,13 +12,18 @@ Claims (`--check`): a fault that touches every rollout is noticed within 2 steps
 share p of them within the steps that the share of proofs promises with 99 % (docs/proofs.md). Faults of `UNNOTICED`
 are those of which the documentation says that nothing sees them.
 
+With `--healthy` N steps are made of runs without any fault, short ones of many kinds and a long one, of which none may
+be warned of.
+
 With `--results` each fault's result is kept in a file, and a fault that is in it is not run again; `--table` prints the
 documentation's table from it.
 """
 
+import argparse
 import json
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -25,14 +31,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from grpo.orchestrator.ledger_reader import open_ledger
 
+from benchmarks.kills import killed_run
 from benchmarks.report import parser, report
 from benchmarks.seam.silent_faults import FAULTS, MARKS, Fault, by_name
 from tests.e2e.runs import PROGRAMS, ROOT, Run
+from tests.e2e.scripted_teachers import scripted_teachers
 from tests.support import options
 
 SEAM = ROOT / "benchmarks/seam"
@@ -125,7 +134,7 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
     first = first_step(fault, target)
     result = {"exit": code, "first": first, "seconds": time.monotonic() - since_s} | found
     if found["by"] and found["step"] is not None:
-        result["steps"] = max(1, found["step"] - first + 1)
+        result["steps"] = max(0, found["step"] - first + 1) if first else 0
     return result
 
 
@@ -133,8 +142,8 @@ def words(folder: Path, settings: Mapping[str, object]) -> list[str]:
     return ["--output_dir", str(folder), *options(settings)]
 
 
-def grpo(arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
-    """Runs the command to its end or for `LIMIT_S`, and returns its exit code and what it printed."""
+def grpo(arguments: Sequence[str], variables: Mapping[str, str], *, limit_s: float = LIMIT_S) -> tuple[int, str]:
+    """Runs the command to its end or for so long, and returns its exit code and what it printed."""
     command = [str(PROGRAMS / "grpo"), *arguments]
     with subprocess.Popen(
         command,
@@ -146,18 +155,18 @@ def grpo(arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[int, s
         start_new_session=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=LIMIT_S)
+            said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
             said, _ = process.communicate(timeout=60)
-            said += f"\nit was ended after {LIMIT_S:g} s"
+            said += f"\nit was ended after {limit_s:g} s"
     return process.returncode, said
 
 
 def noticed(folder: Path, code: int, said: str) -> dict[str, Any]:
     """Returns which part noticed the fault (None: none), in which step, and its sentence."""
     done = max((int(line["progress/step"]) for line in Run(folder).steps), default=0)
-    lines = [*alarms(folder), *(said.splitlines() if code else ())]
+    lines = [*alarms(folder), *(reversed(said.splitlines()) if code else ())]
     for part, pattern in PARTS:
         if line := next((line for line in lines if re.search(pattern, line)), None):
             return {"by": part, "step": step_in(line, done), "said": sentence(line)}
@@ -189,7 +198,7 @@ def step_in(line: str, done: int) -> int:
 
 def sentence(line: str) -> str:
     """Returns a line without its time and its logger's name, and no more than a sentence of it."""
-    plain = re.sub(r"^[\d\- :,.]+ (?:WARNING|ERROR|CRITICAL) \S+: ", "", line.strip())
+    plain = re.sub(r"^.*? (?:WARNING|ERROR|CRITICAL) \S+: |^.*?\berror: ", "", line.strip())
     return plain if len(plain) < 300 else plain[:297] + "..."
 
 
@@ -203,6 +212,117 @@ def first_step(fault: Fault, folder: Path) -> int:
             if max(row.version for row in ledger.rollouts(step=step)) >= int(number):
                 return step
     return 0
+
+
+# --- healthy runs ---
+
+LATER = """
+import asyncio
+from grpo import Rubric
+from grpo.environments.reverse_text import ReverseText, exact
+
+async def verdict(completion, example, ctx):
+    async with ctx.delayed(timeout_s=60):
+        await asyncio.sleep(0.3)
+        return exact(completion, example)
+
+class Later(ReverseText):
+    rubric = Rubric([verdict])
+"""
+HEALTHY: dict[str, tuple[str, dict[str, object]]] = {
+    "quickstart": ("configs/quickstart", {}),
+    "lag 0": ("configs/quickstart", {"orch.max_async_level": 0, "orch.max_off_policy_steps": 0}),
+    "lag 4": ("configs/quickstart", {"orch.max_async_level": 4}),
+    "temperature 0.7": ("configs/quickstart", {"orch.sampling.temperature": 0.7}),
+    "several micro-batches, over ZeroMQ": (
+        "configs/quickstart",
+        {"sequence_len": 1024, "rollout_transport.type": "zmq"},
+    ),
+    "bfloat16": ("configs/quickstart", {"train.recipe": "bf16", "infer.dtype": "bfloat16"}),
+    "bfloat16 server": ("configs/quickstart", {"infer.dtype": "bfloat16"}),
+    "all weights": (
+        "configs/quickstart",
+        {
+            "train.lora": "false",
+            "train.learning_rate": "1e-4",
+            "weight_broadcast.format": "full",
+            "infer.enable_lora": "false",
+            "infer.max_lora_rank": "null",
+        },
+    ),
+    "two servers, in flight": (
+        "configs/quickstart",
+        {"infer_replicas": 2, "orch.inflight_weight_updates": "true"},
+    ),
+    "delayed rewards": ("configs/quickstart", {"orch.env": '[{"id": "LATER/later.py:Later"}]'}),
+    "arena": ("configs/arena", dict.fromkeys(SMALL.keys() - {"max_steps", "restarts"})),
+    **{name: RUNS[name] for name in ("two ranks", "in flight", "noise", "two adapters", "resumed")},
+    **{
+        name: (f"configs/{name}", {})
+        for name in (
+            *("all_channels", "arithmetic", "critique", "debate", "distillation"),
+            *("hints", "preferences", "proposer_solver", "zorplex"),
+        )
+    },
+}
+"""Presets and settings of healthy runs: all presets that run on a CPU, and what else may make a proof fail. A setting of `SMALL`
+that is None is the preset's."""
+SHORT_STEPS = 30
+TINY: dict[str, object] = {"orch.batch_size": 16, "orch.rollouts_per_example": 8, "train.learning_rate": "1e-4"}
+"""The long run's steps."""
+
+
+def healthy(num_steps: int, parent: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Makes a short run of each kind, one with kills, and a long one with all the steps that are left. Yields its name,
+    its steps, and what was noticed."""
+    left = num_steps
+    for name, (preset, settings) in HEALTHY.items():
+        folder = parent / name.replace(" ", "-")
+        folder.mkdir()
+        (folder / "later.py").write_text(LATER)
+        settings = SMALL | settings | {"max_steps": SHORT_STEPS}
+        settings = {
+            key: str(value).replace("LATER", str(folder)) for key, value in settings.items() if value is not None
+        }
+        arguments, code = [preset, *words(folder / "run", settings)], 0
+        with ExitStack() as opened:
+            if preset.removeprefix("configs/") in ("preferences", "all_channels"):
+                arguments += opened.enter_context(scripted_teachers(preset.removeprefix("configs/")))
+            if name == "resumed":
+                code, said = grpo([*arguments, "--max_steps", str(SHORT_STEPS // 2)], {})
+            if not code:
+                code, said = grpo(arguments, {}, limit_s=4 * LIMIT_S)
+        found = noticed(folder / "run", code, said)
+        yield name, (done := steps_done(folder / "run")), found
+        left -= done
+    folder, settings = parent / "killed", {"max_steps": SHORT_STEPS}
+    try:
+        killed = list(killed_run(folder, settings, ("infer", "train", "orch", "engine", "launcher"), random.Random(0)))
+        found = noticed(folder, 0, "")
+    except AssertionError as error:
+        killed, found = [], {"by": "exit code", "said": str(error)[-2000:]}
+    yield f"kill -9 of {', '.join(killed)}", (done := steps_done(folder)), found
+    if (left := left - done) > 0:
+        arguments = ["configs/quickstart", *words(parent / "long", SMALL | TINY | {"max_steps": left})]
+        code, said = grpo(arguments, {}, limit_s=10.0 * left)
+        yield "long", steps_done(parent / "long"), noticed(parent / "long", code, said)
+
+
+def steps_done(folder: Path) -> int:
+    """Returns how many steps a run has made."""
+    return len({int(line["progress/step"]) for line in Run(folder).steps})
+
+
+def check_healthy(given: argparse.Namespace) -> int:
+    """Prints the healthy runs as they end. Returns the exit status."""
+    with tempfile.TemporaryDirectory(prefix="healthy-") as parent:
+        figures = {"healthy steps": 0.0, "false alarms": 0.0}
+        for name, done, found in healthy(given.healthy, given.keep or Path(parent)):
+            figures["healthy steps"] += done
+            figures["false alarms"] += found["by"] is not None
+            print(f"{name:40} {done:6} steps  {found['by'] or ''} {found['said'][:2000]}", flush=True)
+        targets = {"healthy steps": (">=", float(given.healthy)), "false alarms": ("<=", 0.0)}
+        return report("healthy runs", figures, targets, check=given.check)
 
 
 # --- the table ---
@@ -229,7 +349,10 @@ def main() -> int:
     command.add_argument("--list", action="store_true", help="list the faults")
     command.add_argument("--table", action="store_true", help="print the table of the results that are there")
     command.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the runs here")
+    command.add_argument("--healthy", type=int, metavar="N", help="make N healthy steps instead, and count alarms")
     given = command.parse_args()
+    if given.healthy is not None:
+        return check_healthy(given)
     results: dict[str, Any] = {}
     if given.results is not None and given.results.exists():
         results = json.loads(given.results.read_text())

@@ -304,7 +304,7 @@ def slot_taken_over(given, ids):
 
 
 def same_noise(original):
-    first = {}
+    first: dict[str, Any] = {}
 
     def hold(self, adapter_id, weights):
         original(self, adapter_id, first.setdefault("weights", weights))

@@ -4,6 +4,6 @@ this folder on PYTHONPATH, as `benchmarks/faults.py` puts it there."""
 import os
 
 if os.environ.get("SILENT_FAULT"):
-    import silent_faults
+    import silent_faults  # type: ignore[import-not-found]
 
     silent_faults.install(os.environ["SILENT_FAULT"])
