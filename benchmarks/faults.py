@@ -265,8 +265,8 @@ HEALTHY: dict[str, tuple[str, dict[str, object]]] = {
         )
     },
 }
-"""Presets and settings of healthy runs: all presets that run on a CPU, and what else may make a proof fail. A setting of
-`SMALL` that is None here is the preset's own."""
+"""Presets and settings of healthy runs: all presets that run on a CPU, and what else may make a proof fail. A setting
+of `SMALL` that is None here is the preset's own."""
 SHORT_STEPS = 30
 TINY: dict[str, object] = {"orch.batch_size": 16, "orch.rollouts_per_example": 8, "train.learning_rate": "1e-4"}
 """The long run's steps."""
