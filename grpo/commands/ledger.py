@@ -22,7 +22,7 @@ from grpo.transport.logs import printable
 _LARGEST = 2**63 - 1
 EPILOG = """\
 states: issued, scored (has its reward), shipping (about to leave for the trainer), shipped, trained, dropped (with a
-reason). grpo prove RUN says whether it agrees with itself and with the other files. exit codes: 0 done; 1 what was asked
+reason). whether it agrees with itself and with other files: grpo prove RUN. exit codes: 0 done; 1 what was asked
 for is not in the ledger; 2 there is no ledger, or the command line is wrong"""
 
 
