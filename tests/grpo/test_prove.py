@@ -295,6 +295,20 @@ def test_what_has_no_proof_says_why(run: Path) -> None:
     assert any(DIGESTS_FILE in one for one in unproved)
 
 
+def test_code_that_changed_between_starts_is_told_without_saying_where_it_lay(run: Path) -> None:
+    file = run / "run.json"
+    fields = json.loads(file.read_text())
+    code = {"env.0.id /home/me/work/my_env.py": "sha256:2", "env.0.id /home/me/work/parts/judge.py": "9999999999 bytes"}
+    change = {"step": 1, "key": "code env.0.id /home/me/work/my_env.py", "before": "sha256:1", "now": "sha256:2"}
+    fields["programs"]["orch"] |= {"code": code, "changes": [change]}
+    file.write_text(json.dumps(fields))
+    part = part_of(prove(run), "code")
+    assert part.facts["files"].keys() == {"env.0.id my_env.py", "env.0.id parts/judge.py"}
+    assert part.facts["changed"] == {"1": ["my_env.py"]}
+    assert len(part.unproved) == 2
+    assert "/home" not in grpo("prove", run, "--json").stdout
+
+
 def test_a_version_that_a_server_has_not_proved_within_the_tolerance_is_broken(run: Path) -> None:
     ledger = Ledger(run / "ledger.sqlite")
     gaps = {"mean_abs": 1e-6, "base_max_abs": 1e-6, "base_mean_abs": 1e-6, "tolerance": 1e-4}
