@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
-
-from benchmarks.e2e import EXAMPLES
 from tools.random_models import QUICKSTART_MODEL
 
 
@@ -102,6 +99,7 @@ def reward(completions, **_):
 def warned(fault: Callable[[Any], contextlib.AbstractContextManager[None]]) -> set[str]:
     """Returns the warnings of a run with this fault, and its error, if it has one."""
     from datasets import Dataset
+    from grpo.environments.reverse_text import ReverseText
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
@@ -111,7 +109,7 @@ def warned(fault: Callable[[Any], contextlib.AbstractContextManager[None]]) -> s
     logging.getLogger().addHandler(handler)
     for name in ("trl", "transformers", "accelerate", "peft"):
         logging.getLogger(name).propagate = True
-    rows = [{"prompt": example["prompt"]} for example in EXAMPLES[:64]]
+    rows = [{"prompt": example["prompt"]} for example in ReverseText().dataset("train")[:64]]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = GRPOConfig(
@@ -146,7 +144,9 @@ def warned(fault: Callable[[Any], contextlib.AbstractContextManager[None]]) -> s
 
 def main() -> None:
     """Prints what each fault makes TRL say that a healthy run does not."""
-    torch.set_num_threads(1)
+    import torch
+
+    torch.set_num_threads(1)  # more wait for each other
     healthy, found = warned(FAULTS["healthy"]), {}
     for name, fault in FAULTS.items():
         if name != "healthy":

@@ -752,7 +752,7 @@ FAULTS: tuple[Fault, ...] = (
         about="rollouts are sampled without the version's noise, whose canary is scored with it",
         patches=other_adapter(lambda adapter: without_noise(adapter) if adapter.noisy else None),
         run="noise",
-        acts="version 4",
+        acts="version 3",
     ),
     Fault(
         name="noise-of-another-stage",
