@@ -37,7 +37,8 @@ CREATE TABLE IF NOT EXISTS pairs (
 );
 CREATE TABLE IF NOT EXISTS proofs (
     version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
-    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, proved_at REAL NOT NULL
+    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, measure TEXT NOT NULL,
+    proved_at REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT, finding TEXT);
 CREATE TABLE IF NOT EXISTS pools (
@@ -122,7 +123,7 @@ class Ledger:
         """Guards the database: other threads write to it."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(_TABLES)
+            self._database.executescript(f"BEGIN; {_TABLES} COMMIT;")  # a reader sees all of them or none
             self._num_pairs: int = self._database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
         except sqlite3.Error as error:
             self._database.close()
@@ -243,8 +244,9 @@ class Ledger:
     def proved(self, server: str, version: int, canary: CanaryFigures) -> None:
         """A server has proved that it serves a version: how far its log-probabilities of the canary are from the
         trainer's, in nats, and those of the base."""
-        gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs, canary.tolerance)
-        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (version, server, *gaps, time.time()))
+        gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs)
+        row = (version, server, *gaps, canary.tolerance, canary.measure, time.time())
+        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     # --- receipts ---
 
