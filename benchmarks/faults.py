@@ -6,7 +6,7 @@
 Each fault is a small patch to a running program, behind a seam that only this benchmark opens: benchmarks/seam. A run
 with one is a whole `grpo` run of the embedded model with real vLLM, 8 to 30 steps, on one server or two and one rank or
 two, at the product's own settings. Then it is seen what noticed the fault (an exit code other than 0 or a warning, by
-the part that says it, then `grpo ledger --check` and `grpo prove`), in which step, and what it said.
+the part that says it, then by `grpo prove`), in which step, and what it said.
 
 Claims (`--check`): a fault that touches every rollout is noticed within 2 steps from where it acts; one that touches a
 share p of them within the steps that the share of proofs promises with 99 % (docs/proofs.md). Faults of `UNNOTICED`
@@ -179,11 +179,10 @@ def noticed(folder: Path, code: int, said: str) -> dict[str, Any]:
             return {"by": part, "step": step_in(line, done), "said": sentence(line)}
     if code:
         return {"by": "exit code", "step": done + 1, "said": said[-2000:]}
-    for command, part in (("ledger", "ledger check"), ("prove", "grpo prove")):
-        exit_code, checked = grpo([command, str(folder), *(["--check"] if command == "ledger" else [])], {})
-        if exit_code == 1:
-            line = next((one for one in checked.splitlines() if re.search(r"step \d", one)), checked[-300:])
-            return {"by": part, "step": done, "said": sentence(line)}
+    exit_code, page = grpo(["prove", str(folder)], {})
+    if exit_code == 1:
+        line = page.partition("BROKEN:")[2].strip().partition("\n")[0].removeprefix("- ")
+        return {"by": "grpo prove", "step": done, "said": sentence(line)}
     return {"by": None, "step": None, "said": ""}
 
 
