@@ -62,7 +62,13 @@ SMALL: dict[str, object] = {
     "orch.eval.num_examples": 8,
 }
 ADAPTERS = '["solver", "proposer"]'
-ROLES = {"id": "proposer-solver", "name": "play", "args": {"num_solvers": 4}, "adapters": {"Proposer": "proposer"}}
+PROMPTS = {"proposer_prompt": "Ask a sum like {question}.", "solver_prompt": "Compute: {question}"}
+ROLES = {
+    "id": "proposer-solver",
+    "name": "play",
+    "args": {"num_solvers": 4, **PROMPTS},
+    "adapters": {"Proposer": "proposer"},
+}
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "plain": ("configs/quickstart", {}),
     "two servers": ("configs/quickstart", {"infer_replicas": 2}),

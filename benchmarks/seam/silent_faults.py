@@ -723,6 +723,8 @@ FAULTS: tuple[Fault, ...] = (
         about="a running request gets the weights of an adapter that was loaded after it began",
         patches=mapping(slot_taken_over),
         acts="version 1",
+        share=0.1,
+        settings={"infer.vllm": '{"max_num_seqs": 8}'},
         elsewhere="vLLM #47724",
     ),
     Fault(
