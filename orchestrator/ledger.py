@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 from grpo.transport.errors import StorageError
-from grpo.transport.http import CanaryFigures
+from grpo.transport.http import LoadReport
 from grpo.transport.receipts import Receipt, Witness
 
 _TABLES = """
@@ -36,8 +36,9 @@ CREATE TABLE IF NOT EXISTS pairs (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, taken_step INTEGER, record TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS proofs (
-    version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
-    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, proved_at REAL NOT NULL
+    version INTEGER NOT NULL, snapshot TEXT NOT NULL, server TEXT NOT NULL,
+    max_abs REAL NOT NULL, mean_abs REAL NOT NULL, base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL,
+    tolerance REAL NOT NULL, proved_at REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT);
 CREATE TABLE IF NOT EXISTS pools (
@@ -240,11 +241,12 @@ class Ledger:
 
     # --- versions ---
 
-    def proved(self, server: str, version: int, canary: CanaryFigures) -> None:
-        """A server has proved that it serves a version: how far its log-probabilities of the canary are from the
-        trainer's, in nats, and those of the base."""
+    def proved(self, server: str, report: LoadReport) -> None:
+        """A server has proved that it serves a version's snapshot: how far its log-probabilities of the canary are from
+        the trainer's, in nats, and those of the base."""
+        canary, row = report.canary, (report.version, report.snapshot, server)
         gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs, canary.tolerance)
-        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (version, server, *gaps, time.time()))
+        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, *gaps, time.time()))
 
     # --- receipts ---
 

@@ -171,8 +171,9 @@ class LedgerReader:
     # --- versions and pairs ---
 
     def proofs(self) -> list[dict[str, Any]]:
-        """Returns the canary's figures of each proof, by version and server."""
-        names = ("version", "server", "max_abs", "mean_abs", "base_max_abs", "base_mean_abs", "tolerance")
+        """Returns the canary's figures of each proof, by version and server; a version that was published again with
+        other files is there with several snapshots."""
+        names = ("version", "snapshot", "server", "max_abs", "mean_abs", "base_max_abs", "base_mean_abs", "tolerance")
         rows = self._rows(f"SELECT {', '.join(names)} FROM proofs ORDER BY version, server")
         return [dict(zip(names, row, strict=True)) for row in rows]
 
