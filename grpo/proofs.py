@@ -29,6 +29,7 @@ from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Manifest, Poli
 from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE
+from grpo.transport.weights.store import snapshot_of
 
 WITNESS_TOLERANCE = 2.0**-19
 """Largest difference of a witness's component from the expected one, as a share of what all tokens add up to."""
@@ -283,6 +284,11 @@ def _versions(run: _Run) -> Part:
                 f"version {one['version']} was {gap:.3g} nats ({one['measure']}) from the trainer on {one['server']}"
             )
             part.broken.append(f"{where}, allowed are {tolerance:.3g}")
+    snapshots = {(one["version"], one["snapshot"]) for one in proofs}
+    other = [version for version, one in kept.items() if version in proved and (version, one.digest) not in snapshots]
+    if other:
+        text = f"{_ranges(other)} on disk are other snapshots than those that servers have proved"
+        (part.broken if run.state == FINISHED else part.unproved).append(text)
     part.broken = _listed(part.broken)
     sampled = set() if run.ledger is None else run.ledger.trained_versions().keys()
     gone = sorted((proved | sampled) - kept.keys())
@@ -318,7 +324,7 @@ class _Whole:
     """A folder that agrees with its manifest."""
 
     digest: str
-    """The manifest's."""
+    """The manifest's; a version's is that of its snapshot."""
     sent: bool
     """Whether the weights went another way."""
 
@@ -355,7 +361,8 @@ def _whole(folder: Path, _stamp: object, kind: type[Manifest], run_id: str) -> _
         raise CorruptError(f"{folder} holds number {number} of run {manifest.run_id}, expected run {run_id}")
     for name, entry in manifest.files.items():
         check_file(folder, name, entry)
-    return _Whole(digest=digest_of(data), sent=ANNOUNCEMENT_FILE in manifest.files)
+    digest = snapshot_of(manifest) if isinstance(manifest, PolicyManifest) else digest_of(data)
+    return _Whole(digest=digest, sent=ANNOUNCEMENT_FILE in manifest.files)
 
 
 # --- tokens and gradients ---
