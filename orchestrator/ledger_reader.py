@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from grpo.orchestrator.ledger import LEDGER_FILE, STATES, RolloutRow
 from grpo.transport.errors import CorruptError, UserError
-from grpo.transport.receipts import Receipt, Witness
+from grpo.transport.receipts import ExpectedWitness, Receipt
 
 _BUSY_S = 5.0
 _PROGRESS_STEPS = 10_000
@@ -70,19 +70,24 @@ class LedgerReader:
 
     # --- receipts ---
 
-    def receipts(self) -> dict[int, tuple[Witness | None, Receipt | None]]:
+    def receipts(self) -> dict[int, tuple[ExpectedWitness | None, Receipt | None]]:
         """Returns by step the witness that was expected and the trainer's receipt, None for what is not there yet.
         Raises `UserError` for a row that is damaged."""
         try:
             return {
                 step: (
-                    None if expected is None else Witness.from_json(expected),
+                    None if expected is None else ExpectedWitness.from_json(expected),
                     None if receipt is None else Receipt.from_json(receipt),
                 )
                 for step, expected, receipt in self._rows("SELECT step, expected, receipt FROM receipts ORDER BY step")
             }
         except CorruptError as error:
             raise UserError(f"{LEDGER_FILE} has a damaged receipt: {error}") from None
+
+    def findings(self) -> dict[int, str]:
+        """Returns by step how the trainer's witness differed from the one that was expected, where it did, as it was
+        found while the batch's samples were known."""
+        return dict(self._rows("SELECT step, finding FROM receipts WHERE finding IS NOT NULL ORDER BY step"))
 
     # --- fates ---
 
