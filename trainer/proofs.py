@@ -41,7 +41,7 @@ LEAST_DRAWN = 2
 """Samples that are drawn a step at least, where there are as many."""
 FEW_TOKENS = 9.0
 """In 16 bits a mean over n tokens may exceed the tolerance by so many times its 1 / √n; docs/proofs.md derives it."""
-FAR, FLOOR, HALF_FLOOR = 10.0, 0.02, 0.1
+FAR, FLOOR, HALF_FLOOR = 10.0, 0.005, 0.1
 """A mismatch is unexplained above FAR times what the policy has moved, plus a floor in nats; the larger one where
 server or trainer compute in 16 bits."""
 FORGET = 0.95
@@ -487,11 +487,11 @@ def _without(batch: MicroBatch, rollouts: Set[str]) -> MicroBatch:
 def described(proof: SpotProof) -> str:
     """Returns a sentence on a proof that does not hold."""
     return (
-        f"rollout {proof.rollout} says that {proof.server} sampled it from version {proof.version}, and was not: of "
-        f"its token {proof.failed_at} the server gives the log-probability {proof.served_logprob:.4g}, that version "
-        f"in the trainer {proof.trained_logprob:.4g}; its {proof.num_tokens} tokens differ by up to "
-        f"{proof.max_abs:.3g} nats, {proof.mean_abs:.3g} on average; allowed are {proof.tolerance:.3g} "
-        f"({proof.measure})"
+        f"a spot proof does not hold: rollout {proof.rollout} was not sampled from version {proof.version}, as "
+        f"{proof.server} says. Of its token {proof.failed_at} the server gives the log-probability "
+        f"{proof.served_logprob:.4g}, the trainer under that version {proof.trained_logprob:.4g}; its "
+        f"{proof.num_tokens} tokens differ by up to {proof.max_abs:.3g} nats, {proof.mean_abs:.3g} on average; allowed "
+        f"are {proof.tolerance:.3g} ({proof.measure})"
     )
 
 
