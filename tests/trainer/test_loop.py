@@ -206,3 +206,12 @@ def test_an_orchestrator_that_failed_is_not_waited_for(tiny_model: Path, tmp_pat
     StatusFile(tmp_path / "orch.json").failed(ValueError("no such column: colour"))
     with pytest.raises(PeerFailed, match="grpo-orch"):
         bench.trainer.train()
+
+
+def test_a_step_that_changes_nothing_although_it_has_a_gradient_is_told(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=2, learning_rate=1e-60, weight_decay=0.0)
+    batch = on_policy(tiny_batch((6, 9)), bench.policy)
+    bench.train(batch, replace(batch, advantages=np.zeros_like(batch.advantages)))
+    assert [record.args[0] for record in caplog.records if "changed nothing" in record.message] == [1]

@@ -169,6 +169,7 @@ class PolicyPublisher:
         if self._holds(folder, version, spec, contents):
             log.info("version %d is published already, and the same", version)
             return
+        self._warn_of_other(folder, version, contents)
         newest = max(steps_in(self.folder, part=STABLE), default=-1)
         if sender is not None and version < newest:
             log.info("version %d is not sent again: servers have gone on to version %d", version, newest)
@@ -192,6 +193,20 @@ class PolicyPublisher:
         files = {name: file_entry(content) for name, content in contents.items() if name not in OF_THE_STEP}
         same = snapshot_of(there) == snapshot_of(replace(there, spec=spec, files=files))
         return same and (folder / STABLE).exists()
+
+    def _warn_of_other(self, folder: Path, version: int, contents: Mapping[str, Content]) -> None:
+        """Warns where the version is there with another adapter."""
+        try:
+            there, _ = verify_policy(folder, run_id=self._run_id, version=version)
+        except (TransportError, OSError):
+            return
+        names = [name for name in there.files.keys() & contents.keys() if name.endswith(ADAPTER_FILE)]
+        if any(file_entry(contents[name]) != there.files[name] for name in names):
+            log.warning(
+                "version %d was published before with another adapter, and is replaced: the state that training goes "
+                "on from is not the one that had given it, or its step was trained again and came out otherwise",
+                version,
+            )
 
     def _remove_old(self) -> None:
         """Removes what nobody needs. What cannot be removed stays, with a warning."""
