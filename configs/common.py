@@ -119,7 +119,7 @@ class ProcessSettings(Section):
     """Beginning of the names of its environment variables."""
     exit_codes: ClassVar[str] = (
         "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
-        "one may be started again, 130 Ctrl-C, 143 SIGTERM"
+        "one may be started again, 76 a proof does not hold, 130 Ctrl-C, 143 SIGTERM"
     )
 
     @classmethod
@@ -150,6 +150,23 @@ class OnDevice(Section):
     """Where to compute; `auto` takes a GPU if there is one."""
     colocate: bool = False
     """Server and trainer share one device and one copy of the base weights."""
+
+
+class ProofSettings(Section):
+    """Proofs of what was sampled and trained (docs/proofs.md)."""
+
+    on_failure: Literal["stop", "drop", "warn"] = "stop"
+    """Where a proof does not hold: `stop` ends the run with exit code 76, before the step changes anything and with a
+    checkpoint of the state before it; `drop` leaves the samples of failed spot proofs out of their step; `warn` goes
+    on. Both of these warn."""
+
+
+class SpotProofSettings(ProofSettings):
+    """Proofs of what was sampled and trained (docs/proofs.md)."""
+
+    share: Share = 0.01
+    """Share of a batch's samples that the trainer scores again under the version that each record names, two a step on
+    average at least (0: none; tokens that the newest version sampled are proved all the same, for nothing)."""
 
 
 # --- how batches travel -------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 DEFAULT_MAX_LORA_RANK = 16
 _BROADCAST = ("train.weight_broadcast.", "orch.weight_broadcast.", "infer.weight_broadcast_")
 _WAYS = [key for key in known_keys(SharedSettings) if key.startswith(("rollout_transport.", "weight_broadcast."))]
-_SAME_NAME = ["resume", *_WAYS, "ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "max_async_level"]
+_CKPT = ("ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval")
+_SAME_NAME = ["resume", *_WAYS, *_CKPT, "max_async_level", "proofs.on_failure"]
 AGREED: Mapping[str, tuple[str, ...]] = {
     **{key: (f"train.{key}", f"orch.{key}") for key in _SAME_NAME},
     **{key: (f"train.{key}", f"infer.{key}", f"orch.{key}") for key in ("output_dir", "sleep_mode")},

@@ -56,7 +56,8 @@ def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[LoadedR
         "Keys of one program follow its name: --train.learning_rate 1e-3 --orch.sampling.max_tokens 64.",
         "grpo --help train lists the trainer's keys; grpo --help KEY tells more of a key.",
         "Environment variables are GRPO_RUN_KEY, GRPO_TRAIN_KEY, GRPO_ORCH_SECTION__KEY and so on.",
-        "exit codes: 0 done, 1 a program failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM",
+        "exit codes: 0 done, 1 a program failed, 2 settings that cannot be honoured, 76 a proof does not hold, "
+        "130 Ctrl-C, 143 SIGTERM",
     ]
     target, arguments, dry_run = _asked(RunSettings, argv, usage, notes)
     try:

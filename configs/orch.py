@@ -13,6 +13,7 @@ from grpo.configs.common import (
     FilesystemTransport,
     Listed,
     ProcessSettings,
+    ProofSettings,
     Seconds,
     Section,
     Share,
@@ -150,6 +151,8 @@ class OrchSettings(ProcessSettings, Shared):
     """How batches leave, as the trainer's `rollout_transport`."""
     weight_broadcast: Broadcast = FilesystemBroadcast()
     """How policy versions arrive, as the trainer's `weight_broadcast`."""
+    proofs: ProofSettings = ProofSettings()
+    """Proofs of what was sampled and trained."""
 
     @property
     def pack_tokens(self) -> int:

@@ -90,6 +90,7 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "max_tokens": ("orch.sampling.max_tokens",),
     "device": ("train.device", "infer.device"),
     "lora": ("train.lora",),
+    "proofs.share": ("train.proofs.share",),
     "lora_target_modules": ("train.lora_target_modules",),
 }
 """Keys of a run, and those of the programs that they stand for, unless these are set too."""

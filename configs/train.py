@@ -18,6 +18,7 @@ from grpo.configs.common import (
     Section,
     Share,
     Shared,
+    SpotProofSettings,
     Transport,
     adapter_conflicts,
     only,
@@ -99,6 +100,8 @@ class SharedSettings(OnDevice, Shared):
     """How batches travel from the orchestrator to the trainer."""
     weight_broadcast: Broadcast = FilesystemBroadcast()
     """How policy versions travel from the trainer to the servers."""
+    proofs: SpotProofSettings = SpotProofSettings()
+    """Proofs of what was sampled and trained."""
 
 
 class TrainSettings(ProcessSettings, SharedSettings):

@@ -1,7 +1,7 @@
 """A run on Kubernetes: core kinds in a base for kustomize, JobSet and LeaderWorkerSet in overlays over it.
 
 Servers are a StatefulSet that a headless Service names; trainer and orchestrator are Indexed Jobs, whose pods are made
-again where they end with 75 or the cluster takes their machine, and which fail with 1 and 2; environments are
+again where they end with 75 or the cluster takes their machine, and which fail with 1, 2 and 76; environments are
 Deployments. All share one volume. Not run on a real cluster: the files are validated, and their commands run.
 """
 
@@ -15,6 +15,7 @@ import yaml
 from grpo.configs.errors import SettingsError
 from grpo.configs.run import RUN_FILE, LoadedRun, run_file
 from grpo.deploy.cluster import Part, Places, name_of, output_of, parts, preset_of
+from grpo.deploy.programs import OWN_FAILURES
 from grpo.transport.errors import START_AGAIN
 from grpo.transport.folders import write_atomic
 from jinja2 import Environment, StrictUndefined
@@ -50,6 +51,7 @@ def files(run: LoadedRun, target: str) -> dict[str, str]:
         volume=VOLUME,
         settings=SETTINGS,
         start_again=START_AGAIN,
+        own_failures=list(OWN_FAILURES),
     )
     found: dict[str, list[Any]] = {overlay: [] for overlay in OVERLAYS}
     for resource in yaml.safe_load_all(text):

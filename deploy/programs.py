@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-from grpo.transport.errors import START_AGAIN
+from grpo.transport.errors import PROOF_FAILED, START_AGAIN
 from grpo.transport.parent import PARENT_VAR
 from grpo.transport.status import AWAY, FINISHED, StatusFile
 
@@ -31,7 +31,7 @@ STEADY_S = 600.0
 """A program that has worked for so long is started again as often, and as soon, as if it had never ended."""
 CHECKPOINT_S = 300.0
 """Longest time that the trainer may take to end with a checkpoint."""
-OWN_FAILURES = (1, 2)
+OWN_FAILURES = (1, 2, PROOF_FAILED)
 """Exit codes by which a program says that another start does not help."""
 _LOG_TAIL_BYTES = 64 * 1024
 _PR_SET_CHILD_SUBREAPER = 36
@@ -90,6 +90,8 @@ class Child:
         """Message about its last end, where it is not started again."""
         self.gave_up = False
         """It has ended for good only because it was started again too often."""
+        self.exit_code: int | None = None
+        """Its last exit code, or minus the number of the signal that killed it; None before it has ended."""
         self._num_in_a_row = 0
         self._start()
 
@@ -131,6 +133,7 @@ class Child:
     def _has_ended(self, status: int, now_s: float) -> None:
         if now_s - self._started_s >= STEADY_S:
             self._num_in_a_row = 0
+        self.exit_code = status
         if status == 0 and not self.program.is_server:
             self.done = True
         elif not self._may_mend(status):
@@ -234,12 +237,14 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0 done, 1 a program failed, 75 SIGUSR1, 130 SIGINT, 143 SIGTERM."""
+        """0 done, 1 a program failed, 75 SIGUSR1, 76 a proof does not hold, 130 SIGINT, 143 SIGTERM."""
         if self.stopped_by is signal.SIGUSR1:
             return START_AGAIN
         if self.stopped_by is not None:
             return 128 + self.stopped_by
-        return 0 if self.failed is None else 1
+        if self.failed is None:
+            return 0
+        return PROOF_FAILED if self.failed.exit_code == PROOF_FAILED else 1
 
 
 def run_programs(

@@ -12,7 +12,7 @@ import uvloop
 from grpo.configs.entry import load_settings
 from grpo.configs.errors import SettingsError
 from grpo.configs.orch import OrchSettings
-from grpo.transport.errors import START_AGAIN, PeerFailed, TransportError
+from grpo.transport.errors import PROOF_FAILED, START_AGAIN, PeerFailed, ProofFailed, TransportError
 from grpo.transport.limits import raise_file_limit
 from grpo.transport.logs import printable, start_log
 from grpo.transport.parent import end_with_starter
@@ -70,6 +70,8 @@ def _run(settings: OrchSettings) -> int:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         if isinstance(error, SettingsError):  # of the run that was to be gone on with
             return 2
+        if isinstance(error, ProofFailed):
+            return PROOF_FAILED
         return START_AGAIN if isinstance(error, PeerFailed | ServersAway | EnvironmentKilled) else 1
     except Exception as error:
         log.exception("unexpected failure")

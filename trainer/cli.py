@@ -20,9 +20,9 @@ from grpo.transport.parent import end_with_starter
 
 
 def main() -> None:
-    """Exits with 0 when done, 1 if the run failed, 2 for bad settings, 130 after SIGINT, 143 after SIGTERM, and 75 if
-    starting it again helps: a program that the trainer needs is gone, a step ran out of the device's memory, or the
-    trainer has ended with a checkpoint after SIGUSR1."""
+    """Exits with 0 when done, 1 if the run failed, 2 for bad settings, 76 if a proof does not hold, 130 after SIGINT,
+    143 after SIGTERM, and 75 if starting it again helps: a program that the trainer needs is gone, a step ran out of
+    the device's memory, or the trainer has ended with a checkpoint after SIGUSR1."""
     end_with_starter()
     settings = load_settings(TrainSettings)
     hide_environment(key_variables(settings.model_dump()))
@@ -37,7 +37,7 @@ def main() -> None:
     # On a CPU it warns of a kernel that it would download, and that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from grpo.trainer.errors import EndedEarly, ExporterGone, OutOfMemory, RankFailed, TrainerError
-    from grpo.transport.errors import START_AGAIN, PeerFailed, TransportError
+    from grpo.transport.errors import PROOF_FAILED, START_AGAIN, PeerFailed, ProofFailed, TransportError
 
     code, message = 0, ""
     try:
@@ -50,6 +50,8 @@ def main() -> None:
         code, message = START_AGAIN, f"error: {who}{error}"
     except SettingsError as error:  # of the run that was to be gone on with
         code, message = 2, f"error: {who}{error}"
+    except ProofFailed as error:
+        code, message = PROOF_FAILED, f"error: {who}{error}"
     except (TrainerError, TransportError, FileNotFoundError) as error:
         code, message = 1, f"error: {who}{error}"
     except Exception as error:

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from grpo.configs.train import TrainSettings
 from grpo.trainer.errors import RankFailed
-from grpo.transport.errors import START_AGAIN
+from grpo.transport.errors import PROOF_FAILED, START_AGAIN
 from grpo.transport.parent import PARENT_VAR
 from grpo.transport.status import StatusFile
 
@@ -41,9 +41,9 @@ def launch(settings: TrainSettings, arguments: Sequence[str], *, status: Path) -
     """Runs `grpo-train` with `arguments` as this machine's workers, which end with this process.
 
     Returns the exit status: 0 if all of them ended well, 128 + the number of the signal that ended this process, 1 if a
-    worker ended with an error of its own, and `START_AGAIN` if workers were killed, asked for it or only missed others,
-    or if another machine is gone or does not come. The first failure is written to `status`, the trainer's status file,
-    and to standard error if the worker could not.
+    worker ended with an error of its own, `PROOF_FAILED` where that is a proof that does not hold, and `START_AGAIN` if
+    workers were killed, asked for it or only missed others, or if another machine is gone or does not come. The first
+    failure is written to `status`, the trainer's status file, and to standard error if the worker could not.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -143,6 +143,8 @@ def _failed(failures: Mapping[int, Any], status: Path) -> int:
         error = RankFailed(f"rank {rank} ended with exit status {failure.exitcode}; its log has the reason")
     if rank and status.exists():
         StatusFile(status).failed(error)
+    if failure.exitcode == PROOF_FAILED:
+        return PROOF_FAILED
     return START_AGAIN if failure.exitcode < 0 or failure.exitcode == START_AGAIN else 1
 
 

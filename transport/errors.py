@@ -3,6 +3,9 @@
 START_AGAIN = 75
 """Exit code of a program that ends because another process is gone: started again, it may go on as before (sysexits'
 EX_TEMPFAIL)."""
+PROOF_FAILED = 76
+"""Exit code of a program, and of the run, that ends because a proof does not hold (sysexits' EX_PROTOCOL). Started
+again without anything mended, it would end so again."""
 
 
 class UserError(ValueError):
@@ -54,6 +57,11 @@ class PolicyRefused(TransportError, ValueError):
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class ProofFailed(TransportError, ValueError):
+    """A spot proof or a witness that does not hold, in a run with `proofs.on_failure: stop`; the message says which
+    one, both numbers, and what to do."""
 
 
 class SharedBaseError(TransportError, ValueError):

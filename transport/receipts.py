@@ -18,12 +18,24 @@ Components = Annotated[tuple[float, ...], msgspec.Meta(min_length=WITNESS_SIZE, 
 
 
 class Witness(Record, frozen=True, kw_only=True):
-    """Sums over a step's loss tokens of each one's weight times the signs of its sample."""
+    """Sums over a batch's loss tokens of each one's weight times the signs of its sample (`transport/witness.py`).
+    Tokens that a mask drops count too. Of a batch with several optimizer steps it is the mean over them, each by its
+    share of the batch."""
 
     presence: Components
     """Each token counts with its weight in the loss."""
     content: Components
-    """Each token counts with its weight, its advantage, and a sign of its id and place."""
+    """Each token counts with its weight, its advantage, and a sign of its id, its place, the id before it and its
+    adapter."""
+
+
+class ExpectedWitness(Witness, frozen=True, kw_only=True):
+    """The witness that the orchestrator computes from a batch's samples, before they are packed."""
+
+    presence_size: float
+    """Sum of the tokens' weights: rounding is a share of it."""
+    content_size: float
+    """Sum of |weight · advantage|."""
 
 
 class SpotProof(Record, frozen=True, kw_only=True):
@@ -65,6 +77,11 @@ class Receipt(Record, frozen=True, kw_only=True):
     """Samples that were scored again; those that failed at the step's own weights among them."""
     num_unproved: Natural = 0
     """Samples that were drawn for a proof, and whose version the trainer does not have any more."""
+    dropped: tuple[str, ...] = ()
+    """Rollouts whose samples carried no loss, because a spot proof did not hold (`proofs.on_failure: drop`)."""
+    unexplained: dict[str, float] = msgspec.field(default_factory=dict)
+    """By lag, the mean k3 estimate in nats between server and trainer over the batch, where it lies far outside of what
+    the policy has moved."""
     moved: dict[str, float] = msgspec.field(default_factory=dict)
     """By lag, the mean k3 estimate in nats of KL(current ‖ sampled version) on the proved tokens, by the trainer's own
     numbers: how far the policy has moved."""

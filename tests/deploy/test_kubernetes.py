@@ -16,7 +16,7 @@ from grpo.configs.errors import SettingsError
 from grpo.configs.run import load_run
 from grpo.deploy.cluster import check, name_of
 from grpo.deploy.kubernetes import OVERLAYS, files
-from grpo.transport.errors import START_AGAIN
+from grpo.transport.errors import PROOF_FAILED, START_AGAIN
 from grpo.transport.ports import free_port
 from grpo.transport.run import current_run_id
 
@@ -86,7 +86,7 @@ def test_jobs_are_started_again_after_75_and_fail_after_1_and_2(name: str) -> No
     spec = resources(rendered())["Job", name]["spec"]
     rules = spec["podFailurePolicy"]["rules"][:2]
     codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules}
-    assert codes == {"FailJob": [1, 2], "Ignore": [START_AGAIN]}
+    assert codes == {"FailJob": [1, 2, PROOF_FAILED], "Ignore": [START_AGAIN]}
     assert spec["completionMode"] == "Indexed"
     [container] = spec["template"]["spec"]["containers"]
     assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from grpo.deploy.launcher import last_error
-from grpo.transport.errors import START_AGAIN
+from grpo.transport.errors import PROOF_FAILED, START_AGAIN
 from grpo.transport.status import AWAY, read_status
 
 from tests.support import runs, until, until_gone
@@ -80,6 +80,13 @@ def test_a_program_that_fails_is_named_with_its_error_and_the_others_are_ended(f
     assert code == 1
     assert errors.splitlines()[-1] == "error: grpo-train ended with exit code 3: it broke"
     assert gone(pids)
+
+
+def test_a_proof_that_does_not_hold_ends_the_run_with_its_own_code_and_nothing_is_started_again(folder: Path) -> None:
+    code, errors = Run(folder, train=f"@ exit:{PROOF_FAILED}", orch=SERVE).end()
+    assert code == PROOF_FAILED
+    assert len((folder.parent / "pids").read_text().split()) == 1
+    assert "grpo-train" in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize("ends", ["exit:1", "kill:SIGKILL"])
