@@ -259,7 +259,8 @@ class Ledger:
         """The trainer's receipt of a step, and how its witness differs from the one that was expected, if it does."""
         self._hand_over(
             "INSERT INTO receipts (step, receipt, finding) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET "
-            "receipt = excluded.receipt, finding = excluded.finding",
+            "receipt = excluded.receipt, "
+            "finding = iif(excluded.finding IS NULL, NULL, coalesce(finding, excluded.finding))",  # the first knew more
             (receipt.step, receipt.to_json().decode(), finding),
         )
 

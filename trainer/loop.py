@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
+import torch
 from grpo.configs.train import TrainSettings
 from grpo.trainer.batch import check_step, counts_of, num_signal_tokens
 from grpo.trainer.checkpoint import Checkpointing, Resumed, restore
@@ -19,9 +20,10 @@ from grpo.trainer.objective import Objective, mean_over_steps
 from grpo.trainer.optim import Optimizer, learning_rate, signal_factor
 from grpo.trainer.publishing import Publishing
 from grpo.trainer.traces import TrainedTokens
+from grpo.trainer.witness import Shares, shares_of, witness_of
 from grpo.transport.batches.filesystem import BatchReceiver
 from grpo.transport.folders import step_folder
-from grpo.transport.receipts import Receipt
+from grpo.transport.receipts import WITNESS_SIZE, Receipt
 from grpo.transport.records import MicroBatch, PolicySpec
 from grpo.transport.run import RunFolder
 from grpo.transport.shared_base import ImportedBase
@@ -72,6 +74,8 @@ class Trainer:
         self._must_end = False
         self._metrics: dict[str, float] | None = None
         """Metrics of the last step; None before the first."""
+        self._witness = torch.zeros(2, WITNESS_SIZE, dtype=torch.float64)
+        """[2, 64] the newest step's, summed over its optimizer steps."""
         self._receipt: Receipt | None = None
         """Of the last step; None before the first of this start."""
 
@@ -154,7 +158,7 @@ class Trainer:
             counts_of(batches).loss_tokens,
         ]
         num_tokens, flops, num_loss_tokens = self._ranks.all_reduce_sum(counted)
-        self._receipt = Receipt(step=step, num_tokens=num_loss_tokens)
+        self._receipt = Receipt(step=step, num_tokens=num_loss_tokens, witness=witness_of(self._witness))
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = metrics | {
             "optim/learning_rate": rate,
@@ -208,12 +212,14 @@ class Trainer:
         size = self._settings.gradient_accumulation_steps or len(batches)
         parts = [batches[start : start + size] for start in range(0, len(batches), size)]
         untouched, states, first = True, list[dict[str, State]](), dict[str, State]()
+        shares = shares_of(parts, self._settings.loss, self._ranks, epochs=self._settings.ppo_epochs)
+        self._witness = torch.zeros_like(self._witness)
         for epoch in range(self._settings.ppo_epochs):
             self._objective.trained = (lambda *_: None) if epoch else self._traces.add
             states = []
-            for part in parts:
+            for part, of_witness in zip(parts, shares, strict=True):
                 try:
-                    states.append(self._optimizer_step(step, part, rate))
+                    states.append(self._optimizer_step(step, part, rate, of_witness))
                 except NonFiniteError as error:
                     raise self._refused(step, error, untouched=untouched) from error
                 if untouched:
@@ -221,9 +227,12 @@ class Trainer:
                 untouched = False
         return numbers_of(reduced(states) | first)
 
-    def _optimizer_step(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, State]:
+    def _optimizer_step(
+        self, step: int, batches: Sequence[MicroBatch], rate: float, shares: Shares
+    ) -> dict[str, State]:
         """Computes forward, loss and backward for each micro-batch, then one step of the optimizer."""
-        states = self._objective.accumulate(batches, step=step)
+        states = self._objective.accumulate(batches, step=step, shares=shares)
+        self._witness += self._objective.witness()
         if not math.isfinite(total := states["loss/total"][1]):
             raise NonFiniteError(f"the loss is {total}")
         norm = self._optimizer.step(learning_rate=rate)
