@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 from grpo.transport.errors import StorageError
-from grpo.transport.http import CanaryFigures
+from grpo.transport.http import LoadReport
 from grpo.transport.receipts import ExpectedWitness, Receipt
 
 _TABLES = """
@@ -36,8 +36,9 @@ CREATE TABLE IF NOT EXISTS pairs (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, taken_step INTEGER, record TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS proofs (
-    version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
-    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, proved_at REAL NOT NULL
+    version INTEGER NOT NULL, snapshot TEXT NOT NULL, server TEXT NOT NULL,
+    max_abs REAL NOT NULL, mean_abs REAL NOT NULL, base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL,
+    tolerance REAL NOT NULL, measure TEXT NOT NULL, proved_at REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT, finding TEXT);
 CREATE TABLE IF NOT EXISTS pools (
@@ -122,7 +123,7 @@ class Ledger:
         """Guards the database: other threads write to it."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(_TABLES)
+            self._database.executescript(f"BEGIN; {_TABLES} COMMIT;")  # a reader sees all of them or none
             self._num_pairs: int = self._database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
         except sqlite3.Error as error:
             self._database.close()
@@ -240,11 +241,14 @@ class Ledger:
 
     # --- versions ---
 
-    def proved(self, server: str, version: int, canary: CanaryFigures) -> None:
-        """A server has proved that it serves a version: how far its log-probabilities of the canary are from the
-        trainer's, in nats, and those of the base."""
-        gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs, canary.tolerance)
-        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (version, server, *gaps, time.time()))
+    def proved(self, server: str, report: LoadReport) -> None:
+        """A server has proved that it serves a version's snapshot: how far its log-probabilities of the canary are from
+        the trainer's, in nats, and those of the base."""
+        canary = report.canary
+        gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs)
+        allowed = (canary.tolerance, canary.measure)
+        row = (report.version, report.snapshot, server, *gaps, *allowed, time.time())
+        self._hand_over(f"INSERT INTO proofs VALUES ({', '.join('?' * len(row))})", row)
 
     # --- receipts ---
 
@@ -255,13 +259,21 @@ class Ledger:
             "INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, witness.to_json().decode())
         )
 
-    def received(self, receipt: Receipt, *, finding: str | None = None) -> None:
-        """The trainer's receipt of a step, and how its witness differs from the one that was expected, if it does."""
+    def received(
+        self, receipt: Receipt, *, finding: str | None = None, expected: ExpectedWitness | None = None
+    ) -> None:
+        """The trainer's receipt of a step, and how its witness differs from the one that was expected, if it does.
+        `expected`: the witness without the samples that the trainer dropped, if it did."""
         self._hand_over(
-            "INSERT INTO receipts (step, receipt, finding) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET "
-            "receipt = excluded.receipt, "
+            "INSERT INTO receipts (step, receipt, finding, expected) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+            "receipt = excluded.receipt, expected = coalesce(excluded.expected, expected), "
             "finding = iif(excluded.finding IS NULL, NULL, coalesce(finding, excluded.finding))",  # the first knew more
-            (receipt.step, receipt.to_json().decode(), finding),
+            (
+                receipt.step,
+                receipt.to_json().decode(),
+                finding,
+                None if expected is None else expected.to_json().decode(),
+            ),
         )
 
     def expected(self, step: int) -> ExpectedWitness | None:

@@ -5,7 +5,7 @@ Legend: `N` samples of a batch by id (rollouts, hints, preference pairs), `K` lo
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,22 +37,19 @@ def expected_witness(
         parts += _hint_tokens(hinted)
     if pairs and ramped(settings.beta_replay, step, settings.dpo.warmup_steps, settings.dpo.decay_steps):
         parts += [_pair_tokens(pair, 1 / len(pairs)) for pair in pairs]
-    sums: defaultdict[str, Numbers] = defaultdict(lambda: np.zeros(2))
+    sums: defaultdict[str, Numbers] = defaultdict(lambda: np.zeros(3))
     for part in parts:
         for row, one in enumerate(part.ids):
             sums[one] += part.sums[:, row]
-    kept = np.stack(list(sums.values())) if sums else np.zeros((0, 2))
-    presence, content = kept.T @ signs(list(sums))
-    return Expectation(
-        witness=ExpectedWitness(
-            presence=tuple(presence.tolist()),
-            content=tuple(content.tolist()),
-            presence_size=sum(part.sizes[0] for part in parts),
-            content_size=sum(part.sizes[1] for part in parts),
-        ),
-        ids=tuple(sums),
-        sums=kept,
-    )
+    kept = np.stack(list(sums.values())) if sums else np.zeros((0, 3))
+    sizes = sum(part.sizes[0] for part in parts), sum(part.sizes[1] for part in parts)
+    ids, of_samples = tuple(sums), kept[:, :2]
+    return Expectation(witness=_witness(ids, of_samples, sizes), ids=ids, sums=of_samples, shares=kept[:, 2])
+
+
+def _witness(ids: Sequence[str], sums: Numbers, sizes: tuple[float, float]) -> ExpectedWitness:
+    presence, content = (tuple(row.tolist()) for row in sums.T @ signs(ids))
+    return ExpectedWitness(presence=presence, content=content, presence_size=sizes[0], content_size=sizes[1])
 
 
 class _Tokens(NamedTuple):
@@ -61,7 +58,7 @@ class _Tokens(NamedTuple):
     ids: Sequence[str]
     """[n]"""
     sums: Numbers
-    """[2, n] presence and content."""
+    """[3, n] presence, content, and the samples' shares of the normaliser, which add up to 1 over a loss term."""
     sizes: tuple[float, float]
     """Sums of |weight| and of |weight · advantage| of all their tokens."""
 
@@ -85,9 +82,10 @@ def _policy_tokens(samples: Sequence[TrainingSample], settings: LossSettings) ->
     of_ids = token_values(token_ids[targets], token_ids[targets - 1], places - 1, adapters)
     values = weights[of_tokens] * advantages
     content = np.bincount(of_tokens, values * of_ids, minlength=len(samples))
+    shares = num_tokens if settings.normaliser == "token" else num_tokens > 0
     return _Tokens(
         [sample.rollout_id for sample in samples],
-        np.stack([weights * num_tokens, content]),
+        np.stack([weights * num_tokens, content, shares / max(1, shares.sum())]),
         (float(weights @ num_tokens), float(np.abs(values).sum())),
     )
 
@@ -106,7 +104,8 @@ def _hint_tokens(hinted: Sequence[TrainingSample]) -> Iterator[_Tokens]:
         both = (sample.token_ids, hint.student_index), (hint.teacher_token_ids, hint.teacher_index)
         content = weight * sum(_value_sum(ids, places, sample.adapter) for ids, places in both)
         sizes = abs(weight) * count, 2 * abs(weight) * count
-        yield _Tokens([hint_id(sample.rollout_id)], np.array([[weight * count], [content]]), sizes)
+        sums = np.array([[weight * count], [content], [count / num_tokens]])
+        yield _Tokens([hint_id(sample.rollout_id)], sums, sizes)
 
 
 def _pair_tokens(pair: PreferencePair, weight: float) -> _Tokens:
@@ -116,7 +115,7 @@ def _pair_tokens(pair: PreferencePair, weight: float) -> _Tokens:
         ids = np.concatenate([pair.prompt_ids, continuation])
         content += factor * _value_sum(ids, np.arange(len(pair.prompt_ids), len(ids)), pair.adapter)
         num_tokens += len(continuation)
-    sums = np.array([[weight * num_tokens], [weight * content]])
+    sums = np.array([[weight * num_tokens], [weight * content], [weight]])
     return _Tokens([pair_id(pair)], sums, (weight * num_tokens, weight * num_tokens))
 
 
@@ -175,8 +174,23 @@ class Expectation:
     """[N]"""
     sums: Numbers
     """[N, 2] presence and content of each sample: its signs times these are its part of the witness."""
+    shares: Numbers
+    """[N] each sample's share of the normaliser of its loss term."""
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Rank and micro-batch by id, of those that are in one alone."""
+
+    def without(self, rollouts: Sequence[str]) -> "Expectation":
+        """Returns what the gradients must show where the trainer has left out these rollouts, and their hints: the
+        others have the more weight."""
+        left_out = np.array([one.removeprefix(hint_id("")) in set(rollouts) for one in self.ids], np.bool_)
+        hints = np.array([one.startswith(hint_id("")) for one in self.ids], np.bool_)
+        sums = self.sums.copy()
+        for of_term in (hints, ~hints & np.array([not one.startswith("pair ") for one in self.ids], np.bool_)):
+            rest = 1 - self.shares[of_term & left_out].sum()
+            sums[of_term] /= rest if rest > 1e-9 else 1.0
+        sums[left_out] = 0.0
+        sizes = self.witness.presence_size, self.witness.content_size
+        return replace(self, sums=sums, witness=_witness(self.ids, sums, sizes))
 
     def explain(self, found: Witness, *, others: Sequence[str] = ()) -> list[Finding]:
         """Returns how the gradients differ, by the samples' signs: first whether whole samples count otherwise (all,

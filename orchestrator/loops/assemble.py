@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from grpo.configs.rollouts import fewest_rollouts
@@ -21,6 +21,7 @@ from grpo.orchestrator.sink import RolloutSink
 from grpo.orchestrator.startup import Ready
 from grpo.orchestrator.witness import expected_witness, placed
 from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.records import Tolerance
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class Assembling:
     sleep: SleepScheduler | None
     """In sleep mode."""
     sender: BatchSender
+    tolerances: Mapping[str, Tolerance]
+    """What each server's log-probabilities are held to."""
     _little_spread: bool = field(default=False, init=False)
     """In the newest batch."""
 
@@ -76,6 +79,7 @@ class Assembling:
             run_id=self.ready.run.run_id,
             step=step,
             pairs=pairs,
+            tolerances=dict(self.tolerances),
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         self._warn_of_little_spread(step, of_batch["reward/groups_without_spread"])

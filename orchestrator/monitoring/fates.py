@@ -105,15 +105,20 @@ class Fates:
     def received(self, receipt: Receipt) -> str | None:
         """Keeps the trainer's receipt of a step. Returns how the witness of its gradients differs from what the batch's
         samples give; None where it does not, or where there is nothing to compare. Raises CorruptError."""
-        step, finding = receipt.step, None
+        step, finding, fewer = receipt.step, None, None
         batch = self._expected.get(step)
-        expected = self.ledger.expected(step) if batch is None else batch.witness
+        if batch is not None and receipt.dropped:
+            batch = batch.without(receipt.dropped)
+            fewer = batch.witness
+        expected = batch.witness if batch is not None else self.ledger.expected(step)
+        if batch is None and receipt.dropped:
+            expected = None
         if expected is not None and receipt.witness is not None and differs(expected, receipt.witness):
             finding = "its samples are not known any more, by which it could be told how"
             if batch is not None:
-                others = [one for other in self._expected.values() if other is not batch for one in other.ids]
+                others = [one for other in self._expected.values() for one in other.ids if other.ids != batch.ids]
                 finding = sentence(batch.explain(receipt.witness, others=others))
-        self.ledger.received(receipt, finding=finding)
+        self.ledger.received(receipt, finding=finding, expected=fewer)
         for old in [old for old in self._expected if old <= step - _KEPT_BATCHES]:
             del self._expected[old]
         return finding
