@@ -147,7 +147,7 @@ class Trainer:
         rate = learning_rate(step, self._settings) * signal_factor(signal, self._settings.little_signal)
         with timed(self._times_s, "train"), while_exported(self._imported):
             metrics = self._optimizer_steps(step, batches, rate)
-        self._traces.write(step)
+        self._traces.write(step, {batch.rank for batch in batches})
         counted = [
             sum(len(batch.token_ids) for batch in batches),
             int(step_flops(self._policy, batches, self._settings.loss)),
