@@ -21,7 +21,7 @@ BUDGETS = {
 }
 """How many lines of Python a folder may have, without the folders below it that have a budget of their own."""
 TOTAL = 34_500
-BESIDE = {"tests": 26_000, "benchmarks": 2_500, "tools": 800}
+BESIDE = {"tests": 26_000, "benchmarks": 4_000, "tools": 800}
 """What is no product code, and how many lines it should have."""
 PAGE = ("grpo/view/static/*.*", 2_000)
 """HTML, CSS and JavaScript of the page, without what is vendored, and how many lines they may have."""

@@ -7,7 +7,7 @@ its engine, the trainer, the orchestrator, an environment's process and the laun
 it starts again; after a kill of the launcher itself the same command is given again.
 
 Claims: the run comes to its last step; every rollout that was issued has one fate and each step its own rollouts
-(`grpo ledger --check`); no process and nothing in /dev/shm is left, after a launcher was killed and at the end.
+(`grpo prove`); no process and nothing in /dev/shm is left, after a launcher was killed and at the end.
 With `--same`, one more run of one sampling order is compared with one that nobody interrupts, bit for bit.
 """
 
@@ -59,7 +59,7 @@ def killed_run(
                 launched = Launched(folder, *words)
         code, errors = launched.end()
         assert code == 0, errors
-        done("ledger", folder, "--check")
+        done("prove", folder)
         until(lambda: not shared() - before, log=lambda: str(shared() - before))
     finally:
         launched.close()

@@ -18,6 +18,7 @@ from grpo.transport.parent import end_with_starter
 
 COMMANDS = {
     "status": "what each program of a run is doing, and who waits for whom",
+    "prove": "what is proved of a run: versions, tokens, gradients, rollouts, files; one exit code",
     "ledger": "what became of a prompt, a group, a rollout, and what trained a step",
     "view": "runs in a browser: curves, timeline, every rollout token by token, live",
     "launch": "a run over the machines of a cluster: starts it, shows how it stands, ends it",

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from grpo.transport.errors import StorageError
 from grpo.transport.http import CanaryFigures
-from grpo.transport.receipts import Receipt, Witness
+from grpo.transport.receipts import ExpectedWitness, Receipt
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -37,9 +37,10 @@ CREATE TABLE IF NOT EXISTS pairs (
 );
 CREATE TABLE IF NOT EXISTS proofs (
     version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
-    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, proved_at REAL NOT NULL
+    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, measure TEXT NOT NULL,
+    proved_at REAL NOT NULL
 );
-CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT);
+CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT, finding TEXT);
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
 ) WITHOUT ROWID;
@@ -122,7 +123,7 @@ class Ledger:
         """Guards the database: other threads write to it."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(_TABLES)
+            self._database.executescript(f"BEGIN; {_TABLES} COMMIT;")  # a reader sees all of them or none
             self._num_pairs: int = self._database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
         except sqlite3.Error as error:
             self._database.close()
@@ -243,22 +244,32 @@ class Ledger:
     def proved(self, server: str, version: int, canary: CanaryFigures) -> None:
         """A server has proved that it serves a version: how far its log-probabilities of the canary are from the
         trainer's, in nats, and those of the base."""
-        gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs, canary.tolerance)
-        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (version, server, *gaps, time.time()))
+        gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs)
+        row = (version, server, *gaps, canary.tolerance, canary.measure, time.time())
+        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     # --- receipts ---
 
-    def expects(self, step: int, witness: Witness) -> None:
+    def expects(self, step: int, witness: ExpectedWitness) -> None:
         """Batch `step` is about to leave, in whose transaction this is written: the witness that its gradients must
         show."""
-        self._hand_over("INSERT OR REPLACE INTO receipts VALUES (?, ?, NULL)", (step, witness.to_json().decode()))
-
-    def received(self, receipt: Receipt) -> None:
-        """The trainer's receipt of a step."""
         self._hand_over(
-            "INSERT INTO receipts VALUES (?, NULL, ?) ON CONFLICT DO UPDATE SET receipt = excluded.receipt",
-            (receipt.step, receipt.to_json().decode()),
+            "INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, witness.to_json().decode())
         )
+
+    def received(self, receipt: Receipt, *, finding: str | None = None) -> None:
+        """The trainer's receipt of a step, and how its witness differs from the one that was expected, if it does."""
+        self._hand_over(
+            "INSERT INTO receipts (step, receipt, finding) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET "
+            "receipt = excluded.receipt, finding = excluded.finding",
+            (receipt.step, receipt.to_json().decode(), finding),
+        )
+
+    def expected(self, step: int) -> ExpectedWitness | None:
+        """Returns the witness that the gradients of batch `step` must show; None where no batch of it has left. Raises
+        CorruptError."""
+        rows = self._read("SELECT expected FROM receipts WHERE step = ? AND expected IS NOT NULL", step)
+        return ExpectedWitness.from_json(rows[0][0]) if rows else None
 
     # --- easy and hard examples ---
 

@@ -2,18 +2,20 @@
 
 import json
 import math
+import os
 import sqlite3
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from grpo.orchestrator.ledger import LEDGER_FILE, STATES, RolloutRow
 from grpo.transport.errors import CorruptError, UserError
-from grpo.transport.receipts import Receipt, Witness
+from grpo.transport.receipts import ExpectedWitness, Receipt
 
 _BUSY_S = 5.0
 _PROGRESS_STEPS = 10_000
@@ -31,21 +33,42 @@ _FAULTS = {
 _SAME_IN_A_GROUP = ("env", "example", "version", "step")
 
 
+class NoRollouts(UserError):
+    """There is no ledger, or none that a rollout was ever in: the orchestrator has not begun."""
+
+
 @contextmanager
 def open_ledger(folder: Path, *, limit_s: float = math.inf) -> Iterator["LedgerReader"]:
     """Opens the ledger of the run in `folder` for reading. Queries that take longer than `limit_s` altogether raise
-    sqlite3.OperationalError. Raises `UserError` where there is no ledger, or not of this release."""
+    sqlite3.OperationalError. Raises `NoRollouts` where there is no ledger, and `UserError` for one that is not of this
+    release."""
     path = folder / LEDGER_FILE
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
-    # Without a writer there is no write-ahead log, and then nothing need be created for reading.
-    mode = "mode=ro" if path.with_name(f"{LEDGER_FILE}-wal").exists() else "mode=ro&immutable=1"
-    database = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=_BUSY_S)
+        raise NoRollouts(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
+    with ExitStack() as stack:
+        # Without a writer there is no write-ahead log, and then nothing need be created for reading.
+        is_open = path.with_name(f"{LEDGER_FILE}-wal").exists()
+        if is_open and not os.access(folder, os.W_OK):  # a copy of a run that has not ended
+            path = _copied(path, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-ledger-"))))
+        mode = "mode=ro" if is_open else "mode=ro&immutable=1"
+        yield from _opened(f"{path.absolute().as_uri()}?{mode}", path, limit_s)
+
+
+def _copied(path: Path, to: Path) -> Path:
+    """Copies a ledger with its write-ahead log to a folder in which the log's index can be made."""
+    for file in path.parent.glob(f"{path.name}*"):
+        if not file.name.endswith("-shm"):
+            (to / file.name).write_bytes(file.read_bytes())
+    return to / path.name
+
+
+def _opened(address: str, path: Path, limit_s: float) -> Iterator["LedgerReader"]:
+    database = sqlite3.connect(address, uri=True, timeout=_BUSY_S)
     deadline_s = time.monotonic() + limit_s
     database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
     try:
         if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
-            raise UserError(f"{path} has no rollouts yet; the orchestrator has only begun")
+            raise NoRollouts(f"{path} has no rollouts yet; the orchestrator has only begun")
         yield LedgerReader(database)
     except sqlite3.DatabaseError as error:
         if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):
@@ -70,19 +93,24 @@ class LedgerReader:
 
     # --- receipts ---
 
-    def receipts(self) -> dict[int, tuple[Witness | None, Receipt | None]]:
+    def receipts(self) -> dict[int, tuple[ExpectedWitness | None, Receipt | None]]:
         """Returns by step the witness that was expected and the trainer's receipt, None for what is not there yet.
         Raises `UserError` for a row that is damaged."""
         try:
             return {
                 step: (
-                    None if expected is None else Witness.from_json(expected),
+                    None if expected is None else ExpectedWitness.from_json(expected),
                     None if receipt is None else Receipt.from_json(receipt),
                 )
                 for step, expected, receipt in self._rows("SELECT step, expected, receipt FROM receipts ORDER BY step")
             }
         except CorruptError as error:
             raise UserError(f"{LEDGER_FILE} has a damaged receipt: {error}") from None
+
+    def findings(self) -> dict[int, str]:
+        """Returns by step how the trainer's witness differed from the one that was expected, where it did, as it was
+        found while the batch's samples were known."""
+        return dict(self._rows("SELECT step, finding FROM receipts WHERE finding IS NOT NULL ORDER BY step"))
 
     # --- fates ---
 
@@ -171,8 +199,9 @@ class LedgerReader:
     # --- versions and pairs ---
 
     def proofs(self) -> list[dict[str, Any]]:
-        """Returns the canary's figures of each proof, by version and server."""
-        names = ("version", "server", "max_abs", "mean_abs", "base_max_abs", "base_mean_abs", "tolerance")
+        """Returns the canary's figures of each proof, by version and server. `measure` names the figure that the
+        tolerance is for."""
+        names = ("version", "server", "max_abs", "mean_abs", "base_max_abs", "base_mean_abs", "tolerance", "measure")
         rows = self._rows(f"SELECT {', '.join(names)} FROM proofs ORDER BY version, server")
         return [dict(zip(names, row, strict=True)) for row in rows]
 

@@ -44,6 +44,7 @@ from grpo.orchestrator.startup import Ready, get_ready, keys_of_run, make_enviro
 from grpo.orchestrator.workers.pool import WorkerPool
 from grpo.transport.batches.channel import open_sender
 from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.digests import write_digests
 from grpo.transport.hidden import hide_environment
 from grpo.transport.status import FINISHED, StatusFile, read_status
 from grpo.transport.weights.identity import base_identity, resolve_model
@@ -109,6 +110,7 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         reporter = Reporter(ready.run, settings.report_to)
         alone.callback(reporter.end, None)
         summary = await _train(settings, ready, watch, sync, environments, reporter, began_s=began_s)
+        await in_thread(partial(write_digests, ready.run.path, run_id=ready.run.run_id))
         watching.cancel()
     return summary
 

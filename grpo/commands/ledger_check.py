@@ -1,17 +1,17 @@
-"""`grpo ledger RUN --check`: whether a ledger agrees with itself, with the metrics of its steps, the batches and traces
-on disk, and the summary."""
+"""A part of `grpo prove`: whether a ledger agrees with itself, with the metrics of its steps, the batches and traces on
+disk, and the summary."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo.orchestrator.ledger_reader import LedgerReader
-from grpo.run_files import REWARD, STEP, SUMMARY_FILE, ProgramStatus, metrics, orch_settings, read, read_run
+from grpo.run_files import REWARD, STEP, SUMMARY_FILE, orch_settings, read
 from grpo.transport.folders import steps_in
-from grpo.transport.status import FINISHED
+from grpo.transport.run import RunFile
 
 MAX_SHOWN = 10
 """Violations of one kind that are listed; the rest are counted."""
@@ -33,16 +33,13 @@ class _Checked:
     summary: Mapping[str, Any] | None
 
 
-def check(folder: Path, ledger: LedgerReader) -> dict[str, list[str]]:
-    """The violations that each check has found. Those that only hold of a finished run are left out before its end: one
-    that was ended early may be resumed, and has open ends. Raises `NoRun`."""
-    # A living run goes on meanwhile: the metrics of a step are written after its rollouts have left.
-    steps = [record for record in metrics(folder) if REWARD in record]
-    orch = read(folder / "status" / "orch.json", ProgramStatus)
-    # The orchestrator writes the rest of the ledger last.
-    finished = orch is not None and orch.state == FINISHED and orch.alive is not True
-    run = read_run(folder)
-    ledger.freeze()
+def check(
+    folder: Path, run: RunFile, records: Sequence[Mapping[str, float]], ledger: LedgerReader, *, finished: bool
+) -> dict[str, list[str]]:
+    """Returns the violations that each check has found. Those that only hold of a finished run are left out before its
+    end: one that was ended early may be resumed, and has open ends. `records` are the lines of `metrics.jsonl`; the
+    ledger must have been frozen after they were read, because a step's line is written after its rollouts have left."""
+    steps = [record for record in records if REWARD in record]
     checked = _Checked(
         folder=folder,
         run_id=run.run_id,

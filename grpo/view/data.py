@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.commands.ledger import totals
-from grpo.commands.ledger_check import check
 from grpo.commands.status import as_fields, run_status
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
+from grpo.proofs import prove
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
 from grpo.transport.errors import UserError
 from grpo.transport.run import RUN_FILE, code_changes
@@ -240,14 +239,8 @@ def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) ->
 
 
 def proof(run: Path) -> dict[str, Any]:
-    """Returns the fates of the rollouts, the ledger's checks, and the canary's differences by version and server;
-    nothing before there is a ledger."""
-    if not (run / LEDGER_FILE).exists():
-        return {"totals": {"states": {}, "dropped": {}}, "checks": {}, "proofs": []}
-    with open_ledger(run, limit_s=_CHECK_S) as ledger:
-        counted, proofs = totals(ledger).fields, ledger.proofs()
-    with open_ledger(run, limit_s=_CHECK_S) as ledger:
-        return {"totals": counted, "checks": check(run, ledger), "proofs": proofs}
+    """Returns the page of `grpo prove`."""
+    return prove(run, limit_s=_CHECK_S).as_fields()
 
 
 def pairs_of(run: Path, rollout: str) -> list[dict[str, Any]]:

@@ -113,4 +113,4 @@ def test_three_machines_without_a_shared_loopback_and_a_server_without_the_runs_
     copies = sorted(path.name for path in (tmp_path / "server" / "fetched").glob("*/step_*"))
     assert copies[-1] == f"step_{NUM_STEPS:06d}"
     assert not (tmp_path / "server" / "run.json").exists()
-    done("ledger", tmp_path / "run", "--check")
+    done("prove", tmp_path / "run")

@@ -96,7 +96,7 @@ def test_metrics_logs_status_and_ledger_are_there(run: Run) -> None:
     assert all((run.folder / "logs" / f"{name}.log").stat().st_size > 0 for name in ("infer", "orch", "train"))
     status = done("status", run.folder)
     assert len(re.findall(rf"grpo-(?:orch|train) +finished in step {NUM_STEPS}", status)) == 2
-    done("ledger", run.folder, "--check")
+    done("prove", run.folder)
 
 
 def test_a_finished_run_is_left_as_it_is_and_with_resume_never_it_is_refused(run: Run) -> None:
@@ -117,7 +117,7 @@ def test_a_finished_run_goes_back_to_a_step_and_on_to_its_end_as_before(run: Run
     assert sorted(path.name for path in (aside / "broadcasts").iterdir())[-1] == f"step_{NUM_STEPS:06d}"
     assert [line["progress/step"] for line in again.steps] == list(range(1, NUM_STEPS + 1))
     assert again.summary["versions_served"][-1] == again.summary["steps"] == NUM_STEPS
-    done("ledger", again.folder, "--check")
+    done("prove", again.folder)
     for key in ("perf/generate_tokens", "reward/mean"):
         assert again.steps[CHECKPOINT][key] == run.steps[CHECKPOINT][key]
     first = f"broadcasts/step_{CHECKPOINT + 1:06d}/canary.json"

@@ -1,4 +1,4 @@
-"""`grpo ledger --check`: what must agree, and that each disagreement is found."""
+"""What of a ledger must agree with what, as `grpo prove` checks it, and that each disagreement is found."""
 
 import json
 import shutil
@@ -6,10 +6,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.run import orchestrate
 
-from grpo.commands.ledger_check import check
+from grpo.proofs import prove
 from tests.grpo.run_folder import finish, found, gone_pid, grpo, says, write_ledger, write_metrics
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
@@ -37,8 +36,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def violations(run: Path) -> dict[str, list[str]]:
-    with open_ledger(run) as ledger:
-        return {name: found for name, found in check(run, ledger).items() if found}
+    [part] = [part for part in prove(run).parts if part.name == "rollouts"]
+    return {name: found for name, found in part.facts["checks"].items() if found}
 
 
 def change(run: Path, statement: str) -> None:
@@ -47,9 +46,10 @@ def change(run: Path, statement: str) -> None:
 
 
 def test_a_run_in_which_everything_agrees_passes(run: Path) -> None:
-    done = grpo("ledger", run, "--check", "--json")
-    assert done.returncode == 0
-    assert tuple(json.loads(done.stdout)["checks"]) == ALL
+    done = grpo("prove", run, "--json")
+    assert done.returncode == 0, done.stdout
+    [rollouts] = [part for part in json.loads(done.stdout)["parts"] if part["name"] == "rollouts"]
+    assert tuple(rollouts["facts"]["checks"]) == ALL
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_run_in_which_everything_agrees_passes(run: Path) -> None:
 def test_each_disagreement_is_found(run: Path, statement: str, violated: str) -> None:
     change(run, statement)
     assert violated in violations(run)
-    assert grpo("ledger", run, "--check").returncode == 1
+    assert grpo("prove", run).returncode == 1
 
 
 def test_a_step_that_is_missing_is_found(run: Path) -> None:

@@ -202,13 +202,33 @@ export function EvaluationPage({ run, query }) {
 export function ProofPage({ run }) {
   const state = useAnswer(`runs/${encodeURIComponent(run)}/proof`, run);
   const about = useAnswer(`runs/${encodeURIComponent(run)}`, run);
-  return html`<h1>${run}: proof</h1><${Tabs} run=${run} here="proof" traced=${about.value?.traced} /><${Answer} state=${state}>${(told) => html`
-<h2>Fate of every rollout</h2>
-      <table><tbody>${Object.entries(told.totals.states).map(([name, num]) => html`<tr key=${name}><td>${name}</td><td>${figure(num)}</td></tr>`)}
-      ${Object.entries(told.totals.dropped).map(([name, num]) => html`<tr key=${`dropped ${name}`}><td class="quiet">dropped: ${name}</td><td>${figure(num)}</td></tr>`)}</tbody></table>
-      <h2>Checks of the ledger</h2><ul class="checks">${Object.entries(told.checks).map(([name, found]) => html`<li key=${name} class=${found.length ? "bad" : "good"}>
+  return html`<h1>${run}: proof</h1><${Tabs} run=${run} here="proof" traced=${about.value?.traced} /><${Answer} state=${state}>${(page) => {
+    const facts = Object.fromEntries(page.parts.map((part) => [part.name, part.facts]));
+    return html`<p class=${page.broken.length ? "bad" : page.unproved.length ? "" : "good"} role="status"><b>${page.verdict}</b></p>
+      <p class="quiet">Run ${page.run_id}, ${page.state}, step ${figure(page.step)}${page.max_steps === null ? "" : ` of ${figure(page.max_steps)}`}. The same page: <code>grpo prove</code> on the run's folder or a copy of it.</p>
+      <table class="proof"><tbody>${page.parts.map((part) => html`<tr key=${part.name}><th scope="row">${part.name}</th>
+        <td class=${part.broken.length ? "bad" : part.unproved.length ? "quiet" : "good"}>${part.broken.length ? "✗" : part.unproved.length ? "○" : "✓"}<span class="hidden"> ${part.broken.length ? "broken" : part.unproved.length ? "in part" : "proved"}</span></td>
+        <td>${part.summary}</td></tr>`)}</tbody></table>
+      <${Found} title="Broken" what="broken" found=${page.broken} /><${Found} title="Unproved" what="quiet" found=${page.unproved} />
+      <h2>Fate of every rollout</h2>
+      <table><tbody>${Object.entries(facts.rollouts.states ?? {}).map(([name, num]) => html`<tr key=${name}><td>${name}</td><td>${figure(num)}</td></tr>`)}
+      ${Object.entries(facts.rollouts.dropped ?? {}).map(([name, num]) => html`<tr key=${`dropped ${name}`}><td class="quiet">dropped: ${name}</td><td>${figure(num)}</td></tr>`)}</tbody></table>
+      <h2>Checks of the ledger</h2><ul class="checks">${Object.entries(facts.rollouts.checks ?? {}).map(([name, found]) => html`<li key=${name} class=${found.length ? "bad" : "good"}>
         ${found.length ? "✗" : "✓"} ${name}${found.length ? html`<ul>${found.map((one) => html`<li>${one}</li>`)}</ul>` : ""}</li>`)}</ul>
-    ${told.proofs.length > 0 && html`<${Canary} proofs=${told.proofs} />`}`}<//>`;
+      ${facts.versions.canaries?.length > 0 && html`<${Canary} proofs=${facts.versions.canaries} />`}
+      <${Digests} title="Versions on disk" files=${facts.versions.files} /><${Digests} title="Batches on disk" files=${facts.batches.files} />
+      <${Digests} title="Code of the user" files=${facts.code.files} />`;
+  }}<//>`;
+}
+
+function Found({ title, what, found }) {
+  return found.length > 0 && html`<h2>${title}</h2><ul class="findings">${found.map((one) => html`<li key=${one} class=${what === "broken" ? "bad" : ""}>${one}</li>`)}</ul>`;
+}
+
+function Digests({ title, files }) {
+  const rows = Object.entries(files ?? {});
+  return rows.length > 0 && html`<details><summary>${title} (${rows.length}), with their digests</summary><div class="scroll"><table><tbody>
+    ${rows.map(([name, digest]) => html`<tr key=${name}><td>${name}</td><td><code>${digest}</code></td></tr>`)}</tbody></table></div></details>`;
 }
 
 // How far each server's log-probabilities of the canary were from the trainer's.

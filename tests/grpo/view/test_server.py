@@ -75,8 +75,9 @@ def test_timeline_and_proof_are_told(view: Served) -> None:
     assert [lane["who"] for lane in told["lanes"]] == ["grpo-infer http://127.0.0.1:1", "grpo-train"]
     assert told["lanes"][1]["busy"] == pytest.approx(6 * 0.4 / 5.9)
     told = view.json("runs/one/proof")
-    assert told["totals"]["states"] == {"trained": 96}
-    assert [one["max_abs"] for one in told["proofs"] if one["version"] == 2] == [2e-5, 2e-5]
+    facts = {part["name"]: part["facts"] for part in told["parts"]}
+    assert facts["rollouts"]["states"] == {"trained": 96}
+    assert [one["max_abs"] for one in facts["versions"]["canaries"] if one["version"] == 2] == [2e-5, 2e-5]
 
 
 @pytest.mark.parametrize(
