@@ -6,7 +6,7 @@
 Each fault is a small patch to a running program, behind a seam that only this benchmark opens: benchmarks/seam. A run
 with one is a whole `grpo` run of the embedded model with real vLLM, 8 to 30 steps, on one server or two and one rank or
 two, at the product's own settings. Then it is seen what noticed the fault (an exit code other than 0 or a warning, by
-the part that says it, then `grpo ledger --check` and `grpo prove`), in which step, and what it said.
+the part that says it, then by `grpo prove`), in which step, and what it said.
 
 Claims (`--check`): a fault that touches every rollout is noticed within 2 steps from where it acts; one that touches a
 share p of them within the steps that the share of proofs promises with 99 % (docs/proofs.md). Faults of `UNNOTICED`
@@ -15,8 +15,8 @@ are those of which the documentation says that nothing sees them.
 With `--healthy` N steps are made of runs without any fault, short ones of many kinds and a long one, of which none may
 be warned of.
 
-With `--results` each fault's result is kept in a file, and a fault that is in it is not run again; `--table` prints the
-documentation's table from it.
+With `--results` each fault's result is kept in a file, and a fault that is in it is not run again. `--table` writes
+docs/faults.md from benchmarks/faults.json.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from typing import Any
 
 from grpo.orchestrator.ledger_reader import open_ledger
 
+from benchmarks import faults_trl
 from benchmarks.kills import killed_run
 from benchmarks.report import parser, report
 from benchmarks.seam.silent_faults import FAULTS, MARKS, Fault, by_name
@@ -45,8 +46,14 @@ from tests.e2e.scripted_teachers import scripted_teachers
 from tests.support import options
 
 SEAM = ROOT / "benchmarks/seam"
+RESULTS = ROOT / "benchmarks/faults.json"
+"""The results that the documentation's table shows."""
+PAGE = ROOT / "docs/faults.md"
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 LIMIT_S = 300.0
 """How long a run may take."""
+MAX_SAID = 240
+"""Characters of a sentence that are kept."""
 SMALL: dict[str, object] = {
     "max_steps": 8,
     "restarts": 0,
@@ -55,7 +62,13 @@ SMALL: dict[str, object] = {
     "orch.eval.num_examples": 8,
 }
 ADAPTERS = '["solver", "proposer"]'
-ROLES = {"id": "proposer-solver", "name": "play", "args": {"num_solvers": 4}, "adapters": {"Proposer": "proposer"}}
+PROMPTS = {"proposer_prompt": "Ask a sum like {question}.", "solver_prompt": "Compute: {question}"}
+ROLES = {
+    "id": "proposer-solver",
+    "name": "play",
+    "args": {"num_solvers": 4, **PROMPTS},
+    "adapters": {"Proposer": "proposer"},
+}
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "plain": ("configs/quickstart", {}),
     "two servers": ("configs/quickstart", {"infer_replicas": 2}),
@@ -172,11 +185,10 @@ def noticed(folder: Path, code: int, said: str) -> dict[str, Any]:
             return {"by": part, "step": step_in(line, done), "said": sentence(line)}
     if code:
         return {"by": "exit code", "step": done + 1, "said": said[-2000:]}
-    for command, part in (("ledger", "ledger check"), ("prove", "grpo prove")):
-        exit_code, checked = grpo([command, str(folder), *(["--check"] if command == "ledger" else [])], {})
-        if exit_code == 1:
-            line = next((one for one in checked.splitlines() if re.search(r"step \d", one)), checked[-300:])
-            return {"by": part, "step": done, "said": sentence(line)}
+    exit_code, page = grpo(["prove", str(folder)], {})
+    if exit_code == 1:
+        line = page.partition("BROKEN:")[2].strip().partition("\n")[0].removeprefix("- ")
+        return {"by": "grpo prove", "step": done, "said": sentence(line)}
     return {"by": None, "step": None, "said": ""}
 
 
@@ -198,8 +210,12 @@ def step_in(line: str, done: int) -> int:
 
 def sentence(line: str) -> str:
     """Returns a line without its time and its logger's name, and no more than a sentence of it."""
-    plain = re.sub(r"^.*? (?:WARNING|ERROR|CRITICAL) \S+: |^.*?\berror: ", "", line.strip())
-    return plain if len(plain) < 300 else plain[:297] + "..."
+    plain = re.sub(
+        r"^.*? (?:WARNING|ERROR|CRITICAL) \S+: |^.*?\berror: |^grpo-\w+ ended with exit code \d+: ", "", line.strip()
+    )
+    plain = re.sub(r"/\S*?/run/", "RUN/", re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", plain))
+    first = re.split(r"\. (?=[A-Z])|; see |; so are ", plain)[0]
+    return first if len(first) < MAX_SAID else first[: MAX_SAID - 3] + "..."
 
 
 def first_step(fault: Fault, folder: Path) -> int:
@@ -328,17 +344,52 @@ def check_healthy(given: argparse.Namespace) -> int:
 # --- the table ---
 
 
+METRIC = "a metric"
+TRL = {
+    **dict.fromkeys(
+        (
+            *("base-for-all", "base-for-a-tenth", "base-when-decoding", "version-before", "slot-taken-over"),
+            *("temperature-ignored", "top-p-applied", "logprobs-shifted", "answer-of-another", "zero-modules"),
+            *("q-and-k-swapped", "scale-lost", "scale-doubled", "scale-of-rslora", "rank-dropped", "another-base"),
+            *("last-layer-missing", "bf16-for-fp32", "mask-shifted", "logprobs-bf16", "prompt-retokenised"),
+            *("version-lags", "published-before-step", "published-after-next", "file-of-version-before"),
+            *("trainer-ignores-temperature", "positions-run-on", "version-bit"),
+        ),
+        METRIC,
+    ),
+    **dict.fromkeys(
+        (
+            *("base-on-one-server", "base-on-one-route", "another-adapter", "noise-not-sampled", "batch-before"),
+            *("noise-of-another-stage", "versions-joined", "adapter-label-lost", "temperature-label-lost", "batch-bit"),
+            "first-ranks-batch",
+        ),
+        "-",
+    ),
+    "logprobs-raw": "a warning at the start",
+}
+"""What TRL 1.16 has for a fault, by its source; "nothing" where it is not in here."""
+
+
 def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the documentation's table."""
-    yield "| fault | run | noticed by | steps | what it said |"
-    yield "|---|---|---|---|---|"
+    """Yields the lines of the documentation's table."""
+    yield "| fault | run | noticed by | steps | what it said | TRL 1.16 |"
+    yield "|---|---|---|---|---|---|"
     for fault in FAULTS:
         if (found := results.get(fault.name)) is None:
             continue
         about = f"`{fault.name}`: {fault.about}" + (f" ({fault.elsewhere})" if fault.elsewhere else "")
-        by = found["by"] or "**nothing**"
-        said = found["said"].replace("|", "\\|").split("\n")[0]
-        yield f"| {about} | {fault.run} | {by} | {found.get('steps', '')} | {said} |"
+        by, said = found["by"] or "**nothing**", found["said"].replace("|", "\\|").split("\n")[0]
+        steps = "" if found["by"] is None else f"{found['steps']} of {steps_promised(fault.share)}"
+        trl = TRL.get(fault.name, "nothing") + (", run" if fault.name in faults_trl.FAULTS else "")
+        yield f"| {about} | {fault.run} | {by} | {steps} | {said} | {trl} |"
+
+
+def write_page() -> None:
+    """Writes the table of `RESULTS` into the documentation."""
+    text = PAGE.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    lines = "".join(f"{line}\n" for line in table(json.loads(RESULTS.read_text())))
+    PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}")
 
 
 def main() -> int:
@@ -347,7 +398,7 @@ def main() -> int:
     command.add_argument("--only", nargs="+", metavar="NAME", choices=sorted(by_name()), help="these faults alone")
     command.add_argument("--results", type=Path, metavar="FILE", help="keep results here, and run what is not in it")
     command.add_argument("--list", action="store_true", help="list the faults")
-    command.add_argument("--table", action="store_true", help="print the table of the results that are there")
+    command.add_argument("--table", action="store_true", help="write docs/faults.md from benchmarks/faults.json")
     command.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the runs here")
     command.add_argument("--healthy", type=int, metavar="N", help="make N healthy steps instead, and count alarms")
     given = command.parse_args()
@@ -361,7 +412,7 @@ def main() -> int:
             print(f"{fault.name:28} {fault.run:12} {fault.about}")
         return 0
     if given.table:
-        print("\n".join(table(results)))
+        write_page()
         return 0
     chosen = [fault for fault in FAULTS if not given.only or fault.name in given.only]
     for fault in chosen:

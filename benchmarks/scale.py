@@ -135,9 +135,8 @@ class Network:
             raise aiohttp.ClientConnectionError("nobody is there")
         if path == "info":
             load = ServerLoad(num_running=SLOTS - server.free, num_waiting=len(server.waiting), kv_use=0.5)
-            info = ServerInfo(
-                base_model="m", max_model_len=8192, max_lora_rank=16, run_id="r", live=sorted(server.live), load=load
-            )
+            live = dict.fromkeys(server.live, "s")
+            info = ServerInfo(base_model="m", max_model_len=8192, max_lora_rank=16, run_id="r", live=live, load=load)
             return 200, msgspec.json.encode(info)
         asked = msgspec.json.decode(data or b"{}")
         version = asked["version"]
@@ -145,7 +144,7 @@ class Network:
             await self._fetch()
             server.live.add(version)
             canary = CanaryFigures(max_abs=0.0, mean_abs=0.0, base_max_abs=0.0, base_mean_abs=0.0, tolerance=1.0)
-            report = LoadReport(version=version, name="p", canary=canary, load_s=0.0, canary_s=0.0)
+            report = LoadReport(version=version, name="p", snapshot="s", canary=canary, load_s=0.0, canary_s=0.0)
             return self._unless_dead(server, life, msgspec.json.encode(report))
         if path == "unload":
             server.live.discard(version)

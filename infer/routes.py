@@ -133,7 +133,11 @@ class PolicyRoutes:
         refused = None
         try:
             return await self.table.load(
-                run_id=body.run_id, version=body.version, alias=body.alias, rank_offset=body.rank_offset
+                run_id=body.run_id,
+                version=body.version,
+                alias=body.alias,
+                rank_offset=body.rank_offset,
+                snapshot=body.snapshot,
             )
         except Exception as error:
             refused = f"version {body.version}: {error}"

@@ -18,11 +18,11 @@ from grpo.infer.canary import check_effect, gaps_of, tolerance_of
 from grpo.infer.checks import BaseModel, check_version, read_version, version_folder
 from grpo.infer.engine import Adapter, Engine
 from grpo.transport.errors import DeadlineError, PolicyRefused
-from grpo.transport.http import CanaryFigures, LoadReport
-from grpo.transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
+from grpo.transport.http import OTHER_SNAPSHOT, CanaryFigures, LoadReport
+from grpo.transport.records import Canary, PolicyManifest, adapter_folders
 from grpo.transport.weights.http import FetchedVersions
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
-from grpo.transport.weights.store import NOISE_FILE, OF_THE_STEP, policy_name
+from grpo.transport.weights.store import NOISE_FILE, policy_name, snapshot_of
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class Served:
     """Adapters by name, the default first; an only one has an empty name. None stands for the model itself."""
     noisy: Adapter | None = None
     """The version's only adapter together with its noise, if it has any."""
-    files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """All files but the step's metrics and receipt; with other files it is another policy of the same version."""
+    snapshot: str = ""
+    """Digest of the policy files; with another one it is another policy of the same version."""
     report: LoadReport | None = None
     folder: Path | None = None
     """Folder from which the weights can be loaded again; None for the base's, and for a broadcast."""
@@ -116,9 +116,9 @@ class VersionTable:
         return self.base.max_rank is None
 
     @property
-    def live(self) -> list[int]:
-        """Versions that new requests may name, ascending."""
-        return sorted(self._live)
+    def live(self) -> dict[int, str]:
+        """Versions that new requests may name, ascending, with their snapshots' digests."""
+        return {version: served.snapshot for version, served in sorted(self._live.items())}
 
     @property
     def in_flight(self) -> dict[int, int]:
@@ -156,16 +156,25 @@ class VersionTable:
         if version is None and not (self.in_place and self._live):
             return self._base
         name = "the base model" if version is None else f"version {version}"
-        raise NotLive(f"{name} is not live; live are {self.live or 'no versions'}")
+        raise NotLive(f"{name} is not live; live are {sorted(self._live) or 'no versions'}")
 
-    async def load(self, *, run_id: str, version: int, alias: str | None = None, rank_offset: int = 1) -> LoadReport:
+    async def load(
+        self,
+        *,
+        run_id: str,
+        version: int,
+        alias: str | None = None,
+        rank_offset: int = 1,
+        snapshot: str | None = None,
+    ) -> LoadReport:
         """Makes a published version live, after its files and its effect have been checked; at once if it is already.
-        `alias` means this version from now on for vLLM's own routes (`alias-NAME`: another adapter than the first);
-        `rank_offset` is this server's first rank where weights are broadcast. Raises `PolicyRefused`, the server being
-        left as it was, and `DeadlineError` after `timeout_s`."""
+        `snapshot` is the digest that it must have, None: any. `alias` means this version from now on for vLLM's own
+        routes (`alias-NAME`: another adapter than the first); `rank_offset` is this server's first rank where weights
+        are broadcast. Raises `PolicyRefused`, the server being left as it was, and `DeadlineError` after
+        `timeout_s`."""
         try:
             async with asyncio.timeout(self.timeout_s), self._lock:
-                served = await self._load(run_id, version, rank_offset)
+                served = await self._load(run_id, version, rank_offset, snapshot)
         except TimeoutError:
             running = f"; it waited for {self.in_flight} requests in flight, by version" if self.in_place else ""
             raise DeadlineError(
@@ -178,7 +187,7 @@ class VersionTable:
                 self.engine.offer(f"{alias}-{own}" if place else alias, adapter)
         return served.report
 
-    async def _load(self, run_id: str, version: int, rank_offset: int) -> Served:
+    async def _load(self, run_id: str, version: int, rank_offset: int, snapshot: str | None) -> Served:
         if self._fetched is None:
             folder = version_folder(self.output_dir, run_id=run_id, version=version)
         else:
@@ -187,8 +196,9 @@ class VersionTable:
         if run_id != self.run_id:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)
+        _check_snapshot(manifest, snapshot)
         known = self._live.get(version)
-        if known is not None and known.files == _policy_files(manifest):
+        if known is not None and known.snapshot == snapshot_of(manifest):
             return known
         canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
         await self._score_base(canaries[0])
@@ -200,16 +210,17 @@ class VersionTable:
             canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
             announced = _announcement(files)
             self._session = None if announced is None else announced.session
-        served = Served(version=version, files=_policy_files(manifest))
+            _check_snapshot(manifest, snapshot)
+        served = Served(version=version, snapshot=snapshot_of(manifest))
         if self.in_place:
             report = await self._replace(served, folder, canaries[0], announced)
         else:
             report = await self._add(served, canaries, manifest, folder)
         found = report.canary
         log.info(
-            "version %d is live: the canary differs from the trainer's by %.2g nats (%s), the base's by %.2g, allowed "
-            "are %.2g",
-            *(version, found.gap, found.measure, found.base_gap, found.tolerance),
+            "version %d (%s) is live: the canary differs from the trainer's by %.2g nats (%s), the base's by %.2g, "
+            "allowed are %.2g",
+            *(version, served.snapshot, found.gap, found.measure, found.base_gap, found.tolerance),
         )
         served.report = report
         return served
@@ -295,7 +306,7 @@ class VersionTable:
         if known is not None:
             await self._retire(known)
         others = dict(zip(manifest.spec.adapters[1:], figures[1:], strict=True))
-        return _report(version, figures[0], started_s, loaded_s, noise=noise, adapters=others)
+        return _report(served, figures[0], started_s, loaded_s, noise=noise, adapters=others)
 
     def _adapter(self, name: str, folder: Path, *, noisy: bool = False) -> Adapter:
         self._last_key += 1
@@ -363,7 +374,7 @@ class VersionTable:
             self.engine.forget_names()
             self._live = {canary.version: served}
             served.folder, served.scores = None if announced else folder, scores
-            return _report(canary.version, figures, started_s, loaded_s)
+            return _report(served, figures, started_s, loaded_s)
 
     async def _put_back(self, before: Served) -> bool:
         """Returns whether the model has the weights from before again, by their scores."""
@@ -382,14 +393,18 @@ class VersionTable:
         return all(max(gaps_of(*one)) <= allowed for one in both)
 
 
-def _policy_files(manifest: PolicyManifest) -> dict[str, FileEntry]:
-    return {name: entry for name, entry in manifest.files.items() if name not in OF_THE_STEP}
+def _check_snapshot(manifest: PolicyManifest, wanted: str | None) -> None:
+    """Raises `PolicyRefused` where the version is published as another snapshot."""
+    if wanted not in (None, found := snapshot_of(manifest)):
+        what = f"version {manifest.version} is published as snapshot {found}, and the request names {wanted}"
+        raise PolicyRefused(OTHER_SNAPSHOT, f"{what}; ask again")
 
 
 def _announcement(files: Mapping[str, bytes]) -> Announcement | None:
     return Announcement.from_json(files[ANNOUNCEMENT_FILE]) if ANNOUNCEMENT_FILE in files else None
 
 
-def _report(version: int, canary: CanaryFigures, started_s: float, loaded_s: float, **others: Any) -> LoadReport:
-    others |= {"load_s": loaded_s - started_s, "canary_s": time.monotonic() - loaded_s}
-    return LoadReport(version=version, name=policy_name(version), canary=canary, **others)
+def _report(served: Served, canary: CanaryFigures, started_s: float, loaded_s: float, **others: Any) -> LoadReport:
+    assert served.version is not None
+    others |= {"load_s": loaded_s - started_s, "canary_s": time.monotonic() - loaded_s, "snapshot": served.snapshot}
+    return LoadReport(version=served.version, name=policy_name(served.version), canary=canary, **others)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 from grpo.transport.errors import StorageError
-from grpo.transport.http import CanaryFigures
+from grpo.transport.http import LoadReport
 from grpo.transport.receipts import ExpectedWitness, Receipt
 
 _TABLES = """
@@ -36,9 +36,9 @@ CREATE TABLE IF NOT EXISTS pairs (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, taken_step INTEGER, record TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS proofs (
-    version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
-    base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL, tolerance REAL NOT NULL, measure TEXT NOT NULL,
-    proved_at REAL NOT NULL
+    version INTEGER NOT NULL, snapshot TEXT NOT NULL, server TEXT NOT NULL,
+    max_abs REAL NOT NULL, mean_abs REAL NOT NULL, base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL,
+    tolerance REAL NOT NULL, measure TEXT NOT NULL, proved_at REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT, finding TEXT);
 CREATE TABLE IF NOT EXISTS pools (
@@ -241,12 +241,14 @@ class Ledger:
 
     # --- versions ---
 
-    def proved(self, server: str, version: int, canary: CanaryFigures) -> None:
-        """A server has proved that it serves a version: how far its log-probabilities of the canary are from the
-        trainer's, in nats, and those of the base."""
+    def proved(self, server: str, report: LoadReport) -> None:
+        """A server has proved that it serves a version's snapshot: how far its log-probabilities of the canary are from
+        the trainer's, in nats, and those of the base."""
+        canary = report.canary
         gaps = (canary.max_abs, canary.mean_abs, canary.base_max_abs, canary.base_mean_abs)
-        row = (version, server, *gaps, canary.tolerance, canary.measure, time.time())
-        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        allowed = (canary.tolerance, canary.measure)
+        row = (report.version, report.snapshot, server, *gaps, *allowed, time.time())
+        self._hand_over(f"INSERT INTO proofs VALUES ({', '.join('?' * len(row))})", row)
 
     # --- receipts ---
 

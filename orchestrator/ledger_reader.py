@@ -199,9 +199,10 @@ class LedgerReader:
     # --- versions and pairs ---
 
     def proofs(self) -> list[dict[str, Any]]:
-        """Returns the canary's figures of each proof, by version and server. `measure` names the figure that the
-        tolerance is for."""
-        names = ("version", "server", "max_abs", "mean_abs", "base_max_abs", "base_mean_abs", "tolerance", "measure")
+        """Returns the canary's figures of each proof, by version and server; a version that was published again with
+        other files is there with several snapshots. `measure` names the figure that the tolerance is for."""
+        figures = ("max_abs", "mean_abs", "base_max_abs", "base_mean_abs", "tolerance", "measure")
+        names = ("version", "snapshot", "server", *figures)
         rows = self._rows(f"SELECT {', '.join(names)} FROM proofs ORDER BY version, server")
         return [dict(zip(names, row, strict=True)) for row in rows]
 

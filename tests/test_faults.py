@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from benchmarks.faults import RUNS
+from benchmarks.faults import RUNS, steps_promised
 from benchmarks.seam.silent_faults import FAULTS, by_name
 
 
@@ -19,3 +19,8 @@ def test_a_fault_replaces_a_function_that_is_there(fault) -> None:
 
 def test_names_are_unique() -> None:
     assert len(by_name()) == len(FAULTS)
+
+
+def test_a_share_of_the_rollouts_is_found_within_the_steps_that_two_proofs_a_step_promise() -> None:
+    # 0.9^(2 s) <= 0.01 from s = 21.9 on
+    assert steps_promised(0.1) == 22

@@ -6,6 +6,7 @@ beside what the trainer does next: nothing waits for its numbers but the thread 
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,13 +21,15 @@ from grpo.trainer.noise import NormNoise, hidden_norms, noise_files, with_noise
 from grpo.trainer.packing import PackedTokens, pack_rows
 from grpo.trainer.weights import Snapshot
 from grpo.transport.background import Background
-from grpo.transport.folders import Content
+from grpo.transport.folders import Content, file_entry
 from grpo.transport.receipts import RECEIPT_FILE, Receipt
-from grpo.transport.records import Canary, PolicySpec, adapter_folders
+from grpo.transport.records import Canary, FileEntry, PolicySpec, adapter_folders
 from grpo.transport.run import RunFolder
 from grpo.transport.shared_base import ImportedBase
 from grpo.transport.weights.nccl import Rendezvous, WeightSender
 from grpo.transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher
+
+log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 128
 Later = Callable[[], tuple[float, ...]]
@@ -152,11 +155,15 @@ class Publishing:
         computes on a server's."""
         self._policy, self._publisher, self._spec, self._imported = policy, publisher, spec, imported
         waits_for = "versions to be published; see whether the disk, or the servers that receive them, answer"
+        self._before: dict[str, FileEntry] = {}
+        """The adapters' files of the version before."""
         self._writer = Background("publish", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
         self._canaries = CanaryMaker(policy, canary_ids(policy.causal_lm.config, seed=settings.seed))
         noise = settings.noise_scheduler
-        norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
-        self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps)
+        self.norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
+        """Norms of the hidden state, where versions have noise."""
+        self.noise = NormNoise(self.norms, noise, seed=settings.seed, max_steps=settings.max_steps)
+        """The noise of each version."""
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None, receipt: Receipt | None = None) -> None:
         """Takes a snapshot of the policy as `version` and a canary of each adapter, and hands them to the thread that
@@ -166,7 +173,7 @@ class Publishing:
         Adds `time/write_version_s` of the version before to the metrics. Collective. Raises `StorageError` if an
         earlier version could not be written.
         """
-        snapshot, noise = self._policy.weights.snapshot(), self._noise.weights(version)
+        snapshot, noise = self._policy.weights.snapshot(), self.noise.weights(version)
         with while_exported(self._imported):
             canaries = {
                 f"{folder}{CANARY_FILE}": self._canaries.begin(version=version, noise=noise, adapter=adapter)
@@ -176,18 +183,31 @@ class Publishing:
             files: dict[str, Content] = dict(noise_files(noise))
             if metrics is not None:
                 times_s = {"time/write_version_s": self._writer.last_s}
-                files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
+                files[METRICS_FILE] = json.dumps(dict(metrics) | self.noise.metrics(version) | times_s).encode()
 
             if receipt is not None:
                 files[RECEIPT_FILE] = receipt.to_json()
 
             def write() -> None:
                 made, weights = self._policy.weights.make(snapshot, merged=self._spec.kind == "merged")
+                self._compare(version, made, metrics)
                 proofs = {name: canary(snapshot).to_json() for name, canary in canaries.items()}
                 whole: dict[str, Content] = {**made, **files, **proofs}
                 publisher.publish(version=version, spec=self._spec, files=whole, weights=weights)
 
             self._writer.submit(write)
+
+    def _compare(self, version: int, made: Mapping[str, bytes], metrics: Mapping[str, float] | None) -> None:
+        """Warns of a step that had a gradient and a learning rate, and whose adapters are to the bit those before."""
+        before, self._before = self._before, {name: file_entry(data) for name, data in made.items()}
+        if not before or before != self._before or metrics is None:
+            return
+        if (norm := metrics.get("optim/grad_norm", 0.0)) > 0 and metrics.get("optim/learning_rate", 0.0) > 0:
+            log.warning(
+                "step %d changed nothing: version %d is to the bit the one before, although the step had a gradient of "
+                "norm %.3g at learning rate %.3g; see whether the rate is too small for the weights' type",
+                *(version, version, norm, metrics["optim/learning_rate"]),
+            )
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""

@@ -10,6 +10,8 @@ MAX_TEMPERATURE = 100
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently; 0 is greedy."""
+OTHER_SNAPSHOT = "other_snapshot"
+"""Type of the error where a version is published with other files than the request names."""
 
 
 class LoadRequest(Record, frozen=True, kw_only=True):
@@ -21,6 +23,8 @@ class LoadRequest(Record, frozen=True, kw_only=True):
     """One more model name for vLLM's own routes."""
     rank_offset: Annotated[int, Meta(ge=1)] = 1
     """Rank of this server's first worker, where weights are broadcast; the trainer is rank 0."""
+    snapshot: str | None = None
+    """Digest of the snapshot that is meant; another one is refused. None: whichever is published."""
 
 
 class CanaryFigures(Record, frozen=True, kw_only=True):
@@ -57,6 +61,8 @@ class LoadReport(Record, frozen=True, kw_only=True):
 
     version: int
     name: str
+    snapshot: str
+    """Digest of the version's policy files."""
     canary: CanaryFigures
     noise: CanaryFigures | None = None
     """Figures with the version's noise; None for a version without noise."""
@@ -123,6 +129,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """The token id that ended the answer (it is also the last of `token_ids`); None otherwise."""
     versions: tuple[tuple[int, int], ...] | None = None
     """Where a request follows: runs of (version, number of tokens), which sum to k; versions ascend."""
+    server: str = ""
+    """The server that sampled it, as the client that asked calls it; empty on the wire."""
 
 
 class Generated(Record, frozen=True, kw_only=True):
@@ -188,8 +196,8 @@ class ServerInfo(Record, frozen=True, kw_only=True):
     """GPUs that it computes on."""
     run_id: str | None = None
     """The run whose versions it serves."""
-    live: list[int] = msgspec.field(default_factory=list)
-    """Versions of that run that it serves."""
+    live: dict[int, str] = msgspec.field(default_factory=dict)
+    """Versions of that run that it serves, with their snapshots' digests."""
     in_flight: dict[int, int] = msgspec.field(default_factory=dict)
     """Requests that run now, by version."""
     load: ServerLoad | None = None

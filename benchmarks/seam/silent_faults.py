@@ -723,6 +723,8 @@ FAULTS: tuple[Fault, ...] = (
         about="a running request gets the weights of an adapter that was loaded after it began",
         patches=mapping(slot_taken_over),
         acts="version 1",
+        share=0.1,
+        settings={"infer.vllm": '{"max_num_seqs": 8}'},
         elsewhere="vLLM #47724",
     ),
     Fault(
@@ -752,7 +754,7 @@ FAULTS: tuple[Fault, ...] = (
         about="rollouts are sampled without the version's noise, whose canary is scored with it",
         patches=other_adapter(lambda adapter: without_noise(adapter) if adapter.noisy else None),
         run="noise",
-        acts="version 4",
+        acts="version 3",
     ),
     Fault(
         name="noise-of-another-stage",

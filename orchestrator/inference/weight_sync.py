@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, ServersAway, Unreachable
 from grpo.transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
+from grpo.transport.records import Tolerance
 
 log = logging.getLogger(__name__)
 
@@ -54,19 +55,20 @@ class WeightSync:
         """Id of the run, which is set before any version is loaded."""
         self.timed: Callable[[str, int], AbstractContextManager[None]] = lambda server, version: nullcontext()
         """Entered while a server loads and proves a version."""
-        self.noted: Callable[[str, int, CanaryFigures], None] = lambda server, version, canary: None
+        self.noted: Callable[[str, LoadReport], None] = lambda server, report: None
         """Called when a server has proved a version."""
         self.infos: dict[str, ServerInfo] = {}
         """Answer of each server when it was brought in."""
+        self.tolerances: dict[str, Tolerance] = {}
+        """The widest that each server was held to for any part of its newest version."""
         self._has_begun = False
         self._loading: int | None = None
-        self._wanted: set[int] = set()
-        """Versions in use, and the one that is being loaded."""
-        self._noisy: set[int] = set()
+        self.snapshots: dict[int, str | None] = {}
+        """Digests of the versions in use, and of the one that is being loaded; None until the first server says it."""
+        self.noisy: set[int] = set()
+        """Those of them that have noise."""
         self._draining: set[int] = set()
         self._proved: defaultdict[str, dict[int, LoadReport]] = defaultdict(dict)
-        self._num_loads: Counter[int] = Counter()
-        """Number of times that each version was made live: it may have been published again with other bytes."""
 
     @property
     def loading(self) -> tuple[int, frozenset[str]] | None:
@@ -74,30 +76,32 @@ class WeightSync:
         return None if self._loading is None else (self._loading, frozenset(self._behind(self._loading)))
 
     def _behind(self, version: int) -> list[str]:
-        return [server for server in self.pool.routed if version not in self._proved[server]]
+        return [server for server in self.pool.routed if not self._has_proved(server, version)]
+
+    def _has_proved(self, server: str, version: int) -> bool:
+        report = self._proved[server].get(version)
+        return report is not None and self.snapshots[version] in (None, report.snapshot)
 
     # --- new versions ---
 
-    async def load(self, version: int, *, noisy: bool = False) -> CanaryReport:
-        """Makes `version` live on every server in the routing, another time where it is live already. Waits for one
-        where there is none. `noisy`: the version has noise, which each server must prove as well.
+    async def load(self, version: int, *, snapshot: str | None = None, noisy: bool = False) -> CanaryReport:
+        """Makes `version` live on every server in the routing, another time where another snapshot of it is. Waits for
+        a server where there is none. `snapshot`: its digest, None: whichever is published. `noisy`: the version has
+        noise, which each server must prove as well.
 
         Raises ServerError where a server refuses the version or cannot prove it, or none is in service in time.
         """
         since_s, deadline_s = time.monotonic(), asyncio.get_running_loop().time() + self.client.timeout_s
-        for proved in self._proved.values():
-            proved.pop(version, None)
-        self._num_loads[version] += 1
         self._loading = version
-        self._wanted.add(version)
+        self.snapshots[version] = snapshot
         if noisy:
-            self._noisy.add(version)
+            self.noisy.add(version)
         while not self.pool.routed or self._behind(version):
             if self.pool.routed:
                 await self._on_each(self._behind(version), lambda server: self._load_on(server, version))
             else:
                 await self.client.until_changed(deadline_s)
-        self._loading, self.pool.versions = None, frozenset(self._wanted)
+        self._loading, self.pool.versions = None, frozenset(self.snapshots)
         reports = [self._proved[server][version] for server in self.pool.routed]
         return CanaryReport(
             version=version,
@@ -107,32 +111,38 @@ class WeightSync:
         )
 
     async def _load_on(self, server: str, version: int) -> None:
-        """Without effect where the version is loaded anew meanwhile: what is reported then may be of its old bytes."""
-        servers, number = self.pool.servers, self._num_loads[version]
+        """Without effect where another snapshot of the version is wanted meanwhile."""
+        servers = self.pool.servers
         before = servers[: servers.index(server)] if self._broadcast else ()
         request = LoadRequest(
             run_id=self.run_id,
             version=version,
-            alias=self._alias if version == max(self._wanted) else None,
+            alias=self._alias if version == max(self.snapshots) else None,
             rank_offset=1 + sum(self.infos[other].num_workers for other in before),
+            snapshot=self.snapshots[version],
         )
         with self.timed(server, version):
             report = await self.client.once(server, "POST", "/policy/load", LoadReport, request)
-        if number != self._num_loads[version]:
+        if self.snapshots.get(version) not in (None, report.snapshot):
             return
-        check_proof(server, version, report, noisy=version in self._noisy, adapters=self._adapters)
+        check_proof(server, version, report, noisy=version in self.noisy, adapters=self._adapters)
         self._proved[server][version] = report
-        self.noted(server, version, report.canary)
+        widest = max(figures(report), key=lambda one: (one.measure, one.tolerance))
+        self.tolerances[server] = Tolerance(gap=widest.tolerance, measure=widest.measure)
+        if version in self.snapshots:
+            self.snapshots[version] = report.snapshot
+        self.noted(server, report)
 
     # --- old versions ---
 
     async def keep_only(self, needed: set[int]) -> frozenset[int]:
         """Unloads the versions that nothing needs any more. Returns those that servers hold: the needed ones, and
         those whose last requests have not ended, which a server may have to read from disk again."""
-        unneeded = sorted(self._wanted - needed)
-        self._wanted &= needed
-        self._noisy &= needed
-        self.pool.versions = frozenset(self._wanted)
+        unneeded = sorted(self.snapshots.keys() - needed)
+        for version in unneeded:
+            del self.snapshots[version]
+        self.noisy &= needed
+        self.pool.versions = frozenset(self.snapshots)
         self._draining |= set(unneeded)
         for version in unneeded:
             await self._on_each(self.pool.routed, lambda server, version=version: self._unload_on(server, version))  # type: ignore[misc]
@@ -207,14 +217,15 @@ class WeightSync:
         `check` raises."""
         self.check(server, info)
         self.infos[server] = info
-        if self._wanted and self._wanted.isdisjoint(info.live):
+        wanted = self.snapshots
+        if wanted and wanted.keys().isdisjoint(info.live):
             self.client.abandon(server, "it serves none of the versions in use")
         self._proved[server] = {}
-        others = set(info.live) if self._wanted and info.run_id == self.run_id else set[int]()
+        others = set(info.live) if wanted and info.run_id == self.run_id else set[int]()
         while True:  # versions come into use and go out of it meanwhile
-            if missing := self._wanted - self._proved[server].keys():
+            if missing := [version for version in wanted if not self._has_proved(server, version)]:
                 await self._load_on(server, min(missing))
-            elif left := (others | self._proved[server].keys()) - self._wanted:
+            elif left := (others | self._proved[server].keys()) - wanted.keys():
                 await self._unload_on(server, min(left))
                 others.discard(min(left))
             else:

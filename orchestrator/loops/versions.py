@@ -5,18 +5,20 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.checks import check_spec
+from grpo.orchestrator.inference.client import RequestRefused
 from grpo.orchestrator.inference.sleep import SleepScheduler
-from grpo.orchestrator.inference.weight_sync import WeightSync
+from grpo.orchestrator.inference.weight_sync import CanaryReport, WeightSync
 from grpo.orchestrator.loops.evaluate import Evaluating
 from grpo.orchestrator.monitoring.fates import Fates
 from grpo.orchestrator.scheduler import Scheduler
 from grpo.orchestrator.startup import Ready
 from grpo.transport.errors import CorruptError, DeadlineError
+from grpo.transport.http import OTHER_SNAPSHOT
 from grpo.transport.receipts import RECEIPT_FILE, Receipt
 from grpo.transport.records import parse_json
 from grpo.transport.status import PeerWatch
@@ -43,8 +45,6 @@ class Versions:
     """In sleep mode."""
     fates: Fates
     evaluating: Evaluating
-    _digest: bytes | None = field(default=None, init=False)
-    """The newest version's digest when servers began to load it."""
 
     def __post_init__(self) -> None:
         run = self.ready.run
@@ -81,12 +81,22 @@ class Versions:
             check_spec(self.settings, policy.manifest.spec, self.ready.model_identity)
             await self.sync.adopt(version)
         await self._drained()
-        self._digest = self._reader.digest(version)
-        proof = await self.sync.load(version, noisy=NOISE_FILE in policy.manifest.files)
+        proof = await self._proved(version, noisy=NOISE_FILE in policy.manifest.files)
         self.scheduler.version_live(version)
         metrics = {} if version == 0 else {**trainer_metrics(policy), **woken}
         self.fates.live(proof, metrics, receipt=receipt_of(policy), wait_trainer_s=waited_s)
         self.evaluating.version_live(version)
+
+    async def _proved(self, version: int, *, noisy: bool) -> CanaryReport:
+        """Has servers load and prove a version, and once more where the trainer publishes it again meanwhile. Raises
+        ServerError."""
+        while True:
+            snapshot = self._reader.snapshot(version)
+            try:
+                return await self.sync.load(version, snapshot=snapshot, noisy=noisy)
+            except RequestRefused as error:
+                if error.kind != OTHER_SNAPSHOT or snapshot == self._reader.snapshot(version):
+                    raise
 
     async def _drained(self) -> None:
         """Returns when no request needs an older version, where servers hold one alone."""
@@ -130,14 +140,13 @@ class Versions:
     async def _load_again(self, newest: int) -> None:
         """Has servers load and prove the newest version again where a trainer that went back has published it with
         other bytes: at once or, where they sleep, when they are awake again."""
-        digest = self._reader.digest(newest)
-        if None in (digest, self._digest) or digest == self._digest:
+        known, published = self.sync.snapshots.get(newest), self._reader.snapshot(newest)
+        if None in (known, published) or known == published:
             return
         log.warning("version %d was published again with other bytes; servers load it again", newest)
         with self.scheduler.block(LOADING):
             await self._drained()
-            self._digest = digest
-            await self.sync.load(newest)
+            await self._proved(newest, noisy=newest in self.sync.noisy)
 
 
 def trainer_metrics(policy: PublishedPolicy) -> Mapping[str, float]:

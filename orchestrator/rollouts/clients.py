@@ -158,8 +158,8 @@ class OpenAIClient(InferenceClient):
         if not self._may_be_ours:
             return None
         live = (await self._endpoint.policy_info()).get("live")
-        self._may_be_ours = isinstance(live, list)
-        return max(live, default=0) if isinstance(live, list) else None
+        self._may_be_ours = isinstance(live, dict)
+        return max(map(int, live), default=0) if isinstance(live, dict) else None
 
     async def _ask(self, messages: Sequence[Message], **options: Any) -> ModelResponse:
         from grpo.orchestrator.endpoints import EndpointError

@@ -172,7 +172,7 @@ def _outlasts_its_version(live: Live, start: Sequence[int], old: int, new: int) 
         assert live.load(new, alias="policy").status_code == 200
         live.server.answer("/policy/unload", version=old)
         outlasts = not first.done()
-        assert old not in live.server.get("/policy/info").json()["live"]
+        assert str(old) not in live.server.get("/policy/info").json()["live"]
         second = pool.submit(sample, new)
     for version, asked in ((old, first), (new, second)):
         model = reference(MODEL, publisher.run.broadcasts / f"step_{version:06d}")

@@ -156,7 +156,7 @@ async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: 
         for change in ({"adapter": "judge"}, {"noisy": 1}):
             assert said(await http.post("/policy/score", json=score | change)) == (400, "bad_request")
         info = (await http.get("/policy/info")).json()
-        assert (info["model"], info["live"], info["in_flight"]) == ("m", [3, 4], {"3": 0, "4": 0})
+        assert (info["model"], [*info["live"]], info["in_flight"]) == ("m", ["3", "4"], {"3": 0, "4": 0})
         assert info["load"] == {"num_running": 3, "num_waiting": 2, "kv_use": 0.5}
         assert (await http.post("/policy/unload", json={"version": 3})).json() == {"version": 3, "in_flight": 0}
 

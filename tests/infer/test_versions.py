@@ -55,9 +55,9 @@ class Server:
             report = await self.table.load(run_id=self.run.run_id, version=version, **options)
         return report
 
-    async def refusal(self, version: int) -> str:
+    async def refusal(self, version: int, **options: Any) -> str:
         with pytest.raises(PolicyRefused) as caught:
-            await self.load(version)
+            await self.load(version, **options)
         return caught.value.reason
 
     async def use(self, version: int | None, **options: Any) -> None:
@@ -112,7 +112,7 @@ async def test_a_refused_version_leaves_the_server_on_what_it_had(server: Server
     assert await server.refusal(3) == "corrupt"
     server.publish(4, value=float("nan"))
     assert await server.refusal(4) == "not_finite"
-    assert server.table.live == [1]
+    assert [*server.table.live] == [1]
     assert [adapter.name for adapter in engine.adapters.values()] == ["policy-v1"]
     assert engine.names["policy"].name == "policy-v1"  # type: ignore[union-attr]
 
@@ -131,9 +131,22 @@ async def test_a_version_published_again_with_other_weights_is_proved_again_and_
         engine.error = 0.0
         await server.load(1)
         assert followed.superseded.is_set()
-        assert (table.live, table.in_flight, len(engine.adapters)) == ([1], {1: 2}, 2)
+        assert ([*table.live], table.in_flight, len(engine.adapters)) == ([1], {1: 2}, 2)
     assert len(engine.adapters) == 1
     assert engine.num_forgotten == 3  # for the run, and because name and path come again, twice
+
+
+async def test_a_snapshot_has_its_name_from_its_policy_files_and_another_one_is_refused(server: Server) -> None:
+    server.publish(1, value=0.1)
+    first = (await server.load(1)).snapshot
+    assert server.table.live == {1: first}
+    server.publish(1, value=0.2)
+    assert await server.refusal(1, snapshot=first) == "other_snapshot"
+    assert server.table.live == {1: first}
+    second = (await server.load(1)).snapshot
+    assert second != first
+    server.publish(1, value=0.1, metrics__json=b'{"time/train_s": 1}')
+    assert (await server.load(1, snapshot=first)).snapshot == first, "metrics are no part of it"
 
 
 async def test_another_run_in_the_folder_retires_the_versions_of_the_one_before(server: Server) -> None:
@@ -145,7 +158,7 @@ async def test_another_run_in_the_folder_retires_the_versions_of_the_one_before(
         server.publish(2)
         await server.load(2)
         assert not served.superseded.is_set(), "nobody goes on under another run"
-    assert server.table.live == [2]
+    assert [*server.table.live] == [2]
     assert [adapter.name for adapter in server.engine.adapters.values()] == ["policy-v2"]
     assert server.engine.num_forgotten == 2, "names of versions mean others in each run"
     server.run = first
@@ -158,7 +171,7 @@ async def test_an_unloaded_version_serves_its_requests_to_the_end(server: Server
     await server.load(1)
     async with server.using(1):
         await table.unload(1)
-        assert (table.live, table.in_flight, engine.names) == ([], {1: 1}, {})
+        assert ([*table.live], table.in_flight, engine.names) == ([], {1: 1}, {})
         assert engine.adapters
         with pytest.raises(NotLive):
             await server.use(1)
@@ -218,7 +231,7 @@ async def test_an_engine_that_does_not_get_to_the_canary_ends_at_the_deadline(se
     server.engine.stuck = True
     with pytest.raises(DeadlineError, match="canary_timeout_s"):
         await server.load(1)
-    assert (server.engine.adapters, server.table.live) == ({}, [])
+    assert (server.engine.adapters, [*server.table.live]) == ({}, [])
     server.engine.stuck = False
     await server.load(1)
 
@@ -278,7 +291,7 @@ async def test_one_version_at_a_time_replaces_the_base_model(run: RunFolder, spe
     for version in (0, 1, 2):
         server.publish(version)
         assert (await server.load(version, alias="default")).canary.max_abs == 0
-        assert (server.table.live, set(server.engine.names)) == ([version], {f"policy-v{version}", "default"})
+        assert ([*server.table.live], set(server.engine.names)) == ([version], {f"policy-v{version}", "default"})
     await server.load(2)
     assert server.engine.loads == [0, 1, 2]
     for gone in (1, None):
@@ -364,7 +377,7 @@ async def test_another_canary_than_the_versions_before_is_refused_where_the_base
     in_place.publish(2, canary__json=canary_of(2, token_ids=(5, 6, 8)).to_json())
     await in_place.load(1)
     assert await in_place.refusal(2) == "corrupt"
-    assert (in_place.table.live, in_place.engine.loads, in_place.engine.fault_text) == ([1], [1], None)
+    assert ([*in_place.table.live], in_place.engine.loads, in_place.engine.fault_text) == ([1], [1], None)
 
 
 @pytest.mark.parametrize("before", [None, 3])
@@ -411,7 +424,7 @@ async def test_announced_weights_are_received_once_from_each_trainer_and_a_failu
     for version in (0, 1):
         announce(in_place.run, version)
         await in_place.load(version, version, rank_offset=2)
-    assert (engine.joined, engine.received, in_place.table.live) == ([2], ["first"] * 2, [1])
+    assert (engine.joined, engine.received, [*in_place.table.live]) == ([2], ["first"] * 2, [1])
     engine.serves = 1.0
     announce(in_place.run, 1, session="again")
     await in_place.load(1, rank_offset=3)

@@ -49,6 +49,8 @@ class FakeServer:
             **info,
         }
         self.live: set[int] = set()
+        self.snapshots: dict[int, str] = {}
+        """Digests that it was asked for, by version."""
         self._of_run: dict[str, str] = {}
         self.loads: list[dict[str, Any]] = []
         self.unloads: list[int] = []
@@ -106,7 +108,8 @@ class FakeServer:
     async def _info(self, request: web.Request) -> web.Response:
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        return web.json_response(self.info | self._of_run | {"in_flight": self.in_flight, "live": sorted(self.live)})
+        live = {version: self.snapshots.get(version, "any") for version in sorted(self.live)}
+        return web.json_response(self.info | self._of_run | {"in_flight": self.in_flight, "live": live})
 
     async def _sleep(self, request: web.Request) -> web.Response:
         self.told.append("sleep")
@@ -140,9 +143,16 @@ class FakeServer:
         if version == self.refuse_version:
             return error(409, "canary_mismatch", f"version {version}: the canary is 3.2 nats off")
         self.live.add(version)
+        self.snapshots[version] = body["snapshot"] or "any"
         self._of_run = {"run_id": body["run_id"]}
         canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs", **OF_BASE}
-        report = {"version": version, "name": f"policy-v{version}", "canary": canary, "load_s": 0.1, "canary_s": 0.1}
+        report = {
+            "version": version,
+            "name": f"policy-v{version}",
+            "snapshot": self.snapshots[version],
+            "canary": canary,
+        }
+        report |= {"load_s": 0.1, "canary_s": 0.1}
         if version in self.noisy:
             report["noise"] = canary | {"max_abs": 3e-6}
         if self.adapters:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from grpo.configs.errors import SettingsError
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.checks import Mismatch
@@ -25,7 +26,7 @@ from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
 
 from grpo.commands.status import run_status, text
 from tests import support
-from tests.orchestrator.fakes import WORDS, FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.fakes import WORDS, FakeServer, FakeTrainer, error, settings_for, until
 from tests.orchestrator.running import check_drops, rewarded, rows_of, run
 
 
@@ -102,6 +103,35 @@ async def test_a_version_that_is_published_again_with_other_bytes_is_loaded_agai
     trainer.server = server
     await run(tmp_path, server, trainer=trainer, max_steps=2, **broadcast)
     assert [load["version"] for load in server.loads] == [0, 1, 1, 2]
+    proved = rows_of(tmp_path, "SELECT version, snapshot FROM proofs")
+    assert proved == [(load["version"], load["snapshot"]) for load in server.loads]
+    assert len(set(proved)) == 4
+
+
+class PublishedAgainMeanwhile(FakeServer):
+    """Finds another snapshot of version 1 than it is asked for, the first time."""
+
+    trainer: FakeTrainer
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["version"] != 1 or any(load["version"] == 1 for load in self.loads):
+            return await super()._load(request)
+        self.loads.append(body)
+        publisher = PolicyPublisher(self.trainer.run_folder.broadcasts, run_id=body["run_id"])
+        files = {"canary.json": b'{"another": 1}', METRICS_FILE: b'{"loss/policy": 0.5}'}
+        publisher.publish(version=1, spec=self.trainer.spec, files=files)
+        return error(409, "other_snapshot", "version 1 is published as another snapshot")
+
+
+async def test_a_version_that_is_published_again_before_servers_load_it_is_asked_for_by_its_new_name(
+    tmp_path: Path,
+) -> None:
+    async with PublishedAgainMeanwhile() as server:
+        server.trainer = FakeTrainer(tmp_path)
+        await run(tmp_path, server, trainer=server.trainer, max_steps=2)
+    assert [load["version"] for load in server.loads] == [0, 1, 1, 2]
+    assert len({(load["version"], load["snapshot"]) for load in server.loads}) == 4
 
 
 async def test_what_is_trained_is_what_the_server_sampled(tmp_path: Path, server: FakeServer) -> None:

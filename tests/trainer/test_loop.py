@@ -60,7 +60,7 @@ def test_the_metrics_of_an_on_policy_step_show_no_mismatch(tiny_model: Path, tmp
     assert metrics["optim/grad_norm"] > 0
     timed = {"time/wait_batch_s", "time/train_s", "time/publish_s", "perf/train_tokens_per_s"}
     assert timed <= metrics.keys()
-    assert {key.split("/")[0] for key in metrics} <= {"loss", "policy", "optim", "perf", "time"}
+    assert {key.split("/")[0] for key in metrics} <= {"loss", "policy", "optim", "perf", "proofs", "time"}
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -206,3 +206,12 @@ def test_an_orchestrator_that_failed_is_not_waited_for(tiny_model: Path, tmp_pat
     StatusFile(tmp_path / "orch.json").failed(ValueError("no such column: colour"))
     with pytest.raises(PeerFailed, match="grpo-orch"):
         bench.trainer.train()
+
+
+def test_a_step_that_changes_nothing_although_it_has_a_gradient_is_told(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=2, learning_rate=1e-60, weight_decay=0.0)
+    batch = on_policy(tiny_batch((6, 9)), bench.policy)
+    bench.train(batch, replace(batch, advantages=np.zeros_like(batch.advantages)))
+    assert [record.args[0] for record in caplog.records if "changed nothing" in record.message] == [1]

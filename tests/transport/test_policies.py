@@ -194,6 +194,17 @@ def test_a_version_stays_untouched_where_the_same_is_published_again(tmp_path: P
     assert is_written_anew(run_id="another")
 
 
+def test_a_version_that_takes_the_place_of_one_with_another_adapter_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for data in (b"some", b"some", b"other"):
+        content = files(3) | {ADAPTER_FILE: data, METRICS_FILE: data}
+        PolicyPublisher(tmp_path, run_id="run").publish(version=3, spec=SPEC, files=content)
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "version 3" in told
+    assert "another adapter" in told
+
+
 # --- shards ---
 
 

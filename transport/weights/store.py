@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from grpo.transport.errors import CorruptError, StaleRunError, TransportError
 from grpo.transport.folders import (
     ANNOUNCED,
     STABLE,
     Content,
     check_file,
+    digest_of,
     file_entry,
     mark_stable,
     read_checked,
@@ -36,6 +38,7 @@ from grpo.transport.receipts import RECEIPT_FILE
 from grpo.transport.records import FileEntry, Natural, PolicyManifest, PolicySpec, Record
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, WeightSender
 from grpo.transport.weights.shards import MAX_SHARD_BYTES, Weight, is_weights, shard_files
+from msgspec.structs import replace
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ METRICS_FILE = "metrics.json"
 NOISE_FILE = "noise.safetensors"
 """The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
 OF_THE_STEP = frozenset({METRICS_FILE, RECEIPT_FILE})
-"""Files that tell of the step that gave a version; with others of them it is the same version."""
+"""Files that tell of the step that gave a version; with others of them it is the same snapshot."""
 IN_USE_FILE = "in_use.json"
 
 
@@ -95,6 +98,12 @@ def policy_name(version: int, *, noisy: bool = False, adapter: str = "") -> str:
     of an adapter that is not the version's first, `policy-v12-NAME`."""
     name = f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
     return f"{name}+noise" if noisy else name
+
+
+def snapshot_of(manifest: PolicyManifest) -> str:
+    """Returns the digest that names a version's snapshot: of its specification and its files but `OF_THE_STEP`."""
+    files = {name: entry for name, entry in manifest.files.items() if name not in OF_THE_STEP}
+    return digest_of(msgspec.json.encode((manifest.spec, files), order="sorted"))
 
 
 class InUse(Record, frozen=True, kw_only=True):
@@ -160,6 +169,7 @@ class PolicyPublisher:
         if self._holds(folder, version, spec, contents):
             log.info("version %d is published already, and the same", version)
             return
+        self._warn_of_other(folder, version, contents)
         newest = max(steps_in(self.folder, part=STABLE), default=-1)
         if sender is not None and version < newest:
             log.info("version %d is not sent again: servers have gone on to version %d", version, newest)
@@ -180,10 +190,23 @@ class PolicyPublisher:
             there, _ = verify_policy(folder, run_id=self._run_id, version=version)
         except (TransportError, OSError):
             return False
-        policy = contents.keys() - OF_THE_STEP
-        if there.spec != spec or there.files.keys() - OF_THE_STEP != policy or not (folder / STABLE).exists():
-            return False
-        return all(file_entry(contents[name]) == there.files[name] for name in policy)
+        files = {name: file_entry(content) for name, content in contents.items() if name not in OF_THE_STEP}
+        same = snapshot_of(there) == snapshot_of(replace(there, spec=spec, files=files))
+        return same and (folder / STABLE).exists()
+
+    def _warn_of_other(self, folder: Path, version: int, contents: Mapping[str, Content]) -> None:
+        """Warns where the version is there with another adapter."""
+        try:
+            there, _ = verify_policy(folder, run_id=self._run_id, version=version)
+        except (TransportError, OSError):
+            return
+        names = [name for name in there.files.keys() & contents.keys() if name.endswith(ADAPTER_FILE)]
+        if any(file_entry(contents[name]) != there.files[name] for name in names):
+            log.warning(
+                "version %d was published before with another adapter, and is replaced: the state that training goes "
+                "on from is not the one that had given it, or its step was trained again and came out otherwise",
+                version,
+            )
 
     def _remove_old(self) -> None:
         """Removes what nobody needs. What cannot be removed stays, with a warning."""
@@ -221,12 +244,11 @@ class PolicyReader:
         manifest, small = _read(folder, self._run_id, version, weights=False)
         return PublishedPolicy(manifest=manifest, small_files=small)
 
-    def digest(self, version: int) -> bytes | None:
-        """Returns the digest of `version`'s manifest, another one where it is published or announced again with other
-        bytes; None where it is not there."""
-        for marker in (ANNOUNCED, STABLE):  # which becomes the other one
-            with contextlib.suppress(FileNotFoundError):
-                return (step_folder(self._folder, version) / marker).read_bytes()
+    def snapshot(self, version: int) -> str | None:
+        """Returns the digest of `version` as it is published or announced now; None where it is not there, or is being
+        replaced."""
+        with contextlib.suppress(CorruptError, OSError):
+            return snapshot_of(PolicyManifest.from_json(read_manifest(step_folder(self._folder, version))))
         return None
 
     def latest(self) -> int | None:

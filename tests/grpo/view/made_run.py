@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from grpo.orchestrator.ledger import Ledger
-from grpo.transport.http import CanaryFigures
+from grpo.transport.http import CanaryFigures, LoadReport
 from grpo.transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
 
 from tests.grpo.run_folder import found
@@ -144,7 +144,8 @@ def _ledger(folder: Path, steps: int, groups: int, size: int) -> None:
         ledger.trained(step)
         for server in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
             figures = {"max_abs": 1e-5 * step, "mean_abs": 1e-6, "base_max_abs": 4e-6, "base_mean_abs": 2e-6}
-            ledger.proved(server, step, CanaryFigures(**figures, tolerance=1e-3))
+            canary, times = CanaryFigures(**figures, tolerance=1e-3), {"load_s": 0.0, "canary_s": 0.0}
+            ledger.proved(server, LoadReport(version=step, name="p", snapshot="s", canary=canary, **times))
     pair = {"rollout_id": "0/1", "chosen": "better", "rejected": "worse", "source": "teachers", "messages": []}
     ledger.pair_made(0, json.dumps(pair))
     ledger.changes()()

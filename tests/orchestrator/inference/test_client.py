@@ -136,7 +136,7 @@ async def main():
     asked = await asyncio.gather(*(ask(client) for _ in range(2000)), return_exceptions=True)
     probe = await client.info(*client.pool.servers)
     faults = sorted({repr(one) for one in asked if one != 1})
-    print(json.dumps([faults[:3], client.pool.out, probe.live]))
+    print(json.dumps([faults[:3], client.pool.out, [*probe.live]]))
     await client.close()
 
 asyncio.run(main())

@@ -224,16 +224,16 @@ class LoadsLate(FakeServer):
 async def test_the_proof_of_a_version_that_is_published_again_meanwhile_does_not_count() -> None:
     one, late = FakeServer(), LoadsLate()
     async with synced(one, late) as (client, sync):
-        await sync.load(1)
+        await sync.load(1, snapshot="first")
         late.may.clear()
         late.loads.clear()
         client.pool.eject(name_of(late), "it does not answer")
         await until(lambda: late.loads)
-        await sync.load(1)
+        await sync.load(1, snapshot="second")
         assert list(client.pool.out) == [name_of(late)]
         late.may.set()
         await until(lambda: not client.pool.out)
-        assert [load["version"] for load in late.loads] == [1, 1]
+        assert [load["snapshot"] for load in late.loads] == ["first", "second"]
 
 
 FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4, **OF_BASE}
@@ -252,7 +252,14 @@ FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4, **OF_BASE}
     ],
 )
 def test_a_report_proves_a_version_by_all_its_figures(changes: dict[str, Any], noisy: bool, says: str | None) -> None:
-    fields = {"version": 1, "name": "v1", "canary": FIGURES, "adapters": {"proposer": FIGURES}, **changes}
+    fields = {
+        "version": 1,
+        "name": "v1",
+        "snapshot": "s",
+        "canary": FIGURES,
+        "adapters": {"proposer": FIGURES},
+        **changes,
+    }
     report = msgspec.convert({"load_s": 0, "canary_s": 0, **fields}, LoadReport)
     with nullcontext() if says is None else pytest.raises(ServerError, match=says):
         check_proof("http://server", 1, report, noisy=noisy, adapters=("solver", "proposer"))
