@@ -22,7 +22,7 @@ from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
 from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
-from grpo.transport.errors import CorruptError, TransportError, UserError
+from grpo.transport.errors import CorruptError, ProofFailed, TransportError, UserError
 from grpo.transport.folders import STABLE, check_file, digest_of, read_manifest, step_folder, steps_in
 from grpo.transport.receipts import ExpectedWitness, Receipt, SpotProof
 from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Manifest, PolicyManifest
@@ -35,6 +35,11 @@ WITNESS_TOLERANCE = 2.0**-19
 """Largest difference of a witness's component from the expected one, as a share of what all tokens add up to."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
+_NOT_NOW = {
+    "interrupted": "is too large to be read here; grpo prove takes its time",
+    "database is locked": "is being written; ask again",
+}
+"""Errors of SQLite that say nothing about the ledger."""
 STARTING, RUNNING, ENDED_EARLY = "starting", "running", "ended early"
 
 
@@ -157,6 +162,9 @@ def _guarded(name: str, make: Callable[[], Part]) -> Part:
     try:
         return make()
     except Exception as error:
+        if isinstance(error, sqlite3.OperationalError) and str(error) in _NOT_NOW:
+            text = f"{LEDGER_FILE} {_NOT_NOW[str(error)]}"
+            return Part(name=name, summary="not read", unproved=[text])
         told = isinstance(error, (UserError, TransportError, OSError, sqlite3.Error))
         message = str(error) if told else f"{type(error).__name__}: {error}"
         return Part(name=name, summary="cannot be read", broken=[message])
@@ -385,7 +393,10 @@ def _tokens(run: _Run) -> Part:
         "by_server": dict(sorted(Counter(f"{spot.server}" for spot in held).items())),
         "by_adapter": dict(sorted(Counter(spot.adapter for spot in held).items())),
     }
-    part.broken = _listed([_failed(step, spot) for step, spot in failed])
+    part.broken = _ended_by(run) + _listed([_failed(step, spot) for step, spot in failed])
+    part.broken += _listed([_unexplained(step, one) for step, one in receipts.items() if one.unexplained])
+    if dropped := [rollout for one in receipts.values() for rollout in one.dropped]:
+        part.facts["dropped"] = dropped
     if held:
         worst = max(held, key=lambda spot: getattr(spot, spot.measure) / max(spot.tolerance, 1e-300))
         part.facts["largest"] = msgspec.to_builtins(worst)
@@ -409,6 +420,20 @@ def _tokens(run: _Run) -> Part:
     if lagged := [step for step in lagged if not receipts[step].num_unproved]:
         part.unproved.append(f"no sample of lag 1 or more was scored again in {_steps(lagged)}{_why(run)}")
     return part
+
+
+def _ended_by(run: _Run) -> list[str]:
+    """Returns the failed proof that has ended the run: its step changed nothing, and left no receipt."""
+    found = [read(run.folder / "status" / f"{name}.json", ProgramStatus) for name in ("train", "orch")]
+    messages = [one.message for one in found if one is not None and one.state == FAILED and one.message]
+    start = f"{ProofFailed.__name__}: "
+    return [f"the run has ended: {one.removeprefix(start)}" for one in messages if one.startswith(start)][:1]
+
+
+def _unexplained(step: int, receipt: Receipt) -> str:
+    lags = ", ".join(f"{gap:.3g} nats at lag {lag}" for lag, gap in sorted(receipt.unexplained.items()))
+    moved = ", ".join(f"{gap:.3g} at lag {lag}" for lag, gap in sorted(receipt.moved.items())) or "unknown"
+    return f"step {step}: server and trainer differ by more than the policy has moved: {lags}; it has moved by {moved}"
 
 
 def _steps(steps: Sequence[int]) -> str:
