@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from grpo.orchestrator.ledger import Ledger
 from grpo.transport.digests import DIGESTS_FILE, read_digests
-from grpo.transport.http import CanaryFigures
+from grpo.transport.http import CanaryFigures, LoadReport
 from grpo.transport.receipts import WITNESS_SIZE, Receipt, SpotProof, Witness
 from grpo.transport.run import join_run
 
@@ -298,8 +298,10 @@ def test_what_has_no_proof_says_why(run: Path) -> None:
 def test_a_version_that_a_server_has_not_proved_within_the_tolerance_is_broken(run: Path) -> None:
     ledger = Ledger(run / "ledger.sqlite")
     gaps = {"mean_abs": 1e-6, "base_max_abs": 1e-6, "base_mean_abs": 1e-6, "tolerance": 1e-4}
-    ledger.proved("http://a", 0, CanaryFigures(max_abs=2e-3, **gaps))  # the mean is what counts in 16 bits
-    ledger.proved("http://b", 1, CanaryFigures(max_abs=2e-3, measure="max_abs", **gaps))
+    for server, version, measure in (("http://a", 0, "mean_abs"), ("http://b", 1, "max_abs")):  # the mean in 16 bits
+        canary = CanaryFigures(max_abs=2e-3, measure=measure, **gaps)
+        times = {"load_s": 0.0, "canary_s": 0.0}
+        ledger.proved(server, LoadReport(version=version, name="p", snapshot="s", canary=canary, **times))
     ledger.close()
     [told] = part_of(prove(run), "versions").broken
     assert "version 1" in told
