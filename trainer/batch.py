@@ -79,6 +79,7 @@ def _only(batch: MicroBatch, chosen: Bool) -> MicroBatch | None:
         teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
         adapters=None if batch.adapters is None else batch.adapters[chosen],
         envs=tuple(compress(batch.envs, chosen)),
+        servers=tuple(compress(batch.servers, chosen)),
         hints=(),
         pairs=(),
     )

@@ -57,6 +57,10 @@ class TrainedTokens:
                 masked = torch.where(chosen, float(MASKS.index(reason)), masked)
         self._step.append((batch, torch.stack((logprobs, tokens.entropies.detach(), masked))))
 
+    def forget(self) -> None:
+        """Takes back what was added since the last call of `write`."""
+        self._step = []
+
     def write(self, step: int) -> None:
         """Writes what was added since the last call, as the part of `step`."""
         parts, self._step = self._step, []

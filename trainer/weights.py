@@ -64,12 +64,22 @@ class AdapterWeights:
     def load(self, folder: Path) -> None:
         """Replaces the first adapter by the one in PEFT's format in `folder`. Raises `ModelError` if that is none,
         another model's, or has other sizes."""
+        for parameter, tensor in self._read(folder, "").items():
+            local_tensor(parameter).copy_(local_tensor(tensor))
+
+    def read(self, folder: Path) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Returns all adapters of the version in `folder` by the parameters that hold them, sharded as those are.
+        Raises `ModelError` where it has not these adapters."""
+        return {p: tensor for below in self._folders for p, tensor in self._read(folder, below).items()}
+
+    def _read(self, folder: Path, below: str) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Returns one adapter of those in `folder`, whose files are `below`."""
         try:
-            config = read_adapter_config((folder / ADAPTER_CONFIG_FILE).read_bytes())
-            given = load_file(folder / ADAPTER_FILE)
+            config = read_adapter_config((folder / f"{below}{ADAPTER_CONFIG_FILE}").read_bytes())
+            given = load_file(folder / f"{below}{ADAPTER_FILE}")
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"init_adapter: {folder} holds no plain adapter that PEFT has written: {error}") from error
-        name, named = self._folders[""], self._parameters[""]
+        name, named = self._folders[below], self._parameters[below]
         own, shapes = self._model.peft_config[name], {key: tuple(p.shape) for key, p in named.items()}
         if shapes != {key: tuple(tensor.shape) for key, tensor in given.items()} or config.alpha != own.lora_alpha:
             raise ModelError(
@@ -77,8 +87,7 @@ class AdapterWeights:
                 f"{list(config.target_modules)}, or is another model's; expected {own.r}, "
                 f"{own.lora_alpha} and {sorted(own.target_modules)}: set lora_rank, lora_alpha and lora_target_modules"
             )
-        for key, parameter in named.items():
-            local_tensor(parameter).copy_(local_tensor(shard_like(given[key].float(), parameter)))
+        return {parameter: shard_like(given[key].float(), parameter) for key, parameter in named.items()}
 
     def make(self, snapshot: Snapshot, *, merged: bool) -> Made:
         """Returns the adapters' files, or the base's matrices with the adapter merged into them."""
