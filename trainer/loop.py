@@ -163,7 +163,7 @@ class Trainer:
                 found = self._proofs.score(step, batches, self._publishing.noise)
             self._settle(step, found)
             metrics, now = self._optimizer_steps(step, batches, rate, found)
-        self._traces.write(step)
+        self._traces.write(step, {batch.rank for batch in batches})
         counted = [
             sum(len(batch.token_ids) for batch in batches),
             int(step_flops(self._policy, batches, self._settings.loss)),
