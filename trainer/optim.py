@@ -119,7 +119,6 @@ class Optimizer:
                 elif state:
                     optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in state.items()}
 
-
     def num_steps(self, tensors: Mapping[str, torch.Tensor] | None = None) -> int:
         """Returns how many steps the state counts, summed over parameters; with `tensors`, what `state_tensors` has
         returned counts for this rank."""
