@@ -30,9 +30,8 @@ from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE
 from grpo.transport.weights.store import snapshot_of
+from grpo.transport.witness import TOLERANCE
 
-WITNESS_TOLERANCE = 2.0**-19
-"""Largest difference of a witness's component from the expected one, as a share of what all tokens add up to."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
 _NOT_NOW = {
@@ -479,10 +478,10 @@ def _gradients(run: _Run) -> Part:
             _gap(expected.presence, receipt.witness.presence, expected.presence_size),
             _gap(expected.content, receipt.witness.content, expected.content_size),
         )
-        if not gap <= WITNESS_TOLERANCE:
+        if not gap <= TOLERANCE:
             part.broken.append(
                 f"the witness in the gradient of step {step} differs from that of its batch by {gap:.3g} of its size, "
-                f"allowed are {WITNESS_TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
+                f"allowed are {TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
             )
     part.facts = {"steps": len(run.steps), "gaps": gaps, "largest": max(gaps.values(), default=None)}
     right = len(gaps) - len(part.broken)
