@@ -406,7 +406,7 @@ def _tokens(run: _Run) -> Part:
     if drawn:
         part.unproved.append(f"{_num(drawn, 'sample')} drawn for a proof could not be scored again{why}")
     lagged = [step for step, one in receipts.items() if one.num_tokens > one.num_proved_now and not one.spots]
-    if lagged := [step for step in lagged if not receipts[step].num_unproved]:
+    if lagged := [step for step in lagged if not (receipts[step].num_unproved or receipts[step].steps_since_draw)]:
         part.unproved.append(f"no sample of lag 1 or more was scored again in {_steps(lagged)}{_why(run)}")
     return part
 

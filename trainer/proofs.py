@@ -85,6 +85,7 @@ class Found:
     num_now: int = 0
     """Tokens that the step's own passes have proved."""
     num_unproved: int = 0
+    steps_since_draw: int = 0
     moved: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By lag, the sum of the k3 estimates of KL(current ‖ sampled version) on proved tokens, and their number."""
     dropped: set[str] = field(default_factory=set)
@@ -157,7 +158,9 @@ class Proofs:
             for (sample, places), values in zip(own, logprobs, strict=True):
                 told.add(sample.proof(version, places, values))
                 self._remember(sample, places, values)
-        return self._agreed(told)
+        found = self._agreed(told)
+        found.steps_since_draw = self._owed_steps
+        return found
 
     def _is_free(self, step: int, noise: NormNoise) -> bool:
         """Returns whether the step's own passes prove what the version before it has sampled."""

@@ -32,4 +32,6 @@ def test_a_run_whose_rollouts_are_sampled_from_the_base_stops_and_says_so(
     assert 1 <= len(run.steps) <= 1 + within
     assert (run.folder / "checkpoints" / f"step_{len(run.steps):06d}").exists()
     with open_ledger(run.folder) as ledger:
-        assert all(one.receipt is None or not one.receipt.spots or True for one in ledger.receipts())
+        receipts = [receipt for _, receipt in ledger.receipts().values() if receipt is not None]
+    assert [one.step for one in receipts] == [*range(1, len(run.steps) + 1)]
+    assert all(spot.failed_at is None for one in receipts for spot in one.spots)

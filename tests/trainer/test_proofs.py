@@ -288,7 +288,9 @@ def test_from_small_batches_samples_are_drawn_more_rarely_and_as_many_more_but_a
         server = "http://two" if step == 33 else SERVER
         batch = replace(older, servers=(server,) * 40, tolerances={server: EXACT[SERVER]})
         version = np.array([[max(0, step - 2), 160]], np.int32)
-        numbers.append(len(steps.take(replace(batch, version_runs=version)).spots))
+        receipt = steps.take(replace(batch, version_runs=version))
+        numbers.append(len(receipt.spots))
+        assert (receipt.steps_since_draw == 0) == (numbers[-1] > 0 or step == 1)
     assert numbers[:8] == [0, *[2] * 7]  # version 0 trains step 1
     assert numbers[32] > 0
     drawn = [step for step, number in enumerate(numbers, start=1) if number]
