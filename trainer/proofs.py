@@ -1,7 +1,8 @@
 """Proves that servers sampled what their records say: by the log-probabilities that the trainer computes itself under
 the version that each record names.
 
-Tokens that the current weights sampled are proved by the step's own passes (`Proofs.see`). Of the others a share of
+Tokens that the current weights sampled are proved by the step's own passes (`Proofs.see`), which leave most samples
+that teach nothing out (`loss.silent_share`). Of the others a share of
 the samples is drawn, by a keyed hash that no server can foresee, and scored again under the version that sampled them
 (`Proofs.score`), before the step's first pass. docs/proofs.md says how soon a fault is noticed so.
 
