@@ -205,7 +205,7 @@ class Proofs:
     def _is_turn(self, step: int, num_tokens: int) -> bool:
         """Returns whether samples are drawn from a batch of so many tokens: one of each 1, 2, 4 or 8 steps by the keyed
         hash, more of smaller batches."""
-        every = min(MOST_STEPS, 2 ** math.ceil(math.log2(max(1.0, SMALL_BATCH / num_tokens))))
+        every: int = min(MOST_STEPS, 2 ** math.ceil(math.log2(max(1.0, SMALL_BATCH / num_tokens))))
         if self._share * every > SMALL_SHARE:
             return True
         digest = hashlib.blake2b(f"{step // every}/{every}".encode(), digest_size=7, key=self._key).digest()
