@@ -394,7 +394,6 @@ def _tokens(run: _Run) -> Part:
         "by_adapter": dict(sorted(Counter(spot.adapter for spot in held).items())),
     }
     part.broken = _ended_by(run) + _listed([_failed(step, spot) for step, spot in failed])
-    part.broken += _listed([_unexplained(step, one) for step, one in receipts.items() if one.unexplained])
     if dropped := [rollout for one in receipts.values() for rollout in one.dropped]:
         part.facts["dropped"] = dropped
     if held:
@@ -428,12 +427,6 @@ def _ended_by(run: _Run) -> list[str]:
     messages = [one.message for one in found if one is not None and one.state == FAILED and one.message]
     start = f"{ProofFailed.__name__}: "
     return [f"the run has ended: {one.removeprefix(start)}" for one in messages if one.startswith(start)][:1]
-
-
-def _unexplained(step: int, receipt: Receipt) -> str:
-    lags = ", ".join(f"{gap:.3g} nats at lag {lag}" for lag, gap in sorted(receipt.unexplained.items()))
-    moved = ", ".join(f"{gap:.3g} at lag {lag}" for lag, gap in sorted(receipt.moved.items())) or "unknown"
-    return f"step {step}: server and trainer differ by more than the policy has moved: {lags}; it has moved by {moved}"
 
 
 def _in_spots(receipt: Receipt) -> int:
