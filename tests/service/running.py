@@ -25,7 +25,6 @@ class Running:
         self._command = [*command, "--sequence_len", "128", "--num_threads", "1", "--device", "cpu", *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.about: dict[str, Any] = {}
-        self._clients: list[tinker.ServiceClient] = []
 
     def start(self) -> None:
         """Returns once it serves."""
@@ -50,15 +49,7 @@ class Running:
         return self._process is not None and self._process.poll() is None
 
     def client(self, tenant: str = "default") -> tinker.ServiceClient:
-        client = tinker.ServiceClient(base_url=self.about["base_url"], api_key=self.about["api_keys"][tenant])
-        self._clients.append(client)
-        return client
-
-    def close_clients(self) -> None:
-        """Lets go of the clients' connections; older clients cannot."""
-        for client in self._clients:
-            if hasattr(client, "close"):
-                client.close("success").result()
+        return tinker.ServiceClient(base_url=self.about["base_url"], api_key=self.about["api_keys"][tenant])
 
     def training_client(self, tenant: str = "default", *, rank: int = 4, seed: int = 1, **options: Any) -> Any:
         client = self.client(tenant)
@@ -85,5 +76,4 @@ def running(folder: Path, model: Path, *options: str) -> Iterator[Running]:
         yield service
     finally:
         if service.is_up():
-            service.close_clients()
             service.end()

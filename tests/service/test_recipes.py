@@ -1,5 +1,5 @@
-"""Recipes of tinker-cookbook, unchanged but for model, renderer and sizes, on the embedded model. As people's scripts they
-are processes of their own."""
+"""Recipes of tinker-cookbook, unchanged but for model, renderer and sizes, on the embedded model. As people's scripts
+they are processes of their own."""
 
 import json
 import os
