@@ -22,7 +22,7 @@ from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
 from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
-from grpo.transport.errors import CorruptError, TransportError, UserError
+from grpo.transport.errors import CorruptError, ProofFailed, TransportError, UserError
 from grpo.transport.folders import STABLE, check_file, digest_of, read_manifest, step_folder, steps_in
 from grpo.transport.receipts import ExpectedWitness, Receipt, SpotProof
 from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Manifest, PolicyManifest
@@ -30,11 +30,15 @@ from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE
 from grpo.transport.weights.store import snapshot_of
+from grpo.transport.witness import TOLERANCE
 
-WITNESS_TOLERANCE = 2.0**-19
-"""Largest difference of a witness's component from the expected one, as a share of what all tokens add up to."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
+_NOT_NOW = {
+    "interrupted": "is too large to be read here; grpo prove takes its time",
+    "database is locked": "is being written; ask again",
+}
+"""Errors of SQLite that say nothing about the ledger."""
 STARTING, RUNNING, ENDED_EARLY = "starting", "running", "ended early"
 
 
@@ -157,6 +161,9 @@ def _guarded(name: str, make: Callable[[], Part]) -> Part:
     try:
         return make()
     except Exception as error:
+        if isinstance(error, sqlite3.OperationalError) and str(error) in _NOT_NOW:
+            text = f"{LEDGER_FILE} {_NOT_NOW[str(error)]}"
+            return Part(name=name, summary="not read", unproved=[text])
         told = isinstance(error, (UserError, TransportError, OSError, sqlite3.Error))
         message = str(error) if told else f"{type(error).__name__}: {error}"
         return Part(name=name, summary="cannot be read", broken=[message])
@@ -383,9 +390,12 @@ def _tokens(run: _Run) -> Part:
         "proved_in_spots": in_spots,
         "spots": len(spots),
         "by_server": dict(sorted(Counter(f"{spot.server}" for spot in held).items())),
+        "by_step": {step: [one.num_tokens, one.num_proved_now, _in_spots(one)] for step, one in receipts.items()},
         "by_adapter": dict(sorted(Counter(spot.adapter for spot in held).items())),
     }
-    part.broken = _listed([_failed(step, spot) for step, spot in failed])
+    part.broken = _ended_by(run) + _listed([_failed(step, spot) for step, spot in failed])
+    if dropped := [rollout for one in receipts.values() for rollout in one.dropped]:
+        part.facts["dropped"] = dropped
     if held:
         worst = max(held, key=lambda spot: getattr(spot, spot.measure) / max(spot.tolerance, 1e-300))
         part.facts["largest"] = msgspec.to_builtins(worst)
@@ -405,10 +415,22 @@ def _tokens(run: _Run) -> Part:
     drawn = sum(one.num_unproved for one in receipts.values())
     if drawn:
         part.unproved.append(f"{_num(drawn, 'sample')} drawn for a proof could not be scored again{why}")
-    lagged = [step for step, one in receipts.items() if one.num_tokens > one.num_proved_now and not one.spots]
-    if lagged := [step for step in lagged if not receipts[step].num_unproved]:
-        part.unproved.append(f"no sample of lag 1 or more was scored again in {_steps(lagged)}{_why(run)}")
+    # Of small batches samples are drawn in some steps alone.
+    if total > now and not spots and not drawn:
+        part.unproved.append(f"no sample of lag 1 or more was scored again{_why(run)}")
     return part
+
+
+def _ended_by(run: _Run) -> list[str]:
+    """Returns the failed proof that has ended the run: its step changed nothing, and left no receipt."""
+    found = [read(run.folder / "status" / f"{name}.json", ProgramStatus) for name in ("train", "orch")]
+    messages = [one.message for one in found if one is not None and one.state == FAILED and one.message]
+    start = f"{ProofFailed.__name__}: "
+    return [f"the run has ended: {one.removeprefix(start)}" for one in messages if one.startswith(start)][:1]
+
+
+def _in_spots(receipt: Receipt) -> int:
+    return sum(spot.num_tokens for spot in receipt.spots if spot.failed_at is None)
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -449,12 +471,12 @@ def _gradients(run: _Run) -> Part:
             _gap(expected.presence, receipt.witness.presence, expected.presence_size),
             _gap(expected.content, receipt.witness.content, expected.content_size),
         )
-        if not gap <= WITNESS_TOLERANCE:
+        if not gap <= TOLERANCE:
             part.broken.append(
                 f"the witness in the gradient of step {step} differs from that of its batch by {gap:.3g} of its size, "
-                f"allowed are {WITNESS_TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
+                f"allowed are {TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
             )
-    part.facts = {"steps": len(run.steps), "witnessed": len(gaps), "largest": max(gaps.values(), default=None)}
+    part.facts = {"steps": len(run.steps), "gaps": gaps, "largest": max(gaps.values(), default=None)}
     right = len(gaps) - len(part.broken)
     part.broken = _listed(part.broken)
     part.summary = f"{right:,} of {_num(len(run.steps), 'step')} bear the witness of just their batch"

@@ -211,6 +211,16 @@ def test_who_joins_a_finished_run_makes_it_one_that_goes_on_and_its_new_end_is_f
     assert page.digest not in (None, before)
 
 
+def test_a_ledger_for_which_there_is_no_time_is_unproved_and_not_broken(run: Path) -> None:
+    ledger = Ledger(run / "ledger.sqlite")
+    for group in range(10, 2000):
+        ledger.issued(group, num=8, env="reverse-text", example=1, version=2)
+    ledger.close()
+    page = prove(run, limit_s=0)
+    assert page.broken == []
+    assert any("too large" in one for one in page.unproved)
+
+
 # --- what single proofs say ---
 
 RIGHT = Witness(presence=(0.5,) * WITNESS_SIZE, content=(-0.25,) * WITNESS_SIZE)
@@ -260,7 +270,8 @@ def test_witnesses_and_spot_proofs_are_counted(run: Path) -> None:
         "spots": 2,
     }
     assert tokens.facts["by_server"] == {"http://127.0.0.1:1": 2}
-    assert (gradients.facts["witnessed"], gradients.facts["largest"]) == (2, 0)
+    assert (gradients.facts["gaps"], gradients.facts["largest"]) == ({"1": 0, "2": 0}, 0)
+    assert tokens.facts["by_step"] == {"1": [100, 60, 10], "2": [100, 100, 0]}
     assert [part.unproved + part.broken for part in (tokens, gradients)] == [[], []]
 
 
@@ -287,6 +298,21 @@ def test_a_spot_proof_that_has_failed_names_rollout_server_version_and_both_numb
     for one in ("step 2", "0/1", "127.0.0.1:1", "version 0", "0.75", "token 3", "-1.5", "-0.75"):
         assert one in told
     assert grpo("prove", run).returncode == 1
+
+
+def test_a_mismatch_that_the_policy_does_not_explain_and_a_proof_that_ended_the_run_are_broken(run: Path) -> None:
+    receive(run, Receipt(step=1, num_tokens=9, witness=RIGHT, unexplained={"1": 0.71}, moved={"1": 0.001}))
+    says(run, "train", "failed", message="ProofFailed: a spot proof does not hold: rollout 9/9", pid=gone_pid())
+    page = prove(run)
+    [ended], [unexplained] = part_of(page, "tokens").broken, part_of(page, "rollouts").broken
+    assert "rollout 9/9" in ended
+    assert "0.71" in unexplained
+
+
+def test_a_run_without_any_spot_proof_says_so(run: Path) -> None:
+    receive(run, *(Receipt(step=step, num_tokens=100, num_proved_now=90, witness=RIGHT) for step in (1, 2)))
+    [told] = part_of(prove(run), "tokens").unproved
+    assert "no sample of lag 1 or more" in told
 
 
 def test_what_has_no_proof_says_why(run: Path) -> None:
