@@ -198,19 +198,25 @@ class Objective:
         together. Collective."""
         if not self._settings.trains_policy:
             return [], 1.0
-        _, silent, weight, left_out = by_signal(batches, self._settings)
-        for batch in left_out:  # which count as present, although their gradient is known to be 0
-            inputs = policy_inputs(batch, self._device)
-            unknown = torch.zeros_like(inputs["inference_logprobs"])
-            tokens = PolicyTokens(logprobs=unknown, entropies=unknown, **inputs)
-            packed = packed_tokens(batch, self._device)
-            self._bear_witness(packed, tokens, to_device(signs(batch.rollout_ids), self._device), counts)
+        _, silent, weight, skipped = by_signal(batches, self._settings)
+        self._witness_skipped(skipped, counts)
         passes = self._passes_over(silent, counts)
         number = self._ranks.all_reduce_max(len(passes))
         metrics = [one()[1] for one in passes]
         for _ in range(number - len(passes)):
             self._dummy_logprobs()
         return metrics, weight
+
+    def _witness_skipped(self, batches: Sequence[MicroBatch], counts: StepCounts) -> None:
+        """Adds the presence of samples that need no pass, because all their coefficients are 0: they are of the batch,
+        and count among those that the loss is divided by."""
+        for batch in batches:
+            packed, inputs = packed_tokens(batch, self._device), policy_inputs(batch, self._device)
+            none = torch.zeros(len(packed.targets), device=self._device)
+            tokens = PolicyTokens(logprobs=none, entropies=none, **inputs)
+            weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
+            of_samples = to_device(signs(batch.rollout_ids), self._device)
+            self._witness.add(packed, tokens.sample_ids, of_samples, weights, torch.zeros_like(weights))
 
     def _policy_loss(
         self,
@@ -224,14 +230,9 @@ class Objective:
         logprobs, entropies = self._policy.logprobs_and_entropy(packed, differentiable=differentiable)
         tokens = PolicyTokens(logprobs=logprobs, entropies=entropies, **inputs)
         self.trained(batch, tokens)
-        self._bear_witness(packed, tokens, of_samples, counts)
-        return self._loss_of(tokens, self._settings, counts)
-
-    def _bear_witness(
-        self, packed: PackedTokens, tokens: PolicyTokens, of_samples: torch.Tensor, counts: StepCounts
-    ) -> None:
         weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
         self._witness.add(packed, tokens.sample_ids, of_samples, weights, weights * tokens.advantages)
+        return self._loss_of(tokens, self._settings, counts)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 
