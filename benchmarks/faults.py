@@ -111,7 +111,12 @@ PARTS = (
     ("codec", r"CorruptError|ValidationError"),
 )
 """Which part of the product says what, by its words; the first that fits."""
-UNNOTICED = frozenset({"answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"})
+UNNOTICED = frozenset(
+    (
+        *("answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"),
+        *("accumulation-reset", "gradients-of-before", "loss-negated"),
+    )
+)
 SHARE_OF_PROOFS_PER_STEP = 2
 """Samples that are proved in each step, at least."""
 CONFIDENCE = 0.99
