@@ -102,6 +102,7 @@ FIRST_STEPS = 4
 PARTS = (
     ("spot proof", r"spot proof|sampled by .* differ"),
     ("witness", r"witness|gradients of step \d+ are not"),
+    ("resume check", r"the optimizer counts \d+ steps"),
     ("version check", r"changed nothing|before with another adapter"),
     ("gradient check", r"gradient .*(?:exactly zero|not finite|of 0)|without a gradient"),
     ("canary", r"canary|is not applied|without any adapter"),
