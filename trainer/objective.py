@@ -198,7 +198,9 @@ class Objective:
         together. Collective."""
         if not self._settings.trains_policy:
             return [], 1.0
-        _, silent, weight = by_signal(batches, self._settings)
+        _, silent, left_out, weight = by_signal(batches, self._settings)
+        for batch in left_out:
+            self._witness.add_silent(batch, counts, self._settings)
         passes = self._passes_over(silent, counts)
         number = self._ranks.all_reduce_max(len(passes))
         metrics = [one()[1] for one in passes]
