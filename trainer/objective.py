@@ -198,8 +198,8 @@ class Objective:
         together. Collective."""
         if not self._settings.trains_policy:
             return [], 1.0
-        _, silent, left_out, weight = by_signal(batches, self._settings)
-        for batch in left_out:
+        _, silent, weight, skipped = by_signal(batches, self._settings)
+        for batch in skipped:
             self._witness.add_silent(batch, counts, self._settings)
         passes = self._passes_over(silent, counts)
         number = self._ranks.all_reduce_max(len(passes))
