@@ -197,7 +197,9 @@ class ServerInfo(Record, frozen=True, kw_only=True):
     live: dict[int, str] = msgspec.field(default_factory=dict)
     """Versions of that run that it serves, with their snapshots' digests."""
     in_flight: dict[int, int] = msgspec.field(default_factory=dict)
-    """Requests that run now, by version."""
+    """Requests that run now, by version; those of versions that take no new ones included."""
+    num_slots: int | None = None
+    """Adapters that it holds at once; None where it serves one version alone."""
     load: ServerLoad | None = None
     """How much it has to do; None where it does not say."""
     asleep: bool | None = None
