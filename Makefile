@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PARTS := configs deploy environments infer orchestrator trainer transport
+PARTS := configs deploy environments infer orchestrator service trainer transport
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test core check types links docs contracts size gpu format clean

@@ -109,6 +109,9 @@ class LossSettings(Section):
     """Sequences with a token of a larger ratio are masked (null: none)."""
     sequence_clip_high: Annotated[PositiveFloat, OnlyWith("ratio_type", "sequence")] = 10.0
     """Upper bound of the importance ratio of a sequence."""
+    silent_share: Annotated[float, Field(gt=0, le=1)] = 0.125
+    """Share of the samples that teach nothing, such as those of a group with equal rewards, that is computed for
+    metrics and traces. The others cost nothing."""
     alpha_sdpo: Weight = 0.0
     """Weight of self-distillation from hints (SDPO); at 0 nobody gives hints."""
     beta_replay: Weight = 0.0
@@ -142,6 +145,9 @@ class LossSettings(Section):
         if self.import_path is not None:
             for key in sorted(self.changed - _WITH_CUSTOM - {"alpha_sdpo", "beta_replay", "sdpo", "dpo"}):
                 yield key, f"has no effect with import_path = {self.import_path}; remove it"
+        for key in ("kl_tau", "teacher_tau", "entropy_tau"):
+            if getattr(self, key) and "silent_share" in self.changed:
+                yield "silent_share", f"has no effect with {key}, by which every sample teaches; remove it"
         if self.ratio_type == "sequence" and self.importance in ("clip", "ppo"):
             yield "importance", f"{self.importance} is for other ratio_types; a sequence's ratio has sequence_clip_high"
         if self.ratio_type == "none" and self.importance in ("clip", "ppo"):

@@ -24,6 +24,7 @@ COMMANDS = {
     "launch": "a run over the machines of a cluster: starts it, shows how it stands, ends it",
     "export": "a policy version as a PEFT adapter or a whole model, with its model card",
     "serve": "a policy version and its base over the OpenAI API",
+    "service": "a training service for loops that are written against the tinker client",
     "chat": "a conversation with a policy version and its base, side by side",
     "evaluate": "how good a model, a run or a checkpoint is at environments, without training",
     "canary": "whether a server, of ours or not, serves a PEFT adapter",

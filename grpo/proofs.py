@@ -5,6 +5,7 @@ Nothing here needs torch or a network, and the folder's own path is not on the p
 """
 
 import math
+import os
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,18 +22,24 @@ from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
 from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
-from grpo.transport.errors import CorruptError, TransportError, UserError
+from grpo.transport.errors import CorruptError, ProofFailed, TransportError, UserError
 from grpo.transport.folders import STABLE, check_file, digest_of, read_manifest, step_folder, steps_in
-from grpo.transport.receipts import Receipt, SpotProof, Witness
+from grpo.transport.receipts import ExpectedWitness, Receipt, SpotProof
 from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Manifest, PolicyManifest
 from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE
+from grpo.transport.weights.store import snapshot_of
 
-WITNESS_TOLERANCE = 1e-3
-"""Largest difference of a witness from the expected one, as a share of that one's largest component."""
+WITNESS_TOLERANCE = 2.0**-19
+"""Largest difference of a witness's component from the expected one, as a share of what all tokens add up to."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
+_NOT_NOW = {
+    "interrupted": "is too large to be read here; grpo prove takes its time",
+    "database is locked": "is being written; ask again",
+}
+"""Errors of SQLite that say nothing about the ledger."""
 STARTING, RUNNING, ENDED_EARLY = "starting", "running", "ended early"
 
 
@@ -76,9 +83,9 @@ class Page(msgspec.Struct, kw_only=True):
     def verdict(self) -> str:
         """The result in a line."""
         if self.broken:
-            return f"broken: {_num(len(self.broken), 'finding')}, listed above"
+            return f"broken: {_num(len(self.broken), 'finding')}"
         if self.unproved:
-            return f"nothing is broken; unproved: {_num(len(self.unproved), 'thing')}, listed above"
+            return f"nothing is broken; unproved: {_num(len(self.unproved), 'thing')}"
         return "everything is proved"
 
     def exit_code(self, *, strict: bool = False) -> int:
@@ -104,7 +111,7 @@ class _Run:
     """None where there is none, or it cannot be read."""
     steps: Sequence[int] = ()
     """The steps that are trained, ascending."""
-    receipts: Mapping[int, tuple[Witness | None, Receipt | None]] = field(default_factory=dict)
+    receipts: Mapping[int, tuple[ExpectedWitness | None, Receipt | None]] = field(default_factory=dict)
 
     def settings(self, role: str) -> Mapping[str, Any]:
         """Returns the settings of a program."""
@@ -155,6 +162,9 @@ def _guarded(name: str, make: Callable[[], Part]) -> Part:
     try:
         return make()
     except Exception as error:
+        if isinstance(error, sqlite3.OperationalError) and str(error) in _NOT_NOW:
+            text = f"{LEDGER_FILE} {_NOT_NOW[str(error)]}"
+            return Part(name=name, summary="not read", unproved=[text])
         told = isinstance(error, (UserError, TransportError, OSError, sqlite3.Error))
         message = str(error) if told else f"{type(error).__name__}: {error}"
         return Part(name=name, summary="cannot be read", broken=[message])
@@ -282,6 +292,11 @@ def _versions(run: _Run) -> Part:
                 f"version {one['version']} was {gap:.3g} nats ({one['measure']}) from the trainer on {one['server']}"
             )
             part.broken.append(f"{where}, allowed are {tolerance:.3g}")
+    snapshots = {(one["version"], one["snapshot"]) for one in proofs}
+    other = [version for version, one in kept.items() if version in proved and (version, one.digest) not in snapshots]
+    if other:
+        text = f"{_ranges(other)} on disk are other snapshots than those that servers have proved"
+        (part.broken if run.state == FINISHED else part.unproved).append(text)
     part.broken = _listed(part.broken)
     sampled = set() if run.ledger is None else run.ledger.trained_versions().keys()
     gone = sorted((proved | sampled) - kept.keys())
@@ -317,7 +332,7 @@ class _Whole:
     """A folder that agrees with its manifest."""
 
     digest: str
-    """The manifest's."""
+    """The manifest's; a version's is that of its snapshot."""
     sent: bool
     """Whether the weights went another way."""
 
@@ -354,7 +369,8 @@ def _whole(folder: Path, _stamp: object, kind: type[Manifest], run_id: str) -> _
         raise CorruptError(f"{folder} holds number {number} of run {manifest.run_id}, expected run {run_id}")
     for name, entry in manifest.files.items():
         check_file(folder, name, entry)
-    return _Whole(digest=digest_of(data), sent=ANNOUNCEMENT_FILE in manifest.files)
+    digest = snapshot_of(manifest) if isinstance(manifest, PolicyManifest) else digest_of(data)
+    return _Whole(digest=digest, sent=ANNOUNCEMENT_FILE in manifest.files)
 
 
 # --- tokens and gradients ---
@@ -377,7 +393,10 @@ def _tokens(run: _Run) -> Part:
         "by_server": dict(sorted(Counter(f"{spot.server}" for spot in held).items())),
         "by_adapter": dict(sorted(Counter(spot.adapter for spot in held).items())),
     }
-    part.broken = _listed([_failed(step, spot) for step, spot in failed])
+    part.broken = _ended_by(run) + _listed([_failed(step, spot) for step, spot in failed])
+    part.broken += _listed([_unexplained(step, one) for step, one in receipts.items() if one.unexplained])
+    if dropped := [rollout for one in receipts.values() for rollout in one.dropped]:
+        part.facts["dropped"] = dropped
     if held:
         worst = max(held, key=lambda spot: getattr(spot, spot.measure) / max(spot.tolerance, 1e-300))
         part.facts["largest"] = msgspec.to_builtins(worst)
@@ -393,13 +412,28 @@ def _tokens(run: _Run) -> Part:
         part.summary = "none"
     if without := [step for step in run.steps if step not in receipts]:
         part.unproved.append(f"the trainer left no receipt of {_steps(without)}")
+    why = _why(run) or ": the trainer had no such version any more, as after a resume"
     drawn = sum(one.num_unproved for one in receipts.values())
     if drawn:
-        part.unproved.append(f"{_num(drawn, 'sample')} drawn for a proof could not be scored again{_why(run)}")
+        part.unproved.append(f"{_num(drawn, 'sample')} drawn for a proof could not be scored again{why}")
     lagged = [step for step, one in receipts.items() if one.num_tokens > one.num_proved_now and not one.spots]
     if lagged := [step for step in lagged if not receipts[step].num_unproved]:
         part.unproved.append(f"no sample of lag 1 or more was scored again in {_steps(lagged)}{_why(run)}")
     return part
+
+
+def _ended_by(run: _Run) -> list[str]:
+    """Returns the failed proof that has ended the run: its step changed nothing, and left no receipt."""
+    found = [read(run.folder / "status" / f"{name}.json", ProgramStatus) for name in ("train", "orch")]
+    messages = [one.message for one in found if one is not None and one.state == FAILED and one.message]
+    start = f"{ProofFailed.__name__}: "
+    return [f"the run has ended: {one.removeprefix(start)}" for one in messages if one.startswith(start)][:1]
+
+
+def _unexplained(step: int, receipt: Receipt) -> str:
+    lags = ", ".join(f"{gap:.3g} nats at lag {lag}" for lag, gap in sorted(receipt.unexplained.items()))
+    moved = ", ".join(f"{gap:.3g} at lag {lag}" for lag, gap in sorted(receipt.moved.items())) or "unknown"
+    return f"step {step}: server and trainer differ by more than the policy has moved: {lags}; it has moved by {moved}"
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -426,22 +460,24 @@ def _why(run: _Run) -> str:
         return ": proofs.share is 0"
     if train.get("lora") is False:
         return ": all weights are trained (lora: false), and only the newest are kept"
-    return ": the trainer had no such version, as after a resume"
+    return ""
 
 
 def _gradients(run: _Run) -> Part:
     part, gaps = Part(name="gradients"), dict[int, float]()
+    findings = {} if run.ledger is None else run.ledger.findings()
     for step in run.steps:
         expected, receipt = run.receipts.get(step, (None, None))
         if expected is None or receipt is None or receipt.witness is None:
             continue
         gaps[step] = gap = max(
-            _gap(expected.presence, receipt.witness.presence), _gap(expected.content, receipt.witness.content)
+            _gap(expected.presence, receipt.witness.presence, expected.presence_size),
+            _gap(expected.content, receipt.witness.content, expected.content_size),
         )
         if not gap <= WITNESS_TOLERANCE:
             part.broken.append(
                 f"the witness in the gradient of step {step} differs from that of its batch by {gap:.3g} of its size, "
-                f"allowed are {WITNESS_TOLERANCE:g}: it was not trained on just these samples, with these weights"
+                f"allowed are {WITNESS_TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
             )
     part.facts = {"steps": len(run.steps), "witnessed": len(gaps), "largest": max(gaps.values(), default=None)}
     right = len(gaps) - len(part.broken)
@@ -453,9 +489,8 @@ def _gradients(run: _Run) -> Part:
     return part
 
 
-def _gap(expected: Sequence[float], found: Sequence[float]) -> float:
-    """Returns the largest difference as a share of the largest expected component."""
-    size = max(map(abs, expected))
+def _gap(expected: Sequence[float], found: Sequence[float], size: float) -> float:
+    """Returns the largest difference as a share of the size."""
     gap = max(abs(one - other) for one, other in zip(expected, found, strict=True))
     return gap / size if size else (math.inf if gap else 0.0)
 
@@ -493,14 +528,19 @@ def _batches(run: _Run) -> Part:
 
 
 def _code(run: _Run) -> Part:
-    programs = run.file.programs
-    files = {key: digest for one in programs.values() for key, digest in one.get("code", {}).items()}
-    changed = code_changes(run.file)
+    programs, changes = run.file.programs, code_changes(run.file)
+    recorded = {key: digest for one in programs.values() for key, digest in one.get("code", {}).items()}
+    names = [*(key.partition(" ")[2] for key in recorded), *(name for found in changes.values() for name in found)]
+    # Where the files lie on that machine is nobody's business.
+    folders = [os.path.dirname(name) for name in names if os.path.isabs(name)]  # noqa: PTH117, PTH120
+    above = f"{os.path.commonpath(folders)}/" if folders else "/"
+    files = {key.replace(above, "", 1): digest for key, digest in recorded.items()}
+    changed = {step: [name.removeprefix(above) for name in found] for step, found in changes.items()}
     base = programs.get("train", {}).get("base_model")
     libraries = {role: one.get("versions", {}) for role, one in sorted(programs.items())}
     part = Part(name="code", facts={"base_model": base, "libraries": libraries, "files": files, "changed": changed})
-    names = {f"{name} {version}" for one in libraries.values() for name, version in one.items()}
-    shown = [name for name in sorted(names) if name.startswith(("grpo", "torch ", "vllm"))]
+    versions = {f"{name} {version}" for one in libraries.values() for name, version in one.items()}
+    shown = [name for name in sorted(versions) if name.startswith(("grpo", "torch ", "vllm"))]
     of_env = _num(len(files), "file") + " of the user" if files else "built-in environments"
     part.summary = f"{of_env}; {', '.join(shown) or 'libraries unknown'}; base model {base or 'unknown'}"
     for step, names_of in changed.items():

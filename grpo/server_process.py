@@ -74,10 +74,11 @@ def server_settings(version: Version, *, host: str = "127.0.0.1", port: int | No
 
 @contextlib.contextmanager
 def server_process(
-    settings: Mapping[str, Any], log: Path, *, version: Version | None = None
+    settings: Mapping[str, Any], log: Path, *, version: Version | None = None, output_dir: Path | None = None
 ) -> Iterator[ServerProcess]:
-    """Starts grpo-infer, which serves the base, and a run's `version` where there is one, and writes `log`. The server
-    ends with the context, and with this process however that ends. Raises `ServerFailed`."""
+    """Starts grpo-infer, which serves the base, and a run's `version` where there is one, and writes `log`. Without one
+    it can load those of the run in `output_dir`. The server ends with the context, and with this process however that
+    ends. Raises `ServerFailed`."""
     key, host = os.environ.get(str(settings["api_key_var"])) or None, str(settings["host"])
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
@@ -87,9 +88,9 @@ def server_process(
         raise ServerFailed(f"grpo-infer cannot start: {error}") from None
     log.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="grpo-serve-") as folder:
-        output_dir = folder if version is None else str(version.run.resolve())
+        run = output_dir if version is None else version.run
         file = Path(folder) / "infer.yaml"
-        file.write_text(yaml.safe_dump({**settings, "output_dir": output_dir}))
+        file.write_text(yaml.safe_dump({**settings, "output_dir": folder if run is None else str(run.resolve())}))
         command = [sys.executable, "-P", "-m", "grpo.infer.cli", str(file)]
         environment = os.environ | {PARENT_VAR: str(os.getpid())}
         with (

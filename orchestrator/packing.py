@@ -6,12 +6,13 @@ A bin is the list of a micro-batch's samples by index. Pure: no I/O, no settings
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from grpo.transport.records import Float32, Int32, MicroBatch, PreferencePair, TrainingSample
+from grpo.transport.records import Float32, Int32, MicroBatch, PreferencePair, Tolerance, TrainingSample
 
 FILLER_ID = "filler"
 """Stands in `rollout_ids` for the one token without loss that a rank gets which would have nothing to do."""
@@ -27,11 +28,12 @@ def pack(
     run_id: str,
     step: int,
     pairs: Sequence[PreferencePair] = (),
+    tolerances: Mapping[str, Tolerance] = MappingProxyType({}),
 ) -> list[list[MicroBatch]]:
     """`samples` as micro-batches [R][B] of at most `capacity` tokens. Every rank has the same number B: where samples
     are too few for that, a micro-batch of one token without loss takes the place of a missing one. `pairs` go with the
     first micro-batch of each rank, in which they are sequences of their own, each to the rank that has the fewest
-    tokens of them.
+    tokens of them. `tolerances` are of the servers that sampled.
 
     Raises ValueError without samples, and for a sample longer than `capacity`: nothing is ever cut off.
     """
@@ -43,6 +45,7 @@ def pack(
         "run_id": run_id,
         "step": step,
         "num_micro_batches": len(ranks[0]),
+        "tolerances": _tolerances({sample.server for sample in samples}, tolerances),
     }
     return [
         [
@@ -76,8 +79,18 @@ def _micro_batch(samples: Sequence[TrainingSample], **fields: Any) -> MicroBatch
         hints=tuple((index, sample.hint) for index, sample in enumerate(samples) if sample.hint is not None),
         rollout_ids=tuple(sample.rollout_id for sample in samples),
         envs=tuple(sample.env for sample in samples),
+        servers=tuple(sample.server for sample in samples),
         **fields,
     )
+
+
+def _tolerances(servers: Iterable[str], known: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
+    """Returns the tolerances of the servers of samples; for several servers of one sample the widest of theirs."""
+    found = {}
+    for server in sorted(servers):
+        if server and all(name in known for name in server.split()):
+            found[server] = max((known[name] for name in server.split()), key=lambda one: (one.measure, one.gap))
+    return found
 
 
 def _stream(values: Sequence[Float32 | float], lengths: Int32) -> Float32:

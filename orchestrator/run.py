@@ -223,6 +223,7 @@ async def _run_loops(
         watch=watch,
         sleep=sleep,
         sender=sender,
+        tolerances=sync.tolerances,
     )
     evaluating = Evaluating(
         settings=settings,

@@ -168,5 +168,6 @@ def _samples(
             reward=result.step_reward(row.steps[-1]),
             stop_reason=row.turns[-1].finish_reason,
             adapter=result.steps[row.steps[-1]].adapter,
+            server=" ".join(sorted({result.steps[step].completion.server for step in row.steps})).strip(),
             **fields.get((result.id, number), {}),
         )

@@ -22,7 +22,17 @@ from tests.pages import PAGES, README, ROOT
 
 ELSEWHERE = (
     *("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data", "grpo sft", "python -m"),
-    *("grpo evaluate", "grpo export", "grpo serve", "grpo chat", "grpo canary", "pip ", "kubectl ", "python -m venv"),
+    *(
+        "grpo evaluate",
+        "grpo export",
+        "grpo serve",
+        "grpo chat",
+        "grpo canary",
+        "grpo service",
+        "pip ",
+        "kubectl ",
+        "python -m venv",
+    ),
     "hf ",
 )
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
@@ -30,7 +40,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     **{"grpo": grpo.cli.main, "grpo-infer": grpo.infer.cli.main, "grpo-orch": grpo.orchestrator.cli.main},
     "grpo-train": grpo.trainer.cli.main,
 }
-FOLDERS = "benchmarks|configs|deploy|docs|environments|grpo|infer|orchestrator|tests|tools|trainer|transport"
+FOLDERS = "benchmarks|configs|deploy|docs|environments|grpo|infer|orchestrator|service|tests|tools|trainer|transport"
 NEEDS_GPU = "--sleep_mode"
 OF_A_READER = {"RUN": "quickstart", "train.yaml": "quickstart"}
 """Names that stand for what a reader has."""

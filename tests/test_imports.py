@@ -17,8 +17,9 @@ ALLOWED = {
     "infer": {"transport", "configs"},
     "orchestrator": {"transport", "configs"},
     "trainer": {"transport", "configs"},
+    "service": {"transport", "configs", "trainer"},
     "deploy": {"transport", "configs", "infer", "orchestrator", "trainer"},
-    "grpo": {"transport", "configs", "environments", "infer", "orchestrator", "trainer", "deploy"},
+    "grpo": {"transport", "configs", "environments", "infer", "orchestrator", "trainer", "deploy", "service"},
 }
 PUBLIC = {"grpo", *(f"grpo.{name}" for name in grpo.__all__)}
 """What environments import, as people's own files do."""

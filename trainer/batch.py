@@ -10,6 +10,9 @@ from grpo.trainer.errors import BatchError
 from grpo.transport.records import Bool, MicroBatch
 from msgspec.structs import replace
 
+_GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, fall evenly between 0 and 1."""
+
 
 class StepCounts(NamedTuple):
     """Counts of what micro-batches hold for each loss term. Summed over the ranks they are the losses' normalisers."""
@@ -39,16 +42,50 @@ def num_signal_tokens(batches: Sequence[MicroBatch], settings: LossSettings) -> 
     return sum(int(_has_signal(batch, settings).sum()) for batch in batches)
 
 
-def by_signal(batch: MicroBatch, settings: LossSettings) -> tuple[MicroBatch | None, MicroBatch | None]:
-    """Returns the samples from which the policy loss may have a gradient, and the other ones with loss tokens: all
-    their coefficients are exactly 0. None for no samples. A micro-batch without the latter stays as it is."""
-    has_loss, has_signal = (
-        np.logical_or.reduceat(tokens, batch.starts) for tokens in (batch.loss_mask, _has_signal(batch, settings))
-    )
-    silent = has_loss & ~has_signal
-    if not silent.any():
-        return batch if has_loss.any() else None, None
-    return _only(batch, has_signal), _only(batch, silent)
+class BySignal(NamedTuple):
+    """Micro-batches of one optimizer step, split by whether the policy loss may have a gradient from a sample."""
+
+    teaching: list[MicroBatch]
+    silent: list[MicroBatch]
+    """Samples with loss tokens whose coefficients are all exactly 0: the share of them that is computed."""
+    silent_weight: float
+    """Loss tokens of all silent samples for each one that is computed."""
+
+
+def by_signal(batches: Sequence[MicroBatch], settings: LossSettings) -> BySignal:
+    """Returns the samples from which the policy loss may have a gradient, and `silent_share` of the others with loss
+    tokens, at least one of them, evenly over the step and at other places in other steps. A micro-batch without silent
+    samples stays as it is."""
+    teaching, others = list[MicroBatch](), list[tuple[MicroBatch, Bool]]()
+    for batch in batches:
+        has_loss, has_signal = (
+            np.logical_or.reduceat(tokens, batch.starts) for tokens in (batch.loss_mask, _has_signal(batch, settings))
+        )
+        if (silent := has_loss & ~has_signal).any():
+            others.append((batch, silent))
+            teaching += _only(batch, has_signal)
+        elif has_loss.any():
+            teaching.append(batch)
+    if not others:
+        return BySignal(teaching, [], 1.0)
+    numbers = [int(silent.sum()) for _, silent in others]
+    computed = np.split(_evenly(sum(numbers), settings.silent_share, batches[0].step), np.cumsum(numbers)[:-1])
+    chosen, num_tokens = list[MicroBatch](), 0
+    for (batch, silent), places in zip(others, computed, strict=True):
+        num_tokens += int(batch.loss_mask[np.repeat(silent, batch.sequence_lengths)].sum())
+        silent[silent] = places
+        chosen += _only(batch, silent)
+    return BySignal(teaching, chosen, num_tokens / sum(int(batch.loss_mask.sum()) for batch in chosen))
+
+
+def _evenly(number: int, share: float, step: int) -> Bool:
+    """Returns [number] True at a share of the places, at least at one, in equal distances from one that is the step's
+    own: over many steps each place is as likely."""
+    phase = step * _GOLDEN % 1
+    chosen: Bool = np.diff(np.floor(share * np.arange(number + 1) + phase)) > 0
+    if not chosen.any():
+        chosen[int(phase * number)] = True
+    return chosen
 
 
 def _has_signal(batch: MicroBatch, settings: LossSettings) -> Bool:
@@ -60,17 +97,17 @@ def _has_signal(batch: MicroBatch, settings: LossSettings) -> Bool:
     return batch.loss_mask & has_advantage
 
 
-def _only(batch: MicroBatch, chosen: Bool) -> MicroBatch | None:
-    """Returns the samples of `chosen` [S], without hints and pairs."""
+def _only(batch: MicroBatch, chosen: Bool) -> list[MicroBatch]:
+    """Returns the samples of `chosen` [S] as one micro-batch, or none, without hints and pairs."""
     if not chosen.any():
-        return None
+        return []
     tokens = np.repeat(chosen, batch.sequence_lengths)
     versions = batch.policy_versions[tokens]
     streams = {
         name: getattr(batch, name)[tokens if len(getattr(batch, name)) == len(tokens) else chosen]
         for name in ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures")
     }
-    return replace(
+    part = replace(
         batch,
         **streams,
         sequence_lengths=batch.sequence_lengths[chosen],
@@ -79,9 +116,11 @@ def _only(batch: MicroBatch, chosen: Bool) -> MicroBatch | None:
         teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
         adapters=None if batch.adapters is None else batch.adapters[chosen],
         envs=tuple(compress(batch.envs, chosen)),
+        servers=tuple(compress(batch.servers, chosen)),
         hints=(),
         pairs=(),
     )
+    return [part]
 
 
 def check_step(

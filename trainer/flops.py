@@ -22,11 +22,10 @@ def step_flops(policy: Policy, batches: Sequence[MicroBatch], settings: LossSett
 
     With N weights of the decoder's linear layers, adapters aside, V words, H the hidden size, A the width of all heads
     of all layers, a sample of L tokens of which K carry loss: 2 N L forward, as much backward for the activations, and
-    once more for weights that are trained; 6 A L² of causal attention; 4 V H K of the head, or 6. Samples that teach
-    nothing are computed forward only: 2 N L + 2 A L² + 2 V H K.
+    once more for weights that are trained; 6 A L² of causal attention; 4 V H K of the head, or 6. Of samples that
+    teach nothing `silent_share` is computed, forward only: 2 N L + 2 A L² + 2 V H K.
     """
-    pairs = [by_signal(batch, settings) for batch in batches]
-    teaching, silent = ([batch for batch in part if batch is not None] for part in zip(*pairs, strict=True))
+    teaching, silent, _ = by_signal(batches, settings)
     return _flops(policy, teaching, each=4 if policy.trains_adapters else 6, attention=6) + _flops(
         policy, silent, each=2, attention=2
     )

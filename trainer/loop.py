@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from grpo.configs.train import TrainSettings
@@ -12,23 +12,29 @@ from grpo.trainer.colocate import check_exporter, while_exported
 from grpo.trainer.distributed import ONE, Ranks
 from grpo.trainer.errors import EndedEarly, NonFiniteError
 from grpo.trainer.flops import peak_flops, step_flops
+from grpo.trainer.loss import PolicyTokens
 from grpo.trainer.memory import release_memory
 from grpo.trainer.metrics import State, numbers_of, reduced, timed
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective, mean_over_steps
 from grpo.trainer.optim import Optimizer, learning_rate, signal_factor
+from grpo.trainer.past import PastVersions
+from grpo.trainer.proofs import Found, Proofs, described, without
 from grpo.trainer.publishing import Publishing
 from grpo.trainer.traces import TrainedTokens
 from grpo.transport.batches.filesystem import BatchReceiver
+from grpo.transport.errors import ProofFailed
 from grpo.transport.folders import step_folder
 from grpo.transport.receipts import Receipt
 from grpo.transport.records import MicroBatch, PolicySpec
-from grpo.transport.run import RunFolder
+from grpo.transport.run import RunFolder, recorded_program
 from grpo.transport.shared_base import ImportedBase
 from grpo.transport.status import PeerWatch, StatusFile
 from grpo.transport.weights.store import PolicyPublisher
 
 log = logging.getLogger(__name__)
+MAX_LAG = 8
+"""Largest lag of a sample, where the orchestrator has not told its own (`max_off_policy_steps`)."""
 
 
 class Trainer:
@@ -57,6 +63,12 @@ class Trainer:
         self._objective = Objective(policy, settings.loss, ranks, pack_tokens=settings.pack_tokens)
         self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
+        self._past = PastVersions(policy, ranks, run_folder.broadcasts)
+        self._proofs = Proofs(settings, policy, self._past, ranks, run_folder.path, self._publishing.norms)
+        self._max_lag: int | None = None
+        """As the orchestrator tells, once it has joined."""
+        self._is_unexplained = False
+        """The mismatch of the last step."""
         self._times_s: dict[str, float] = {}
         """How long the newest wait, step, version and checkpoint took, and when they began, as metrics."""
         self._state = policy, self._optimizer, self._objective.average
@@ -138,31 +150,49 @@ class Trainer:
         return batches
 
     def update(self, step: int, batches: Sequence[MicroBatch]) -> None:
-        """Trains batch `step`, in one optimizer step or several.
+        """Proves samples of batch `step`, and trains it, in one optimizer step or several.
 
-        Raises `NonFiniteError` for a step that is not finite: it is not applied.
+        Raises `NonFiniteError` for a step that is not finite, and `ProofFailed` for one with samples that were not
+        drawn as their records say: it is not applied.
         """
         self._status.set("training", step=step)
         signal = self._signal(batches)
         rate = learning_rate(step, self._settings) * signal_factor(signal, self._settings.little_signal)
         with timed(self._times_s, "train"), while_exported(self._imported):
-            metrics = self._optimizer_steps(step, batches, rate)
-        self._traces.write(step)
+            with timed(self._times_s, "proofs"):
+                found = self._proofs.score(step, batches, self._publishing.noise)
+            self._settle(step, found)
+            metrics, now = self._optimizer_steps(step, batches, rate, found)
+        self._traces.write(step, {batch.rank for batch in batches})
         counted = [
             sum(len(batch.token_ids) for batch in batches),
             int(step_flops(self._policy, batches, self._settings.loss)),
             counts_of(batches).loss_tokens,
         ]
         num_tokens, flops, num_loss_tokens = self._ranks.all_reduce_sum(counted)
-        self._receipt = Receipt(step=step, num_tokens=num_loss_tokens)
+        unexplained = self._unexplained(step, batches, metrics)
+        self._receipt = Receipt(
+            step=step,
+            num_tokens=num_loss_tokens,
+            num_proved_now=now.num_now,
+            spots=(*found.spots, *now.spots),
+            num_unproved=found.num_unproved,
+            dropped=tuple(sorted(found.dropped)),
+            moved={str(lag): total / num for lag, (total, num) in now.moved.items()},
+            unexplained={str(lag): value for lag, value in unexplained.items()},
+        )
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
-        self._metrics = metrics | {
-            "optim/learning_rate": rate,
-            "optim/signal": signal,
-            "perf/train_tokens": float(num_tokens),
-            "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
-            "perf/train_tflops": speed / 1e12,
-        }
+        self._metrics = (
+            metrics
+            | proof_metrics(found, now)
+            | {
+                "optim/learning_rate": rate,
+                "optim/signal": signal,
+                "perf/train_tokens": float(num_tokens),
+                "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
+                "perf/train_tflops": speed / 1e12,
+            }
+        )
         if (peak := peak_flops(self._policy.device)) is not None:
             self._metrics["perf/train_mfu"] = speed / (peak * self._ranks.size)
         if self._settings.sleep_mode:
@@ -179,6 +209,10 @@ class Trainer:
     def publish(self, step: int) -> None:
         """Publishes the policy as version `step`; its files are written beside the next step."""
         self._status.set("publishing", step=step)
+        if self._max_lag is None:
+            told = recorded_program(self._run_folder.path, "orch").get("settings", {})
+            self._max_lag = told.get("max_off_policy_steps")
+        self._past.keep(step, num=1 + (MAX_LAG if self._max_lag is None else self._max_lag))
         metrics = None if self._metrics is None else self._metrics | self._times_s
         with timed(self._times_s, "publish"):
             self._publishing.publish(version=step, metrics=metrics, receipt=self._receipt)
@@ -201,34 +235,118 @@ class Trainer:
         self._orchestrator.check()
         check_exporter(self._imported)
 
-    def _optimizer_steps(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, float]:
+    def _optimizer_steps(
+        self, step: int, batches: Sequence[MicroBatch], rate: float, found: Found
+    ) -> tuple[dict[str, float], Found]:
         """Makes an optimizer step for each `gradient_accumulation_steps` micro-batches of this rank, `ppo_epochs` times
         over the batch. Every rank has the same number of micro-batches. Returns the metrics of the last epoch, but the
-        mismatch of the first optimizer step, before which the weights are those that servers are proved to serve."""
+        mismatch of the first optimizer step, before which the weights are those that servers are proved to serve; and
+        what that one's passes prove. Samples that `found` drops carry no loss, nor do those whose proof fails then.
+        """
         size = self._settings.gradient_accumulation_steps or len(batches)
         parts = [batches[start : start + size] for start in range(0, len(batches), size)]
-        untouched, states, first = True, list[dict[str, State]](), dict[str, State]()
+        untouched, states, first, now = True, list[dict[str, State]](), dict[str, State](), Found()
         for epoch in range(self._settings.ppo_epochs):
-            self._objective.trained = (lambda *_: None) if epoch else self._traces.add
             states = []
             for part in parts:
+                self._objective.trained = self._watched(traced=epoch == 0, proved=untouched)
+                part = without(part, found.dropped)
                 try:
-                    states.append(self._optimizer_step(step, part, rate))
+                    state = self._accumulated(step, part)
+                    if untouched:
+                        now = self._proofs.seen(step, self._publishing.noise)
+                        if self._settle(step, now):
+                            found.dropped |= now.dropped
+                            self._take_back()
+                            state = self._accumulated(step, without(part, now.dropped))
+                    states.append(self._optimizer_step(state, rate))
                 except NonFiniteError as error:
                     raise self._refused(step, error, untouched=untouched) from error
                 if untouched:
                     first = {key: state for key, state in states[0].items() if key.startswith("policy/mismatch_")}
                 untouched = False
-        return numbers_of(reduced(states) | first)
+        return numbers_of(reduced(states) | first), now
 
-    def _optimizer_step(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, State]:
-        """Computes forward, loss and backward for each micro-batch, then one step of the optimizer."""
+    def _watched(self, *, traced: bool, proved: bool) -> Callable[[MicroBatch, PolicyTokens], None]:
+        """Returns what is called with the samples of each pass and their loss tokens."""
+
+        def watch(batch: MicroBatch, tokens: PolicyTokens) -> None:
+            if traced:
+                self._traces.add(batch, tokens)
+            if proved:
+                self._proofs.see(batch, tokens)
+
+        return watch
+
+    def _accumulated(self, step: int, batches: Sequence[MicroBatch]) -> dict[str, State]:
+        """Computes forward, loss and backward for each micro-batch."""
         states = self._objective.accumulate(batches, step=step)
         if not math.isfinite(total := states["loss/total"][1]):
             raise NonFiniteError(f"the loss is {total}")
+        return states
+
+    def _take_back(self) -> None:
+        """Forgets the passes since the last optimizer step, which was the first of its batch."""
+        self._traces.forget()
+        self._objective.trained = self._watched(traced=True, proved=False)
+        for parameter in self._policy.parameters:
+            parameter.grad = None
+
+    def _optimizer_step(self, states: dict[str, State], rate: float) -> dict[str, State]:
+        """Makes one step of the optimizer."""
         norm = self._optimizer.step(learning_rate=rate)
         self._objective.after_step()
         return states | mean_over_steps({"optim/grad_norm": norm})
+
+    # --- proofs ---
+
+    def _settle(self, step: int, found: Found) -> bool:
+        """Does what `proofs.on_failure` says where proofs fail. Returns whether samples are to be dropped. Raises
+        `ProofFailed`, with a checkpoint of the state before the step. Collective."""
+        action, failed = self._settings.proofs.on_failure, found.failed
+        if not failed:
+            return False
+        message = f"step {step}: {described(failed[0])}"
+        if len(failed) > 1:
+            message += f"; so are {len(failed) - 1} more of its proofs"
+        batch = step_folder(self._run_folder.batches, step)
+        if action == "stop":
+            message += (
+                f". The step was not applied, and its batch is {batch}. See whether that server answers from the "
+                "version that it is asked for, and start it again; the same command tries this batch again, and with "
+                "--proofs.on_failure drop goes on without such samples"
+            )
+            try:
+                self._checkpoints.now(step - 1, self._metrics)
+            except OSError as failure:
+                message += f"; the state before it could not be kept: {failure}"
+            raise ProofFailed(message)
+        if action == "drop":
+            found.dropped |= {one.rollout for one in failed}
+        if self._ranks.is_main:
+            log.warning("%s (proofs.on_failure: %s)", message, action)
+        return bool(found.dropped)
+
+    def _unexplained(self, step: int, batches: Sequence[MicroBatch], metrics: Mapping[str, float]) -> dict[int, float]:
+        """Returns by lag the mismatches that are far larger than the policy has moved, and warns when there are some
+        that the step before had not."""
+        prefix = "policy/mismatch_kl_lag"
+        mismatch = {int(key.removeprefix(prefix)): value for key, value in metrics.items() if key.startswith(prefix)}
+        exact = all(one.measure == "max_abs" for batch in batches[:1] for one in batch.tolerances.values())
+        found = self._proofs.unexplained(mismatch, exact=exact)
+        before, self._is_unexplained = self._is_unexplained, bool(found)
+        if found and not before and self._ranks.is_main:
+            lag, value = max(found.items(), key=lambda item: item[1])
+            log.warning(
+                "step %d: policy/mismatch_kl_lag%d is %.3g nats, far more than the policy has moved meanwhile "
+                "(policy/moved_kl_lag%d): servers sampled something else than the versions that they name; see "
+                "proofs/failed, and docs/proofs.md",
+                step,
+                lag,
+                value,
+                lag,
+            )
+        return found
 
     def _refused(self, step: int, error: NonFiniteError, *, untouched: bool) -> NonFiniteError:
         """Returns the error of a step that is not finite. Writes a checkpoint of the state before it, if that is
@@ -248,3 +366,10 @@ class Trainer:
         own = num_signal_tokens(batches, self._settings.loss), counts_of(batches).loss_tokens
         num_signal, num_tokens = self._ranks.all_reduce_sum(own)
         return num_signal / num_tokens if num_tokens else 1.0
+
+
+def proof_metrics(found: Found, now: Found) -> dict[str, float]:
+    """Returns the metrics of a step's proofs, by samples that were scored again and by its own passes."""
+    both = found.metrics() | {key: value for key, value in now.metrics().items() if key.startswith("policy/moved_")}
+    failed = float(len(found.failed) + len(now.failed))
+    return both | {"proofs/tokens_now": float(now.num_now), "proofs/failed": failed}

@@ -27,14 +27,7 @@ from torch.autograd.function import once_differentiable
 def with_adapters(base: Any, names: Sequence[str], targets: Sequence[str], settings: TrainSettings) -> PeftModel:
     """Adds the adapters' layers to the base's layers called `targets`. Freezes the base. A is random, B zero. The first
     adapter is the same however many follow. Raises `ModelError` for layers on which PEFT has no adapters."""
-    config = LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,
-        target_modules=list(targets),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+    config = _lora_config(rank=settings.lora_rank, alpha=settings.lora_alpha, targets=targets)
     config._register_custom_module({torch.nn.Linear: FusedLoraLinear, QuantizedLinear: FusedLoraLinear})
     # On the CPU whatever the device, so that a seed means the same adapters everywhere.
     with torch.random.fork_rng(devices=[]):
@@ -51,6 +44,25 @@ def with_adapters(base: Any, names: Sequence[str], targets: Sequence[str], setti
         if isinstance(module, FusedLoraLinear):
             module.low_precision = settings.low_precision
     return model
+
+
+def add_adapter(model: PeftModel, name: str, *, rank: int, alpha: int, targets: Sequence[str], seed: int) -> None:
+    """Adds an adapter on those of the layers with adapters that are called `targets`, as `with_adapters` makes the
+    first one with this seed and these targets. Which adapters are active does not change."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(name, _lora_config(rank=rank, alpha=alpha, targets=targets))
+
+
+def _lora_config(*, rank: int, alpha: int, targets: Sequence[str]) -> LoraConfig:
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
 
 
 def adapter_mask(adapters: torch.Tensor, num_adapters: int) -> torch.Tensor:
@@ -72,10 +84,10 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns [..., out] of [..., in]."""
         base = self.get_base_layer()
-        if self.disable_adapters:
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or not names:
             base_output: torch.Tensor = base(x)
             return base_output
-        names = self.active_adapters
         a, b = (_side_by_side(part, names, dim) for dim, part in enumerate((self.lora_A, self.lora_B)))
         dequantize, tensors = frozen_weight(base, x.dtype)
         recipe = self.low_precision if torch.is_grad_enabled() else None

@@ -167,7 +167,6 @@ def mismatch_metrics(tokens: PolicyTokens) -> dict[str, Metric]:
     ratio, count = _exp(log_ratio), number_of(log_ratio)
     estimates = k3(log_ratio, ratio)
     metrics: dict[str, Metric] = {
-        "policy/tokens": Sum(count),
         "policy/entropy": Mean(entropies.sum(), count),
         "policy/kl": Mean(estimates.sum(), count),
         "policy/ratio_mean": Mean(ratio.sum(), count),
@@ -181,7 +180,6 @@ def mismatch_metrics(tokens: PolicyTokens) -> dict[str, Metric]:
         metrics |= {"policy/ratio_min": Min(ratio.min()), "policy/ratio_max": Max(ratio.max())}
     for lag in tokens.present_lags:
         chosen = tokens.lags == lag
-        metrics[f"policy/tokens_lag{lag}"] = Sum(chosen.sum())
         metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(torch.where(chosen, estimates, 0.0).sum(), chosen.sum())
         metrics[f"policy/mismatch_max_lag{lag}"] = Max(torch.where(chosen, log_ratio.abs(), 0.0).max())
     for index, env in enumerate(tokens.envs):

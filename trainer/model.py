@@ -132,6 +132,17 @@ class Policy:
         self.named_parameters = dict(named_parameters)
         self.parameters = list(self.named_parameters.values())
 
+    def beside(self, weights: AdapterWeights) -> "Policy":
+        """Returns a policy with these weights on the same frozen base, of which one can compute at a time."""
+        return Policy(
+            self._model,
+            weights,
+            named_parameters=weights.named_parameters(),
+            device=self.device,
+            dtype=self.dtype,
+            shards=self._shards,
+        )
+
     @property
     def trains_adapters(self) -> bool:
         """True if the base is frozen."""

@@ -90,6 +90,10 @@ class NormNoise:
             for name, norm in norms.items()
         }
 
+    def is_noisy(self, version: int) -> bool:
+        """Returns whether servers sample this version with noise."""
+        return sigma_of(self._settings, version, max_steps=self._max_steps) != 0.0
+
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         """Returns the noisy norm weights by the checkpoint's names, [H] float32 in main memory; empty for a version
         without noise."""

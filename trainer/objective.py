@@ -2,7 +2,7 @@
 
 Leaves the gradients in the parameters; knows nothing of optimizers, versions or transports. A pass is one forward (for
 self-distillation two, one of them without gradient) and the backward of its loss. Samples that teach nothing, such as
-those of a group with equal rewards, have passes of their own without gradient and without backward, for the metrics.
+those of a group with equal rewards, have no backward; a share of them is computed, without gradient, for the metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +93,8 @@ class Objective:
         num_passes = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
         norms: dict[str, float] = {}
-        parts = self._measure_silent(batches, counts)
+        silent, silent_weight = self._measure_silent(batches, counts)
+        parts = list[dict[str, Metric]]()
         for (term, passes), number in zip(work, num_passes, strict=True):
             if term.name == "policy" and counts.loss_tokens:
                 number = max(number, 1)  # gradients of 0, by which the optimizer steps, if no sample teaches anything
@@ -107,7 +108,10 @@ class Objective:
                     parameter.grad = None
         for parameter in self._parameters:
             parameter.grad = totals.get(parameter)
-        metrics = self._ranks.merged(reduced(states_of(parts)))
+        states = states_of([*parts, *silent])
+        states[len(parts) :] = [_weighted(one, silent_weight) for one in states[len(parts) :]]
+        own = reduced(states) | (_token_counts(batches) if self._settings.trains_policy else {})
+        metrics = self._ranks.merged(own)
         losses = {key: value for key, (_, value, _) in metrics.items() if key.startswith("loss/")}
         losses["loss/total"] = sum(term.weight_at(step) * losses.get(f"loss/{term.name}", 0.0) for term in self._terms)
         metrics |= mean_over_steps(losses | _shares(norms))
@@ -152,9 +156,10 @@ class Objective:
 
     # --- the policy gradient: one pass a micro-batch ---
 
-    def _policy_passes(self, batches: Sequence[MicroBatch], counts: StepCounts, *, silent: bool = False) -> list[Pass]:
-        """Returns passes over the samples that teach something, or over the `silent` ones."""
-        chosen = [by_signal(batch, self._settings)[silent] for batch in batches]
+    def _policy_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
+        return self._passes_over(by_signal(batches, self._settings).teaching, counts)
+
+    def _passes_over(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
         return [
             partial(
                 self._policy_loss,
@@ -163,22 +168,25 @@ class Objective:
                 policy_inputs(batch, self._device),
                 counts,
             )
-            for batch in chosen
-            if batch is not None
+            for batch in batches
         ]
 
     @torch.no_grad()
-    def _measure_silent(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[dict[str, Metric]]:
-        """Returns the metrics of the samples that teach nothing. Computes dummy passes while other ranks have more of
-        them, since sharded weights are gathered by all ranks together. Collective."""
+    def _measure_silent(
+        self, batches: Sequence[MicroBatch], counts: StepCounts
+    ) -> tuple[list[dict[str, Metric]], float]:
+        """Returns the metrics of a share of the samples that teach nothing, and the weight of each of their tokens.
+        Computes dummy passes while other ranks have more of them, since sharded weights are gathered by all ranks
+        together. Collective."""
         if not self._settings.trains_policy:
-            return []
-        passes = self._policy_passes(batches, counts, silent=True)
+            return [], 1.0
+        _, silent, weight = by_signal(batches, self._settings)
+        passes = self._passes_over(silent, counts)
         number = self._ranks.all_reduce_max(len(passes))
         metrics = [one()[1] for one in passes]
         for _ in range(number - len(passes)):
             self._dummy_logprobs()
-        return metrics
+        return metrics, weight
 
     def _policy_loss(
         self, batch: MicroBatch, packed: PackedTokens, inputs: Mapping[str, Any], counts: StepCounts
@@ -317,6 +325,22 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
     """Returns the Euclidean norm of the gradients of all parameters, over all ranks if they are sharded. Collective."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
+
+
+def _token_counts(batches: Sequence[MicroBatch]) -> dict[str, State]:
+    """Returns the loss tokens of micro-batches, computed or not, and how many are of each lag, as metrics."""
+    lags = [batch.step - 1 - batch.policy_versions[batch.loss_mask].astype(np.int64) for batch in batches]
+    found, numbers = np.unique(np.concatenate([*lags, np.zeros(0, np.int64)]), return_counts=True)
+    counts = {f"policy/tokens_lag{lag}": number for lag, number in zip(found, numbers, strict=True)}
+    return {key: ("sum", float(n), 0.0) for key, n in (counts | {"policy/tokens": numbers.sum()}).items()}
+
+
+def _weighted(states: Mapping[str, State], weight: float) -> dict[str, State]:
+    """Returns metrics whose means count `weight` times."""
+    return {
+        key: (op, weight * value, weight * count) if op == "mean" else (op, value, count)
+        for key, (op, value, count) in states.items()
+    }
 
 
 def mean_over_steps(numbers: Mapping[str, float]) -> dict[str, State]:

@@ -76,6 +76,12 @@ class Optimizer:
             parameter.grad = None
         return value
 
+    def configure(self, *, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float) -> None:
+        """Sets AdamW's figures for the steps that follow; its state stays."""
+        self._max_grad_norm = max_grad_norm
+        for optimizer, _ in self._optimizers.values():
+            optimizer.param_groups[0].update(betas=betas, eps=eps, weight_decay=weight_decay)
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Returns copies in main memory of the state, named `adamw/NAME/exp_avg` and so on; empty on ranks other than
         the main one. Collective. 8-bit state is named `adamw_8bit/rank_0/NAME/…`, because each rank's shard has codes

@@ -160,8 +160,10 @@ class Publishing:
         self._writer = Background("publish", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
         self._canaries = CanaryMaker(policy, canary_ids(policy.causal_lm.config, seed=settings.seed))
         noise = settings.noise_scheduler
-        norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
-        self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps)
+        self.norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
+        """Norms of the hidden state, where versions have noise."""
+        self.noise = NormNoise(self.norms, noise, seed=settings.seed, max_steps=settings.max_steps)
+        """The noise of each version."""
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None, receipt: Receipt | None = None) -> None:
         """Takes a snapshot of the policy as `version` and a canary of each adapter, and hands them to the thread that
@@ -171,7 +173,7 @@ class Publishing:
         Adds `time/write_version_s` of the version before to the metrics. Collective. Raises `StorageError` if an
         earlier version could not be written.
         """
-        snapshot, noise = self._policy.weights.snapshot(), self._noise.weights(version)
+        snapshot, noise = self._policy.weights.snapshot(), self.noise.weights(version)
         with while_exported(self._imported):
             canaries = {
                 f"{folder}{CANARY_FILE}": self._canaries.begin(version=version, noise=noise, adapter=adapter)
@@ -181,7 +183,7 @@ class Publishing:
             files: dict[str, Content] = dict(noise_files(noise))
             if metrics is not None:
                 times_s = {"time/write_version_s": self._writer.last_s}
-                files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
+                files[METRICS_FILE] = json.dumps(dict(metrics) | self.noise.metrics(version) | times_s).encode()
 
             if receipt is not None:
                 files[RECEIPT_FILE] = receipt.to_json()

@@ -4,7 +4,8 @@ Legend: `K` loss tokens of a micro-batch.
 """
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,12 @@ class TrainedTokens:
                 masked = torch.where(chosen, float(MASKS.index(reason)), masked)
         self._step.append((batch, torch.stack((logprobs, tokens.entropies.detach(), masked))))
 
-    def write(self, step: int) -> None:
-        """Writes what was added since the last call, as the part of `step`."""
+    def forget(self) -> None:
+        """Takes back what was added since the last call of `write`."""
+        self._step = []
+
+    def write(self, step: int, ranks: Collection[int]) -> None:
+        """Writes what was added since the last call, as the parts of `step` of these ranks of the batch."""
         parts, self._step = self._step, []
         if not parts:
             return
@@ -68,14 +73,16 @@ class TrainedTokens:
             log.warning("the trainer's part of the traces of step %d is missing: the disk is slower than the run", step)
         else:
             values = torch.cat([part for _, part in parts], dim=1).cpu().numpy()
-            self._writing.append(self._writer.submit(self._write, step, [batch for batch, _ in parts], values))
+            self._writing.append(self._writer.submit(self._write, step, ranks, [batch for batch, _ in parts], values))
 
     def close(self) -> None:
         """Returns when all is written."""
         self._writer.shutdown()
 
-    def _write(self, step: int, batches: list[MicroBatch], values: NDArray[np.floating[Any]]) -> None:
-        rows, begin = defaultdict[int, list[dict[str, Any]]](list), 0
+    def _write(
+        self, step: int, ranks: Collection[int], batches: list[MicroBatch], values: NDArray[np.floating[Any]]
+    ) -> None:
+        rows, begin = {rank: list[dict[str, Any]]() for rank in ranks}, 0
         for batch in batches:
             num = int(np.count_nonzero(batch.loss_mask))
             rows[batch.rank] += _rows(batch, *values[:, begin : begin + num])

@@ -4,14 +4,14 @@ Snapshots are whole even if the weights are sharded: all ranks must take them to
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from grpo.trainer.distributed import Ranks, host_copies, local_tensor, shard_like
 from grpo.trainer.errors import ModelError
-from grpo.trainer.lora import FusedLoraLinear
+from grpo.trainer.lora import FusedLoraLinear, add_adapter
 from grpo.transport.weights.shards import Weight
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_adapter_config
 from peft import PeftModel
@@ -38,7 +38,27 @@ class AdapterWeights:
     @property
     def target_modules(self) -> tuple[str, ...]:
         """Names of the linear layers that have an adapter, sorted."""
-        return tuple(sorted({name.rpartition(".")[2] for name in _adapted(self._model)}))
+        names = {name for folder in self._parameters.values() for name in folder}
+        return tuple(sorted({name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2] for name in names}))
+
+    def beside(self, name: str, *, rank: int, alpha: int, targets: Sequence[str], seed: int) -> "AdapterWeights":
+        """Adds one more adapter to the same model, called `name` in PEFT, on those of its adapted layers whose names
+        are in `targets`. A is random from the seed, B zero. It is computed with once it is in `use`."""
+        add_adapter(self._model, name, rank=rank, alpha=alpha, targets=targets, seed=seed)
+        return AdapterWeights(self._model, folders={"": name}, name=self._name, ranks=self._ranks)
+
+    def use(self) -> None:
+        """Makes these adapters those that the model computes with and that get gradients."""
+        self._model.base_model.set_adapter(list(self._folders.values()))
+
+    def remove(self) -> None:
+        """Takes these adapters from the model. Others must be in use."""
+        for name in self._folders.values():
+            self._model.delete_adapter(name)
+
+    def named_parameters(self, adapter: int = 0) -> dict[str, torch.nn.Parameter]:
+        """Returns the trained parameters of this adapter by their names in PEFT's files."""
+        return dict(list(self._parameters.values())[adapter])
 
     def disabled(self) -> AbstractContextManager[None]:
         """Makes the model the base within the block."""
@@ -53,7 +73,7 @@ class AdapterWeights:
 
     def parameters(self, adapter: int) -> list[torch.nn.Parameter]:
         """Returns the trained parameters of this adapter."""
-        return list(list(self._parameters.values())[adapter].values())
+        return list(self.named_parameters(adapter).values())
 
     def snapshot(self) -> Snapshot:
         """Returns the adapters as they are now."""
@@ -64,12 +84,22 @@ class AdapterWeights:
     def load(self, folder: Path) -> None:
         """Replaces the first adapter by the one in PEFT's format in `folder`. Raises `ModelError` if that is none,
         another model's, or has other sizes."""
+        for parameter, tensor in self._read(folder, "").items():
+            local_tensor(parameter).copy_(local_tensor(tensor))
+
+    def read(self, folder: Path) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Returns all adapters of the version in `folder` by the parameters that hold them, sharded as those are.
+        Raises `ModelError` where it has not these adapters."""
+        return {p: tensor for below in self._folders for p, tensor in self._read(folder, below).items()}
+
+    def _read(self, folder: Path, below: str) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Returns one adapter of those in `folder`, whose files are `below`."""
         try:
-            config = read_adapter_config((folder / ADAPTER_CONFIG_FILE).read_bytes())
-            given = load_file(folder / ADAPTER_FILE)
+            config = read_adapter_config((folder / f"{below}{ADAPTER_CONFIG_FILE}").read_bytes())
+            given = load_file(folder / f"{below}{ADAPTER_FILE}")
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"init_adapter: {folder} holds no plain adapter that PEFT has written: {error}") from error
-        name, named = self._folders[""], self._parameters[""]
+        name, named = self._folders[below], self._parameters[below]
         own, shapes = self._model.peft_config[name], {key: tuple(p.shape) for key, p in named.items()}
         if shapes != {key: tuple(tensor.shape) for key, tensor in given.items()} or config.alpha != own.lora_alpha:
             raise ModelError(
@@ -77,8 +107,7 @@ class AdapterWeights:
                 f"{list(config.target_modules)}, or is another model's; expected {own.r}, "
                 f"{own.lora_alpha} and {sorted(own.target_modules)}: set lora_rank, lora_alpha and lora_target_modules"
             )
-        for key, parameter in named.items():
-            local_tensor(parameter).copy_(local_tensor(shard_like(given[key].float(), parameter)))
+        return {parameter: shard_like(given[key].float(), parameter) for key, parameter in named.items()}
 
     def make(self, snapshot: Snapshot, *, merged: bool) -> Made:
         """Returns the adapters' files, or the base's matrices with the adapter merged into them."""
@@ -126,6 +155,7 @@ def _parameters_of(model: PeftModel, adapter: str) -> dict[str, torch.nn.Paramet
         f"{_PEFT_PREFIX}{name}.{part}.weight": getattr(layer, part)[adapter].weight
         for name, layer in _adapted(model).items()
         for part in ("lora_A", "lora_B")
+        if adapter in getattr(layer, part)
     }
 
 

@@ -28,6 +28,7 @@ from grpo.transport.records import (
     Natural,
     PreferencePair,
     Record,
+    Tolerance,
     check_version,
     require,
 )
@@ -63,6 +64,9 @@ class Header(Record, frozen=True, kw_only=True):
     """[B][S]"""
     envs: tuple[tuple[str, ...], ...]
     """[B][S], or [B][0]"""
+    servers: tuple[tuple[str, ...], ...]
+    """[B][S], or [B][0]"""
+    tolerances: dict[str, Tolerance]
     hints: tuple[tuple[tuple[Natural, Hint], ...], ...]
     """[B]"""
     pairs: tuple[tuple[PreferencePair, ...], ...]
@@ -93,9 +97,9 @@ def _to_array(kind: Any, data: bytes) -> NDArray[Any]:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _versions = msgspec.msgpack.Decoder(_Versioned)
 _messages = msgspec.msgpack.Decoder(_Message, dec_hook=_to_array)
-_OF_STEP = ("run_id", "step", "rank")
+_OF_STEP = ("run_id", "step", "rank", "tolerances")
 _of_step = attrgetter(*_OF_STEP)
-_OF_BATCH = ("rollout_ids", "envs", "hints", "pairs")
+_OF_BATCH = ("rollout_ids", "envs", "servers", "hints", "pairs")
 
 
 def _new_memory(num_bytes: int) -> NDArray[np.uint8]:
@@ -174,7 +178,7 @@ def _check(header: Header, streams: Mapping[str, NDArray[Any]]) -> None:
     """Raises `CorruptError` unless the micro-batches are such as a trainer can train on."""
     counts, num = header.counts, len(header.rollout_ids)
     tokens, samples = counts[_TOKENS], counts[_SAMPLES]
-    columns = (*counts.values(), header.envs, header.hints, header.pairs)
+    columns = (*counts.values(), header.envs, header.servers, header.hints, header.pairs)
     require(all(len(column) == num for column in columns), f"not all of the message is of {num} micro-batches")
     for name, own in counts.items():
         allowed = {"T": tokens, "S": samples, "0": [0] * num, "R": own}
@@ -183,8 +187,9 @@ def _check(header: Header, streams: Mapping[str, NDArray[Any]]) -> None:
         require(fits, f"{name} has another number of values than there are tokens or samples in each micro-batch")
     require(min(samples, default=0) >= 1, "a micro-batch has no samples")
     require([len(ids) for ids in header.rollout_ids] == samples, "each sample needs one rollout id")
-    named = all(len(envs) in (0, of) for envs, of in zip(header.envs, samples, strict=True))
-    require(named, "each sample or none of a micro-batch has an environment")
+    for names, what in ((header.envs, "an environment"), (header.servers, "a server")):
+        named = all(len(one) in (0, of) for one, of in zip(names, samples, strict=True))
+        require(named, f"each sample or none of a micro-batch has {what}")
     require(not any(count % 2 for count in counts[_RUNS]), "version_runs has an odd count, expected pairs")
     lengths, runs = streams[_SAMPLES], streams[_RUNS].reshape(-1, 2)
     _check_sums(_SAMPLES, lengths, samples, tokens)

@@ -5,17 +5,19 @@ status files, settings of programs and checkpoints are not in it.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
-from grpo.transport.errors import CorruptError
-from grpo.transport.folders import write_atomic, writing
+from grpo.transport.errors import CorruptError, StorageError
+from grpo.transport.folders import write_atomic
 from grpo.transport.records import SCHEMA_VERSION, FileEntry, Record
 
 DIGESTS_FILE = "digests.json"
 _FILES = ("run.json", "ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "timeline.jsonl", "summary.json")
 """Who reads the ledger just then keeps its `-wal` from being merged."""
+_MAX_THREADS = 8
 _BELOW = ("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet")
 MAY_GO = ("batches/", "broadcasts/", "traces/")
 """Beginnings of what may be removed later, or left out of a copy: the rest says what it was."""
@@ -33,9 +35,11 @@ class Digests(Record, frozen=True, kw_only=True):
 def write_digests(run: Path, *, run_id: str) -> None:
     """Writes the digests of the files as they are now. Raises `StorageError`."""
     entries = {}
-    for name in final_files(run):
-        with writing(run / name):
-            entries[name] = _entry(run / name)
+    for name, found in _entries(run, final_files(run)).items():
+        if isinstance(found, FileEntry):
+            entries[name] = found
+        elif not isinstance(found, FileNotFoundError):  # the trainer may just then remove an old version
+            raise StorageError(f"{run / name} cannot be read: {found.strerror}; mend its permissions") from found
     content = Digests(run_id=run_id, files=entries).to_json()
     write_atomic(run / DIGESTS_FILE, _sealed(content))
 
@@ -72,21 +76,33 @@ def _final(run: Path) -> Iterator[Path]:
 def differing(run: Path, digests: Digests) -> tuple[dict[str, str], list[str]]:
     """Returns what is wrong with files, by name, and those that may go and are not here."""
     wrong, gone = {}, []
-    for name, entry in digests.files.items():
-        try:
-            found = _entry(run / name)
-        except FileNotFoundError:
+    for name, found in _entries(run, digests.files).items():
+        entry = digests.files[name]
+        if isinstance(found, FileNotFoundError):
             if name.startswith(MAY_GO) and (name.startswith("traces/") or not (run / name).parent.exists()):
                 gone.append(name)
             else:
                 wrong[name] = "is missing"
-        except OSError as error:
-            wrong[name] = f"cannot be read: {error.strerror}"
-        else:
-            if found != entry:
-                was, now = (f"{one.size_bytes} bytes, {one.digest[:19]}…" for one in (entry, found))
-                wrong[name] = f"is not what it was at the end of the run: {now}, expected {was}"
+        elif isinstance(found, OSError):
+            wrong[name] = f"cannot be read: {found.strerror}"
+        elif found != entry:
+            was, now = (f"{one.size_bytes} bytes, {one.digest[:19]}…" for one in (entry, found))
+            wrong[name] = f"is not what it was at the end of the run: {now}, expected {was}"
     return wrong, gone
+
+
+def _entries(run: Path, names: Iterable[str]) -> dict[str, FileEntry | OSError]:
+    """Returns size and digest of files, several at once, or why one cannot be read."""
+
+    def entry(name: str) -> FileEntry | OSError:
+        try:
+            return _entry(run / name)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        listed = list(names)
+        return dict(zip(listed, pool.map(entry, listed), strict=True))
 
 
 def _entry(path: Path) -> FileEntry:

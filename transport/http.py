@@ -129,6 +129,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """The token id that ended the answer (it is also the last of `token_ids`); None otherwise."""
     versions: tuple[tuple[int, int], ...] | None = None
     """Where a request follows: runs of (version, number of tokens), which sum to k; versions ascend."""
+    server: str = ""
+    """The server that sampled it, as the client that asked calls it; empty on the wire."""
 
 
 class Generated(Record, frozen=True, kw_only=True):

@@ -77,6 +77,11 @@ class Receipt(Record, frozen=True, kw_only=True):
     """Samples that were scored again; those that failed at the step's own weights among them."""
     num_unproved: Natural = 0
     """Samples that were drawn for a proof, and whose version the trainer does not have any more."""
+    dropped: tuple[str, ...] = ()
+    """Rollouts whose samples carried no loss, because a spot proof did not hold (`proofs.on_failure: drop`)."""
+    unexplained: dict[str, float] = msgspec.field(default_factory=dict)
+    """By lag, the mean k3 estimate in nats between server and trainer over the batch, where it lies far outside of what
+    the policy has moved."""
     moved: dict[str, float] = msgspec.field(default_factory=dict)
     """By lag, the mean k3 estimate in nats of KL(current ‖ sampled version) on the proved tokens, by the trainer's own
     numbers: how far the policy has moved."""

@@ -21,7 +21,7 @@ import numpy as np
 from grpo.transport.errors import CorruptError, SchemaVersionError
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _MAX_INT32 = 2**31 - 1
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that adapters may have: they become folders and names of models."""
@@ -156,6 +156,16 @@ NO_TEACHER_LOGPROB = 1.0
 """The value in `teacher_logprobs` of a token that the teacher does not know: no log-probability is above 0."""
 
 
+class Tolerance(Record, frozen=True, kw_only=True):
+    """How far a server's log-probabilities may be from the trainer's, in nats: what it was held to when it proved its
+    newest version. Example: ``Tolerance(gap=1e-4, measure="max_abs")``"""
+
+    gap: float
+    """At temperature 1, of the figure that `measure` names."""
+    measure: Literal["max_abs", "mean_abs"]
+    """The largest difference of any token (both compute in float32), or the mean one."""
+
+
 class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
     """One sequence that the policy may be trained on.
 
@@ -192,6 +202,9 @@ class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
     """`stop` or `length`."""
     adapter: int = 0
     """Index of the adapter that sampled it and that it trains."""
+    server: str = ""
+    """The server that sampled it; of several turns by several servers, their names with spaces between. Empty where no
+    server did."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -248,6 +261,10 @@ class MicroBatch(Record, frozen=True, eq=False, gc=False):
     """Preference pairs that are trained along with the samples."""
     envs: tuple[str, ...] = ()
     """[S] the environment of each sample, or none."""
+    servers: tuple[str, ...] = ()
+    """[S] the server of each sample, or none, as `TrainingSample.server`."""
+    tolerances: dict[str, Tolerance] = msgspec.field(default_factory=dict)
+    """By server. One that is not among them proves nothing."""
 
     @property
     def starts(self) -> NDArray[np.int64]:

@@ -45,7 +45,7 @@ _FOLDERS = (
     *("wandb", "tensorboard", "warnings"),
 )
 _FILES = (
-    *(KEY_FILE, "activation_checkpointing", "metrics.jsonl", "timeline.jsonl", "summary.json"),
+    *(KEY_FILE, ".proofs_key", "activation_checkpointing", "metrics.jsonl", "timeline.jsonl", "summary.json"),
     DIGESTS_FILE,
     *("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 )

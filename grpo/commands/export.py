@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from grpo import proofs
 from grpo.commands.model_card import write_card
 from grpo.policy_version import CannotExport, Version, open_version, recorded_arguments
 from grpo.transport.folders import Content, chunks_of
@@ -15,11 +18,13 @@ from grpo.transport.weights.chat_template import with_arguments
 from grpo.transport.weights.shards import Weight, checkpoint_files, shard_files
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
+PROOF_FILE = "proof.json"
+"""The page of `grpo prove` of the run, beside what is exported."""
 PEFT_PREFIX = "base_model.model."
 EPILOG = """\
 The version of step N is in RUN/broadcasts as long as weight_broadcast.keep_last and keep_interval keep it; without
 --step it is the newest one. What is exported is loaded with transformers (and PEFT), computes the canary, and appears
-only if it agrees with the trainer's numbers.
+only if it agrees with the trainer's numbers. Beside it lies proof.json, what grpo prove says of the run.
 
   grpo export outputs/quickstart                         outputs/quickstart/export/step_60-adapter
   grpo export outputs/quickstart --step 58 --merged --output my-model --push-to me/my-model
@@ -76,7 +81,9 @@ def export(version: Version, *, kind: str | None = None, dtype: str | None = Non
             with (temporary / name).open("wb") as file:
                 file.writelines(chunks_of(content))
         figures = prove(version, temporary, kind, dtype)
-        write_card(version, temporary, kind=kind, figures=figures)
+        page = proofs.prove(version.run)
+        (temporary / PROOF_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(page.as_fields()), indent=1))
+        write_card(version, temporary, kind=kind, figures=figures, page=page)
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

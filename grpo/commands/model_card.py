@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.policy_version import Version, program_settings, recorded_arguments
+from grpo.proofs import Page
 from grpo.run import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
 from grpo.transport.run import recorded_settings
@@ -25,8 +26,8 @@ _ORCH = ("batch_size", "rollouts_per_example", "max_async_level", "max_off_polic
 _NUM_ROWS = 10
 
 
-def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[str, float]) -> None:
-    """Writes the card and its picture. `figures` are those of the proof."""
+def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[str, float], page: Page) -> None:
+    """Writes the card and its picture. `figures` are those of the export's own proof, `page` is that of the run."""
     run, step, spec = Run(version.run), version.manifest.version, version.manifest.spec
     train, orch = program_settings(version.run, "train"), recorded_settings(version.run, "orch") or {}
     rewards = _rewards(version.run, step)
@@ -57,6 +58,8 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
         _use(base, kind, arguments),
         f"As exported, its log-probabilities of the run's canary differ from the trainer's by {figures['max_abs']:.2g} "
         f"nats at most, {figures['mean_abs']:.2g} on average.\n",
+        f"Of the run, `grpo prove` says: {page.verdict} (`proof.json`"
+        + (f"; its files: `{page.digest}`).\n" if page.digest else ").\n"),
     ]
     (folder / "README.md").write_text("\n".join(part for part in parts if part), encoding="utf-8")
 

@@ -139,7 +139,8 @@ class PolicyClient:
             had = f"{len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) {pairs}"
             return f"{had}; expected {num} of version {version}, with as many of the one as of the other"
 
-        return (await self._anywhere("/policy/generate", request, Generated, fault)).choices
+        answer, server = await self._anywhere("/policy/generate", request, Generated, fault)
+        return [msgspec.structs.replace(choice, server=server) for choice in answer.choices]
 
     async def score(
         self, token_ids: Sequence[int], version: int | None, temperature: float = 1.0, adapter: str | None = None
@@ -156,7 +157,7 @@ class PolicyClient:
             had = f"{len(answer.logprobs)} log-probabilities under version {answer.version}"
             return f"{had}, expected {num} under version {version}"
 
-        return (await self._anywhere("/policy/score", request, Scored, fault)).logprobs
+        return (await self._anywhere("/policy/score", request, Scored, fault))[0].logprobs
 
     async def _anywhere(
         self,
@@ -164,11 +165,11 @@ class PolicyClient:
         request: GenerateRequest | ScoreRequest,
         answer_type: type[A],
         fault: Callable[[A], str | None],
-    ) -> A:
-        """Returns the answer of the least loaded server in the routing. A server that cannot be reached, has lost the
-        version or gives an impossible answer (`fault`) is ejected, and the next one is asked; where none is left, the
-        request waits for one to come back. A slow server stays: the health probes say whether it is there. The time
-        that requests are held back does not count."""
+    ) -> tuple[A, str]:
+        """Returns the answer of the least loaded server in the routing, and which server that was. A server that cannot
+        be reached, has lost the version or gives an impossible answer (`fault`) is ejected, and the next one is asked;
+        where none is left, the request waits for one to come back. A slow server stays: the health probes say whether
+        it is there. The time that requests are held back does not count."""
         clock, body, failed = asyncio.get_running_loop().time, msgspec.json.encode(request), Counter[str]()
         deadline_s, pause_s = clock() + self.timeout_s, MIN_PAUSE_S
         while True:
@@ -187,7 +188,7 @@ class PolicyClient:
                 answer = await self._ask(self._session, "POST", server, path, answer_type, body, deadline_s)
                 self._answered_s = clock()
                 if (wrong := fault(answer)) is None:
-                    return answer
+                    return answer, server
                 raise ServerError(f"{server} answered with {wrong}; run the same release of grpo in all three programs")
             except Unreachable as error:
                 failed[server] += 1

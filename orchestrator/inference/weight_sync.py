@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, ServersAway, Unreachable
 from grpo.transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
+from grpo.transport.records import Tolerance
 from grpo.transport.weights.store import HeldVersion
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class WeightSync:
         """Called when a server has proved a version."""
         self.infos: dict[str, ServerInfo] = {}
         """Answer of each server when it was brought in."""
+        self.tolerances: dict[str, Tolerance] = {}
+        """The widest that each server was held to for any part of its newest version."""
         self._has_begun = False
         self._loading: int | None = None
         self.snapshots: dict[int, str | None] = {}
@@ -128,6 +131,8 @@ class WeightSync:
             return
         check_proof(server, version, report, noisy=version in self.noisy, adapters=self._adapters)
         self._proved[server][version] = report
+        widest = max(figures(report), key=lambda one: (one.measure, one.tolerance))
+        self.tolerances[server] = Tolerance(gap=widest.tolerance, measure=widest.measure)
         if version in self.snapshots:
             self.snapshots[version] = report.snapshot
         self.noted(server, report)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo.configs.rollouts import fewest_rollouts
@@ -20,6 +20,7 @@ from grpo.orchestrator.shaping import BatchAdvantages
 from grpo.orchestrator.sink import RolloutSink
 from grpo.orchestrator.startup import Ready
 from grpo.transport.batches.filesystem import BatchSender
+from grpo.transport.records import Tolerance
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Assembling:
     sleep: SleepScheduler | None
     """In sleep mode."""
     sender: BatchSender
+    tolerances: Mapping[str, Tolerance]
+    """What each server's log-probabilities are held to."""
     _little_spread: bool = field(default=False, init=False)
     """In the newest batch."""
 
@@ -72,6 +75,7 @@ class Assembling:
             run_id=self.ready.run.run_id,
             step=step,
             pairs=[pair for hook in sink.hooks for pair in hook.before_batch(step)],
+            tolerances=dict(self.tolerances),
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         self._warn_of_little_spread(step, of_batch["reward/groups_without_spread"])

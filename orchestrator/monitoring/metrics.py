@@ -23,10 +23,11 @@ NAMES = """
 loss/total loss/policy loss/sdpo loss/dpo
 policy/tokens policy/entropy policy/entropy/ENV policy/kl policy/ratio_mean policy/ratio_min policy/ratio_max
 policy/log_ratio_clamped policy/masked policy/masked_REASON policy/clipped policy/teacher_kl
-policy/tokens_lagN policy/mismatch_kl_lagN policy/mismatch_max_lagN policy/adapter_tokens_NAME
+policy/tokens_lagN policy/mismatch_kl_lagN policy/mismatch_max_lagN policy/moved_kl_lagN policy/adapter_tokens_NAME
 policy/custom_NAME policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
 policy/dpo_pairs policy/dpo_tokens policy/dpo_margin policy/dpo_accuracy
 policy/noise_sigma policy/lag_mean policy/lag_max policy/version policy/canary_max_abs policy/canary_base_max_abs
+proofs/tokens proofs/tokens_now proofs/max_abs proofs/mean_abs proofs/failed proofs/unproved proofs/dropped
 optim/grad_norm optim/grad_norm_LOSS optim/grad_share_LOSS optim/learning_rate optim/signal
 reward/mean reward/std reward/accuracy reward/groups_without_spread reward/overlong_penalty reward/reference_kl_penalty
 reward/mean/ENV reward/accuracy/ENV
@@ -47,7 +48,7 @@ perf/train_tokens perf/train_tokens_per_s perf/train_tflops perf/train_mfu
 perf/generate_tokens perf/generate_tokens_per_s perf/max_concurrent_groups
 perf/servers perf/server_running perf/server_waiting perf/server_kv_use
 time/wait_batch_s time/wait_batch_at_s time/train_s time/train_at_s time/publish_s time/publish_at_s
-time/write_version_s time/checkpoint_s time/write_checkpoint_s
+time/proofs_s time/proofs_at_s time/write_version_s time/checkpoint_s time/write_checkpoint_s
 time/generate_s time/wait_trainer_s time/load_s time/step_s time/sleep_s time/wake_s time/evaluate_s time/evaluate_s/ENV
 progress/step progress/examples_POOL
 eval/accuracy eval/accuracy/ENV eval/accuracy_stderr/ENV eval/reward/ENV eval/reward_stderr/ENV eval/pass@K/ENV

@@ -93,6 +93,7 @@ def test_a_changed_setting_is_refused_while_what_it_needs_is_off(cls: Any, name:
         ({"resume": "never", "ckpt": {"resume_step": 3}}, "resume"),
         ({"loss": {"token_mask_low": 9}}, "loss.token_mask_low"),
         ({"loss": {"adv_tau": 0}}, "loss.adv_tau"),
+        ({"loss": {"kl_tau": 0.1, "silent_share": 1}}, "loss.silent_share"),
         ({"loss": {"adv_tau": 0, "alpha_sdpo": 1, "geo_mask_low": 0.5}}, "loss.geo_mask_low"),
         ({"loss": {"importance": "clip", "ratio_type": "sequence"}}, "loss.importance"),
         ({"noise_scheduler": {"enabled": True}}, "noise_scheduler.num_stages"),

@@ -99,6 +99,21 @@ def test_metrics_logs_status_and_ledger_are_there(run: Run) -> None:
     done("prove", run.folder)
 
 
+def test_every_proof_holds_is_the_same_on_a_copy_and_a_flipped_byte_is_named(compared: Path, tmp_path: Path) -> None:
+    told = done("prove", compared / "async", "--json")
+    facts = {part["name"]: part["facts"] for part in json.loads(told)["parts"]}
+    assert len(facts["versions"]["proved"]) == len(facts["versions"]["files"]) == NUM_STEPS + 1
+    assert facts["tokens"]["spots"] >= 2
+    copy = shutil.copytree(compared / "async", tmp_path / "copy")
+    assert done("prove", copy, "--json") == told
+    file = copy / "broadcasts" / f"step_{NUM_STEPS:06d}" / "adapter_model.safetensors"
+    weights = bytearray(file.read_bytes())
+    weights[len(weights) // 2] ^= 1
+    file.write_bytes(weights)
+    ended = grpo("prove", copy)
+    assert (ended.returncode, str(file.relative_to(copy)) in ended.stdout) == (1, True)
+
+
 def test_a_finished_run_is_left_as_it_is_and_with_resume_never_it_is_refused(run: Run) -> None:
     before = (run.folder / "metrics.jsonl").read_bytes()
     words = ("configs/quickstart", "--output_dir", run.folder, "--orch.max_async_level", "0")

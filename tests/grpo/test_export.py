@@ -72,6 +72,9 @@ def test_an_adapter_is_loaded_by_peft_with_its_tokenizer_and_says_what_it_is(
     for line in ("| 3 | 0.300 |", "| learning_rate | 0.001 |", "| 3 | 0.750 |"):
         assert line in card
     assert "0.400" not in card, "what came after the version"
+    page = json.loads((folder / "proof.json").read_text())
+    assert page["run_id"] == published.run.run_id
+    assert page["verdict"] in card
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

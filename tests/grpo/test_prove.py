@@ -5,6 +5,7 @@ import ctypes
 import json
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 from grpo.orchestrator.ledger import Ledger
 from grpo.transport.digests import DIGESTS_FILE, read_digests
 from grpo.transport.http import CanaryFigures, LoadReport
-from grpo.transport.receipts import WITNESS_SIZE, Receipt, SpotProof, Witness
+from grpo.transport.receipts import WITNESS_SIZE, ExpectedWitness, Receipt, SpotProof, Witness
 from grpo.transport.run import join_run
 
 from grpo.proofs import Page, Part, prove
@@ -146,6 +147,13 @@ def test_what_is_missing_is_broken_and_what_may_be_left_out_is_unproved(copied: 
         assert name in broken
 
 
+def test_a_version_on_disk_that_is_not_the_proved_snapshot_is_broken(copied: Path) -> None:
+    with sqlite3.connect(copied / "ledger.sqlite") as database:
+        database.execute("UPDATE proofs SET snapshot = 'another' WHERE version = 2")
+    [told] = part_of(prove(copied), "versions").broken
+    assert told.startswith("2 on disk")
+
+
 def test_a_folder_without_a_run_and_one_of_another_release_are_wrong_use(tmp_path: Path) -> None:
     assert grpo("prove", tmp_path).returncode == 2
     file = found(tmp_path / "run") / "run.json"
@@ -203,9 +211,20 @@ def test_who_joins_a_finished_run_makes_it_one_that_goes_on_and_its_new_end_is_f
     assert page.digest not in (None, before)
 
 
+def test_a_ledger_for_which_there_is_no_time_is_unproved_and_not_broken(run: Path) -> None:
+    ledger = Ledger(run / "ledger.sqlite")
+    for group in range(10, 2000):
+        ledger.issued(group, num=8, env="reverse-text", example=1, version=2)
+    ledger.close()
+    page = prove(run, limit_s=0)
+    assert page.broken == []
+    assert any("too large" in one for one in page.unproved)
+
+
 # --- what single proofs say ---
 
 RIGHT = Witness(presence=(0.5,) * WITNESS_SIZE, content=(-0.25,) * WITNESS_SIZE)
+EXPECTED = ExpectedWitness(presence=RIGHT.presence, content=RIGHT.content, presence_size=1.0, content_size=0.5)
 SPOT = SpotProof(
     rollout="0/1",
     server="http://127.0.0.1:1",
@@ -228,12 +247,11 @@ def run(tmp_path: Path) -> Iterator[Path]:
     return folder
 
 
-def receive(run: Path, *receipts: Receipt, expected: Witness | None = RIGHT) -> None:
+def receive(run: Path, *receipts: Receipt) -> None:
     ledger = Ledger(run / "ledger.sqlite")
     for receipt in receipts:
-        if expected is not None:
-            ledger.expects(receipt.step, expected)
-        ledger.received(receipt)
+        ledger.expects(receipt.step, EXPECTED)
+        ledger.received(receipt, finding=None if receipt.witness in (None, RIGHT) else "rollout 0/1: missing")
     ledger.close()
 
 
@@ -257,18 +275,18 @@ def test_witnesses_and_spot_proofs_are_counted(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "part", "says"),
+    "change",
     [
-        ({"presence": (0.5,) * (WITNESS_SIZE - 1) + (0.51,)}, "gradients", "step 1"),
-        ({"content": (0.0,) * WITNESS_SIZE}, "gradients", "step 1"),
+        {"presence": (0.5,) * (WITNESS_SIZE - 1) + (0.50001,)},
+        {"content": (0.0,) * WITNESS_SIZE},
     ],
 )
-def test_a_gradient_that_bears_another_witness_is_named(
-    run: Path, change: dict[str, Any], part: str, says: str
-) -> None:
+def test_a_gradient_that_bears_another_witness_is_named_with_what_differs(run: Path, change: dict[str, Any]) -> None:
     witness = Witness(**{"presence": RIGHT.presence, "content": RIGHT.content, **change})
     receive(run, Receipt(step=1, num_tokens=100, num_proved_now=100, witness=witness))
-    assert [says in one for one in part_of(prove(run), part).broken] == [True]
+    [told] = part_of(prove(run), "gradients").broken
+    assert "step 1" in told
+    assert "rollout 0/1: missing" in told
 
 
 def test_a_spot_proof_that_has_failed_names_rollout_server_version_and_both_numbers(run: Path) -> None:
@@ -279,6 +297,14 @@ def test_a_spot_proof_that_has_failed_names_rollout_server_version_and_both_numb
     for one in ("step 2", "0/1", "127.0.0.1:1", "version 0", "0.75", "token 3", "-1.5", "-0.75"):
         assert one in told
     assert grpo("prove", run).returncode == 1
+
+
+def test_a_mismatch_that_the_policy_does_not_explain_and_a_proof_that_ended_the_run_are_broken(run: Path) -> None:
+    receive(run, Receipt(step=1, num_tokens=9, witness=RIGHT, unexplained={"1": 0.71}, moved={"1": 0.001}))
+    says(run, "train", "failed", message="ProofFailed: a spot proof does not hold: rollout 9/9", pid=gone_pid())
+    ended, unexplained = part_of(prove(run), "tokens").broken
+    assert "rollout 9/9" in ended
+    assert "0.71 nats at lag 1" in unexplained
 
 
 def test_what_has_no_proof_says_why(run: Path) -> None:
@@ -295,13 +321,28 @@ def test_what_has_no_proof_says_why(run: Path) -> None:
     assert any(DIGESTS_FILE in one for one in unproved)
 
 
+def test_code_that_changed_between_starts_is_told_without_saying_where_it_lay(run: Path) -> None:
+    file = run / "run.json"
+    fields = json.loads(file.read_text())
+    code = {"env.0.id /home/me/work/my_env.py": "sha256:2", "env.0.id /home/me/work/parts/judge.py": "9999999999 bytes"}
+    change = {"step": 1, "key": "code env.0.id /home/me/work/my_env.py", "before": "sha256:1", "now": "sha256:2"}
+    fields["programs"]["orch"] |= {"code": code, "changes": [change]}
+    file.write_text(json.dumps(fields))
+    part = part_of(prove(run), "code")
+    assert part.facts["files"].keys() == {"env.0.id my_env.py", "env.0.id parts/judge.py"}
+    assert part.facts["changed"] == {"1": ["my_env.py"]}
+    assert len(part.unproved) == 2
+    assert "/home" not in grpo("prove", run, "--json").stdout
+
+
 def test_a_version_that_a_server_has_not_proved_within_the_tolerance_is_broken(run: Path) -> None:
     ledger = Ledger(run / "ledger.sqlite")
     gaps = {"mean_abs": 1e-6, "base_max_abs": 1e-6, "base_mean_abs": 1e-6, "tolerance": 1e-4}
-    for server, version, measure in (("http://a", 0, "mean_abs"), ("http://b", 1, "max_abs")):  # the mean in 16 bits
-        canary = CanaryFigures(max_abs=2e-3, measure=measure, **gaps)
-        times = {"load_s": 0.0, "canary_s": 0.0}
-        ledger.proved(server, LoadReport(version=version, name="p", snapshot="s", canary=canary, **times))
+    report = {"name": "p", "snapshot": "s", "load_s": 0.1, "canary_s": 0.1}
+    mean = CanaryFigures(max_abs=2e-3, **gaps)  # what counts in 16 bits
+    ledger.proved("http://a", LoadReport(version=0, canary=mean, **report))
+    largest = CanaryFigures(max_abs=2e-3, measure="max_abs", **gaps)
+    ledger.proved("http://b", LoadReport(version=1, canary=largest, **report))
     ledger.close()
     [told] = part_of(prove(run), "versions").broken
     assert "version 1" in told

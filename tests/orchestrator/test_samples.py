@@ -8,9 +8,12 @@ import pytest
 from grpo.orchestrator.advantage import group_credit
 from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition
 from grpo.orchestrator.monitoring.metrics import lag
+from grpo.orchestrator.packing import pack
 from grpo.orchestrator.rollouts.records import EpisodeResult, single_row
 from grpo.orchestrator.samples import ScoredGroup, add_samples, judge_group, unfit
+from grpo.transport.codec import decode, encode
 from grpo.transport.http import Choice
+from grpo.transport.records import Tolerance
 from msgspec.structs import replace
 
 from tests.orchestrator import made
@@ -115,3 +118,18 @@ def test_a_rollout_that_a_filter_withholds_gives_no_sample_but_counts_in_the_bas
     detected = finished(results, *judge_group(results, [last_of_three(enforce=False)]))
     assert detected.found == ["gibberish"]
     assert [one.rollout_id for one in detected.samples] == ["9/2", "9/3", "9/4"]
+
+
+def test_a_sample_names_the_servers_of_its_turns_and_packing_brings_what_each_is_held_to() -> None:
+    known = {"a": Tolerance(gap=0.01, measure="max_abs"), "b": Tolerance(gap=0.02, measure="max_abs")}
+    results = group_of(3)
+    for number, server in enumerate(["a", "c", ""]):
+        completion = replace(results[number].steps[0].completion, server=server)
+        results[number] = replace(results[number], steps=(replace(results[number].steps[0], completion=completion),))
+    samples = [*finished(results).samples]
+    assert [sample.server for sample in samples] == ["a", "c", ""]
+    samples.append(replace(samples[0], server="a b"))
+    [[batch]] = pack(samples, capacity=64, num_ranks=1, run_id="run", step=1, tolerances=known)
+    [decoded] = decode(encode([batch]))
+    assert sorted(decoded.servers) == ["", "a", "a b", "c"]
+    assert decoded.tolerances == {"a": known["a"], "a b": known["b"]}

@@ -63,7 +63,9 @@ CASES = (
 )
 NOISE = NoiseSettings(enabled=True, sigma_start=0.2, sigma_end=0.1, num_stages=3)
 LOSS = LossSettings.model_validate(
-    UNMASKED | {"alpha_sdpo": 0.5, "beta_replay": 0.3, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
+    UNMASKED
+    | {"alpha_sdpo": 0.5, "beta_replay": 0.3, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
+    | {"silent_share": 1.0}  # or two ranks compute other samples than one
 )
 
 

@@ -60,7 +60,7 @@ def test_the_metrics_of_an_on_policy_step_show_no_mismatch(tiny_model: Path, tmp
     assert metrics["optim/grad_norm"] > 0
     timed = {"time/wait_batch_s", "time/train_s", "time/publish_s", "perf/train_tokens_per_s"}
     assert timed <= metrics.keys()
-    assert {key.split("/")[0] for key in metrics} <= {"loss", "policy", "optim", "perf", "time"}
+    assert {key.split("/")[0] for key in metrics} <= {"loss", "policy", "optim", "perf", "proofs", "time"}
     assert all(math.isfinite(value) for value in metrics.values())
 
 

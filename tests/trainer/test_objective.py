@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from grpo.configs.loss import LossSettings
-from grpo.trainer.batch import counts_of
+from grpo.trainer.batch import by_signal, counts_of
 from grpo.trainer.distributed import ONE
 from grpo.trainer.loss import PolicyTokens, policy_loss
 from grpo.trainer.metrics import numbers_of
@@ -382,7 +382,7 @@ def test_samples_without_an_advantage_have_no_backward_pass_and_the_same_gradien
     changes = {"pairs": (), "hints": (), "teacher_logprobs": None, "advantages": advantages.astype(np.float32)}
     batches = micro_batches(replace(step, **changes), [[0, 1, 2], [3, 4]], pairs=())
     with backwards(policy) as tokens:
-        ours = accumulated(policy, batches, {"name": name})
+        ours = accumulated(policy, batches, {"name": name, "silent_share": 1.0})
     # samples 0 and 1 share a prompt of 3 tokens: 6 + 9 - 3 + 4 are computed for the first micro-batch
     assert tokens == expected
     theirs = plainly(policy, batches, {"name": name})
@@ -390,8 +390,37 @@ def test_samples_without_an_advantage_have_no_backward_pass_and_the_same_gradien
         assert_close(ours.gradients, theirs.gradients, tolerance=1e-6)
     else:
         assert_equal(ours.gradients, theirs.gradients)
-    metrics = {key: value for key, value in ours.metrics.items() if key != "loss/total"}
+    counts = {"loss/total", "policy/tokens", *(f"policy/tokens_lag{lag}" for lag in (0, 1, 2))}
+    metrics = {key: value for key, value in ours.metrics.items() if key not in counts}
     assert metrics == pytest.approx(theirs.metrics, rel=1e-6, abs=1e-8)
+
+
+def test_a_share_of_the_samples_that_teach_nothing_stands_for_all_of_them(tiny_model: Path) -> None:
+    policy, parts = tiny_policy(tiny_model), list[MicroBatch]()
+    for name in "ab":
+        batch = on_policy(tiny_batch((5,) * 20), policy)  # of which 4 tokens each carry loss
+        batch.advantages[5:] = 0.0  # all but the first sample's
+        shifted = np.where(np.arange(100) < 5, 0, np.float32(0.1))
+        ids = tuple(f"{name}{number}" for number in range(20))
+        parts.append(replace(batch, rollout_ids=ids, inference_logprobs=batch.inference_logprobs - shifted))
+    computed = list[list[str]]()
+    for number in range(1, 17):
+        split = by_signal([replace(part, step=number) for part in parts], LossSettings())
+        assert [part.rollout_ids for part in split.teaching] == [("a0",), ("b0",)]
+        computed.append([name for part in split.silent for name in part.rollout_ids])
+    assert {len(names) for names in computed} == {4, 5}  # 38 / 8
+    assert len({name for names in computed for name in names}) == 38
+    metrics = accumulated(policy, parts, {}).metrics
+    assert metrics["policy/tokens"] == metrics["policy/tokens_lag0"] == 160
+    # 152 tokens, of which a few were computed, whose log ratio is 0.1, and 8 tokens at 0
+    assert metrics["policy/ratio_mean"] == pytest.approx((152 * np.exp(0.1) + 8) / 160, rel=1e-4)
+
+
+def test_where_few_samples_teach_nothing_one_is_computed(tiny_model: Path, step: MicroBatch) -> None:
+    batch = replace(step, hints=(), pairs=(), teacher_logprobs=None, advantages=np.zeros_like(step.advantages))
+    teaching, [silent], weight = by_signal([batch], LossSettings())
+    assert (teaching, len(silent.rollout_ids)) == ([], 1)
+    assert weight == pytest.approx(batch.loss_mask.sum() / silent.loss_mask.sum())
 
 
 def test_a_sample_that_teaches_nothing_and_is_not_finite_still_refuses_its_step(
@@ -399,7 +428,7 @@ def test_a_sample_that_teaches_nothing_and_is_not_finite_still_refuses_its_step(
 ) -> None:
     batch = replace(step, hints=(), teacher_logprobs=None, advantages=np.zeros_like(step.advantages))
     batch = replace(batch, inference_logprobs=np.where(np.arange(len(batch.token_ids)) == 3, np.float32("nan"), 0))
-    assert np.isnan(accumulated(tiny_policy(tiny_model), [batch], {}).metrics["loss/total"])
+    assert np.isnan(accumulated(tiny_policy(tiny_model), [batch], {"silent_share": 1.0}).metrics["loss/total"])
 
 
 @pytest.mark.parametrize("options", [{"kl_tau": 0.1}, {"teacher_tau": 0.1}, {"entropy_tau": 0.1}])

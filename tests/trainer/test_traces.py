@@ -34,7 +34,7 @@ def train(kept: TrainedTokens, steps: range) -> None:
         inputs = policy_inputs(batch, CPU)
         num = len(inputs["inference_logprobs"])
         kept.add(batch, PolicyTokens(logprobs=torch.zeros(num), entropies=torch.zeros(num), **inputs))
-        kept.write(step)
+        kept.write(step, [0])
 
 
 def test_short_steps_are_all_written_though_the_first_takes_long(wanted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,12 +51,22 @@ def test_short_steps_are_all_written_though_the_first_takes_long(wanted: Path, m
     assert all(trained_path(wanted, step, 0).exists() for step in (1, 2, 3))
 
 
+def test_a_rank_of_the_batch_of_which_nothing_was_computed_has_an_empty_part(wanted: Path) -> None:
+    kept = TrainedTokens(wanted, LossSettings())
+    inputs = policy_inputs(batch := tiny_batch((6, 9)), CPU)
+    num = len(inputs["inference_logprobs"])
+    kept.add(batch, PolicyTokens(logprobs=torch.zeros(num), entropies=torch.zeros(num), **inputs))
+    kept.write(1, [0, 1])
+    kept.close()
+    assert [pq.read_table(trained_path(wanted, 1, rank)).num_rows for rank in (0, 1)] == [2, 0]
+
+
 def test_nothing_is_kept_where_nobody_wants_traces(tmp_path: Path) -> None:
     kept = TrainedTokens(tmp_path, LossSettings())
     train(kept, range(1, 2))
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / VOCABULARY_FILE).touch()
-    kept.write(1)
+    kept.write(1, [0])
     kept.close()
     assert not trained_path(tmp_path, 1, 0).exists()
 

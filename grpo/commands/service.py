@@ -1,0 +1,121 @@
+"""`grpo service --model M`: a training service for loops that are written against the `tinker` client."""
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import secrets
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from grpo.configs.loading import load
+from grpo.configs.train import TrainSettings
+from grpo.deploy.programs import Signals
+from grpo.server_process import server_process
+from grpo.transport.cores import set_numeric_defaults
+from grpo.transport.errors import UserError
+from grpo.transport.logs import start_log
+from grpo.transport.ports import free_port, listening_socket, port_number
+from grpo.transport.run import only_one, open_run
+from grpo.transport.weights.identity import resolve_model
+
+MAX_RANK = 128
+_KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,40}")
+EPILOG = """\
+A stock client needs two environment variables, both from service.json in the output folder, which is written once the
+service serves: TINKER_BASE_URL (base_url) and TINKER_API_KEY (api_key). The same command after any end, kill -9
+included, goes on where it was. docs/service.md says what is served.
+
+  grpo service --model Qwen/Qwen3-0.6B --output_dir outputs/service --port 8100
+
+exit codes: 0 done, 1 the service failed, 2 the command line is wrong, 130 Ctrl-C, 143 SIGTERM"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.add_argument("--model", required=True, metavar="M", help="base model: a folder or a Hugging Face id")
+    parser.add_argument("--output_dir", required=True, type=Path, metavar="D", help="the service's folder")
+    parser.add_argument("--port", type=port_number, help="default: a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--tenants", type=_tenants, default=("default",), metavar="A,B", help="names that get an API key each (default)"
+    )
+    parser.add_argument("--sequence_len", metavar="N", help="longest sequence in tokens (2048)")
+    parser.add_argument("--micro_batch_tokens", metavar="N", help="tokens of a pass (the longest sequence)")
+    parser.add_argument("--max_rank", type=_rank, default=32, metavar="R", help="highest LoRA rank (%(default)s)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train")
+    parser.add_argument("--num_threads", metavar="N", help="the trainer's threads on a CPU")
+    parser.add_argument("--no_sampling", action="store_true", help="train only, without a grpo-infer")
+
+
+def _tenants(text: str) -> tuple[str, ...]:
+    names = text.split(",")
+    if not all(map(_TENANT.fullmatch, names)) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected different names of letters, digits, - and _")
+    return tuple(names)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANK:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a whole number from 1 to {MAX_RANK}")
+    return int(text)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Serves, and returns the exit code."""
+    if find_spec("tinker") is None:
+        raise UserError("the service speaks the schema of the client's package: pip install 'grpo-pipeline[service]'")
+    settings = _settings(options)
+    folder = resolve_model(options.model)
+    set_numeric_defaults()
+    start_log()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with Signals(), contextlib.ExitStack() as stack:
+        stack.enter_context(only_one(options.output_dir, "launcher"))
+        run = open_run(options.output_dir, resume="auto")
+        listening = stack.enter_context(contextlib.closing(listening_socket(options.host, options.port or 0)))
+        server, check = None, lambda: None
+        if not options.no_sampling:
+            os.environ[_KEY_VAR] = secrets.token_urlsafe(32)
+            asked = _server_settings(options, settings)
+            started = stack.enter_context(server_process(asked, run.logs / "infer.log", output_dir=run.path))
+            server, check = (started.url, started.key), started.check
+        from grpo.service.run import serve
+
+        serve(
+            settings,
+            folder,
+            run,
+            listening=listening,
+            tenants=options.tenants,
+            max_rank=options.max_rank,
+            server=server,
+            check=check,
+        )
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> TrainSettings:
+    """Returns the trainer's settings. Raises `SettingsError`."""
+    words = ["--optimizer", "adamw", "--lora_rank", "1"]
+    for key in ("model", "output_dir", "sequence_len", "micro_batch_tokens", "device", "num_threads"):
+        if (value := getattr(options, key)) is not None:
+            words += [f"--{key}", str(value)]
+    return load(TrainSettings, file=None, arguments=words).settings
+
+
+def _server_settings(options: argparse.Namespace, settings: TrainSettings) -> dict[str, Any]:
+    """Returns the settings of the grpo-infer that samples."""
+    return {
+        "model": options.model,
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "dtype": settings.dtype,
+        "max_model_len": settings.sequence_len,
+        "max_lora_rank": options.max_rank,
+        "api_key_var": _KEY_VAR,
+        "device": options.device,
+    }

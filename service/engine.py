@@ -1,0 +1,310 @@
+"""Works through the commands of all models, in one thread, a micro-batch of one model at a time.
+
+Each model's commands are done in the order of their numbers. A model is made from its last state on disk and the
+commands since, so that a killed service goes on where it was, and a model that rests can leave the memory.
+"""
+
+import json
+import logging
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo.service.errors import Refused
+from grpo.service.log import Answer, Command, CommandLog
+from grpo.service.training import AdapterShape, Base, TrainedModel, saved_shape
+from grpo.service.wire import parse, read_forward_backward
+from grpo.trainer.model import Policy
+from grpo.transport.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN = 64
+"""Models in memory. Beyond them the one that has rested longest is closed, and made again when it is asked for."""
+CHECKPOINT_STEPS = 8
+"""Optimizer steps between two states on disk."""
+MISSING_S = 300.0
+"""How long commands wait for one with a lower number that has not come."""
+MISSING = "missing"
+"""The end of a command that was not done, because one with a lower number had not come."""
+REPLAYED = frozenset({"create_model", "forward_backward", "optim_step", "load_weights"})
+"""Commands that change a model, which are done again after a restart."""
+SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_FOLDERS = {
+    "save_weights": "weights",
+    "save_weights_external": "external_weights",
+    SAVE_FOR_SAMPLER: "sampler_weights",
+}
+"""Kinds of commands that write a checkpoint, and the kind that its path names."""
+_POLL_S = 0.01
+Publish = Callable[[Policy, Command, str], Future[int]]
+"""Writes a policy, which is in use, as a version with its canary, and begins to load it. The future is the version,
+once the server has proved it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """The commands of one model."""
+
+    model_id: str
+    model: TrainedModel | None = None
+    replayed: deque[Command] = field(default_factory=deque)
+    """Answered ones since the model's last state, which are done again."""
+    waiting: dict[int, Command] = field(default_factory=dict)
+    """By number."""
+    next_seq: int = 0
+    since: float = field(default_factory=time.monotonic)
+    """When something last came or was done."""
+    work: tuple[Command, bool, Generator[None, None, Answer]] | None = None
+    steps_on_disk: int = 0
+
+
+class Engine:
+    """The thread that trains."""
+
+    def __init__(
+        self,
+        base: Base,
+        commands: CommandLog,
+        folder: Path,
+        *,
+        finished: Callable[[str], None],
+        publish: Publish | None,
+    ) -> None:
+        """Keeps states and checkpoints below `folder`. `finished` is called with the id of each request that has
+        ended, in the engine's thread. Without `publish` nothing is sampled."""
+        self._base, self._log, self._folder = base, commands, folder
+        self._finished, self._publish = finished, publish
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()
+        self._changed = threading.Condition()
+        self._ending = False
+        self._checkpoint: tuple[str, int] | None = None
+        self._thread = threading.Thread(target=self._run, name="training", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, with what was waiting when the service ended."""
+        for command in self._log.waiting((*sorted(REPLAYED), *_FOLDERS)):
+            self.submit(command)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after its micro-batch; what waits is done after the next start."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        self._thread.join(60.0)
+
+    def submit(self, command: Command) -> None:
+        """Queues a command that is in the log."""
+        with self._changed:
+            queue = self._queues.get(command.target)
+            if queue is None:
+                queue = self._queues[command.target] = self._queue_of(command.target)
+            if command.seq not in queue.waiting and (queue.work is None or queue.work[0].seq != command.seq):
+                queue.waiting[command.seq] = command
+            queue.since = time.monotonic()
+            self._changed.notify()
+
+    def state_folder(self, model_id: str) -> Path:
+        """Returns where a model's last state is."""
+        return self._folder / "states" / model_id
+
+    def checkpoint_folder(self, path: str) -> Path:
+        """Returns where the checkpoint `tinker://MODEL/KIND/NAME` is."""
+        return self._folder / "checkpoints" / path.removeprefix("tinker://")
+
+    def _queue_of(self, model_id: str) -> _Queue:
+        """Returns the commands since the model's last state, of which the finished ones are done again."""
+        queue, state = _Queue(model_id), self.state_folder(model_id)
+        if (state / "state.json").exists():
+            queue.next_seq = json.loads((state / "state.json").read_text())["seq"] + 1
+        for command, status in self._log.commands(model_id, after=queue.next_seq - 1):
+            if status == "waiting":
+                queue.waiting[command.seq] = command
+                continue
+            queue.next_seq = command.seq + 1
+            if status != MISSING and command.kind in REPLAYED:
+                queue.replayed.append(command)
+        return queue
+
+    def _run(self) -> None:
+        """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`. Ends when the
+        engine is closed."""
+        while True:
+            with self._changed:
+                while (queue := self._next()) is None and not self._ending:
+                    self._changed.wait(1.0)
+                if self._ending or queue is None:
+                    return
+            self._turn(queue)
+
+    def _next(self) -> _Queue | None:
+        """Returns the first model with something to do, and puts it last."""
+        for queue in list(self._queues.values()):
+            if queue.work is None and not queue.replayed and queue.next_seq not in queue.waiting:
+                self._give_up(queue)
+                continue
+            self._queues.move_to_end(queue.model_id)
+            if queue.work is None:
+                again = bool(queue.replayed)
+                command = queue.replayed.popleft() if again else queue.waiting.pop(queue.next_seq)
+                queue.work = command, again, self._work(queue, command)
+            return queue
+        return None
+
+    def _give_up(self, queue: _Queue) -> None:
+        """Fails commands that have waited too long for one with a lower number."""
+        if not queue.waiting or time.monotonic() - queue.since < MISSING_S:
+            return
+        for seq, command in sorted(queue.waiting.items()):
+            message = f"seq_id {queue.next_seq} did not come within {MISSING_S:g} s, and seq_id {seq} follows it"
+            self._end(command, _failed(message, state=MISSING))
+        queue.next_seq = max(queue.waiting) + 1
+        queue.waiting.clear()
+
+    def _turn(self, queue: _Queue) -> None:
+        """Computes one micro-batch of the model's command, or all of one that has none."""
+        assert queue.work is not None
+        command, again, work = queue.work
+        self._checkpoint = None
+        try:
+            next(work)
+            return
+        except StopIteration as done:
+            answer: Answer = done.value
+        except Refused as error:
+            answer = _failed(str(error))
+        except Exception as error:
+            log.exception("%s of %s", command.kind, command.target)
+            answer = _failed(f"{type(error).__name__}: {error}", state="broken")
+        queue.work, queue.since = None, time.monotonic()
+        if not again:
+            queue.next_seq = command.seq + 1
+            self._end(command, answer)
+        try:
+            self._keep_state(queue, command)
+        except StorageError:
+            log.exception("the state of %s is not kept; its commands stay in the log", command.target)
+        self._close_resting()
+
+    def _keep_state(self, queue: _Queue, command: Command) -> None:
+        """Writes the model's state to disk after some steps, and after what it has loaded, which may change there."""
+        model = queue.model
+        if model is None or model.has_gradients or command.kind not in ("optim_step", "load_weights"):
+            return
+        if command.kind == "load_weights" or model.num_steps >= queue.steps_on_disk + CHECKPOINT_STEPS:
+            model.save(self.state_folder(command.target), seq=command.seq)
+            self._log.forget_bodies(command.target, up_to=command.seq)
+            queue.steps_on_disk = model.num_steps
+
+    def _end(self, command: Command, answer: Answer) -> None:
+        self._log.finish(command, answer, checkpoint=self._checkpoint)
+        self._finished(command.request_id)
+
+    def _close_resting(self) -> None:
+        """Closes models beyond `MAX_OPEN`, those that have rested longest first."""
+        with self._changed:
+            open_queues = [queue for queue in self._queues.values() if queue.model is not None]
+            for queue in open_queues[: max(0, len(open_queues) - MAX_OPEN)]:
+                if queue.work is None and not queue.waiting and queue.model is not None:
+                    queue.model.close()
+                    del self._queues[queue.model_id]
+
+    # --- the commands ---
+
+    def _work(self, queue: _Queue, command: Command) -> Generator[None, None, Answer]:
+        if command.kind == "create_model":
+            asked = json.loads(command.body)
+            if (kind := (asked.get("optimizer_config") or {}).get("type", "adamw")) != "adamw":
+                raise Refused(f"optimizer_config.type is {kind!r:.40}; this service has adamw")
+            queue.model = TrainedModel(self._base, AdapterShape.of(asked.get("lora_config") or {}))
+            return _done({"type": "create_model", "model_id": command.target})
+        if command.kind == "load_weights":
+            return self._load(queue, json.loads(command.body), command)
+        model = self._model(queue)
+        if command.kind == "forward_backward":
+            limits: Any = {"vocab_size": self._base.vocab_size, "max_tokens": self._base.max_tokens}
+            request = read_forward_backward(parse(command.body), **limits)
+            return Answer(state="proto", content=(yield from model.forward_backward(request)))
+        asked = json.loads(command.body)
+        if command.kind == "optim_step":
+            if "adam_params" not in asked:
+                raise Refused(f"optim_step has {sorted(asked)}, expected adam_params; this service has AdamW alone")
+            return _done({"metrics": model.optim_step(asked["adam_params"])})
+        if command.kind in ("save_weights", "save_weights_external"):
+            if asked.get("age_encryption_recipients"):
+                raise Refused("age_encryption_recipients: this service does not encrypt what it exports")
+            path = self._path(command, _FOLDERS[command.kind], asked)
+            self._checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq)
+            return _done({"type": command.kind, "path": path})
+        return (yield from self._save_for_sampler(model, asked, command))
+
+    def _save_for_sampler(
+        self, model: TrainedModel, asked: dict[str, Any], command: Command
+    ) -> Generator[None, None, Answer]:
+        """Publishes the adapter, and lets others compute until the server has proved it."""
+        path = self._path(command, _FOLDERS[command.kind], asked)
+        if self._publish is None:
+            raise Refused("this service was started without sampling (--no_sampling)")
+        if (kind := asked.get("kind", "snapshot")) != "snapshot":
+            raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
+        self._base.use(model.policy)
+        size = model.save(self.checkpoint_folder(path), seq=command.seq)
+        proved = self._publish(model.policy, command, path)
+        while not wait([proved], timeout=_POLL_S).done:
+            yield
+        version = proved.result()
+        self._checkpoint = path, size
+        answer: dict[str, Any] = {"type": command.kind, "path": path}
+        if (number := asked.get("sampling_session_seq_id")) is not None:
+            sampler = f"{command.target.partition(':train:')[0]}:sample:{int(number)}"
+            self._log.add_sampler(sampler, command.tenant, path, version)
+            answer |= {"path": None, "sampling_session_id": sampler}
+        return _done(answer)
+
+    def _path(self, command: Command, kind: str, asked: dict[str, Any]) -> str:
+        """Returns the path of a checkpoint that is to be written. Raises `Refused` for a name that cannot be one, or is
+        taken."""
+        name = asked.get("path") or f"{command.seq:06d}"
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise Refused(f"the checkpoint's name is {name!r:.120}, expected up to 100 letters, digits, -, _ and .")
+        path = f"tinker://{command.target}/{kind}/{name}"
+        if self._log.has_checkpoint(path, command.tenant) and not asked.get("overwrite"):
+            raise Refused(f"{path} is there already; choose another name, or overwrite=True")
+        return path
+
+    def _load(self, queue: _Queue, asked: dict[str, Any], command: Command) -> Answer:
+        """Loads a checkpoint into the model, which it makes where this is the model's first command."""
+        if not self._log.has_checkpoint(asked["path"], command.tenant):
+            raise Refused(f"path is {asked['path']!r:.160}, and there is no such checkpoint")
+        folder = self.checkpoint_folder(asked["path"])
+        if command.seq == 0:
+            queue.model = TrainedModel(self._base, saved_shape(folder))
+        self._model(queue).load(folder, optimizer=bool(asked["optimizer"]))
+        return _done({"type": "load_weights", "path": asked["path"], "model_id": command.target})
+
+    def _model(self, queue: _Queue) -> TrainedModel:
+        """Returns the model, made from its last state on disk where it is not in memory."""
+        if queue.model is None:
+            folder = self.state_folder(queue.model_id)
+            if not folder.exists():
+                raise Refused(f"{queue.model_id} could not be created; the answer to its creation says why")
+            queue.model = TrainedModel(self._base, saved_shape(folder))
+            queue.model.load(folder, optimizer=True)
+            queue.steps_on_disk = queue.model.num_steps
+        return queue.model
+
+
+def _done(content: dict[str, Any]) -> Answer:
+    return Answer(state="done", content=json.dumps(content).encode())
+
+
+def _failed(message: str, *, state: str = "failed") -> Answer:
+    return Answer(state=state, content=message.encode())

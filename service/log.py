@@ -1,0 +1,214 @@
+"""The durable log of commands, in SQLite: what was asked, in which order, and what was answered.
+
+A command is answered from here when a client asks again, and computed again from here after the service was killed. A
+request's id is that of whom it addresses and its number there, so that asking twice is asking once.
+"""
+
+import hashlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo.service.errors import Refused
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions(session TEXT PRIMARY KEY, tenant TEXT, heard_at REAL);
+CREATE TABLE IF NOT EXISTS models(model TEXT PRIMARY KEY, session TEXT, tenant TEXT, config TEXT, created_at REAL);
+CREATE TABLE IF NOT EXISTS checkpoints(path TEXT PRIMARY KEY, model TEXT, tenant TEXT, bytes INTEGER, created_at REAL);
+CREATE TABLE IF NOT EXISTS samplers(sampler TEXT PRIMARY KEY, tenant TEXT, model_path TEXT, version INTEGER);
+CREATE TABLE IF NOT EXISTS versions(version INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT, path TEXT);
+CREATE TABLE IF NOT EXISTS commands(
+    target TEXT, seq INTEGER, tenant TEXT, kind TEXT, body BLOB, digest BLOB,
+    state TEXT DEFAULT 'waiting', answer BLOB, PRIMARY KEY(target, seq));
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One request that is answered by a future. Example: ``Command(target="3f…:train:0", seq=4, kind="optim_step")``"""
+
+    target: str
+    """The model or sampling session that it addresses."""
+    seq: int
+    """Its number there."""
+    tenant: str
+    kind: str
+    body: bytes
+    """The request as it came, decompressed; empty once nothing can need it any more."""
+
+    @property
+    def request_id(self) -> str:
+        """The future's name."""
+        return f"{self.target}:{self.seq}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A future's end. `state` is `done` with JSON, `proto` with protobuf, `failed` with the person's error, or `broken`
+    with one of the service's own."""
+
+    state: str
+    content: bytes
+
+
+class CommandLog:
+    """One SQLite file, written through before a command is acknowledged. Threads may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    # --- commands ---
+
+    def add(self, command: Command) -> bool:
+        """Adds a command; returns False where it is there already. Raises `Refused` where another one has its
+        number."""
+        digest = hashlib.sha256(command.kind.encode() + b"\0" + command.body).digest()
+        with self._transaction() as db:
+            where = (command.target, command.seq)
+            found = db.execute("SELECT digest FROM commands WHERE target=? AND seq=?", where).fetchone()
+            if found is None:
+                row = (*where, command.tenant, command.kind, command.body, digest)
+                db.execute("INSERT INTO commands(target, seq, tenant, kind, body, digest) VALUES (?,?,?,?,?,?)", row)
+                return True
+        if found[0] != digest:
+            raise Refused(f"seq_id {command.seq} of {command.target} is another command already; count on from it")
+        return False
+
+    def finish(self, command: Command, answer: Answer, *, checkpoint: tuple[str, int] | None = None) -> None:
+        """Records the end of a command, with the `checkpoint` (path and bytes) that it has written."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE commands SET state=?, answer=? WHERE target=? AND seq=?",
+                (answer.state, answer.content, command.target, command.seq),
+            )
+            if checkpoint is not None:
+                row = (checkpoint[0], command.target, command.tenant, checkpoint[1], time.time())
+                db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?,?,?)", row)
+
+    def answer(self, request_id: str, tenant: str) -> Answer | None:
+        """Returns the end of a request of this tenant; None while it waits. Raises `Refused` for one that it has not
+        made."""
+        target, _, seq = request_id.rpartition(":")
+        query = "SELECT state, answer FROM commands WHERE target=? AND seq=? AND tenant=?"
+        if not seq.isdecimal() or not (rows := self._rows(query, target, int(seq), tenant)):
+            raise Refused(f"request_id is {request_id!r:.120}, and no such request was made", status=404)
+        state, content = rows[0]
+        return None if state == "waiting" else Answer(state=state, content=content)
+
+    def commands(self, target: str, *, after: int = -1) -> list[tuple[Command, str]]:
+        """Returns the target's commands with higher numbers than `after` and their states, in order."""
+        query = "SELECT target, seq, tenant, kind, body, state FROM commands WHERE target=? AND seq>? ORDER BY seq"
+        return [
+            (Command(target=t, seq=seq, tenant=tenant, kind=kind, body=body), state)
+            for t, seq, tenant, kind, body, state in self._rows(query, target, after)
+        ]
+
+    def forget_bodies(self, target: str, *, up_to: int) -> None:
+        """Empties the bodies of the target's commands up to this number, which a checkpoint has made superfluous."""
+        with self._transaction() as db:
+            db.execute("UPDATE commands SET body=x'' WHERE target=? AND seq<=? AND body<>x''", (target, up_to))
+
+    # --- sessions, models, checkpoints, samplers ---
+
+    def add_session(self, session: str, tenant: str) -> None:
+        """Adds a session."""
+        with self._transaction() as db:
+            db.execute("INSERT INTO sessions VALUES (?,?,?)", (session, tenant, time.time()))
+
+    def heard(self, session: str, tenant: str) -> None:
+        """Records that a session lives. Raises `Refused` for one that the tenant does not have."""
+        with self._transaction() as db:
+            sql = "UPDATE sessions SET heard_at=? WHERE session=? AND tenant=?"
+            if not db.execute(sql, (time.time(), session, tenant)).rowcount:
+                raise Refused(f"session_id is {session!r:.80}, and there is no such session", status=404)
+
+    def add_model(self, model: str, session: str, tenant: str, config: dict[str, Any]) -> None:
+        """Adds a model, unless it is there already."""
+        with self._transaction() as db:
+            row = (model, session, tenant, json.dumps(config), time.time())
+            db.execute("INSERT OR IGNORE INTO models VALUES (?,?,?,?,?)", row)
+
+    def models(self, tenant: str | None = None) -> dict[str, dict[str, Any]]:
+        """Returns the configurations of a tenant's models, of all for None, the oldest first."""
+        rows = self._rows("SELECT model, config FROM models WHERE ? IS NULL OR tenant=? ORDER BY rowid", tenant, tenant)
+        return {model: json.loads(config) for model, config in rows}
+
+    def model(self, model: str, tenant: str) -> dict[str, Any]:
+        """Returns a model's configuration. Raises `Refused` for one that the tenant does not have."""
+        if not (rows := self._rows("SELECT config FROM models WHERE model=? AND tenant=?", model, tenant)):
+            raise Refused(f"model_id is {model!r:.120}, and there is no such model", status=404)
+        config: dict[str, Any] = json.loads(rows[0][0])
+        return config
+
+    def num_open_models(self, tenant: str, *, heard_since: float) -> int:
+        """Returns how many models the tenant has in sessions that were heard since."""
+        query = "SELECT count(*) FROM models JOIN sessions USING(session) WHERE models.tenant=? AND heard_at>=?"
+        return int(self._rows(query, tenant, heard_since)[0][0])
+
+    def checkpoints(self, tenant: str, model: str | None = None) -> list[tuple[str, int, float]]:
+        """Returns path, bytes and time of a tenant's checkpoints, of this model where one is named."""
+        query = (
+            "SELECT path, bytes, created_at FROM checkpoints WHERE tenant=? AND (? IS NULL OR model=?) ORDER BY rowid"
+        )
+        return [(path, size, at) for path, size, at in self._rows(query, tenant, model, model)]
+
+    def has_checkpoint(self, path: str, tenant: str) -> bool:
+        """Returns whether the tenant has a checkpoint of this path."""
+        return bool(self._rows("SELECT 1 FROM checkpoints WHERE path=? AND tenant=?", path, tenant))
+
+    def new_version(self, model: str, path: str) -> int:
+        """Returns the number of the next version that servers are given, and records whose it is."""
+        with self._transaction() as db:
+            return int(db.execute("INSERT INTO versions(model, path) VALUES (?,?)", (model, path)).lastrowid or 0)
+
+    def version_of(self, path: str) -> int | None:
+        """Returns the newest version that was published under this path."""
+        rows = self._rows("SELECT max(version) FROM versions WHERE path=?", path)
+        return None if rows[0][0] is None else int(rows[0][0])
+
+    def add_sampler(self, sampler: str, tenant: str, model_path: str | None, version: int | None) -> None:
+        """Adds a sampling session of a version (None: the base model), unless it is there already."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO samplers VALUES (?,?,?,?)", (sampler, tenant, model_path, version))
+
+    def sampler(self, sampler: str, tenant: str) -> tuple[str | None, int | None]:
+        """Returns path and version of a sampling session. Raises `Refused` for one that the tenant does not have."""
+        rows = self._rows("SELECT model_path, version FROM samplers WHERE sampler=? AND tenant=?", sampler, tenant)
+        if not rows:
+            raise Refused(f"sampling_session_id is {sampler!r:.120}, and there is no such session", status=404)
+        return rows[0][0], rows[0][1]
+
+    def waiting(self, kinds: Sequence[str]) -> list[Command]:
+        """Returns the commands of these kinds that wait, the oldest first."""
+        marks = ",".join("?" * len(kinds))
+        query = f"SELECT target, seq, tenant, kind, body FROM commands WHERE state='waiting' AND kind IN ({marks})"
+        rows = self._rows(f"{query} ORDER BY rowid", *kinds)
+        return [Command(target=t, seq=s, tenant=n, kind=k, body=b) for t, s, n, k, b in rows]

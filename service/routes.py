@@ -1,0 +1,435 @@
+"""The protocol's routes over HTTP: who asks, what for, and the futures that answer.
+
+A request of a model or a sampling session goes into the command log and is answered with a future at once, even if
+what it asks for cannot be: the future then says why. All else is answered here.
+"""
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from grpo.service.engine import Engine
+from grpo.service.errors import Refused
+from grpo.service.log import Command, CommandLog
+from grpo.service.sampling import Sampling
+from grpo.service.training import saved_shape, shape_record
+from grpo.service.wire import MAX_BODY_BYTES, decompressed, parse
+from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+LONG_POLL_S = 30.0
+"""A client gives a poll 45 s."""
+BODY_S = 60.0
+MAX_MODELS = 256
+"""Models of one tenant in sessions that were heard in the last hour."""
+SESSION_S = 3600.0
+URL_S = 3600
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+NOT_SERVED = {
+    "auth/token": "short-lived tokens",
+    "billing": "billing",
+    "audit": "the audit log",
+    "copy_weights": "copies of weights between projects",
+    "create_custom_loss": "losses that are traced to the server; forward_backward_custom runs on the client",
+    "retrieve_futures": "polls of a whole sampling session",
+    "cancel_future": "cancelled requests",
+    "join_sampling_session": "numbered copies of a sampling session",
+    "sessions": "lists of sessions",
+    "unload_model": "models that are unloaded by hand",
+}
+"""Routes of the client that are refused, and what they are for."""
+
+
+class Futures:
+    """Lets requests wait for the end of others."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ends: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
+
+    def finished(self, request_id: str) -> None:
+        """Wakes whoever waits for this request. Any thread may call it."""
+        self._loop.call_soon_threadsafe(self._wake, request_id)
+
+    def _wake(self, request_id: str) -> None:
+        for future in self._ends.pop(request_id, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def expect(self, request_id: str) -> "asyncio.Future[None]":
+        """Returns what is done once this request ends after this call."""
+        future = self._loop.create_future()
+        self._ends[request_id].add(future)
+        return future
+
+    def forget(self, request_id: str, future: "asyncio.Future[None]") -> None:
+        """Takes back what `expect` returned."""
+        self._ends[request_id].discard(future)
+        if not self._ends[request_id]:
+            del self._ends[request_id]
+
+
+class Routes:
+    """The handlers. A tenant is whoever has one of the `keys`, and sees nothing of the others."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: str,
+        max_tokens: int,
+        keys: Mapping[str, str],
+        commands: CommandLog,
+        engine: Engine,
+        sampling: Sampling | None,
+        futures: Futures,
+    ) -> None:
+        """`model` is the base's name for clients, `tokenizer` where they find its tokenizer, `keys` the tenants' keys
+        by name."""
+        self._model, self._tokenizer, self._max_tokens, self._keys = model, tokenizer, max_tokens, dict(keys)
+        self._log, self._engine, self._sampling, self._futures = commands, engine, sampling, futures
+
+    def app(self) -> FastAPI:
+        """Returns the application."""
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        post: dict[str, Callable[..., Awaitable[Any]]] = {
+            "client/config": self._config,
+            "client/dynamic_config": self._config,
+            "telemetry": self._telemetry,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "weights_info": self._weights_info,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._of_model,
+            "save_weights": self._of_model,
+            "save_weights_for_sampler": self._of_model,
+            "save_weights_external": self._of_model,
+            "load_weights": self._load_weights,
+            "create_sampling_session": self._create_sampling_session,
+            "asample": self._asample,
+            "retrieve_future": self._retrieve,
+        }
+        for name, handler in post.items():
+            app.add_route(f"/api/v1/{name}", self._answering(handler, name), methods=["POST"])
+        get: dict[str, Callable[..., Awaitable[Any]]] = {
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampler_id}": self._get_sampler,
+            "training_runs": self._list_runs,
+            "training_runs/{model_id}": self._get_run,
+            "training_runs/{model_id}/checkpoints": self._list_checkpoints,
+            "training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls": self._urls,
+            "checkpoints": self._list_checkpoints,
+        }
+        for name, handler in get.items():
+            app.add_route(f"/api/v1/{name}", self._answering(handler, name, body=False), methods=["GET"])
+        app.add_route("/api/v1/healthz", _healthz, methods=["GET"])
+        app.add_route("/files/{model_id}/{kind}/{name}/{file}", self._file, methods=["GET"])
+        app.add_route("/api/v1/{rest:path}", self._not_served, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
+        return app
+
+    def _answering(
+        self, handler: Callable[..., Awaitable[Any]], name: str, *, body: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                tenant = self._tenant(request)
+                given = [await _body(request)] if body else []
+                done = await handler(tenant, *given, request=request, kind=name)
+            except Refused as error:
+                return _refusal(error)
+            return done if isinstance(done, Response) else JSONResponse(done)
+
+        return answer
+
+    def _tenant(self, request: Request) -> str:
+        """Returns who asks. Every key is compared, in constant time."""
+        key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+        same = [hmac.compare_digest(key.encode(), own.encode()) for own in self._keys.values()]
+        for name, is_own in zip(self._keys, same, strict=True):
+            if is_own:
+                return name
+        raise Refused("the API key is not one of this service's; service.json in its output_dir has them", status=401)
+
+    async def _not_served(self, request: Request) -> Response:
+        rest = str(request.path_params["rest"])
+        what = next((what for route, what in NOT_SERVED.items() if rest.startswith(route)), f"/api/v1/{rest:.80}")
+        return _refusal(Refused(f"this service does not serve {what}", status=404))
+
+    # --- clients, sessions and models ---
+
+    async def _config(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        return {"proto_compress_fwdbwd": True}
+
+    async def _telemetry(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        return {"status": "accepted"}
+
+    async def _capabilities(self, tenant: str, **_: Any) -> dict[str, Any]:
+        can = {"trainable": True, "sampleable": self._sampling is not None}
+        return {"supported_models": [{"model_name": self._model, "max_context_length": self._max_tokens + 1, **can}]}
+
+    async def _create_session(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        session = uuid.uuid4().hex
+        self._log.add_session(session, tenant)
+        return {"type": "create_session", "session_id": session}
+
+    async def _heartbeat(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        self._log.heard(_text(_json(body), "session_id"), tenant)
+        return {"type": "session_heartbeat"}
+
+    async def _create_model(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        asked = _json(body)
+        if (name := asked.get("base_model")) != self._model:
+            raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
+        return self._add_model(tenant, asked, "create_model", body, asked.get("lora_config") or {})
+
+    def _add_model(
+        self, tenant: str, asked: Mapping[str, Any], kind: str, body: bytes, lora_config: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        session = _text(asked, "session_id")
+        self._log.heard(session, tenant)
+        model_id = f"{session}:train:{_number(asked, 'model_seq_id')}"
+        if model_id not in self._log.models(tenant):
+            number = self._log.num_open_models(tenant, heard_since=time.time() - SESSION_S)
+            if number >= MAX_MODELS:
+                raise Refused(f"you have {number} models in sessions of the last hour, of at most {MAX_MODELS}")
+            self._log.add_model(model_id, session, tenant, {"lora_config": dict(lora_config)})
+        return self._submit(Command(target=model_id, seq=0, tenant=tenant, kind=kind, body=body))
+
+    async def _get_info(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        model_id = _text(_json(body), "model_id")
+        rank = self._log.model(model_id, tenant)["lora_config"].get("rank")
+        data = {"arch": "causal_lm", "model_name": self._model, "tokenizer_id": self._tokenizer}
+        about = {"model_id": model_id, "model_name": self._model, "is_lora": True, "lora_rank": rank}
+        return {"type": "get_info", "model_data": data, **about}
+
+    async def _weights_info(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        path = _text(_json(body), "tinker_path")
+        shape = shape_record(saved_shape(self._checkpoint(path, tenant)))
+        shape["lora_rank"] = shape.pop("rank")
+        return {"base_model": self._model, "is_lora": True, "train_unembed": False, **shape}
+
+    # --- training ---
+
+    async def _forward_backward(self, tenant: str, body: bytes, request: Request, **_: Any) -> dict[str, Any]:
+        plain = await asyncio.to_thread(decompressed, body, request.headers.get("content-encoding", ""))
+        message = parse(plain)
+        return self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain)
+
+    async def _of_model(self, tenant: str, body: bytes, kind: str, **_: Any) -> dict[str, Any]:
+        asked = _json(body)
+        return self._submit_to_model(tenant, kind, _text(asked, "model_id"), _number(asked, "seq_id"), body)
+
+    async def _load_weights(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        asked = _json(body)
+        folder = self._checkpoint(_text(asked, "path"), tenant)
+        if asked.get("model_id") is not None:
+            seq = _number(asked, "seq_id")
+            return self._submit_to_model(tenant, "load_weights", _text(asked, "model_id"), seq, body)
+        if (name := asked.get("base_model")) not in (None, self._model):
+            raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
+        return self._add_model(tenant, asked, "load_weights", body, shape_record(saved_shape(folder)))
+
+    def _submit_to_model(self, tenant: str, kind: str, model_id: str, seq: int, body: bytes) -> dict[str, Any]:
+        if seq < 1:
+            raise Refused(f"seq_id is {seq}, expected 1 or more")
+        self._log.model(model_id, tenant)
+        return self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body))
+
+    def _submit(self, command: Command) -> dict[str, Any]:
+        if self._log.add(command):
+            self._engine.submit(command)
+        return {"request_id": command.request_id, "model_id": command.target}
+
+    # --- sampling ---
+
+    async def _create_sampling_session(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        asked = _json(body)
+        session, number = _text(asked, "session_id"), _number(asked, "sampling_session_seq_id")
+        self._log.heard(session, tenant)
+        path = asked.get("model_path")
+        if path is None and asked.get("base_model") != self._model:
+            raise Refused(f"base_model is {asked.get('base_model')!r:.120}; this service has {self._model!r}")
+        sampler = f"{session}:sample:{number}"
+        self._sampler_of().open(sampler, tenant, path)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    async def _get_sampler(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        sampler = str(request.path_params["sampler_id"])
+        path = self._log.sampler(sampler, tenant)[0]
+        return {"sampler_id": sampler, "base_model": self._model, "model_path": path}
+
+    async def _asample(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        asked = _json(body)
+        sampler, seq = _text(asked, "sampling_session_id"), _number(asked, "seq_id")
+        self._log.sampler(sampler, tenant)
+        command = Command(target=sampler, seq=seq, tenant=tenant, kind="asample", body=body)
+        if self._log.add(command):
+            self._sampler_of().submit(command)
+        number = asked.get("num_samples", 1)
+        ids = [f"{command.request_id}:{index}" for index in range(number if isinstance(number, int) else 0)]
+        return {"request_id": command.request_id, "sample_sequence_ids": ids}
+
+    def _sampler_of(self) -> Sampling:
+        if self._sampling is None:
+            raise Refused("this service was started without sampling (--no_sampling)")
+        return self._sampling
+
+    # --- futures ---
+
+    async def _retrieve(self, tenant: str, body: bytes, **_: Any) -> Response:
+        """Answers once the request has ended, or asks to try again after `LONG_POLL_S`."""
+        request_id = _text(_json(body), "request_id")
+        end = self._futures.expect(request_id)
+        try:
+            if (answer := self._log.answer(request_id, tenant)) is None:
+                await asyncio.wait((end,), timeout=LONG_POLL_S)
+                answer = self._log.answer(request_id, tenant)
+        finally:
+            self._futures.forget(request_id, end)
+        if answer is None:
+            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        if answer.state == "proto":
+            return Response(answer.content, media_type="application/x-protobuf")
+        if answer.state == "done":
+            return Response(answer.content, media_type="application/json")
+        category = "server" if answer.state == "broken" else "user"
+        return JSONResponse({"error": answer.content.decode(), "category": category})
+
+    # --- what there is ---
+
+    async def _list_runs(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        offset, limit = (_query(request, name, default) for name, default in (("offset", 0), ("limit", 20)))
+        runs = [self._run(tenant, model, config) for model, config in self._log.models(tenant).items()]
+        cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
+        return {"training_runs": runs[offset : offset + limit], "cursor": cursor}
+
+    async def _get_run(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        model_id = str(request.path_params["model_id"])
+        return self._run(tenant, model_id, self._log.model(model_id, tenant))
+
+    def _run(self, tenant: str, model_id: str, config: Mapping[str, Any]) -> dict[str, Any]:
+        found = {"training": None, "sampler": None} | {
+            one["checkpoint_type"]: one for one in self._checkpoints(tenant, model_id)
+        }
+        return {
+            "training_run_id": model_id,
+            "base_model": self._model,
+            "model_owner": tenant,
+            "is_lora": True,
+            "lora_rank": config["lora_config"].get("rank"),
+            "last_request_time": datetime.now(UTC).isoformat(),
+            "last_checkpoint": found["training"],
+            "last_sampler_checkpoint": found["sampler"],
+        }
+
+    async def _list_checkpoints(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        model_id = request.path_params.get("model_id")
+        if model_id is not None:
+            self._log.model(model_id, tenant)
+        return {"checkpoints": self._checkpoints(tenant, model_id)}
+
+    def _checkpoints(self, tenant: str, model_id: str | None) -> list[dict[str, Any]]:
+        return [
+            {
+                "checkpoint_id": path.removeprefix("tinker://").partition("/")[2],
+                "checkpoint_type": CHECKPOINT_TYPES[path.split("/")[-2]],
+                "time": datetime.fromtimestamp(at, UTC).isoformat(),
+                "tinker_path": path,
+                "size_bytes": size,
+            }
+            for path, size, at in self._log.checkpoints(tenant, model_id)
+        ]
+
+    def _checkpoint(self, path: str, tenant: str) -> Path:
+        """Returns the folder of a tenant's checkpoint. Raises `Refused`."""
+        if not self._log.has_checkpoint(path, tenant):
+            raise Refused(f"path is {path!r:.160}, and there is no such checkpoint", status=404)
+        return self._engine.checkpoint_folder(path)
+
+    async def _urls(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        """Returns addresses of the files of PEFT's folder, which need no key for an hour."""
+        parts = [str(request.path_params[name]) for name in ("model_id", "kind", "name")]
+        self._checkpoint(f"tinker://{'/'.join(parts)}", tenant)
+        expires = int(time.time()) + URL_S
+        urls = {}
+        for file in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
+            place = "/".join([*parts, file])
+            urls[file] = f"{request.base_url}files/{place}?expires={expires}&signature={self._signed(place, expires)}"
+        return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
+
+    def _signed(self, place: str, expires: int) -> str:
+        secret = "\n".join(self._keys.values()).encode()
+        return hmac.digest(secret, f"{expires}\n{place}".encode(), "sha256").hex()
+
+    async def _file(self, request: Request) -> Response:
+        parts = [str(request.path_params[name]) for name in ("model_id", "kind", "name", "file")]
+        expires, signature = (request.query_params.get(name, "") for name in ("expires", "signature"))
+        due = int(expires) if expires.isdecimal() else 0
+        if not hmac.compare_digest(self._signed("/".join(parts), due).encode(), signature.encode()):
+            return _refusal(Refused("the address is not one that this service has given", status=403))
+        if due < time.time():
+            return _refusal(Refused("the address has expired; ask for another one", status=403))
+        return FileResponse(self._engine.checkpoint_folder("/".join(parts[:3])) / parts[3])
+
+
+async def _healthz(_: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _body(request: Request) -> bytes:
+    """Returns the whole body. Raises `Refused` for one that is too long or too slow."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                parts.append(part)
+                if (size := size + len(part)) > MAX_BODY_BYTES:
+                    raise Refused(f"the body has more than {MAX_BODY_BYTES} bytes; send fewer datums", status=413)
+    except TimeoutError:
+        raise Refused(f"the body did not come within {BODY_S:g} s", status=400) from None
+    return b"".join(parts)
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused(f"the body is JSON of type {type(found).__name__}, expected an object")
+    return found
+
+
+def _text(asked: Mapping[str, Any], key: str) -> str:
+    if not isinstance(value := asked.get(key), str):
+        raise Refused(f"{key} is {value!r:.80}, expected a text")
+    return value
+
+
+def _number(asked: Mapping[str, Any], key: str) -> int:
+    value = asked.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise Refused(f"{key} is {value!r:.80}, expected a whole number from 0 on")
+    return value
+
+
+def _query(request: Request, name: str, default: int) -> int:
+    value = request.query_params.get(name, str(default))
+    if not value.isdecimal():
+        raise Refused(f"{name} is {value!r:.40}, expected a whole number")
+    return int(value)
+
+
+def _refusal(error: Refused) -> Response:
+    return JSONResponse({"detail": str(error)}, error.status)

@@ -1,0 +1,126 @@
+"""Runs the service: the base model, the log, the thread that trains, and the routes, until it is told to end."""
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import uvicorn
+from grpo.configs.train import TrainSettings
+from grpo.service.engine import Engine
+from grpo.service.log import CommandLog
+from grpo.service.routes import Futures, Routes
+from grpo.service.sampling import Sampling
+from grpo.service.training import Base
+from grpo.trainer.memory import keep_freed_memory
+from grpo.trainer.startup import device_for, set_threads
+from grpo.transport.folders import write_atomic
+from grpo.transport.run import RunFolder
+from grpo.transport.weights.identity import base_identity
+from transformers import AutoTokenizer
+
+log = logging.getLogger(__name__)
+
+SERVICE_FILE = "service.json"
+_KEYS_FILE = "service.keys.json"
+_LOG_FILE = "commands.sqlite"
+
+
+def tenant_keys(folder: Path, tenants: Sequence[str]) -> dict[str, str]:
+    """Returns the tenants' API keys by name, which stay the same in later starts in the same folder."""
+    file = folder / _KEYS_FILE
+    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    keys = {name: known.get(name) or f"tml-{secrets.token_urlsafe(32)}" for name in tenants}
+    write_atomic(file, json.dumps(known | keys).encode(), private=True)
+    return keys
+
+
+def serve(
+    settings: TrainSettings,
+    model_folder: Path,
+    run: RunFolder,
+    *,
+    listening: socket.socket,
+    tenants: Sequence[str],
+    max_rank: int,
+    server: tuple[str, str | None] | None,
+    check: Callable[[], None],
+) -> None:
+    """Serves on the socket `listening`. `server` is URL and key of the grpo-infer that samples, None for none; `check`
+    is called each second and raises if that server has ended. Returns after SIGINT or SIGTERM."""
+    device = device_for(settings.device)
+    set_threads(settings.num_threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    base = Base(settings, model_folder, device, max_rank=max_rank)
+    keys = tenant_keys(run.path, tenants)
+    asyncio.run(_serve(base, model_folder.resolve(), run, listening=listening, keys=keys, server=server, check=check))
+
+
+async def _serve(
+    base: Base,
+    model_folder: Path,
+    run: RunFolder,
+    *,
+    listening: socket.socket,
+    keys: Mapping[str, str],
+    server: tuple[str, str | None] | None,
+    check: Callable[[], None],
+) -> None:
+    commands, futures, sampling = CommandLog(run.path / _LOG_FILE), Futures(), None
+    if server is not None:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+        sampling = Sampling(
+            commands,
+            run,
+            url=server[0],
+            key=server[1],
+            base_model=base_identity(model_folder),
+            max_tokens=base.settings.sequence_len,
+            encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+            finished=futures.finished,
+        )
+    publish = None if sampling is None else sampling.publish
+    engine = Engine(base, commands, run.path, finished=futures.finished, publish=publish)
+    routes = Routes(
+        model=base.settings.model,
+        tokenizer=str(model_folder),
+        max_tokens=base.max_tokens,
+        keys=keys,
+        commands=commands,
+        engine=engine,
+        sampling=sampling,
+        futures=futures,
+    )
+    config = uvicorn.Config(routes.app(), log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=60)
+    http = uvicorn.Server(config)
+    engine.start()
+    if sampling is not None:
+        sampling.start()
+    listening.listen()
+    serving = asyncio.create_task(http.serve([listening]))
+    try:
+        _announce(run, listening, keys)  # the socket listens: who comes early waits
+        while not serving.done():
+            check()
+            await asyncio.wait((serving,), timeout=1.0)
+    finally:
+        http.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        if sampling is not None:
+            await sampling.close()
+        await asyncio.to_thread(engine.close)
+        commands.close()
+        (run.path / SERVICE_FILE).unlink(missing_ok=True)
+
+
+def _announce(run: RunFolder, listening: socket.socket, keys: Mapping[str, str]) -> None:
+    """Writes where the service is and its keys, for this user alone."""
+    host, port = listening.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    about = {"base_url": f"http://{address}:{port}", "api_key": next(iter(keys.values())), "api_keys": dict(keys)}
+    write_atomic(run.path / SERVICE_FILE, json.dumps(about, indent=1).encode(), private=True)
+    print(f"{about['base_url']} serves; {run.path / SERVICE_FILE} has the API keys", flush=True)

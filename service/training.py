@@ -1,0 +1,292 @@
+"""Trains adapters of several tenants on one frozen base, each with gradients, an optimizer and checkpoints of its own.
+
+One adapter is computed with at a time, by the trainer's own packing, model, losses and optimizer, so that its numbers
+do not depend on who else trains. A forward_backward is a generator that rests after each micro-batch, when another
+tenant may compute.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from grpo.configs.train import TrainSettings
+from grpo.service.errors import Refused
+from grpo.service.losses import clip_bounds, loss_and_values
+from grpo.service.wire import Datum, ForwardBackward, forward_backward_answer
+from grpo.trainer.errors import NonFiniteError
+from grpo.trainer.model import Policy, load_policy
+from grpo.trainer.optim import Optimizer
+from grpo.trainer.packing import PackedTokens, first_fit, pack, to_device
+from grpo.trainer.weights import AdapterWeights
+from grpo.transport.folders import write_folder
+from grpo.transport.weights.store import ADAPTER_FILE
+from safetensors.torch import load_file, save
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+ALPHA = 32
+"""LoRA alpha of every adapter, as recipes for the protocol expect."""
+_DEFAULT_ADAM = {
+    "learning_rate": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShape:
+    """What a model is created with. Example: ``AdapterShape(rank=32, seed=0, attn=True, mlp=True)``"""
+
+    rank: int
+    seed: int
+    attn: bool
+    mlp: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> "AdapterShape":
+        """Returns the shape of a request's `lora_config`. Raises `Refused`."""
+        rank, seed = config.get("rank"), config.get("seed")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise Refused(f"lora_config.rank is {rank!r:.40}, expected a whole number from 1 on")
+        if seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+            raise Refused(f"lora_config.seed is {seed!r:.40}, expected a whole number of 64 bits")
+        attn, mlp = bool(config.get("train_attn", True)), bool(config.get("train_mlp", True))
+        if not (attn or mlp):
+            raise Refused("lora_config has train_attn and train_mlp off, and the unembedding gets no adapter here")
+        return AdapterShape(rank=rank, seed=0 if seed is None else seed, attn=attn, mlp=mlp)
+
+
+class Base:
+    """The frozen base model, which all adapters share."""
+
+    def __init__(self, settings: TrainSettings, folder: Path, device: torch.device, *, max_rank: int) -> None:
+        """Loads the base model in `folder`, for adapters of at most this rank. Raises `ModelError`."""
+        self.settings, self._max_rank = settings, max_rank
+        self._resting = load_policy(settings, folder, device)
+        assert isinstance(self._resting.weights, AdapterWeights)
+        self._weights: AdapterWeights = self._resting.weights
+        self._numbers = itertools.count()
+        self._in_use: AdapterWeights | None = self._weights
+        self.vocab_size = self._resting.vocab_size
+        self.max_tokens = settings.sequence_len - 1
+        """Tokens of a datum at most: the last target comes besides."""
+
+    @property
+    def resting(self) -> Policy:
+        """The policy with an adapter that nobody trains, which is the base itself."""
+        return self._resting
+
+    def targets(self, shape: AdapterShape) -> tuple[str, ...]:
+        """Returns the names of the linear layers that get an adapter of this shape."""
+        kinds: dict[str, set[bool]] = {}
+        for name in self._weights.named_parameters():
+            path = name.split(".")
+            kinds.setdefault(path[-3], set()).add(any("attn" in part or "attention" in part for part in path))
+        wanted = {True: shape.attn, False: shape.mlp}
+        return tuple(sorted(name for name, of in kinds.items() if any(wanted[kind] for kind in of)))
+
+    def add(self, shape: AdapterShape) -> Policy:
+        """Returns a policy with a new adapter. Raises `Refused` for a rank that is too high."""
+        if shape.rank > self._max_rank:
+            raise Refused(f"lora_config.rank is {shape.rank}, expected at most {self._max_rank} (--max_rank)")
+        name, targets = f"tenant_{next(self._numbers)}", self.targets(shape)
+        options: Any = {"rank": shape.rank, "alpha": ALPHA, "targets": targets, "seed": shape.seed}
+        return self._resting.beside(self._weights.beside(name, **options))
+
+    def use(self, policy: Policy) -> None:
+        """Makes this policy's adapter the one that is computed with."""
+        assert isinstance(policy.weights, AdapterWeights)
+        if self._in_use is not policy.weights:
+            policy.weights.use()
+            self._in_use = policy.weights
+
+    def remove(self, policy: Policy) -> None:
+        """Frees this policy's adapter."""
+        assert isinstance(policy.weights, AdapterWeights)
+        self.use(self._resting)
+        policy.weights.remove()
+
+
+Work = Generator[None, None, bytes]
+"""A piece of work that rests between micro-batches and returns its answer."""
+
+
+class TrainedModel:
+    """One tenant's adapter in training."""
+
+    def __init__(self, base: Base, shape: AdapterShape) -> None:
+        self._base, self.shape = base, shape
+        self.policy = base.add(shape)
+        self._optimizer = self._new_optimizer()
+        self._gradients: dict[str, torch.Tensor] = {}
+        """The sums of the gradients since the last step, by parameter; none of parameters that had none."""
+        self.num_steps = 0
+
+    def _new_optimizer(self) -> Optimizer:
+        return Optimizer(self._base.settings, self.policy.named_parameters)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for the next step, which are in no checkpoint."""
+        return bool(self._gradients)
+
+    def close(self) -> None:
+        """Frees the adapter."""
+        self._base.remove(self.policy)
+
+    # --- gradients ---
+
+    def forward_backward(self, request: ForwardBackward) -> Work:
+        """Computes the loss of each datum, and adds the gradient of their sum to what the next `optim_step` applies;
+        nothing is added if the loss or the gradient is not finite, which raises `Refused`, or if the generator is
+        closed early."""
+        if request.loss_fn in ("ppo", "cispo"):
+            clip_bounds(request.config)
+        data, capacity = request.data, self._base.settings.pack_tokens
+        logprobs: list[Any] = [None] * len(data)
+        losses: list[Any] = [None] * len(data)
+        for parameter in self.policy.parameters:
+            parameter.grad = None
+        try:
+            for chosen in first_fit([len(datum.token_ids) + 1 for datum in data], capacity=capacity):
+                batch = [data[index] for index in chosen]
+                ends = np.cumsum([len(datum.token_ids) for datum in batch])[:-1]
+                for whole, parts in zip(self._pass(batch, request), (logprobs, losses), strict=True):
+                    for index, part in zip(chosen, np.split(whole, ends), strict=True):
+                        parts[index] = part
+                yield
+            total = float(sum(part.sum(dtype=np.float64) for part in losses))
+            found = {name: p.grad for name, p in self.policy.named_parameters.items() if p.grad is not None}
+            if not math.isfinite(total) or not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+                raise Refused(f"the loss is {total} or its gradient is not finite; the gradient was not added")
+            for name, gradient in found.items():
+                earlier = self._gradients.get(name)
+                self._gradients[name] = gradient if earlier is None else earlier.add_(gradient)
+        finally:
+            for parameter in self.policy.parameters:
+                parameter.grad = None
+        outputs = {"logprobs": logprobs}
+        if request.loss_fn == "cross_entropy":
+            outputs["elementwise_loss"] = losses
+        return forward_backward_answer(outputs, {"loss:sum": total})
+
+    def _pass(self, batch: Sequence[Datum], request: ForwardBackward) -> tuple[Any, Any]:
+        """Computes one micro-batch; returns [K] log-probabilities and [K] losses."""
+        self._base.use(self.policy)
+        device = self.policy.device
+        inputs = {
+            name: to_device(np.concatenate([datum.inputs[name] for datum in batch]), device) for name in batch[0].inputs
+        }
+        with torch.set_grad_enabled(not request.forward_only):
+            logprobs = self.policy.logprobs(packed(batch, device))
+            loss, values = loss_and_values(request.loss_fn, logprobs, inputs, request.config)
+        if not request.forward_only:
+            loss.backward()
+        return logprobs.detach().cpu().numpy(), values.cpu().numpy()
+
+    def optim_step(self, given: Mapping[str, Any]) -> dict[str, float]:
+        """Applies the gradients since the last step by AdamW and drops them; without any it changes nothing. Returns
+        metrics. Raises `Refused`, the gradients being dropped and the weights unchanged, if their norm is not
+        finite."""
+        adam = adam_params(given)
+        gradients, self._gradients = self._gradients, {}
+        if not gradients:
+            return {"grad_norm": 0.0}
+        for name, parameter in self.policy.named_parameters.items():
+            parameter.grad = gradients.get(name)
+        clip = adam["grad_clip_norm"]
+        self._optimizer.configure(
+            betas=(adam["beta1"], adam["beta2"]),
+            eps=adam["eps"],
+            weight_decay=adam["weight_decay"],
+            max_grad_norm=clip if clip > 0 else math.inf,
+        )
+        try:
+            norm = self._optimizer.step(learning_rate=adam["learning_rate"])
+        except NonFiniteError as error:
+            raise Refused(f"{error}; the gradient was dropped, and the weights are as before") from error
+        finally:
+            for parameter in self.policy.parameters:
+                parameter.grad = None
+        self.num_steps += 1
+        return {"grad_norm": norm}
+
+    # --- checkpoints ---
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the adapter in PEFT's format."""
+        assert isinstance(self.policy.weights, AdapterWeights)
+        return self.policy.weights.files(self.policy.weights.snapshot())
+
+    def save(self, folder: Path, *, seq: int) -> int:
+        """Writes adapter and optimizer, whole or not at all, over what was there. `seq` is the last command that is in
+        them. Returns the bytes."""
+        state = {"seq": seq, "num_steps": self.num_steps, **shape_record(self.shape)}
+        files: dict[str, Any] = {
+            **self.files(),
+            OPTIMIZER_FILE: save(self._optimizer.state_tensors()),
+            STATE_FILE: json.dumps(state).encode(),
+        }
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, files, lambda entries: json.dumps(sorted(entries)).encode(), replace=True)
+        return sum(map(len, files.values()))
+
+    @torch.no_grad()
+    def load(self, folder: Path, *, optimizer: bool) -> int:
+        """Replaces the weights, and with `optimizer` its state, which is new otherwise, by those in `folder`; drops the
+        gradients. Returns the `seq` they were saved with. Raises `Refused` for an adapter of another shape."""
+        state = json.loads((folder / STATE_FILE).read_text())
+        if (shape := saved_shape(folder)) != replace(self.shape, seed=shape.seed):
+            raise Refused(f"the checkpoint has {shape}, and this model {self.shape}; create a model from its state")
+        tensors = load_file(folder / ADAPTER_FILE)
+        for name, parameter in self.policy.named_parameters.items():
+            parameter.copy_(tensors[name])
+        self._gradients = {}
+        self._optimizer = self._new_optimizer()
+        if optimizer:
+            self._optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))
+            self.num_steps = state["num_steps"]
+        return int(state["seq"])
+
+
+def shape_record(shape: AdapterShape) -> dict[str, Any]:
+    """Returns the shape as the protocol's `lora_config`."""
+    return {"rank": shape.rank, "seed": shape.seed, "train_attn": shape.attn, "train_mlp": shape.mlp}
+
+
+def saved_shape(folder: Path) -> AdapterShape:
+    """Returns the shape of the adapter that `TrainedModel.save` has written."""
+    return AdapterShape.of(json.loads((folder / STATE_FILE).read_text()))
+
+
+def packed(batch: Sequence[Datum], device: torch.device) -> PackedTokens:
+    """Returns datums as the trainer packs samples: their tokens and the last target, all but the first token targets,
+    which are then the datums' own."""
+    ids = np.concatenate([np.append(datum.token_ids, datum.targets[-1:]) for datum in batch])
+    lengths = np.array([len(datum.token_ids) + 1 for datum in batch], np.int32)
+    mask = np.ones(len(ids), np.bool_)
+    mask[np.cumsum(lengths) - lengths] = False
+    tokens = pack(ids, lengths, loss_mask=mask, device=device)
+    targets = np.concatenate([datum.targets for datum in batch]).astype(np.int64)
+    return replace(tokens, targets=to_device(targets, device))
+
+
+def adam_params(given: Mapping[str, Any]) -> dict[str, float]:
+    """Returns AdamW's figures with the protocol's defaults. Raises `Refused`."""
+    if unknown := sorted(given.keys() - _DEFAULT_ADAM.keys()):
+        raise Refused(f"adam_params has {unknown[0]}, expected {', '.join(_DEFAULT_ADAM)}")
+    adam = {**_DEFAULT_ADAM, **given}
+    for name, value in adam.items():
+        below = 1.0 if name.startswith("beta") else math.inf
+        if not isinstance(value, int | float) or not 0 <= value < below:
+            raise Refused(f"adam_params.{name} is {value!r:.40}, expected a number from 0 to below {below:g}")
+    return {name: float(value) for name, value in adam.items()}

@@ -1,0 +1,15 @@
+"""Tests of the service need the client's package, whose schema it speaks: the extra `service`."""
+
+from importlib.util import find_spec
+
+import pytest
+
+if any(find_spec(name) is None for name in ("tinker", "zstandard", "grpo.service")):
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

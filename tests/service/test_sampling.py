@@ -1,0 +1,139 @@
+"""The stock client samples from tenants' snapshots on a real server."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from grpo.transport.ports import free_port
+from tinker import types
+
+from tests.service.data import datum
+from tests.service.running import Running, done, running
+
+MODEL = Path(__file__).parents[2] / "configs" / "tiny" / "model"
+PROMPT = [5, 9, 12, 7]
+pytestmark = [
+    pytest.mark.service,
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("service")
+    with running(folder / "run", MODEL, "--tenants", "default,other") as service:
+        yield service
+
+
+def sampled(sampler: Any, prompt: list[int] = PROMPT, *, n: int = 1, **params: Any) -> Any:
+    asked = types.SamplingParams(**({"max_tokens": 8, "seed": 1} | params))
+    return done(sampler.sample(types.ModelInput.from_ints(prompt), num_samples=n, sampling_params=asked)).sequences
+
+
+def trained_logprobs(client: Any, ids: list[int]) -> Any:
+    """The trainer's log-probabilities of all tokens but the first."""
+    inputs = {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)}
+    one = types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+    return done(client.forward([one], "cross_entropy")).loss_fn_outputs[0]["logprobs"].to_numpy()
+
+
+def served_logprobs(sampler: Any, ids: list[int]) -> Any:
+    return np.array(done(sampler.compute_logprobs(types.ModelInput.from_ints(ids)))[1:], np.float32)
+
+
+def stepped(client: Any, seed: int) -> None:
+    data = datum(12, seed)
+    done(client.forward_backward([data], "cross_entropy"))
+    done(client.optim_step(types.AdamParams(learning_rate=1e-2)))
+
+
+def test_a_snapshot_is_what_was_trained_and_stays_what_it_was(service: Running) -> None:
+    ids = [5, 9, 12, 7, 30, 21, 3]
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    client = service.training_client(rank=8)
+    taken = []
+    for seed in range(3):
+        stepped(client, seed)
+        taken.append((done(client.save_weights_and_get_sampling_client()), trained_logprobs(client, ids)))
+    for sampler, expected in taken:
+        np.testing.assert_allclose(served_logprobs(sampler, ids), expected, atol=1e-4)
+    assert np.abs(taken[0][1] - taken[2][1]).max() > 1e-2
+    assert np.abs(served_logprobs(base, ids) - taken[2][1]).max() > 1e-2
+
+
+def test_samples_have_their_log_probabilities_seeds_and_ends(service: Running) -> None:
+    client = service.training_client()
+    stepped(client, 1)
+    path = done(client.save_weights_for_sampler("named")).path
+    sampler = done(service.client().create_sampling_client(model_path=path))
+    first, again = (sampled(sampler, n=3) for _ in range(2))
+    assert [one.tokens for one in first] == [one.tokens for one in again]
+    assert len({tuple(one.tokens) for one in first}) > 1
+    assert len({one.sequence_id for one in first + again}) == 6
+    for one in first:
+        expected = trained_logprobs(client, PROMPT + one.tokens)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+    token = first[0].tokens[2]
+    stopped = sampled(sampler, n=3, stop=[token])[0]
+    assert stopped.tokens == first[0].tokens[: first[0].tokens.index(token) + 1]
+    assert stopped.stop_reason == "stop"
+    greedy = sampled(sampler, n=2, temperature=0)
+    assert greedy[0].tokens == greedy[1].tokens
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.5}, {"top_k": 3}, {"stop": []}, {"max_tokens": 0, "temperature": -1}])
+def test_what_servers_do_not_sample_is_refused_on_that_future_alone(service: Running, params: dict[str, Any]) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    with pytest.raises(tinker.TinkerError):
+        sampled(base, **params)
+    assert sampled(base)
+
+
+def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
+    client = service.training_client()
+    path = done(client.save_weights_for_sampler("mine")).path
+    with pytest.raises(tinker.NotFoundError):
+        done(service.client("other").create_sampling_client(model_path=path))
+    with pytest.raises(tinker.TinkerError, match="save_weights_for_sampler"):
+        done(service.client().create_sampling_client(model_path=done(client.save_state("state")).path))
+
+
+def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Path) -> None:
+    """The reward is the share of a token among 8. Killed with the second half of the steps to go."""
+
+    def reward(tokens: list[int]) -> float:
+        return sum(20 <= token < 40 for token in tokens) / 8
+
+    def rollouts(client: Any) -> tuple[list[types.Datum], float]:
+        sampler = done(client.save_weights_and_get_sampling_client())
+        sequences = sampled(sampler, n=32, seed=None)
+        rewards = np.array([reward(one.tokens) for one in sequences])
+        data = []
+        for one, advantage in zip(sequences, rewards - rewards.mean(), strict=True):
+            ids, before = PROMPT + one.tokens, len(PROMPT) - 1
+            inputs = {
+                "target_tokens": np.array(ids[1:]),
+                "logprobs": np.array([0.0] * before + list(one.logprobs), np.float32),
+                "advantages": np.array([0.0] * before + [advantage] * len(one.tokens), np.float32),
+            }
+            data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs))
+        return data, float(rewards.mean())
+
+    curve = []
+    with running(tmp_path / "run", MODEL, "--port", str(free_port())) as service:
+        client = service.training_client(rank=8)
+        for number in range(12):
+            if number == 6:
+                service.end(signal.SIGKILL)
+                service.start()
+            data, mean = rollouts(client)
+            curve.append(mean)
+            forward = client.forward_backward(data, "importance_sampling")
+            step = client.optim_step(types.AdamParams(learning_rate=1e-2))
+            done(forward), done(step)
+    assert np.mean(curve[-2:]) > np.mean(curve[:2]) + 0.2, curve
