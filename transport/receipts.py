@@ -25,8 +25,8 @@ class Witness(Record, frozen=True, kw_only=True):
     presence: Components
     """Each token counts with its weight in the loss."""
     content: Components
-    """Each token counts with its weight, its advantage, and a sign of its id, its place, the id before it and its
-    adapter."""
+    """Each token counts with its weight, its advantage, and a pseudo-random number of its id, its place, the id before
+    it and its adapter."""
 
 
 class ExpectedWitness(Witness, frozen=True, kw_only=True):
