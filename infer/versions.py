@@ -21,7 +21,7 @@ from grpo.infer.canary import check_effect, gaps_of, tolerance_of
 from grpo.infer.checks import BaseModel, check_version, read_version, version_folder
 from grpo.infer.engine import Adapter, Engine
 from grpo.transport.errors import DeadlineError, PolicyRefused
-from grpo.transport.http import OTHER_SNAPSHOT, CanaryFigures, LoadReport
+from grpo.transport.http import NO_SLOTS, OTHER_SNAPSHOT, CanaryFigures, LoadReport
 from grpo.transport.records import Canary, PolicyManifest, adapter_folders
 from grpo.transport.weights.http import FetchedVersions
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
@@ -351,7 +351,7 @@ class VersionTable:
                 await self._retire(self._live[served.version])
             else:
                 raise PolicyRefused(
-                    "slots",
+                    NO_SLOTS,
                     f"version {served.version} has {len(adapters)} adapters, and of max_loras = {self.num_slots} slots "
                     f"are held: {self._holders()}; unload a version (POST /policy/unload), or set max_loras to at "
                     f"least {len(live) + len(adapters)}",

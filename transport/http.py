@@ -10,6 +10,8 @@ MAX_TEMPERATURE = 100
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently; 0 is greedy."""
+NO_SLOTS = "slots"
+"""Type of the error where versions that are live hold too many of the server's slots for one more."""
 OTHER_SNAPSHOT = "other_snapshot"
 """Type of the error where a version is published with other files than the request names."""
 
