@@ -181,6 +181,7 @@ class Trainer:
             num_proved_now=now.num_now,
             spots=(*found.spots, *now.spots),
             num_unproved=found.num_unproved,
+            steps_since_draw=found.steps_since_draw,
             dropped=tuple(sorted(found.dropped)),
             moved={str(lag): total / num for lag, (total, num) in now.moved.items()},
             unexplained={str(lag): value for lag, value in unexplained.items()},

@@ -13,6 +13,7 @@ import torch
 from grpo.configs.loss import PRESETS, LossSettings
 from grpo.orchestrator.witness import TOLERANCE, Expectation, differs, expected_witness, placed
 from grpo.trainer import objective as objectives
+from grpo.trainer.batch import by_signal
 from grpo.trainer.distributed import ONE
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective
@@ -73,6 +74,18 @@ def test_the_gradient_has_the_witness_of_the_samples(policy: Policy, name: str, 
     assert not differs(expectation.witness, witness)
     assert expectation.explain(witness) == []
     assert gap(expectation, witness) < 0.5
+
+
+@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+def test_samples_that_teach_nothing_and_are_not_computed_count_too(policy: Policy, normaliser: str) -> None:
+    loss = LossSettings.model_validate({"normaliser": normaliser, "silent_share": 0.1})
+    chosen = [replace(one, teacher_logprobs=None) for one in samples()]
+    chosen = [replace(one, advantages=0 * one.advantages) if number % 4 else one
+              for number, one in enumerate(chosen)]  # fmt: skip
+    batches = packed(chosen)
+    assert by_signal(batches[0], loss).skipped
+    expectation = expected(chosen, loss, batches)
+    assert expectation.explain(found(policy, batches[0], loss)) == []
 
 
 def test_the_witness_changes_no_gradient_by_a_bit(
