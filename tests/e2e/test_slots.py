@@ -15,7 +15,7 @@ from tests.support import until
 pytestmark = pytest.mark.e2e
 
 PROMPT = list(range(40, 60))
-SHORT, LONG = 300, 900
+SHORT, LONG = 150, 480
 """Numbers of tokens of the two requests."""
 Tokens = list[tuple[object, float]]
 """Tokens and log-probabilities of an answer."""
@@ -29,7 +29,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     for version in (1, 2, 3):
         publisher.publish(version, publisher.files(version=version, seed=version))
     arguments: dict[str, object] = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8}
-    arguments |= {"max_loras": 2, "max_cpu_loras": 2, "max_model_len": 1024, "vllm": json.dumps({"max_num_seqs": 64})}
+    arguments |= {"max_loras": 2, "max_cpu_loras": 2, "max_model_len": 512, "vllm": json.dumps({"max_num_seqs": 64})}
     with running(log=folder / "infer.log", **arguments) as server:
         live = Live(server=server, publisher=publisher)
         for version in (1, 2):
