@@ -116,7 +116,7 @@ UNNOTICED = frozenset(
     (
         *("answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"),
         *("accumulation-reset", "gradients-of-before", "loss-negated"),
-        *("matrix-frozen", "matrix-a-frozen"),
+        "matrix-a-frozen",
     )
 )
 SHARE_OF_PROOFS_PER_STEP = 2
