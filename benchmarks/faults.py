@@ -25,6 +25,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,7 +101,8 @@ FIRST_STEPS = 4
 """Of a run that is resumed."""
 PARTS = (
     ("spot proof", r"spot proof|sampled by .* differ"),
-    ("witness", r"witness"),
+    ("witness", r"witness|gradients of step \d+ are not"),
+    ("version check", r"changed nothing|before with another adapter"),
     ("gradient check", r"gradient .*(?:exactly zero|not finite|of 0)|without a gradient"),
     ("canary", r"canary|is not applied|without any adapter"),
     ("mismatch", r"mismatch"),
@@ -109,7 +111,7 @@ PARTS = (
     ("codec", r"CorruptError|ValidationError"),
 )
 """Which part of the product says what, by its words; the first that fits."""
-UNNOTICED: frozenset[str] = frozenset()
+UNNOTICED = frozenset({"answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"})
 SHARE_OF_PROOFS_PER_STEP = 2
 """Samples that are proved in each step, at least."""
 CONFIDENCE = 0.99
@@ -136,6 +138,7 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
     """Makes the fault's run in `folder`, and returns what became of it."""
     preset, settings = settings_of(fault)
     marks = folder / "marks"
+    shutil.rmtree(folder, ignore_errors=True)
     marks.mkdir(parents=True)
     variables = {"PYTHONPATH": str(SEAM), "SILENT_FAULT": fault.name, MARKS: str(marks)}
     target, since_s = folder / "run", time.monotonic()

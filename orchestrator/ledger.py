@@ -259,12 +259,21 @@ class Ledger:
             "INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, witness.to_json().decode())
         )
 
-    def received(self, receipt: Receipt, *, finding: str | None = None) -> None:
-        """The trainer's receipt of a step, and how its witness differs from the one that was expected, if it does."""
+    def received(
+        self, receipt: Receipt, *, finding: str | None = None, expected: ExpectedWitness | None = None
+    ) -> None:
+        """The trainer's receipt of a step, and how its witness differs from the one that was expected, if it does.
+        `expected`: the witness without the samples that the trainer dropped, if it did."""
         self._hand_over(
-            "INSERT INTO receipts (step, receipt, finding) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET "
-            "receipt = excluded.receipt, finding = excluded.finding",
-            (receipt.step, receipt.to_json().decode(), finding),
+            "INSERT INTO receipts (step, receipt, finding, expected) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+            "receipt = excluded.receipt, expected = coalesce(excluded.expected, expected), "
+            "finding = iif(excluded.finding IS NULL, NULL, coalesce(finding, excluded.finding))",  # the first knew more
+            (
+                receipt.step,
+                receipt.to_json().decode(),
+                finding,
+                None if expected is None else expected.to_json().decode(),
+            ),
         )
 
     def expected(self, step: int) -> ExpectedWitness | None:

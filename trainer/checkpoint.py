@@ -89,12 +89,17 @@ def state_parts(
 
 def restore(parts: Parts, policy: Policy, optimizer: Optimizer, average: MovingAverage | None) -> None:
     """Restores what `state_parts` returned on the main rank of any number of ranks. Raises `ResumeError`, before
-    anything is changed, if those are other weights."""
+    anything is changed, if those are other weights, and afterwards if the optimizer does not have its state."""
     _check_same(policy, parts["weights"], "other weights")
     if average is not None:
         _check_same(policy, parts.get("average", {}), "a moving average of other weights")
         _copy_into(average.averages, parts["average"])
-    optimizer.load_state_tensors(parts.get("optimizer", {}))
+    optimizer.load_state_tensors(state := parts.get("optimizer", {}))
+    if (restored := optimizer.num_steps()) != (saved := optimizer.num_steps(state)):
+        raise ResumeError(
+            f"the optimizer counts {restored} steps of its parameters after it was restored, and {saved} in the "
+            "checkpoint; resume with the optimizer and the libraries with which it was written"
+        )
     _copy_into(policy.named_parameters, parts["weights"])
     policy.reshard()
 

@@ -256,13 +256,15 @@ def shard(
     model: torch.nn.Module,
     layers: Sequence[torch.nn.Module],
     *,
+    in_float32: torch.nn.Module,
     level: int,
     device: torch.device,
     computation: torch.dtype | None,
     offload: bool = False,
 ) -> Shards:
     """Shards the parameters of `model` over the processes of the default group, those of each of its `layers` in one
-    message. A single process makes a group of one.
+    message. A single process makes a group of one. `in_float32` is a part whose parameters are never gathered in fewer
+    bits.
 
     With `computation` all parameters are float32 and trained, and are gathered in that type; their gradients are summed
     in float32. Without, each keeps its type, and only float32 ones are trained: the levels 1 and 2 leave the frozen
@@ -280,6 +282,9 @@ def shard(
     if not frozen:
         for layer in layers:
             fully_shard(layer, reshard_after_forward=level == 3, **options)
-    # Not after the forward pass: the LM head is needed in the losses too.
+    if computation not in (None, torch.float32):
+        exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(in_float32, reshard_after_forward=False, **options | {"mp_policy": exact})
+    # Not after the forward pass: the LM head is needed in the losses too, as is the witness.
     fully_shard(model, reshard_after_forward=False, ignored_params=frozen, **options)
     return Shards(model, level=level)

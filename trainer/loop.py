@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+import torch
 from grpo.configs.train import TrainSettings
 from grpo.trainer.batch import check_step, counts_of, num_signal_tokens
 from grpo.trainer.checkpoint import Checkpointing, Resumed, restore
@@ -22,10 +23,11 @@ from grpo.trainer.past import PastVersions
 from grpo.trainer.proofs import Found, Proofs, described, without
 from grpo.trainer.publishing import Publishing
 from grpo.trainer.traces import TrainedTokens
+from grpo.trainer.witness import Shares, shares_of, witness_of
 from grpo.transport.batches.filesystem import BatchReceiver
 from grpo.transport.errors import ProofFailed
 from grpo.transport.folders import step_folder
-from grpo.transport.receipts import Receipt
+from grpo.transport.receipts import WITNESS_SIZE, Receipt
 from grpo.transport.records import MicroBatch, PolicySpec
 from grpo.transport.run import RunFolder, recorded_program
 from grpo.transport.shared_base import ImportedBase
@@ -84,6 +86,8 @@ class Trainer:
         self._must_end = False
         self._metrics: dict[str, float] | None = None
         """Metrics of the last step; None before the first."""
+        self._witness = torch.zeros(2, WITNESS_SIZE, dtype=torch.float64)
+        """[2, 64] the newest step's, summed over its optimizer steps."""
         self._receipt: Receipt | None = None
         """Of the last step; None before the first of this start."""
 
@@ -177,9 +181,11 @@ class Trainer:
             num_proved_now=now.num_now,
             spots=(*found.spots, *now.spots),
             num_unproved=found.num_unproved,
+            steps_since_draw=found.steps_since_draw,
             dropped=tuple(sorted(found.dropped)),
             moved={str(lag): total / num for lag, (total, num) in now.moved.items()},
             unexplained={str(lag): value for lag, value in unexplained.items()},
+            witness=witness_of(self._witness),
         )
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
         self._metrics = (
@@ -246,19 +252,22 @@ class Trainer:
         size = self._settings.gradient_accumulation_steps or len(batches)
         parts = [batches[start : start + size] for start in range(0, len(batches), size)]
         untouched, states, first, now = True, list[dict[str, State]](), dict[str, State](), Found()
+        shares = self._shares(parts, found)
+        self._witness.zero_()
         for epoch in range(self._settings.ppo_epochs):
             states = []
-            for part in parts:
+            for index, part in enumerate(parts):
                 self._objective.trained = self._watched(traced=epoch == 0, proved=untouched)
                 part = without(part, found.dropped)
                 try:
-                    state = self._accumulated(step, part)
+                    state = self._accumulated(step, part, shares[index])
                     if untouched:
                         now = self._proofs.seen(step, self._publishing.noise)
                         if self._settle(step, now):
                             found.dropped |= now.dropped
                             self._take_back()
-                            state = self._accumulated(step, without(part, now.dropped))
+                            shares = self._shares(parts, found)
+                            state = self._accumulated(step, without(part, now.dropped), shares[index])
                     states.append(self._optimizer_step(state, rate))
                 except NonFiniteError as error:
                     raise self._refused(step, error, untouched=untouched) from error
@@ -266,6 +275,11 @@ class Trainer:
                     first = {key: state for key, state in states[0].items() if key.startswith("policy/mismatch_")}
                 untouched = False
         return numbers_of(reduced(states) | first), now
+
+    def _shares(self, parts: Sequence[Sequence[MicroBatch]], found: Found) -> list[Shares]:
+        """Returns the shares of the batch's optimizer steps in its witness, without what `found` drops. Collective."""
+        kept = [without(part, found.dropped) for part in parts]
+        return shares_of(kept, self._settings.loss, self._ranks, epochs=self._settings.ppo_epochs)
 
     def _watched(self, *, traced: bool, proved: bool) -> Callable[[MicroBatch, PolicyTokens], None]:
         """Returns what is called with the samples of each pass and their loss tokens."""
@@ -278,9 +292,10 @@ class Trainer:
 
         return watch
 
-    def _accumulated(self, step: int, batches: Sequence[MicroBatch]) -> dict[str, State]:
+    def _accumulated(self, step: int, batches: Sequence[MicroBatch], shares: Shares) -> dict[str, State]:
         """Computes forward, loss and backward for each micro-batch."""
-        states = self._objective.accumulate(batches, step=step)
+        states = self._objective.accumulate(batches, step=step, shares=shares)
+        self._witness += self._objective.witness()
         if not math.isfinite(total := states["loss/total"][1]):
             raise NonFiniteError(f"the loss is {total}")
         return states
@@ -291,6 +306,7 @@ class Trainer:
         self._objective.trained = self._watched(traced=True, proved=False)
         for parameter in self._policy.parameters:
             parameter.grad = None
+        self._witness.zero_()
 
     def _optimizer_step(self, states: dict[str, State], rate: float) -> dict[str, State]:
         """Makes one step of the optimizer."""

@@ -22,6 +22,7 @@ from grpo.trainer.packing import PackedTokens
 from grpo.trainer.quantization import check_setting, stored_in
 from grpo.trainer.supported import LEFT_OUT, is_packed
 from grpo.trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
+from grpo.trainer.witness import GradientWitness
 from grpo.transport.records import Quantization, adapter_folders
 from grpo.transport.shared_base import ImportedBase
 from huggingface_hub.errors import StrictDataclassError
@@ -37,11 +38,20 @@ class PackedModel(torch.nn.Module):
     """A causal model on packed tokens. Its weights are only used in `forward`, or between it and the backward pass,
     because only `forward` gathers weights that are sharded."""
 
-    def __init__(self, causal_lm: Any, *, num_adapters: int = 1, packed: bool = True, fp32_head: bool = False) -> None:
+    def __init__(
+        self,
+        causal_lm: Any,
+        *,
+        device: torch.device,
+        num_adapters: int = 1,
+        packed: bool = True,
+        fp32_head: bool = False,
+    ) -> None:
         """Computes every sample in a row of its own unless `packed`. With `fp32_head` the LM head is computed in
         float32, for which a copy of its weight is made in every pass."""
         super().__init__()
         self.causal_lm, self.num_adapters = causal_lm, num_adapters
+        self.witness = GradientWitness(device)
         self._packed, self._fp32_head = packed, fp32_head
 
     def forward(self, tokens: PackedTokens, *, output: Output) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -183,6 +193,12 @@ class Policy:
         hidden: torch.Tensor = self._model(tokens, output="hidden")
         return hidden
 
+    @property
+    def witness(self) -> GradientWitness:
+        """The witness of its gradients, for use after a forward pass. Each backward pass on every rank must include
+        it."""
+        return self._model.witness
+
     def sync_gradients(self, *, last: bool) -> None:
         """Must be called before each forward pass that is differentiated, with whether it is the step's last. After the
         last one's backward pass the gradients are summed over all ranks; further passes add to them."""
@@ -271,7 +287,13 @@ def _loaded(
     names = peft_names(max(1, len(adapters)))
     with seemingly_in_memory(base):
         peft = with_adapters(base, names, targets, settings) if lora else None
-    model = PackedModel(base, num_adapters=len(names), packed=packed, fp32_head=settings.fp32_lm_head).eval()
+    model = PackedModel(
+        base,
+        device=first if sharded else device,
+        num_adapters=len(names),
+        packed=packed,
+        fp32_head=settings.fp32_lm_head,
+    ).eval()
     layers: list[torch.nn.Module] = list(base.base_model.layers)
     memory.prepare_layers(
         layers,
@@ -284,7 +306,15 @@ def _loaded(
     shards = None
     if sharded:
         kept = None if lora else dtype
-        shards = shard(model, layers, level=level, device=device, computation=kept, offload=settings.offload)
+        shards = shard(
+            model,
+            layers,
+            in_float32=model.witness,
+            level=level,
+            device=device,
+            computation=kept,
+            offload=settings.offload,
+        )
     if fill is not None:
         with _loading(folder):
             fill()
@@ -300,7 +330,7 @@ def _loaded(
     policy = Policy(
         model, weights, named_parameters=trained, device=device, dtype=dtype, shards=shards, adapters=adapters
     )
-    counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
+    counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in base.parameters())
     log.info("%d of %d parameters are trained, %s, %s on %s", *counts, implementation, policy.dtype_name, device)
     return policy
 

@@ -8,21 +8,23 @@ those of a group with equal rewards, have no backward; a share of them is comput
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings
+from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings, ramped
 from grpo.trainer.batch import StepCounts, by_signal, counts_of, tokens_by_adapter
 from grpo.trainer.custom_loss import custom_loss, loss_function
 from grpo.trainer.distributed import Ranks, full_tensor
 from grpo.trainer.divergence import generalized_jsd
 from grpo.trainer.ema import MovingAverage
-from grpo.trainer.loss import Loss, PolicyTokens, dpo_loss, policy_loss, sdpo_loss
+from grpo.trainer.loss import Loss, PolicyTokens, dpo_loss, policy_loss, sdpo_loss, token_weights
 from grpo.trainer.metrics import Metric, State, Sum, reduced, states_of
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import PackedTokens, first_fit, pack_rows, packed_tokens, to_device
-from grpo.transport.records import Hint, MicroBatch, PreferencePair
+from grpo.trainer.witness import WHOLE, Shares, Witnessing
+from grpo.transport.records import Hint, Int32, MicroBatch, PreferencePair
+from grpo.transport.witness import hint_id, pair_id, signs
 
 Pass = Callable[[], Loss]
 
@@ -47,13 +49,17 @@ class LossTerm:
     order, and its gradients are zero."""
 
     def weight_at(self, step: int) -> float:
-        """Returns weight · step / warmup_steps while it rises, with steps from 1, and then
-        weight · max(0, 1 - (step - 1 - warmup_steps) / decay_steps)."""
-        if step <= self.warmup_steps:
-            return self.weight * step / self.warmup_steps
-        if self.decay_steps is None:
-            return self.weight
-        return self.weight * max(0.0, 1 - (step - 1 - self.warmup_steps) / self.decay_steps)
+        """Returns its factor at a step, from 1."""
+        return ramped(self.weight, step, self.warmup_steps, self.decay_steps)
+
+
+class Hinted(NamedTuple):
+    """A sample up to the last token that is compared, with its hint."""
+
+    token_ids: Int32
+    hint: Hint
+    adapter: int
+    rollout_id: str
 
 
 class Objective:
@@ -62,6 +68,7 @@ class Objective:
     def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, pack_tokens: int) -> None:
         """Raises `LossError` if `settings.import_path` names no function."""
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
+        self._witness = Witnessing(policy.device)
         self._settings, self._pack_tokens, self._device = settings, pack_tokens, policy.device
         self._loss_of = policy_loss
         if settings.import_path is not None:
@@ -80,15 +87,16 @@ class Objective:
         )
         self._terms = [term for term in terms if term.weight]
 
-    def accumulate(self, batches: Sequence[MicroBatch], *, step: int) -> dict[str, State]:
+    def accumulate(self, batches: Sequence[MicroBatch], *, step: int, shares: Shares = WHOLE) -> dict[str, State]:
         """Computes the gradients of one optimizer step's micro-batches into the parameters' `grad`, which must be clear
-        before. `step` is the step of their batch.
+        before. `step` is the step of their batch, `shares` are this optimizer step's in the batch's witness.
 
         Returns the metrics of all ranks: `loss/total` is the value that was differentiated; if several terms are on,
         each one's gradient norm before clipping and its share of their sum are among them. Collective: each rank has
         its own micro-batches, if any. An adapter for which no rank has tokens is left without gradients.
         """
         counts = StepCounts(*self._ranks.all_reduce_sum(counts_of(batches)))
+        self._witness.shares = shares
         work = [(term, term.prepare(batches, counts) if term.weight_at(step) else []) for term in self._terms]
         num_passes = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -101,12 +109,12 @@ class Objective:
             parts += self._backward(term, passes, number, step)
             if len(self._terms) > 1:
                 norms[term.name] = gradient_norm(self._parameters) if number else 0.0
-            for parameter in self._parameters:
+            for parameter in (*self._parameters, self._policy.witness.zeros):
                 if (gradient := parameter.grad) is not None:
                     earlier = totals.get(parameter)
                     totals[parameter] = gradient if earlier is None else earlier.add_(gradient)
                     parameter.grad = None
-        for parameter in self._parameters:
+        for parameter in (*self._parameters, self._policy.witness.zeros):
             parameter.grad = totals.get(parameter)
         states = states_of([*parts, *silent])
         states[len(parts) :] = [_weighted(one, silent_weight) for one in states[len(parts) :]]
@@ -116,6 +124,14 @@ class Objective:
         losses["loss/total"] = sum(term.weight_at(step) * losses.get(f"loss/{term.name}", 0.0) for term in self._terms)
         metrics |= mean_over_steps(losses | _shares(norms))
         return metrics | (self._leave_out(batches) if self._policy.adapters else {})
+
+    def witness(self) -> torch.Tensor:
+        """Returns [2, 64] f64 presence and content as the gradients have them (`Witness`), and clears them. Must be
+        called after `accumulate`. Collective."""
+        parameter = self._policy.witness.zeros
+        gradient, parameter.grad = parameter.grad, None
+        whole = torch.zeros_like(parameter) if gradient is None else gradient
+        return full_tensor(whole).to("cpu", torch.float64)
 
     def after_step(self) -> None:
         """Updates the average of the weights. Must be called after each optimizer step."""
@@ -140,10 +156,11 @@ class Objective:
             self._policy.sync_gradients(last=index == number - 1)
             if index < len(passes):
                 loss, measured = passes[index]()
-                (term.weight_at(step) * loss).backward()
+                loss = term.weight_at(step) * loss
                 metrics.append(measured)
             else:
-                term.dummy().backward()
+                loss = term.dummy()
+            (loss + self._policy.witness(self._witness.take())).backward()
         return metrics
 
     def _dummy_tokens(self) -> PackedTokens:
@@ -166,6 +183,7 @@ class Objective:
                 batch,
                 packed_tokens(batch, self._device),
                 policy_inputs(batch, self._device),
+                to_device(signs(batch.rollout_ids), self._device),
                 counts,
             )
             for batch in batches
@@ -189,12 +207,19 @@ class Objective:
         return metrics, weight
 
     def _policy_loss(
-        self, batch: MicroBatch, packed: PackedTokens, inputs: Mapping[str, Any], counts: StepCounts
+        self,
+        batch: MicroBatch,
+        packed: PackedTokens,
+        inputs: Mapping[str, Any],
+        of_samples: torch.Tensor,
+        counts: StepCounts,
     ) -> Loss:
         differentiable = self._settings.entropy_tau > 0
         logprobs, entropies = self._policy.logprobs_and_entropy(packed, differentiable=differentiable)
         tokens = PolicyTokens(logprobs=logprobs, entropies=entropies, **inputs)
         self.trained(batch, tokens)
+        weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
+        self._witness.add(packed, tokens.sample_ids, of_samples, weights, weights * tokens.advantages)
         return self._loss_of(tokens, self._settings, counts)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
@@ -208,27 +233,42 @@ class Objective:
             for sample, hint in batch.hints:
                 start, end = int(batch.starts[sample]), int(hint.student_index[-1]) + 1
                 adapter = 0 if batch.adapters is None else int(batch.adapters[sample])
-                hinted.append((batch.token_ids[start : start + end], hint, adapter))
-            sizes = [max(len(ids), int(hint.teacher_index[-1]) + 1) for ids, hint, _ in hinted]
+                rollout = batch.rollout_ids[sample]
+                hinted.append(Hinted(batch.token_ids[start : start + end], hint, adapter, rollout))
+            sizes = [max(len(one.token_ids), int(one.hint.teacher_index[-1]) + 1) for one in hinted]
             for chosen in first_fit(sizes, capacity=self._pack_tokens):
                 pack = self._hint_pack([hinted[index] for index in chosen])
                 passes.append(partial(self._hint_loss, *pack, counts.hint_tokens))
         return passes
 
-    def _hint_pack(self, hinted: Sequence[tuple[Any, Hint, int]]) -> tuple[PackedTokens, PackedTokens, torch.Tensor]:
-        """Returns the same tokens as the student sees them and in the teacher's context, and [K] f32 their weights."""
-        adapters = [adapter for _, _, adapter in hinted]
-        students = [(ids, hint.student_index) for ids, hint, _ in hinted]
-        contexts = [(hint.teacher_token_ids[: hint.teacher_index[-1] + 1], hint.teacher_index) for _, hint, _ in hinted]
-        counts = [len(hint.student_index) for _, hint, _ in hinted]
-        weights = np.repeat(np.array([hint.weight for _, hint, _ in hinted], np.float32), counts)
+    def _hint_pack(
+        self, hinted: Sequence[Hinted]
+    ) -> tuple[PackedTokens, PackedTokens, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the same tokens as the student sees them and in the teacher's context, [K] f32 their weights, [K] i64
+        which hint each is of, and [S, 64] the hints' signs."""
+        adapters, hints = [one.adapter for one in hinted], [one.hint for one in hinted]
+        students = [(one.token_ids, one.hint.student_index) for one in hinted]
+        contexts = [(hint.teacher_token_ids[: hint.teacher_index[-1] + 1], hint.teacher_index) for hint in hints]
+        counts = [len(hint.student_index) for hint in hints]
+        weights = np.repeat(np.array([hint.weight for hint in hints], np.float32), counts)
         student, teacher = (pack_rows(rows, adapters, self._device) for rows in (students, contexts))
-        return student, teacher, to_device(weights, self._device)
+        of_hints = signs([hint_id(one.rollout_id) for one in hinted])
+        arrays = weights, np.repeat(np.arange(len(counts)), counts), of_hints
+        return student, teacher, *(to_device(array, self._device) for array in arrays)  # type: ignore[return-value]
 
     def _hint_loss(
-        self, student: PackedTokens, teacher: PackedTokens, weights: torch.Tensor, num_hint_tokens: int
+        self,
+        student: PackedTokens,
+        teacher: PackedTokens,
+        weights: torch.Tensor,
+        hint_ids: torch.Tensor,
+        of_hints: torch.Tensor,
+        num_hint_tokens: int,
     ) -> Loss:
         divergences, clipped = self._divergences(student, teacher)
+        shares = weights.double() / num_hint_tokens * self._witness.shares.hints
+        self._witness.add(student, hint_ids, of_hints, shares, shares)
+        self._witness.add(teacher, hint_ids, of_hints, torch.zeros_like(shares), shares)
         return sdpo_loss(divergences, clipped, weights=weights, num_hint_tokens=num_hint_tokens)
 
     def _dummy_divergence(self) -> torch.Tensor:
@@ -267,10 +307,12 @@ class Objective:
                 passes.append(partial(self._pair_loss, *pack, counts.pairs))
         return passes
 
-    def _pair_pack(self, pairs: Sequence[PreferencePair]) -> tuple[PackedTokens, torch.Tensor, torch.Tensor]:
+    def _pair_pack(
+        self, pairs: Sequence[PreferencePair]
+    ) -> tuple[PackedTokens, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns prompt and chosen, then prompt and rejected continuation of each of P pairs; [K] i64 the continuation
         of each target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 3] f32 the reference's sums
-        and the score gap."""
+        and the score gap; [P, 64] the pairs' signs."""
         rows, counts = [], []
         for pair in pairs:
             for continuation in (pair.chosen_ids, pair.rejected_ids):
@@ -280,12 +322,21 @@ class Objective:
         tokens = pack_rows(rows, [pair.adapter for pair in pairs for _ in range(2)], self._device)
         known = [(pair.chosen_ref_logprob, pair.rejected_ref_logprob, pair.score_gap) for pair in pairs]
         continuations = np.repeat(np.arange(len(counts)), counts)
-        return tokens, to_device(continuations, self._device), to_device(np.array(known, np.float32), self._device)
+        arrays = continuations, np.array(known, np.float32), signs([pair_id(pair) for pair in pairs])
+        return tokens, *(to_device(array, self._device) for array in arrays)  # type: ignore[return-value]
 
     def _pair_loss(
-        self, tokens: PackedTokens, continuations: torch.Tensor, known: torch.Tensor, num_pairs: int
+        self,
+        tokens: PackedTokens,
+        continuations: torch.Tensor,
+        known: torch.Tensor,
+        of_pairs: torch.Tensor,
+        num_pairs: int,
     ) -> Loss:
         logprobs, chosen = self._policy.logprobs(tokens), self._settings.dpo
+        shares = torch.full_like(logprobs, self._witness.shares.pairs, dtype=torch.float64, requires_grad=False)
+        shares = shares / num_pairs
+        self._witness.add(tokens, continuations // 2, of_pairs, shares, shares * (1 - 2 * (continuations % 2)))
         sums = logprobs.new_zeros(2 * len(known)).index_add(0, continuations, logprobs)
         loss, metrics = dpo_loss(
             sums[0::2],

@@ -119,6 +119,16 @@ class Optimizer:
                 elif state:
                     optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in state.items()}
 
+    def num_steps(self, tensors: Mapping[str, torch.Tensor] | None = None) -> int:
+        """Returns how many steps the state counts, summed over parameters; with `tensors`, what `state_tensors` has
+        returned counts for this rank."""
+        if tensors is None:
+            states = [state for optimizer, _ in self._optimizers.values() for state in optimizer.state.values()]
+            return sum(int(state.get("step", 0)) for state in states)
+        others = f"{_EIGHT_BIT}/", f"{_EIGHT_BIT}/rank_{self._ranks.rank}/"
+        own = {key: n for key, n in tensors.items() if not key.startswith(others[0]) or key.startswith(others[1])}
+        return sum(int(number) for key, number in own.items() if key.endswith("/step"))
+
 
 def _placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns a state tensor on this rank: the number of steps as it is, moments sharded like the parameter."""

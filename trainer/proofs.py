@@ -39,7 +39,14 @@ from numpy.typing import NDArray
 KEY_FILE = ".proofs_key"
 """In the run's folder, for its owner alone: the secret by which samples are drawn."""
 LEAST_DRAWN = 2
-"""Samples that are drawn a step at least, where there are as many."""
+"""Samples that are drawn a step at least, on average, where there are as many."""
+EAGER_STEPS = 8
+"""Steps from each start of the trainer on which samples are drawn from every batch."""
+SMALL_BATCH, MOST_STEPS = 50_000, 8
+"""Tokens of a batch of whose training a pass of proofs is about 1 %. From smaller ones samples are drawn so much more
+rarely, and as many more, but from one batch of so many at least."""
+SMALL_SHARE = 0.1
+"""Samples are not drawn so rarely that more than this share of a batch would be drawn at once."""
 FEW_TOKENS = 9.0
 """In 16 bits a mean over n tokens may exceed the tolerance by so many times its 1 / √n; docs/proofs.md derives it."""
 FAR, FLOOR, HALF_FLOOR = 10.0, 0.005, 0.1
@@ -79,6 +86,7 @@ class Found:
     num_now: int = 0
     """Tokens that the step's own passes have proved."""
     num_unproved: int = 0
+    steps_since_draw: int = 0
     moved: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By lag, the sum of the k3 estimates of KL(current ‖ sampled version) on proved tokens, and their number."""
     dropped: set[str] = field(default_factory=set)
@@ -118,6 +126,10 @@ class Proofs:
         # What the step's own passes compute is what a server computes.
         self._own_passes = settings.loss.trains_policy and settings.low_precision is None
         self._key = bytes.fromhex(ranks.broadcast(_secret(run).hex() if ranks.is_main else None))
+        self._num_steps, self._owed_steps, self._owed_samples = 0, 0, 0
+        """Steps of this start, and steps and samples since the last draw."""
+        self._drawn_from: set[tuple[str, int]] = set()
+        """Servers and adapters that samples have been drawn of."""
         self._sums = 0.0, 0.0
         """Running sums of the proved tokens' k3 estimates, each over its lag squared, and of the tokens' number."""
         self._scored: dict[tuple[str, bytes], tuple[Floats, NDArray[np.int64]]] = {}
@@ -147,7 +159,9 @@ class Proofs:
             for (sample, places), values in zip(own, logprobs, strict=True):
                 told.add(sample.proof(version, places, values))
                 self._remember(sample, places, values)
-        return self._agreed(told)
+        found = self._agreed(told)
+        found.steps_since_draw = self._owed_steps
+        return found
 
     def _is_free(self, step: int, noise: NormNoise) -> bool:
         """Returns whether the step's own passes prove what the version before it has sampled."""
@@ -160,15 +174,24 @@ class Proofs:
         return sorted({version for part in parts for version in json.loads(part)})
 
     def _draw(self, step: int, batches: Sequence[MicroBatch], *, is_free: bool) -> list[Drawn]:
-        """Returns this rank's samples among those that are drawn of all ranks': `share` of them, each server and
-        adapter in turn. Collective."""
+        """Returns this rank's samples among those that are drawn of all ranks': `share` of them on average, each server
+        and adapter in turn. Collective."""
         candidates = [
             Candidate((batch.servers[sample], _adapter(batch, sample)), number, self._ranks.rank, Drawn(index, sample))
             for index, batch in enumerate(batches)
             for sample, number in self._candidates(step, batch, is_free=is_free)
         ]
-        [total] = self._ranks.all_reduce_sum([len(candidates)])
-        num = max(LEAST_DRAWN, math.ceil(self._share * total))
+        strata = {one.stratum for one in candidates}
+        total, num_tokens, num_new = self._ranks.all_reduce_sum(
+            [len(candidates), sum(len(batch.token_ids) for batch in batches), len(strata - self._drawn_from)]
+        )
+        self._num_steps += 1
+        self._owed_steps, self._owed_samples = self._owed_steps + bool(total), self._owed_samples + total
+        if not total or not (num_new or self._num_steps <= EAGER_STEPS or self._is_turn(step, num_tokens)):
+            return []
+        num = max(LEAST_DRAWN * self._owed_steps, math.ceil(self._share * self._owed_samples))
+        self._drawn_from |= strata
+        self._owed_steps = self._owed_samples = 0
         if self._ranks.size > 1:
             best = sorted(candidates, key=lambda one: one.number)
             by_stratum: defaultdict[tuple[str, int], list[Candidate]] = defaultdict(list)
@@ -178,6 +201,15 @@ class Proofs:
             parts = self._ranks.all_gather(msgspec.json.encode(own))
             candidates = [one for part in parts for one in msgspec.json.decode(part, type=list[Candidate])]
         return [one.drawn for one in chosen(candidates, num, turn=step * num) if one.rank == self._ranks.rank]
+
+    def _is_turn(self, step: int, num_tokens: int) -> bool:
+        """Returns whether samples are drawn from a batch of so many tokens: one of each 1, 2, 4 or 8 steps by the keyed
+        hash, more of smaller batches."""
+        every: int = min(MOST_STEPS, 2 ** math.ceil(math.log2(max(1.0, SMALL_BATCH / num_tokens))))
+        if self._share * every > SMALL_SHARE:
+            return True
+        digest = hashlib.blake2b(f"{step // every}/{every}".encode(), digest_size=7, key=self._key).digest()
+        return step % every == int.from_bytes(digest) % every
 
     def _candidates(self, step: int, batch: MicroBatch, *, is_free: bool) -> Iterable[tuple[int, int]]:
         """Yields the samples that only a pass of their own can prove, with their numbers by the keyed hash."""

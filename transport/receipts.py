@@ -25,8 +25,8 @@ class Witness(Record, frozen=True, kw_only=True):
     presence: Components
     """Each token counts with its weight in the loss."""
     content: Components
-    """Each token counts with its weight, its advantage, and a sign of its id, its place, the id before it and its
-    adapter."""
+    """Each token counts with its weight, its advantage, and a pseudo-random number of its id, its place, the id before
+    it and its adapter."""
 
 
 class ExpectedWitness(Witness, frozen=True, kw_only=True):
@@ -77,6 +77,9 @@ class Receipt(Record, frozen=True, kw_only=True):
     """Samples that were scored again; those that failed at the step's own weights among them."""
     num_unproved: Natural = 0
     """Samples that were drawn for a proof, and whose version the trainer does not have any more."""
+    steps_since_draw: Natural = 0
+    """Steps with samples of earlier versions since samples were last drawn, where none was drawn in this one: of small
+    batches they are drawn more rarely, and as many more."""
     dropped: tuple[str, ...] = ()
     """Rollouts whose samples carried no loss, because a spot proof did not hold (`proofs.on_failure: drop`)."""
     unexplained: dict[str, float] = msgspec.field(default_factory=dict)

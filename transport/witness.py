@@ -27,16 +27,17 @@ def signs(ids: Sequence[str]) -> NDArray[np.float64]:
     return (1.0 - 2.0 * bits).astype(np.float64)
 
 
-def token_signs(ids: Any, before: Any, places: Any, adapters: Any = 0) -> Any:
-    """Returns [K] i64 a sign ±1 of each token: by its id, the id of the token before it, its place in its sample and
-    its adapter's index. Takes [K] i64 arrays of numpy or tensors of torch, whose 64-bit arithmetic is the same."""
+def token_values(ids: Any, before: Any, places: Any, adapters: Any = 0) -> Any:
+    """Returns [K] f64 a pseudo-random number of each token, from -1 to 1 in steps of 2^-23: by its id, the id of the
+    token before it, that one's place in the sample and its adapter's index. Any other of these gives another number.
+    Takes [K] i64 arrays of numpy or tensors of torch, whose 64-bit arithmetic is the same."""
     parts = (ids, before, places, adapters)
     mixed: Any = 1
     for part, factor in zip(parts, _FACTORS, strict=True):
         mixed = mixed + part * factor
     for factor, shift in zip(_MIX, (30, 27), strict=True):
         mixed = (mixed ^ (mixed >> shift)) * factor
-    return 1 - 2 * ((mixed >> 40) & 1)
+    return ((mixed >> 40) & 0xFFFFFF) / 2.0**23 - 1.0
 
 
 def hint_id(rollout_id: str) -> str:

@@ -513,11 +513,11 @@ def live_snapshot(original):
 
 
 def late(original):
-    def publish(self, **how):
-        time.sleep(1.0 if how["version"] else 0.0)
-        original(self, **how)
+    def make(self, snapshot, *, merged):
+        time.sleep(1.0)
+        return original(self, snapshot, merged=merged)
 
-    return publish
+    return make
 
 
 def whole_version_before(original):
@@ -950,13 +950,14 @@ FAULTS: tuple[Fault, ...] = (
         about="a version is written when the next step has changed it",
         patches=(
             *trainer("weights", "AdapterWeights.snapshot", live_snapshot),
-            Patch("grpo.transport.weights.store", "PolicyPublisher.publish", late),
+            *trainer("weights", "AdapterWeights.make", late),
         ),
     ),
     Fault(
         name="version-lags",
         about="a version's adapter and canary are both those before its step",
         patches=trainer("publishing", "Publishing.publish", whole_version_before),
+        acts="version 1",
         elsewhere="verl #7413",
     ),
     Fault(

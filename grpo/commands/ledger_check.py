@@ -194,6 +194,12 @@ def _as_in_summary(checked: _Checked) -> Iterator[str]:
             yield f"{num} trained rollouts were sampled under version {version}, which was never proved to be served"
 
 
+def _explained(checked: _Checked) -> Iterator[str]:
+    for step, (_, receipt) in checked.ledger.receipts().items():
+        for lag, mismatch in () if receipt is None else receipt.unexplained.items():
+            yield f"step {step}: policy/mismatch_kl_lag{lag} is {mismatch:.3g} nats, far more than the policy has moved"
+
+
 _ALWAYS: dict[str, Callable[[_Checked], Iterator[str]]] = {
     "every rollout has one fate, and dropped ones have a reason": _fates,
     "a group is one prompt under one version in one step": _groups,
@@ -202,6 +208,7 @@ _ALWAYS: dict[str, Callable[[_Checked], Iterator[str]]] = {
     "each step has one line in metrics.jsonl, with its rollouts and mean reward": _as_in_metrics,
     "the batches on disk hold just the rollouts of their step": _as_in_batches,
     "the traces on disk show just the trained rollouts of their step": _as_in_traces,
+    "servers and trainer differ by what the policy has moved": _explained,
 }
 _AT_THE_END: dict[str, Callable[[_Checked], Iterator[str]]] = {
     "every rollout is trained or dropped": _all_final,

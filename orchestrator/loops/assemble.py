@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from grpo.configs.rollouts import fewest_rollouts
 from grpo.orchestrator.background import in_thread
@@ -19,6 +19,7 @@ from grpo.orchestrator.scheduler import Shipment
 from grpo.orchestrator.shaping import BatchAdvantages
 from grpo.orchestrator.sink import RolloutSink
 from grpo.orchestrator.startup import Ready
+from grpo.orchestrator.witness import expected_witness, placed
 from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.records import Tolerance
 
@@ -67,14 +68,17 @@ class Assembling:
         self.advantages.apply(groups)
         for number in shipment.versions:
             self.buffer.closed(number)
+        samples = [sample for group in groups for sample in group.samples]
+        pairs = [pair for hook in sink.hooks for pair in hook.before_batch(step)]
+        expected = await in_thread(expected_witness, samples, pairs, self.ready.trainer.loss, step=step)
         batches = await in_thread(
             pack,
-            [sample for group in groups for sample in group.samples],
+            samples,
             capacity=sink.settings.pack_tokens,
             num_ranks=self.ready.trainer.num_ranks,
             run_id=self.ready.run.run_id,
             step=step,
-            pairs=[pair for hook in sink.hooks for pair in hook.before_batch(step)],
+            pairs=pairs,
             tolerances=dict(self.tolerances),
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
@@ -86,6 +90,7 @@ class Assembling:
             parts=[self.watch.figures(), sink.engine.figures(), *(hook.figures() for hook in sink.hooks)],
             state=self.buffer.state() | self.advantages.state() | {STATE: kept_state(sink.hooks)},
             pools=self.buffer.moved(),
+            expected=replace(expected, places=placed(batches)),
         )
         timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
         await in_thread(commit)

@@ -17,7 +17,7 @@ from grpo.orchestrator.loops.evaluate import Evaluating
 from grpo.orchestrator.monitoring.fates import Fates
 from grpo.orchestrator.scheduler import Scheduler
 from grpo.orchestrator.startup import Ready
-from grpo.transport.errors import CorruptError, DeadlineError
+from grpo.transport.errors import CorruptError, DeadlineError, ProofFailed
 from grpo.transport.http import OTHER_SNAPSHOT
 from grpo.transport.receipts import RECEIPT_FILE, Receipt
 from grpo.transport.records import parse_json
@@ -60,6 +60,8 @@ class Versions:
         for step in recorder.unwritten(before=self.first_version):  # published while no orchestrator was there
             policy = self._reader.poll(step)
             recorder.written_late(step, {} if policy is None else trainer_metrics(policy))
+            if policy is not None:
+                await self._prove(policy)
         version, noticed_s, last = self.first_version, time.monotonic(), self.settings.max_steps
         while last is None or version <= last:
             policy, waited_s = await self._published(version, earlier_s=noticed_s)
@@ -74,6 +76,7 @@ class Versions:
         self.evaluating.no_more_versions()
 
     async def _make_live(self, policy: PublishedPolicy, version: int, waited_s: float) -> None:
+        await self._prove(policy)
         woken = {} if self.sleep is None else await self.sleep.wake()
         if version > self.first_version:
             await self._load_again(version - 1)
@@ -84,8 +87,26 @@ class Versions:
         proof = await self._proved(version, noisy=NOISE_FILE in policy.manifest.files)
         self.scheduler.version_live(version)
         metrics = {} if version == 0 else {**trainer_metrics(policy), **woken}
-        self.fates.live(proof, metrics, receipt=receipt_of(policy), wait_trainer_s=waited_s)
+        self.fates.live(proof, metrics, wait_trainer_s=waited_s)
         self.evaluating.version_live(version)
+
+    async def _prove(self, policy: PublishedPolicy) -> None:
+        """Compares the gradients of the step that gave this version with its samples. Raises ProofFailed where they
+        differ and the run is to stop then."""
+        if (receipt := receipt_of(policy)) is None:
+            return
+        if (finding := self.fates.received(receipt)) is None:
+            return
+        step, stops = receipt.step, self.settings.proofs.on_failure == "stop"
+        message = f"the gradients of step {step} are not those of batch {step}'s samples: {finding}"
+        if not stops:
+            log.warning("%s; see docs/proofs.md", message)
+            return
+        await in_thread(self.fates.ledger.changes())
+        raise ProofFailed(
+            f"{message}; version {step} is not served. Go on from a checkpoint before it (ckpt.resume_step) once the "
+            "trainer is mended, or set proofs.on_failure: warn to go on as it is"
+        )
 
     async def _proved(self, version: int, *, noisy: bool) -> CanaryReport:
         """Has servers load and prove a version, and once more where the trainer publishes it again meanwhile. Raises

@@ -14,7 +14,11 @@ from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group
 from grpo.orchestrator.samples import ScoredGroup
+from grpo.orchestrator.witness import Expectation, differs, sentence
 from grpo.transport.receipts import Receipt
+
+_KEPT_BATCHES = 2
+"""Batches whose samples are known after their version is there: strange samples may be theirs."""
 
 
 class Fates:
@@ -24,6 +28,8 @@ class Fates:
         self.ledger, self.recorder, self.timeline, self.traces = ledger, recorder, timeline, traces
         self.shipped_at_s: dict[int, float] = {}
         """When batches left whose version is not live yet, on the monotonic clock."""
+        self._expected: dict[int, Expectation] = {}
+        """What the gradients of the newest batches must show."""
         self._writing = asyncio.Lock()
 
     # --- rollouts ---
@@ -74,9 +80,11 @@ class Fates:
         parts: Iterable[Figures],
         state: Mapping[str, Any],
         pools: Mapping[str, str],
+        expected: Expectation,
     ) -> Callable[[], None]:
         """A batch is about to leave. `metrics`: its own. `parts`: what parts of the program have counted until now.
         `state` and `pools`: what a later process needs to go on after it, and which examples have become easy or hard.
+        `expected`: what its gradients must show.
         The batch may leave once what is returned, a blocking call, has made this durable."""
         ledger, rollout_ids = (
             self.ledger,
@@ -88,19 +96,38 @@ class Fates:
         self.recorder.batch(step, groups)
         self.traces.shipped(step, groups)
         ledger.examples_moved(pools, step)
+        ledger.expects(step, expected.witness)
+        self._expected[step] = expected
         return ledger.shipping(rollout_ids, step, state=state, metrics=metrics)
 
     # --- versions ---
 
-    def live(
-        self, proof: CanaryReport, metrics: Mapping[str, float], *, receipt: Receipt | None, wait_trainer_s: float
-    ) -> None:
-        """All servers serve a version. `metrics` and `receipt`: the trainer's, of the step that gave it."""
+    def received(self, receipt: Receipt) -> str | None:
+        """Keeps the trainer's receipt of a step. Returns how the witness of its gradients differs from what the batch's
+        samples give; None where it does not, or where there is nothing to compare. Raises CorruptError."""
+        step, finding, fewer = receipt.step, None, None
+        batch = self._expected.get(step)
+        if batch is not None and receipt.dropped:
+            batch = batch.without(receipt.dropped)
+            fewer = batch.witness
+        expected = batch.witness if batch is not None else self.ledger.expected(step)
+        if batch is None and receipt.dropped:
+            expected = None
+        if expected is not None and receipt.witness is not None and differs(expected, receipt.witness):
+            finding = "its samples are not known any more, by which it could be told how"
+            if batch is not None:
+                others = [one for other in self._expected.values() for one in other.ids if other.ids != batch.ids]
+                finding = sentence(batch.explain(receipt.witness, others=others))
+        self.ledger.received(receipt, finding=finding, expected=fewer)
+        for old in [old for old in self._expected if old <= step - _KEPT_BATCHES]:
+            del self._expected[old]
+        return finding
+
+    def live(self, proof: CanaryReport, metrics: Mapping[str, float], *, wait_trainer_s: float) -> None:
+        """All servers serve a version. `metrics`: the trainer's, of the step that gave it."""
         if (version := proof.version) > 0:
             self.shipped_at_s.pop(version, None)
             self.ledger.trained(version)
-            if receipt is not None:
-                self.ledger.received(receipt)
             self.recorder.trained(version, metrics, wait_trainer_s=wait_trainer_s)
             self.timeline.trained(version, metrics)
             self.traces.trained(version)

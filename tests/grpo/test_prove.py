@@ -270,7 +270,8 @@ def test_witnesses_and_spot_proofs_are_counted(run: Path) -> None:
         "spots": 2,
     }
     assert tokens.facts["by_server"] == {"http://127.0.0.1:1": 2}
-    assert (gradients.facts["witnessed"], gradients.facts["largest"]) == (2, 0)
+    assert (gradients.facts["gaps"], gradients.facts["largest"]) == ({"1": 0, "2": 0}, 0)
+    assert tokens.facts["by_step"] == {"1": [100, 60, 10], "2": [100, 100, 0]}
     assert [part.unproved + part.broken for part in (tokens, gradients)] == [[], []]
 
 
@@ -305,6 +306,12 @@ def test_a_mismatch_that_the_policy_does_not_explain_and_a_proof_that_ended_the_
     ended, unexplained = part_of(prove(run), "tokens").broken
     assert "rollout 9/9" in ended
     assert "0.71 nats at lag 1" in unexplained
+
+
+def test_a_run_without_any_spot_proof_says_so(run: Path) -> None:
+    receive(run, *(Receipt(step=step, num_tokens=100, num_proved_now=90, witness=RIGHT) for step in (1, 2)))
+    [told] = part_of(prove(run), "tokens").unproved
+    assert "no sample of lag 1 or more" in told
 
 
 def test_what_has_no_proof_says_why(run: Path) -> None:

@@ -15,7 +15,7 @@ from grpo.configs.loss import LossSettings
 from grpo.trainer.batch import counts_of
 from grpo.trainer.checkpoint import restore, state_parts
 from grpo.trainer.distributed import ONE, Ranks
-from grpo.trainer.errors import ModelError
+from grpo.trainer.errors import ModelError, ResumeError
 from grpo.trainer.metrics import numbers_of
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective
@@ -281,3 +281,14 @@ def test_an_adapter_is_taken_up_as_it_is_and_one_of_other_sizes_refused_with_the
     for change, folder in (*((change, tmp_path) for change in others), ({}, tmp_path / "nothing")):
         with pytest.raises(ModelError, match="init_adapter"):
             tiny_policy(tiny_model, **change).weights.load(folder)  # type: ignore[union-attr, arg-type]
+
+
+def test_a_checkpoint_whose_optimizer_state_is_lost_on_its_way_is_refused(tiny_model: Path) -> None:
+    policy, other = tiny_policy(tiny_model), Optimizer(tiny_settings(tiny_model, optimizer="adamw"), {})
+    optimizer = Optimizer(tiny_settings(tiny_model, optimizer="adamw"), policy.named_parameters)
+    accumulated(policy, tiny_batch((6, 9)), **UNMASKED)
+    optimizer.step(learning_rate=1e-2)
+    parts = state_parts(policy, optimizer, None, ONE)
+    restore(parts, policy, optimizer, None)
+    with pytest.raises(ResumeError, match="counts 0 steps"):
+        restore(parts, policy, other, None)

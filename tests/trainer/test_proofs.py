@@ -279,6 +279,25 @@ def test_servers_and_adapters_are_drawn_in_turn_by_the_smallest_numbers() -> Non
     assert chosen([], 2, turn=5) == []
 
 
+def test_from_small_batches_samples_are_drawn_more_rarely_and_as_many_more_but_at_first_and_of_new_servers(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    steps = Steps(tiny_model, tmp_path, proofs={"on_failure": "warn"})
+    numbers, older = list[int](), steps.sampled(lengths=(4,) * 40)
+    for step in range(1, 43):
+        server = "http://two" if step == 33 else SERVER
+        batch = replace(older, servers=(server,) * 40, tolerances={server: EXACT[SERVER]})
+        version = np.array([[max(0, step - 2), 160]], np.int32)
+        receipt = steps.take(replace(batch, version_runs=version))
+        numbers.append(len(receipt.spots))
+        assert (receipt.steps_since_draw == 0) == (numbers[-1] > 0 or step == 1)
+    assert numbers[:8] == [0, *[2] * 7]  # version 0 trains step 1
+    assert numbers[32] > 0
+    drawn = [step for step, number in enumerate(numbers, start=1) if number]
+    assert 4 <= len([step for step in drawn if step > 8]) <= 6
+    assert sum(numbers) == 2 * (drawn[-1] - 1)
+
+
 def test_what_is_drawn_depends_on_a_secret_of_the_run_and_on_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
     drawn = []
     for name in ("a", "b"):

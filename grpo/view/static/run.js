@@ -215,6 +215,7 @@ export function ProofPage({ run }) {
       ${Object.entries(facts.rollouts.dropped ?? {}).map(([name, num]) => html`<tr key=${`dropped ${name}`}><td class="quiet">dropped: ${name}</td><td>${figure(num)}</td></tr>`)}</tbody></table>
       <h2>Checks of the ledger</h2><ul class="checks">${Object.entries(facts.rollouts.checks ?? {}).map(([name, found]) => html`<li key=${name} class=${found.length ? "bad" : "good"}>
         ${found.length ? "✗" : "✓"} ${name}${found.length ? html`<ul>${found.map((one) => html`<li>${one}</li>`)}</ul>` : ""}</li>`)}</ul>
+      <${Samples} of=${facts.tokens.by_step} gaps=${facts.gradients.gaps} />
       ${facts.versions.canaries?.length > 0 && html`<${Canary} proofs=${facts.versions.canaries} />`}
       <${Digests} title="Versions on disk" files=${facts.versions.files} /><${Digests} title="Batches on disk" files=${facts.batches.files} />
       <${Digests} title="Code of the user" files=${facts.code.files} />`;
@@ -223,6 +224,19 @@ export function ProofPage({ run }) {
 
 function Found({ title, what, found }) {
   return found.length > 0 && html`<h2>${title}</h2><ul class="findings">${found.map((one) => html`<li key=${one} class=${what === "broken" ? "bad" : ""}>${one}</li>`)}</ul>`;
+}
+
+// Tokens that are proved, and how far the witness in the gradient is from that of the batch, by step.
+function Samples({ of, gaps }) {
+  const steps = Object.keys(of ?? {}).map(Number), witnessed = Object.keys(gaps ?? {}).map(Number);
+  if (!steps.length) return null;
+  const rows = Object.values(of), share = (part, whole) => whole ? part / whole : null;
+  return html`<h2>Tokens and gradients</h2><div class="charts">
+    <${Curve} title="Share of tokens that are proved, by step" steps=${steps} series=${[
+      { label: "at lag 0, by the step itself", values: rows.map(([num, now]) => share(now, num)) },
+      { label: "of the others, in spot proofs", values: rows.map(([num, now, spots]) => share(spots, num - now)) }]} />
+    ${witnessed.length > 0 && html`<${Curve} title="Witness in the gradient against that of the batch (share of its size), by step" steps=${witnessed}
+      series=${[{ label: "largest difference", values: Object.values(gaps) }]} />`}</div>`;
 }
 
 function Digests({ title, files }) {
