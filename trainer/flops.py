@@ -25,7 +25,7 @@ def step_flops(policy: Policy, batches: Sequence[MicroBatch], settings: LossSett
     once more for weights that are trained; 6 A L² of causal attention; 4 V H K of the head, or 6. Of samples that
     teach nothing `silent_share` is computed, forward only: 2 N L + 2 A L² + 2 V H K.
     """
-    teaching, silent, _ = by_signal(batches, settings)
+    teaching, silent, *_ = by_signal(batches, settings)
     return _flops(policy, teaching, each=4 if policy.trains_adapters else 6, attention=6) + _flops(
         policy, silent, each=2, attention=2
     )

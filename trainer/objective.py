@@ -193,12 +193,19 @@ class Objective:
     def _measure_silent(
         self, batches: Sequence[MicroBatch], counts: StepCounts
     ) -> tuple[list[dict[str, Metric]], float]:
-        """Returns the metrics of a share of the samples that teach nothing, and the weight of each of their tokens.
+        """Returns the metrics of a share of the samples that teach nothing, and the weight of each of their tokens. All
+        of them are in the witness.
         Computes dummy passes while other ranks have more of them, since sharded weights are gathered by all ranks
         together. Collective."""
         if not self._settings.trains_policy:
             return [], 1.0
-        _, silent, weight = by_signal(batches, self._settings)
+        _, silent, left_out, weight = by_signal(batches, self._settings)
+        for batch in left_out:
+            inputs = policy_inputs(batch, self._device)
+            none = torch.zeros_like(inputs["inference_logprobs"])
+            tokens = PolicyTokens(logprobs=none, entropies=none, **inputs)
+            of_samples = to_device(signs(batch.rollout_ids), self._device)
+            self._bear_witness(packed_tokens(batch, self._device), tokens, of_samples, counts)
         passes = self._passes_over(silent, counts)
         number = self._ranks.all_reduce_max(len(passes))
         metrics = [one()[1] for one in passes]
@@ -218,9 +225,15 @@ class Objective:
         logprobs, entropies = self._policy.logprobs_and_entropy(packed, differentiable=differentiable)
         tokens = PolicyTokens(logprobs=logprobs, entropies=entropies, **inputs)
         self.trained(batch, tokens)
+        self._bear_witness(packed, tokens, of_samples, counts)
+        return self._loss_of(tokens, self._settings, counts)
+
+    def _bear_witness(
+        self, packed: PackedTokens, tokens: PolicyTokens, of_samples: torch.Tensor, counts: StepCounts
+    ) -> None:
+        """Adds the samples of a pass, or of none where they teach nothing, to the witness."""
         weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
         self._witness.add(packed, tokens.sample_ids, of_samples, weights, weights * tokens.advantages)
-        return self._loss_of(tokens, self._settings, counts)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 

@@ -13,6 +13,7 @@ import torch
 from grpo.configs.loss import PRESETS, LossSettings
 from grpo.orchestrator.witness import TOLERANCE, Expectation, differs, expected_witness, placed
 from grpo.trainer import objective as objectives
+from grpo.trainer.batch import by_signal
 from grpo.trainer.distributed import ONE
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective
@@ -73,6 +74,15 @@ def test_the_gradient_has_the_witness_of_the_samples(policy: Policy, name: str, 
     assert not differs(expectation.witness, witness)
     assert expectation.explain(witness) == []
     assert gap(expectation, witness) < 0.5
+
+
+def test_samples_that_teach_nothing_are_in_the_witness_though_not_all_are_computed(policy: Policy) -> None:
+    loss, chosen = LossSettings(), [replace(one, teacher_logprobs=None) for one in samples(hints=False)]
+    chosen = [replace(one, advantages=0.0 if number else one.advantages) for number, one in enumerate(chosen)]
+    batches = packed(chosen, pairs=(), step=1)
+    assert by_signal(batches[0], loss).left_out
+    expectation = expected(chosen, loss, batches)
+    assert expectation.explain(found(policy, batches[0], loss, size=100)) == []
 
 
 def test_the_witness_changes_no_gradient_by_a_bit(
