@@ -30,9 +30,8 @@ from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE
 from grpo.transport.weights.store import snapshot_of
+from grpo.transport.witness import TOLERANCE
 
-WITNESS_TOLERANCE = 2.0**-19
-"""Largest difference of a witness's component from the expected one, as a share of what all tokens add up to."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
 _NOT_NOW = {
@@ -395,7 +394,6 @@ def _tokens(run: _Run) -> Part:
         "by_adapter": dict(sorted(Counter(spot.adapter for spot in held).items())),
     }
     part.broken = _ended_by(run) + _listed([_failed(step, spot) for step, spot in failed])
-    part.broken += _listed([_unexplained(step, one) for step, one in receipts.items() if one.unexplained])
     if dropped := [rollout for one in receipts.values() for rollout in one.dropped]:
         part.facts["dropped"] = dropped
     if held:
@@ -429,12 +427,6 @@ def _ended_by(run: _Run) -> list[str]:
     messages = [one.message for one in found if one is not None and one.state == FAILED and one.message]
     start = f"{ProofFailed.__name__}: "
     return [f"the run has ended: {one.removeprefix(start)}" for one in messages if one.startswith(start)][:1]
-
-
-def _unexplained(step: int, receipt: Receipt) -> str:
-    lags = ", ".join(f"{gap:.3g} nats at lag {lag}" for lag, gap in sorted(receipt.unexplained.items()))
-    moved = ", ".join(f"{gap:.3g} at lag {lag}" for lag, gap in sorted(receipt.moved.items())) or "unknown"
-    return f"step {step}: server and trainer differ by more than the policy has moved: {lags}; it has moved by {moved}"
 
 
 def _in_spots(receipt: Receipt) -> int:
@@ -479,10 +471,10 @@ def _gradients(run: _Run) -> Part:
             _gap(expected.presence, receipt.witness.presence, expected.presence_size),
             _gap(expected.content, receipt.witness.content, expected.content_size),
         )
-        if not gap <= WITNESS_TOLERANCE:
+        if not gap <= TOLERANCE:
             part.broken.append(
                 f"the witness in the gradient of step {step} differs from that of its batch by {gap:.3g} of its size, "
-                f"allowed are {WITNESS_TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
+                f"allowed are {TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
             )
     part.facts = {"steps": len(run.steps), "gaps": gaps, "largest": max(gaps.values(), default=None)}
     right = len(gaps) - len(part.broken)

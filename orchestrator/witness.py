@@ -12,15 +12,10 @@ import numpy as np
 from grpo.configs.loss import LossSettings, ramped
 from grpo.transport.receipts import ExpectedWitness, Witness
 from grpo.transport.records import MicroBatch, PreferencePair, TrainingSample
-from grpo.transport.witness import hint_id, pair_id, signs, token_values
+from grpo.transport.witness import TOLERANCE, hint_id, pair_id, signs, token_values
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
-TOLERANCE = 2.0**-19
-"""Largest difference of a component, as a share of the sum of all tokens' weights (of |weight · advantage| for the
-content). The trainer adds up each pass in float64; what it rounds, to float32 with relative errors of 2^-24, are a
-token's weight (three times at most), the sums of passes and ranks as they come, and the result. Passes differ in sign,
-so that 32 such errors of the whole sum are more than any number of passes makes."""
 _NAMED = 8
 """Samples that a sentence names."""
 

@@ -48,10 +48,10 @@ class BySignal(NamedTuple):
     teaching: list[MicroBatch]
     silent: list[MicroBatch]
     """Samples with loss tokens whose coefficients are all exactly 0: the share of them that is computed."""
-    left_out: list[MicroBatch]
-    """The other silent samples."""
     silent_weight: float
     """Loss tokens of all silent samples for each one that is computed."""
+    skipped: list[MicroBatch]
+    """The silent samples that are not computed."""
 
 
 def by_signal(batches: Sequence[MicroBatch], settings: LossSettings) -> BySignal:
@@ -69,16 +69,17 @@ def by_signal(batches: Sequence[MicroBatch], settings: LossSettings) -> BySignal
         elif has_loss.any():
             teaching.append(batch)
     if not others:
-        return BySignal(teaching, [], [], 1.0)
+        return BySignal(teaching, [], 1.0, [])
     numbers = [int(silent.sum()) for _, silent in others]
     computed = np.split(_evenly(sum(numbers), settings.silent_share, batches[0].step), np.cumsum(numbers)[:-1])
-    chosen, left_out = list[MicroBatch](), list[MicroBatch]()
+    chosen, skipped, num_tokens = list[MicroBatch](), list[MicroBatch](), 0
     for (batch, silent), places in zip(others, computed, strict=True):
-        those = np.flatnonzero(silent)
-        chosen += _only(batch, np.isin(np.arange(len(silent)), those[places]))
-        left_out += _only(batch, np.isin(np.arange(len(silent)), those[~places]))
-    num_chosen, num_left_out = (counts_of(part).loss_tokens for part in (chosen, left_out))
-    return BySignal(teaching, chosen, left_out, 1 + num_left_out / num_chosen)
+        num_tokens += int(batch.loss_mask[np.repeat(silent, batch.sequence_lengths)].sum())
+        is_computed = silent.copy()
+        is_computed[silent] = places
+        chosen += _only(batch, is_computed)
+        skipped += _only(batch, silent & ~is_computed)
+    return BySignal(teaching, chosen, num_tokens / sum(int(batch.loss_mask.sum()) for batch in chosen), skipped)
 
 
 def _evenly(number: int, share: float, step: int) -> Bool:

@@ -193,25 +193,30 @@ class Objective:
     def _measure_silent(
         self, batches: Sequence[MicroBatch], counts: StepCounts
     ) -> tuple[list[dict[str, Metric]], float]:
-        """Returns the metrics of a share of the samples that teach nothing, and the weight of each of their tokens. All
-        of them are in the witness.
+        """Returns the metrics of a share of the samples that teach nothing, and the weight of each of their tokens.
         Computes dummy passes while other ranks have more of them, since sharded weights are gathered by all ranks
         together. Collective."""
         if not self._settings.trains_policy:
             return [], 1.0
-        _, silent, left_out, weight = by_signal(batches, self._settings)
-        for batch in left_out:
-            inputs = policy_inputs(batch, self._device)
-            none = torch.zeros_like(inputs["inference_logprobs"])
-            tokens = PolicyTokens(logprobs=none, entropies=none, **inputs)
-            of_samples = to_device(signs(batch.rollout_ids), self._device)
-            self._bear_witness(packed_tokens(batch, self._device), tokens, of_samples, counts)
+        _, silent, weight, skipped = by_signal(batches, self._settings)
+        self._witness_skipped(skipped, counts)
         passes = self._passes_over(silent, counts)
         number = self._ranks.all_reduce_max(len(passes))
         metrics = [one()[1] for one in passes]
         for _ in range(number - len(passes)):
             self._dummy_logprobs()
         return metrics, weight
+
+    def _witness_skipped(self, batches: Sequence[MicroBatch], counts: StepCounts) -> None:
+        """Adds the presence of samples that need no pass, because all their coefficients are 0: they are of the batch,
+        and count among those that the loss is divided by."""
+        for batch in batches:
+            packed, inputs = packed_tokens(batch, self._device), policy_inputs(batch, self._device)
+            none = torch.zeros(len(packed.targets), device=self._device)
+            tokens = PolicyTokens(logprobs=none, entropies=none, **inputs)
+            weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
+            of_samples = to_device(signs(batch.rollout_ids), self._device)
+            self._witness.add(packed, tokens.sample_ids, of_samples, weights, torch.zeros_like(weights))
 
     def _policy_loss(
         self,
@@ -225,15 +230,9 @@ class Objective:
         logprobs, entropies = self._policy.logprobs_and_entropy(packed, differentiable=differentiable)
         tokens = PolicyTokens(logprobs=logprobs, entropies=entropies, **inputs)
         self.trained(batch, tokens)
-        self._bear_witness(packed, tokens, of_samples, counts)
-        return self._loss_of(tokens, self._settings, counts)
-
-    def _bear_witness(
-        self, packed: PackedTokens, tokens: PolicyTokens, of_samples: torch.Tensor, counts: StepCounts
-    ) -> None:
-        """Adds the samples of a pass, or of none where they teach nothing, to the witness."""
         weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
         self._witness.add(packed, tokens.sample_ids, of_samples, weights, weights * tokens.advantages)
+        return self._loss_of(tokens, self._settings, counts)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 

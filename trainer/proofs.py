@@ -176,14 +176,14 @@ class Proofs:
     def _draw(self, step: int, batches: Sequence[MicroBatch], *, is_free: bool) -> list[Drawn]:
         """Returns this rank's samples among those that are drawn of all ranks': `share` of them on average, each server
         and adapter in turn. Collective."""
-        candidates = [
-            Candidate((batch.servers[sample], _adapter(batch, sample)), number, self._ranks.rank, Drawn(index, sample))
-            for index, batch in enumerate(batches)
-            for sample, number in self._candidates(step, batch, is_free=is_free)
-        ]
-        strata = {one.stratum for one in candidates}
+        samples = [_eligible(step, batch, is_free=is_free) for batch in batches]
+        strata = {
+            (batch.servers[sample], _adapter(batch, sample))
+            for batch, eligible in zip(batches, samples, strict=True)
+            for sample in eligible
+        }
         total, num_tokens, num_new = self._ranks.all_reduce_sum(
-            [len(candidates), sum(len(batch.token_ids) for batch in batches), len(strata - self._drawn_from)]
+            [sum(map(len, samples)), sum(len(batch.token_ids) for batch in batches), len(strata - self._drawn_from)]
         )
         self._num_steps += 1
         self._owed_steps, self._owed_samples = self._owed_steps + bool(total), self._owed_samples + total
@@ -192,6 +192,11 @@ class Proofs:
         num = max(LEAST_DRAWN * self._owed_steps, math.ceil(self._share * self._owed_samples))
         self._drawn_from |= strata
         self._owed_steps = self._owed_samples = 0
+        candidates = [
+            self._candidate(step, batch, Drawn(index, sample))
+            for index, batch in enumerate(batches)
+            for sample in samples[index]
+        ]
         if self._ranks.size > 1:
             best = sorted(candidates, key=lambda one: one.number)
             by_stratum: defaultdict[tuple[str, int], list[Candidate]] = defaultdict(list)
@@ -211,17 +216,12 @@ class Proofs:
         digest = hashlib.blake2b(f"{step // every}/{every}".encode(), digest_size=7, key=self._key).digest()
         return step % every == int.from_bytes(digest) % every
 
-    def _candidates(self, step: int, batch: MicroBatch, *, is_free: bool) -> Iterable[tuple[int, int]]:
-        """Yields the samples that only a pass of their own can prove, with their numbers by the keyed hash."""
-        if not batch.servers:
-            return
-        wanted = batch.loss_mask & (batch.policy_versions != step - 1) if is_free else batch.loss_mask
-        has_any = np.logical_or.reduceat(wanted, batch.starts)
-        for sample in np.flatnonzero(has_any).tolist():
-            if batch.servers[sample] in batch.tolerances:
-                text = f"{step}/{batch.rollout_ids[sample]}/{batch.sequence_lengths[sample]}".encode()
-                digest = hashlib.blake2b(text, digest_size=7, key=self._key).digest()
-                yield sample, int.from_bytes(digest)
+    def _candidate(self, step: int, batch: MicroBatch, drawn: Drawn) -> Candidate:
+        sample = drawn.sample
+        text = f"{step}/{batch.rollout_ids[sample]}/{batch.sequence_lengths[sample]}".encode()
+        digest = hashlib.blake2b(text, digest_size=7, key=self._key).digest()
+        stratum = batch.servers[sample], _adapter(batch, sample)
+        return Candidate(stratum, int.from_bytes(digest), self._ranks.rank, drawn)
 
     @torch.no_grad()
     def _logprobs(
@@ -526,6 +526,16 @@ def described(proof: SpotProof) -> str:
         f"{proof.num_tokens} tokens differ by up to {proof.max_abs:.3g} nats, {proof.mean_abs:.3g} on average; allowed "
         f"are {proof.tolerance:.3g} ({proof.measure})"
     )
+
+
+def _eligible(step: int, batch: MicroBatch, *, is_free: bool) -> list[int]:
+    """Returns the samples that only a pass of their own can prove; `is_free`: those of the current version are proved
+    by the step's own."""
+    if not batch.servers:
+        return []
+    wanted = batch.loss_mask & (batch.policy_versions != step - 1) if is_free else batch.loss_mask
+    has_any = np.flatnonzero(np.logical_or.reduceat(wanted, batch.starts)).tolist()
+    return [sample for sample in has_any if batch.servers[sample] in batch.tolerances]
 
 
 def _adapter(batch: MicroBatch, sample: int) -> int:

@@ -18,6 +18,11 @@ _FACTORS = (-7046029254386353131, 2685821657736338717, -4417276706812531889, 160
 """Odd numbers of 64 bits, as signed ones: for a token's id, the id before it, its place and its adapter."""
 _MIX = -4658895280553007687, -7723592293110705685
 """Factors of splitmix64's last steps."""
+TOLERANCE = 2.0**-19
+"""Largest difference of a component, as a share of the sum of all tokens' weights (of |weight · advantage| for the
+content). The trainer adds up each pass in float64; what it rounds, to float32 with relative errors of 2^-24, are a
+token's weight (three times at most), the sums of passes and ranks as they come, and the result. Passes differ in sign,
+so that 32 such errors of the whole sum are more than any number of passes makes."""
 
 
 def signs(ids: Sequence[str]) -> NDArray[np.float64]:

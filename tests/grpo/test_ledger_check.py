@@ -19,10 +19,11 @@ LAGS = "no rollout is from a later version, or staler than max_off_policy_steps"
 METRICS = "each step has one line in metrics.jsonl, with its rollouts and mean reward"
 BATCHES = "the batches on disk hold just the rollouts of their step"
 TRACES = "the traces on disk show just the trained rollouts of their step"
+MOVED = "servers and trainer differ by what the policy has moved"
 FINAL = "every rollout is trained or dropped"
 STEPS = "every step up to max_steps has rollouts and metrics"
 SUMMARY = "the totals and the versions that were sampled under are those of summary.json"
-ALL = (FATES, GROUPS, HOLES, LAGS, METRICS, BATCHES, TRACES, FINAL, STEPS, SUMMARY)
+ALL = (FATES, GROUPS, HOLES, LAGS, METRICS, BATCHES, TRACES, MOVED, FINAL, STEPS, SUMMARY)
 
 
 @pytest.fixture

@@ -418,7 +418,7 @@ def test_a_share_of_the_samples_that_teach_nothing_stands_for_all_of_them(tiny_m
 
 def test_where_few_samples_teach_nothing_one_is_computed(tiny_model: Path, step: MicroBatch) -> None:
     batch = replace(step, hints=(), pairs=(), teacher_logprobs=None, advantages=np.zeros_like(step.advantages))
-    teaching, [silent], _, weight = by_signal([batch], LossSettings())
+    teaching, [silent], weight, _ = by_signal([batch], LossSettings())
     assert (teaching, len(silent.rollout_ids)) == ([], 1)
     assert weight == pytest.approx(batch.loss_mask.sum() / silent.loss_mask.sum())
 

@@ -76,13 +76,16 @@ def test_the_gradient_has_the_witness_of_the_samples(policy: Policy, name: str, 
     assert gap(expectation, witness) < 0.5
 
 
-def test_samples_that_teach_nothing_are_in_the_witness_though_not_all_are_computed(policy: Policy) -> None:
-    loss, chosen = LossSettings(), [replace(one, teacher_logprobs=None) for one in samples(hints=False)]
-    chosen = [replace(one, advantages=0.0 if number else one.advantages) for number, one in enumerate(chosen)]
-    batches = packed(chosen, pairs=(), step=1)
-    assert by_signal(batches[0], loss).left_out
+@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+def test_samples_that_teach_nothing_and_are_not_computed_count_too(policy: Policy, normaliser: str) -> None:
+    loss = LossSettings.model_validate({"normaliser": normaliser, "silent_share": 0.1})
+    chosen = [replace(one, teacher_logprobs=None) for one in samples()]
+    chosen = [replace(one, advantages=0 * one.advantages) if number % 4 else one
+              for number, one in enumerate(chosen)]  # fmt: skip
+    batches = packed(chosen)
+    assert by_signal(batches[0], loss).skipped
     expectation = expected(chosen, loss, batches)
-    assert expectation.explain(found(policy, batches[0], loss, size=100)) == []
+    assert expectation.explain(found(policy, batches[0], loss)) == []
 
 
 def test_the_witness_changes_no_gradient_by_a_bit(
