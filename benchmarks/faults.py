@@ -102,6 +102,7 @@ FIRST_STEPS = 4
 PARTS = (
     ("spot proof", r"spot proof|sampled by .* differ"),
     ("witness", r"witness|gradients of step \d+ are not"),
+    ("resume check", r"the optimizer counts \d+ steps"),
     ("version check", r"changed nothing|before with another adapter"),
     ("gradient check", r"gradient .*(?:exactly zero|not finite|of 0)|without a gradient"),
     ("canary", r"canary|is not applied|without any adapter"),
@@ -111,7 +112,13 @@ PARTS = (
     ("codec", r"CorruptError|ValidationError"),
 )
 """Which part of the product says what, by its words; the first that fits."""
-UNNOTICED = frozenset({"answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"})
+UNNOTICED = frozenset(
+    (
+        *("answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"),
+        *("accumulation-reset", "gradients-of-before", "loss-negated"),
+        *("matrix-frozen", "matrix-a-frozen"),
+    )
+)
 SHARE_OF_PROOFS_PER_STEP = 2
 """Samples that are proved in each step, at least."""
 CONFIDENCE = 0.99

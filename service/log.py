@@ -144,10 +144,23 @@ class CommandLog:
             db.execute("INSERT INTO sessions VALUES (?,?,?)", (session, tenant, time.time()))
 
     def heard(self, session: str, tenant: str) -> None:
-        """Records that a session lives. Raises `Refused` for one that the tenant does not have."""
+        """Records that a session lives. Raises `Refused` for one that is finished, or that the tenant does not
+        have."""
         with self._transaction() as db:
-            sql = "UPDATE sessions SET heard_at=? WHERE session=? AND tenant=?"
-            if not db.execute(sql, (time.time(), session, tenant)).rowcount:
+            where = (session, tenant)
+            found = db.execute("SELECT heard_at FROM sessions WHERE session=? AND tenant=?", where).fetchone()
+            if found is None:
+                raise Refused(f"session_id is {session!r:.80}, and there is no such session", status=404)
+            if not found[0]:
+                raise Refused(f"session {session} is finished", status=410)
+            db.execute("UPDATE sessions SET heard_at=? WHERE session=?", (time.time(), session))
+
+    def finish_session(self, session: str, tenant: str) -> None:
+        """Records that a session makes no more models. One that is finished stays so."""
+        with self._transaction() as db:
+            if not db.execute(
+                "UPDATE sessions SET heard_at=0 WHERE session=? AND tenant=?", (session, tenant)
+            ).rowcount:
                 raise Refused(f"session_id is {session!r:.80}, and there is no such session", status=404)
 
     def add_model(self, model: str, session: str, tenant: str, config: dict[str, Any]) -> None:
@@ -205,6 +218,11 @@ class CommandLog:
         if not rows:
             raise Refused(f"sampling_session_id is {sampler!r:.120}, and there is no such session", status=404)
         return rows[0][0], rows[0][1]
+
+    def samplers(self, tenant: str, session: str) -> list[str]:
+        """Returns the sampling sessions of a tenant's session, the oldest first."""
+        query = "SELECT sampler FROM samplers WHERE tenant=? AND sampler GLOB ? ORDER BY rowid"
+        return [sampler for (sampler,) in self._rows(query, tenant, f"{session}:*")]
 
     def waiting(self, kinds: Sequence[str]) -> list[Command]:
         """Returns the commands of these kinds that wait, the oldest first."""

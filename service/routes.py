@@ -107,6 +107,7 @@ class Routes:
             "telemetry": self._telemetry,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
+            "sessions/{session_id}/finish": self._finish_session,
             "create_model": self._create_model,
             "get_info": self._get_info,
             "weights_info": self._weights_info,
@@ -125,6 +126,7 @@ class Routes:
         get: dict[str, Callable[..., Awaitable[Any]]] = {
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._get_sampler,
+            "sessions/{session_id}": self._get_session,
             "training_runs": self._list_runs,
             "training_runs/{model_id}": self._get_run,
             "training_runs/{model_id}/checkpoints": self._list_checkpoints,
@@ -186,6 +188,15 @@ class Routes:
     async def _heartbeat(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         self._log.heard(_text(_json(body), "session_id"), tenant)
         return {"type": "session_heartbeat"}
+
+    async def _finish_session(self, tenant: str, body: bytes, request: Request, **_: Any) -> dict[str, Any]:
+        self._log.finish_session(str(request.path_params["session_id"]), tenant)
+        return {}
+
+    async def _get_session(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        session = str(request.path_params["session_id"])
+        models = [model for model in self._log.models(tenant) if model.startswith(f"{session}:")]
+        return {"training_run_ids": models, "sampler_ids": self._log.samplers(tenant, session)}
 
     async def _create_model(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         asked = _json(body)

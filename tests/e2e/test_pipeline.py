@@ -100,7 +100,7 @@ def test_metrics_logs_status_and_ledger_are_there(run: Run) -> None:
 
 
 def test_every_proof_holds_is_the_same_on_a_copy_and_a_flipped_byte_is_named(compared: Path, tmp_path: Path) -> None:
-    told = done("prove", compared / "async", "--json")
+    told = done("prove", compared / "async", "--strict", "--json")
     facts = {part["name"]: part["facts"] for part in json.loads(told)["parts"]}
     assert len(facts["versions"]["proved"]) == len(facts["versions"]["files"]) == NUM_STEPS + 1
     assert facts["tokens"]["spots"] >= 2

@@ -1,5 +1,6 @@
 """Tests of the service need the client's package, whose schema it speaks: the extra `service`."""
 
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -13,3 +14,8 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_unconfigure() -> None:
+    """The stock client leaves its connections to the end of the process, which warns of them."""
+    warnings.filterwarnings("ignore", category=ResourceWarning)

@@ -1,7 +1,6 @@
 """A service as a process, and the stock client's side of it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -78,8 +77,3 @@ def running(folder: Path, model: Path, *options: str) -> Iterator[Running]:
     finally:
         if service.is_up():
             service.end()
-
-
-def silent_environment() -> None:
-    """No telemetry leaves the tests."""
-    os.environ["TINKER_TELEMETRY"] = "0"

@@ -121,6 +121,17 @@ def test_state_is_saved_loaded_listed_and_downloaded(service: Running) -> None:
     listed = [one.tinker_path for one in done(rest.list_checkpoints(client.model_id)).checkpoints]
     assert listed == [path, f"tinker://{client.model_id}/weights/end"]
     assert client.model_id in [one.training_run_id for one in done(rest.list_training_runs(limit=100)).training_runs]
+    session = client.model_id.partition(":")[0]
+    assert done(rest.get_session(session)).training_run_ids == [client.model_id]
+
+
+def test_a_session_that_is_finished_makes_no_more_models(service: Running) -> None:
+    session = service.training_client().model_id.partition(":")[0]
+    assert service.post(f"sessions/{session}/finish", json={}, tenant="other").status_code == 404
+    assert service.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}}).status_code == 200
+    asked = {"session_id": session, "model_seq_id": 7, "base_model": service.model, "lora_config": {"rank": 4}}
+    assert service.post("create_model", json=asked).status_code == 410
+    assert service.post("session_heartbeat", json={"session_id": session}).status_code == 410
 
 
 def test_layers_can_be_chosen(service: Running) -> None:

@@ -15,7 +15,7 @@ from tests.service.data import datum
 from tests.service.running import Running, done, running
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny" / "model"
-PROMPT = [5, 9, 12, 7]
+PROMPT = list(b"cab ")
 pytestmark = [
     pytest.mark.service,
     pytest.mark.e2e,
@@ -53,7 +53,7 @@ def stepped(client: Any, seed: int) -> None:
 
 
 def test_a_snapshot_is_what_was_trained_and_stays_what_it_was(service: Running) -> None:
-    ids = [5, 9, 12, 7, 30, 21, 3]
+    ids = list(b"cab ride")
     base = done(service.client().create_sampling_client(base_model=service.model))
     client = service.training_client(rank=8)
     taken = []
@@ -104,10 +104,10 @@ def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
 
 
 def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Path) -> None:
-    """The reward is the share of a token among 8. Killed with the second half of the steps to go."""
+    """The reward is the share of the letters a to h. Killed with the second half of the steps to go."""
 
     def reward(tokens: list[int]) -> float:
-        return sum(20 <= token < 40 for token in tokens) / 8
+        return sum(ord("a") <= token <= ord("h") for token in tokens) / 8
 
     def rollouts(client: Any) -> tuple[list[types.Datum], float]:
         sampler = done(client.save_weights_and_get_sampling_client())
@@ -136,4 +136,4 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Pat
             forward = client.forward_backward(data, "importance_sampling")
             step = client.optim_step(types.AdamParams(learning_rate=1e-2))
             done(forward), done(step)
-    assert np.mean(curve[-2:]) > np.mean(curve[:2]) + 0.2, curve
+    assert np.mean(curve[-2:]) > curve[0] + 0.1, curve
