@@ -116,6 +116,7 @@ UNNOTICED = frozenset(
     (
         *("answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"),
         *("accumulation-reset", "gradients-of-before", "loss-negated"),
+        *("matrix-frozen", "matrix-a-frozen"),
     )
 )
 SHARE_OF_PROOFS_PER_STEP = 2

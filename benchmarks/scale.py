@@ -244,7 +244,7 @@ class Simulation:
                     await self.sync.load(step)
                     self.loads_s.append(loop.time() - since_s)
                     self.scheduler.version_live(step)
-                    await self.sync.keep_only(self.scheduler.needed_versions())
+                    await self.sync.keep_only(self.scheduler.pinned())
             for task in background:
                 task.cancel()
         await self.client.close()

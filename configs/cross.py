@@ -72,11 +72,11 @@ def recorded(cls: type[S], fields: Mapping[str, Any]) -> LoadedSettings[S]:
 
 
 def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bool) -> int:
-    """Number of adapters that a server is asked for at once: of the `max_off_policy_steps` + 1 newest versions, one of
-    which is being loaded, those that groups were started under; one that is evaluated. Each is there once for each
-    adapter, and once more with noise."""
+    """Number of adapters that a server is asked for at once: of the `max_off_policy_steps` + 1 newest versions (at
+    least 2), one of which is being loaded, those that groups were started under; one that is evaluated. Each is there
+    once for each adapter, and once more with noise."""
     times = max(1, len(train.lora_adapters)) * (2 if norm_noise else 1)
-    return times * (orch.max_off_policy_steps + 2)
+    return times * (max(1, orch.max_off_policy_steps) + 2)
 
 
 class AuxiliaryLoss(NamedTuple):

@@ -20,6 +20,7 @@ _TRAINER = frozenset(
         *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
         *("device", "gpus", "nodes", "min_nodes", "rendezvous", "zero_level", "num_threads", "offload"),
         *("gradient_checkpointing", "compile", "colocate", "sleep_mode"),
+        "proofs",
         *("learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps"),
         *("weight_broadcast.type", "weight_broadcast.timeout", "transport_type", "logging_steps", "max_async_level"),
         *("weight_broadcast.keep_last", "weight_broadcast.keep_interval"),
@@ -35,7 +36,7 @@ _ORCHESTRATOR = frozenset(
         *("env.address", "env.num_workers", "env.memory_gb", "reward_timeout_s", "max_env_failure_rate"),
         *("max_concurrent_groups", "sleep_mode"),
         *("buffer.easy_fraction", "buffer.hard_fraction"),
-        *("eval", "traces", "report_to"),
+        *("eval", "traces", "report_to", "proofs"),
     }
 )
 _SERVER = frozenset(InferSettings.model_fields) - {

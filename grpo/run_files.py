@@ -57,7 +57,7 @@ def read_file(folder: Path, path: Path) -> Path:
 def read(path: Path, kind: type[T]) -> T | None:
     """Returns the JSON in `path` as `kind`; None where there is no such file, or it is no such JSON."""
     try:
-        return msgspec.convert(json.loads(path.read_bytes()), kind)
+        return msgspec.convert(json.loads(path.read_bytes()), kind, str_keys=True)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
 

@@ -16,7 +16,7 @@ import re
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ class Engine:
 
     def __init__(self, client: Any, *, device: str, model_dir: Path, num_replicas: int = 1) -> None:
         self._client, self._model_dir, self.device = client, model_dir, device
+        self._generate = client.generate
         self.num_replicas = num_replicas
         """Engines (`dp`) among which requests are divided; each has every version."""
         self._models: Any = None
@@ -191,7 +192,7 @@ class Engine:
         final = None
         if adapter is not None:  # a name may come again with other weights, while the earlier one's still add prefixes
             salt = f"{adapter.name}/{adapter.key}/{salt or ''}"
-        async for output in self._client.generate(
+        async for output in self._generate(
             {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
             params,
             request_id=name or f"policy-{next(self._numbers)}",
@@ -206,6 +207,18 @@ class Engine:
                 raise EngineEnded("the engine has aborted the request, as one does that is told to end")
             raise EngineError("the engine ended the request without an answer")
         return final
+
+    def count_requests(self, using: Callable[[int], contextlib.AbstractAsyncContextManager[None]]) -> None:
+        """Has vLLM's own routes sample with an adapter only within `using` of its key."""
+
+        async def generate(*args: Any, lora_request: Any = None, **more: Any) -> AsyncIterator[Any]:
+            counted = contextlib.nullcontext() if lora_request is None else using(lora_request.lora_int_id)
+            outputs = self._generate(*args, lora_request=lora_request, **more)
+            async with counted, contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+        self._client.generate = generate
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Loads an adapter into the engine. Raises `PolicyRefused` with vLLM's reason."""

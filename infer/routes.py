@@ -122,6 +122,7 @@ class PolicyRoutes:
             run_id=self.table.run_id,
             live=self.table.live,
             in_flight=self.table.in_flight,
+            num_slots=None if self.table.in_place else self.table.num_slots,
             load=self.engine.load(),
             asleep=self.engine.asleep if self.settings.sleep_mode else None,
         )

@@ -91,13 +91,21 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             dtype=engine.torch_dtype,
             noisy_norms=engine.noisy_norms,
         )
-        folder, limits = Path(settings.output_dir), (settings.canary_tolerance, settings.canary_timeout_s)
-        fetched = None
+        folder, fetched = Path(settings.output_dir), None
         if (url := settings.weight_broadcast_url) is not None:
             shared_key = RunFolder(path=folder, run_id="").key(settings.weight_broadcast_key_var)
             copies = folder / "fetched" / f"{settings.host}_{settings.port}".replace(":", "_")
-            fetched = FetchedVersions(copies, url=url, key=shared_key, timeout_s=limits[1])
-        table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1], fetched=fetched)
+            fetched = FetchedVersions(copies, url=url, key=shared_key, timeout_s=settings.canary_timeout_s)
+        table = VersionTable(
+            engine,
+            base,
+            output_dir=folder,
+            tolerance=settings.canary_tolerance,
+            timeout_s=settings.canary_timeout_s,
+            num_slots=settings.max_loras,
+            fetched=fetched,
+        )
+        engine.count_requests(table.using_key)
         gc.freeze()  # what is there stays: the collector never looks at it
         gc.enable()
         routes = PolicyRoutes(settings, engine, table)

@@ -1,14 +1,17 @@
 """The policy versions that this server serves: loading with proof, routing, and dropping them when they have drained.
 
-Adapters are served several at once. Merged and full weights replace the model's own, one version at a time, while no
-request runs. Where loading or proof fails, the earlier weights are loaded again and must score as before; where they
-cannot be, as with NCCL, the server ends, to be started again. vLLM's own chat routes get whatever is live.
+Adapters are served several at once, never more than vLLM has slots for (`max_loras`): it would evict one that requests
+use, and let requests of the newest wait until no batch has one of the others. Merged and full weights replace the
+model's own, one version at a time, while no request runs. Where loading or proof fails, the earlier weights are loaded
+again and must score as before; where they cannot be, as with NCCL, the server ends, to be started again. vLLM's own
+chat routes get whatever is live.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +21,7 @@ from grpo.infer.canary import check_effect, gaps_of, tolerance_of
 from grpo.infer.checks import BaseModel, check_version, read_version, version_folder
 from grpo.infer.engine import Adapter, Engine
 from grpo.transport.errors import DeadlineError, PolicyRefused
-from grpo.transport.http import OTHER_SNAPSHOT, CanaryFigures, LoadReport
+from grpo.transport.http import NO_SLOTS, OTHER_SNAPSHOT, CanaryFigures, LoadReport
 from grpo.transport.records import Canary, PolicyManifest, adapter_folders
 from grpo.transport.weights.http import FetchedVersions
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
@@ -90,16 +93,23 @@ class VersionTable:
         output_dir: Path,
         tolerance: float | None,
         timeout_s: float,
+        num_slots: int,
         fetched: FetchedVersions | None = None,
     ) -> None:
         """`tolerance`: the allowed difference at the canary in nats, None: by type and device. `timeout_s`: for one
-        load, canary included. `fetched`: copies of the versions, where the run's folder is not here."""
+        load, canary included. `num_slots`: how many adapters the engine holds at once. `fetched`: copies of
+        the versions, where the run's folder is not here."""
         self.engine, self.base, self.output_dir, self._fetched = engine, base, output_dir, fetched
-        self.tolerance, self.timeout_s = tolerance, timeout_s
+        self.tolerance, self.timeout_s, self.num_slots = tolerance, timeout_s, num_slots
         self.run_id: str | None = None
         self._base = Served()
         self._live: dict[int, Served] = {}
         self._retired: list[Served] = []
+        self._slots: dict[int, Served] = {}
+        """What holds each of the engine's slots, by the adapter's key."""
+        self._freed = asyncio.Event()
+        """Wakes whoever waits for a slot when one is freed."""
+        self._waits_for = ""
         self._canary_ids: tuple[int, ...] = ()
         self._base_scores: Scores = ()
         self._last_key = 0
@@ -140,10 +150,22 @@ class VersionTable:
             await self._open.wait()
         served = self._find(max([version, *self._live]) if follow and version is not None else version)
         chosen = served.adapter(adapter, noisy=noisy)
+        async with self._counted(served):
+            yield served, chosen
+
+    def using_key(self, key: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """Counts a request of vLLM's own routes in flight, which names an adapter by its key. Raises ValueError, which
+        they answer with 400, where it is not there any more."""
+        if key not in self._slots:
+            raise ValueError(f"this version is not served any more; live are {sorted(self._live) or 'no versions'}")
+        return self._counted(self._slots[key])
+
+    @contextlib.asynccontextmanager
+    async def _counted(self, served: Served) -> AsyncIterator[None]:
         served.num_in_flight += 1
         served.idle.clear()
         try:
-            yield served, chosen
+            yield
         finally:
             served.num_in_flight -= 1
             if served.num_in_flight == 0:
@@ -178,8 +200,11 @@ class VersionTable:
         except TimeoutError:
             running = f"; it waited for {self.in_flight} requests in flight, by version" if self.in_place else ""
             raise DeadlineError(
-                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout_s){running}"
+                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout_s)"
+                f"{self._waits_for or running}"
             ) from None
+        finally:
+            self._waits_for = ""
         assert served.report is not None
         for place, (own, adapter) in enumerate(served.adapters.items()):
             self.engine.offer(policy_name(version, adapter=own if place else ""), adapter)
@@ -283,6 +308,7 @@ class VersionTable:
         }
         if NOISE_FILE in manifest.files:
             served.noisy = self._adapter(policy_name(version, noisy=True), folder, noisy=True)
+        await self._wait_for_slots(served)
         if known is not None:
             await self.engine.forget_prefixes()  # name and path come again
         try:
@@ -299,6 +325,7 @@ class VersionTable:
         except BaseException:
             await asyncio.shield(self._remove(served))
             raise
+        known = self._live.get(version)
         earlier = [one for number, one in self._live.items() if number <= version]
         self._live[version] = served
         for one in earlier:
@@ -307,6 +334,38 @@ class VersionTable:
             await self._retire(known)
         others = dict(zip(manifest.spec.adapters[1:], figures[1:], strict=True))
         return _report(served, figures[0], started_s, loaded_s, noise=noise, adapters=others)
+
+    async def _wait_for_slots(self, served: Served) -> None:
+        """Takes slots for the adapters of one more version. Waits for versions whose last requests run. One that was
+        published again gives way to its successor where both do not fit. Raises `PolicyRefused` where the versions that
+        are live leave too few."""
+        adapters = served.all_adapters()
+        while len(self._slots) + len(adapters) > self.num_slots:
+            live = [one for one in self._slots.values() if one in self._live.values()]
+            if len(live) + len(adapters) <= self.num_slots:
+                self._waits_for = (
+                    f"; it waited for one of max_loras = {self.num_slots} slots, held by {self._holders()}"
+                )
+                await self._freed.wait()
+            elif served.version in self._live:
+                await self._retire(self._live[served.version])
+            else:
+                raise PolicyRefused(
+                    NO_SLOTS,
+                    f"version {served.version} has {len(adapters)} adapters, and of max_loras = {self.num_slots} slots "
+                    f"are held: {self._holders()}; unload a version (POST /policy/unload), or set max_loras to at "
+                    f"least {len(live) + len(adapters)}",
+                )
+        self._slots |= {adapter.key: served for adapter in adapters}
+
+    def _holders(self) -> str:
+        """Says who has slots. Example: ``version 3 (1 slot, 5 requests in flight, live), version 2 (…)``"""
+        texts = [
+            f"version {one.version} ({num} slot{'s' * (num > 1)}, {one.num_in_flight} requests in flight"
+            f"{', live' * (one in self._live.values())})"
+            for one, num in Counter(self._slots.values()).items()
+        ]
+        return ", ".join(texts) or "nobody"
 
     def _adapter(self, name: str, folder: Path, *, noisy: bool = False) -> Adapter:
         self._last_key += 1
@@ -337,6 +396,9 @@ class VersionTable:
     async def _remove(self, served: Served) -> None:
         for adapter in served.all_adapters():
             await self.engine.remove_adapter(adapter)
+            self._slots.pop(adapter.key, None)
+        self._freed.set()
+        self._freed.clear()
 
     @contextlib.asynccontextmanager
     async def _drained(self, served: Served) -> AsyncIterator[None]:

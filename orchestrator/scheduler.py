@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.resuming import Progress
 
+NEWEST, GROUPS = "newest", "groups in flight"
+"""Who needs a version, besides those that pin it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
@@ -75,7 +78,8 @@ class Scheduler:
         self._num_unshipped: Counter[int] = Counter()
         """Groups in flight that are not delayed and complete ones, by version."""
         self._num_complete: Counter[int] = Counter()
-        self._pins: Counter[int] = Counter()
+        self._pins: Counter[tuple[int, str]] = Counter()
+        """By version and who has pinned it."""
         self._num_started = num_started
         self.blocks: Counter[str] = Counter()
         """How many block the start of groups now, by reason."""
@@ -134,13 +138,14 @@ class Scheduler:
             self._notify()
 
     @contextmanager
-    def pin(self, version: int) -> Iterator[None]:
-        """Within it servers keep `version`, and stay awake."""
-        self._pins[version] += 1
+    def pin(self, version: int, *, by: str) -> Iterator[None]:
+        """Within it servers keep `version`, and stay awake. `by`: who needs it, for people."""
+        self._pins[version, by] += 1
         try:
             yield
         finally:
-            self._pins[version] -= 1
+            self._pins[version, by] -= 1
+            self._pins = +self._pins
             self._notify()
 
     @contextmanager
@@ -227,7 +232,7 @@ class Scheduler:
     @property
     def servers_wanted(self) -> bool:
         """An evaluation is due or goes on, or somebody blocks the start of groups: servers stay awake."""
-        return self.blocked or any(self._pins.values())
+        return self.blocked or bool(self._pins)
 
     @property
     def num_in_flight(self) -> int:
@@ -237,16 +242,20 @@ class Scheduler:
     @property
     def drained(self) -> bool:
         """Nothing in flight, or what is goes on under any version; and nobody outside needs one."""
-        return (self._follows or not self.num_in_flight) and not any(self._pins.values())
+        return (self._follows or not self.num_in_flight) and not self._pins
 
-    def needed_versions(self) -> set[int]:
-        """Returns the versions that servers must keep: the newest, and those that something in flight began with and
-        does not leave."""
-        pinned = {version for version, count in self._pins.items() if count > 0}
-        newest = set() if self.live is None else {self.live}
-        if self._follows:
-            return newest | pinned
-        return newest | pinned | {version for group, version in self._in_flight.items() if group not in self._delayed}
+    def pinned(self) -> dict[int, dict[str, int]]:
+        """Returns the versions that servers must keep, and who needs each how many times: the newest for what starts
+        next, those that groups in flight began with and do not leave, and those that somebody has pinned."""
+        needs = Counter(self._pins)
+        if self.live is not None:
+            needs[self.live, NEWEST] += 1
+        if not self._follows:
+            needs.update((version, GROUPS) for group, version in self._in_flight.items() if group not in self._delayed)
+        by_version: dict[int, dict[str, int]] = {}
+        for (version, by), num in sorted(needs.items()):
+            by_version.setdefault(version, {})[by] = num
+        return by_version
 
 
 def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:

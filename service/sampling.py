@@ -5,6 +5,7 @@ as the trainer does. A version that the server does not have any more is loaded 
 """
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -19,7 +20,16 @@ from grpo.service.training import ALPHA
 from grpo.trainer.model import Policy
 from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
-from grpo.transport.http import Generated, GenerateRequest, LoadRequest, Scored, ScoreRequest
+from grpo.transport.http import (
+    NO_SLOTS,
+    Generated,
+    GenerateRequest,
+    LoadRequest,
+    Scored,
+    ScoreRequest,
+    ServerInfo,
+    UnloadRequest,
+)
 from grpo.transport.records import PolicySpec
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher
@@ -68,6 +78,9 @@ class Sampling:
         self._loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(MAX_RUNNING)
         self._loading: dict[int, asyncio.Task[None]] = {}
+        self._uses = itertools.count(1)
+        self._used: dict[int, int] = {}
+        """By version, the number of its newest use."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -116,10 +129,17 @@ class Sampling:
         await asyncio.shield(loading)
 
     async def _load_now(self, version: int) -> None:
+        """Has the server load a version; where it has no slot, in place of the one that was used longest ago."""
         request = LoadRequest(run_id=self._run.run_id, version=version)
-        answer = await self._http.post("/policy/load", content=request.to_json())
-        if answer.status_code != 200:
-            raise RuntimeError(f"the server refuses version {version}: {answer.text[:500]}")
+        while (answer := await self._http.post("/policy/load", content=request.to_json())).status_code != 200:
+            if answer.status_code != 409 or answer.json()["error"]["type"] != NO_SLOTS:
+                raise RuntimeError(f"the server refuses version {version}: {answer.text[:500]}")
+            info = ServerInfo.from_json((await self._http.get("/policy/info")).content)
+            if not info.live:
+                raise RuntimeError(f"the server has no slot for version {version}: {answer.text[:500]}")
+            oldest = min(info.live, key=lambda one: self._used.get(one, 0))
+            await self._http.post("/policy/unload", content=UnloadRequest(version=oldest).to_json())
+        self._used[version] = next(self._uses)
 
     def open(self, sampler: str, tenant: str, path: str | None) -> None:
         """Adds a sampling session of a snapshot, or of the base model for None. Raises `Refused`."""
@@ -231,6 +251,8 @@ class Sampling:
     async def _post(self, route: str, request: Any, answer_type: Any, version: int | None) -> Any:
         """Returns the server's answer; a version that it does not have is loaded first. Raises `Refused` for what the
         server does not take."""
+        if version is not None:
+            self._used[version] = next(self._uses)
         for attempt in range(3):
             answer = await self._http.post(route, content=request.to_json())
             if answer.status_code == 200:

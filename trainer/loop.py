@@ -86,6 +86,8 @@ class Trainer:
         self._must_end = False
         self._metrics: dict[str, float] | None = None
         """Metrics of the last step; None before the first."""
+        self._without_gradient: frozenset[str] = frozenset()
+        """Parameters that were warned of because they had no gradient."""
         self._witness = torch.zeros(2, WITNESS_SIZE, dtype=torch.float64)
         """[2, 64] the newest step's, summed over its optimizer steps."""
         self._receipt: Receipt | None = None
@@ -254,6 +256,7 @@ class Trainer:
         untouched, states, first, now = True, list[dict[str, State]](), dict[str, State](), Found()
         shares = self._shares(parts, found)
         self._witness.zero_()
+        idle: frozenset[str] | None = None
         for epoch in range(self._settings.ppo_epochs):
             states = []
             for index, part in enumerate(parts):
@@ -269,12 +272,28 @@ class Trainer:
                             shares = self._shares(parts, found)
                             state = self._accumulated(step, without(part, now.dropped), shares[index])
                     states.append(self._optimizer_step(state, rate))
+                    now_idle = self._optimizer.without_gradient
+                    idle = now_idle if idle is None else idle & now_idle
                 except NonFiniteError as error:
                     raise self._refused(step, error, untouched=untouched) from error
                 if untouched:
                     first = {key: state for key, state in states[0].items() if key.startswith("policy/mismatch_")}
                 untouched = False
+        self._warn_of_idle(step, idle or frozenset())
         return numbers_of(reduced(states) | first), now
+
+    def _warn_of_idle(self, step: int, names: frozenset[str]) -> None:
+        """Warns once of each parameter that has no gradient while others of its kind do."""
+        new = sorted(names - self._without_gradient)
+        self._without_gradient |= names
+        if new and self._ranks.is_main:
+            log.warning(
+                "the gradient of %d trained matrices was exactly zero in step %d, and that of their siblings was not: "
+                "%s; they are not in the model's computation, or frozen",
+                len(new),
+                step,
+                ", ".join(new[:4]) + (", …" if len(new) > 4 else ""),
+            )
 
     def _shares(self, parts: Sequence[Sequence[MicroBatch]], found: Found) -> list[Shares]:
         """Returns the shares of the batch's optimizer steps in its witness, without what `found` drops. Collective."""

@@ -199,24 +199,14 @@ class Objective:
         if not self._settings.trains_policy:
             return [], 1.0
         _, silent, weight, skipped = by_signal(batches, self._settings)
-        self._witness_skipped(skipped, counts)
+        for batch in skipped:
+            self._witness.add_silent(batch, counts, self._settings)
         passes = self._passes_over(silent, counts)
         number = self._ranks.all_reduce_max(len(passes))
         metrics = [one()[1] for one in passes]
         for _ in range(number - len(passes)):
             self._dummy_logprobs()
         return metrics, weight
-
-    def _witness_skipped(self, batches: Sequence[MicroBatch], counts: StepCounts) -> None:
-        """Adds the presence of samples that need no pass, because all their coefficients are 0: they are of the batch,
-        and count among those that the loss is divided by."""
-        for batch in batches:
-            packed, inputs = packed_tokens(batch, self._device), policy_inputs(batch, self._device)
-            none = torch.zeros(len(packed.targets), device=self._device)
-            tokens = PolicyTokens(logprobs=none, entropies=none, **inputs)
-            weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
-            of_samples = to_device(signs(batch.rollout_ids), self._device)
-            self._witness.add(packed, tokens.sample_ids, of_samples, weights, torch.zeros_like(weights))
 
     def _policy_loss(
         self,

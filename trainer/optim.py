@@ -38,6 +38,9 @@ class Optimizer:
         self._parameters, self._ranks, self._max_grad_norm = dict(parameters), ranks, settings.max_grad_norm
         self._optimizers: dict[str, tuple[Any, dict[str, torch.nn.Parameter]]] = {}
         """Each kind's optimizer, and the parameters that it steps by name."""
+        self.without_gradient: frozenset[str] = frozenset()
+        """Parameters whose gradient in the newest step was exactly zero, while that of one of the same kind was not:
+        the same matrix of an adapter at another layer or module, or the same tensor of another layer."""
         kind, decay, betas = settings.optimizer, settings.weight_decay, (settings.adam_beta1, settings.adam_beta2)
         adam: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": settings.adam_epsilon, "weight_decay": decay}
         if kind in ("adamw_8bit", "adamw_8bit_paged"):
@@ -60,9 +63,17 @@ class Optimizer:
         Raises `NonFiniteError` on all ranks, before anything is changed, if the norm is not finite.
         """
         parameters = list(self._parameters.values())
-        norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        if not math.isfinite(value := float(norm)):
-            raise NonFiniteError(f"the gradient's norm is {value}")
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        norms = full_tensor(torch.stack(torch._foreach_norm(list(gradients.values())))) if gradients else torch.zeros(1)
+        norm = torch.linalg.vector_norm(norms)
+        each: list[float] = norms.tolist()
+        value = float(norm)
+        if not math.isfinite(value):
+            wrong = [name for name, one in zip(gradients, each, strict=False) if not math.isfinite(one)]
+            named = f", of {', '.join(wrong[:3])}" if 0 < len(wrong) < len(each) else ""
+            more = f" and {len(wrong) - 3} more" if named and len(wrong) > 3 else ""
+            raise NonFiniteError(f"the gradient's norm is {value}{named}{more}")
+        self.without_gradient = _without(dict(zip(gradients, each, strict=False)))
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         for optimizer, held in self._optimizers.values():
             for name, parameter in held.items():
@@ -128,6 +139,23 @@ class Optimizer:
         others = f"{_EIGHT_BIT}/", f"{_EIGHT_BIT}/rank_{self._ranks.rank}/"
         own = {key: n for key, n in tensors.items() if not key.startswith(others[0]) or key.startswith(others[1])}
         return sum(int(number) for key, number in own.items() if key.endswith("/step"))
+
+
+def _without(norms: Mapping[str, float]) -> frozenset[str]:
+    """Returns the names of norm 0 that have one of their kind with another norm."""
+    if 0.0 not in norms.values():
+        return frozenset()
+    alive = {_kind(name) for name, norm in norms.items() if norm}
+    return frozenset(name for name, norm in norms.items() if not norm and _kind(name) in alive)
+
+
+def _kind(name: str) -> str:
+    """Returns what a parameter has in common with its siblings. Examples: `lora_B.default` of
+    `layers.3.mlp.up_proj.lora_B.default.weight`, `layers.norm.weight` of `layers.3.norm.weight`."""
+    parts = name.split(".")
+    if "lora_" in name:
+        return ".".join(parts[-3:-1])
+    return ".".join(part for part in parts if not part.isdecimal())
 
 
 def _placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,15 @@ tokens and advantages, are in them (docs/proofs.md)."""
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from grpo.configs.loss import LossSettings
 from grpo.trainer.batch import StepCounts, counts_of
 from grpo.trainer.distributed import Ranks
-from grpo.trainer.packing import PackedTokens
+from grpo.trainer.packing import PackedTokens, to_device
 from grpo.transport.receipts import WITNESS_SIZE, Witness
 from grpo.transport.records import MicroBatch
-from grpo.transport.witness import token_values
+from grpo.transport.witness import signs, token_values
 
 
 class GradientWitness(torch.nn.Module):
@@ -66,6 +67,17 @@ class Witnessing:
         tokens = torch.stack([weights, values * token_values(packed.targets, ids, places, adapters)])
         sums = tokens.new_zeros(2, len(of_samples)).index_add_(1, sample_ids, tokens)
         self._sums = self._sums + sums @ of_samples
+
+    def add_silent(self, batch: MicroBatch, counts: StepCounts, settings: LossSettings) -> None:
+        """Adds samples that teach nothing and are not computed: their weights, without content, because all their
+        advantages are 0."""
+        num_tokens = np.add.reduceat(batch.loss_mask.astype(np.float64), batch.starts)
+        weights = num_tokens / counts.loss_tokens
+        if settings.normaliser != "token":
+            per_sample = settings.constant_tokens if settings.normaliser == "constant" else num_tokens
+            weights = num_tokens / (counts.samples * per_sample)
+        sums = self.shares.policy * weights @ signs(batch.rollout_ids)
+        self._sums = self._sums + to_device(np.stack([sums, np.zeros_like(sums)]), self._none.device)
 
     def take(self) -> torch.Tensor:
         """Returns [2, 64] f32 what was added since the last call."""

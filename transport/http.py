@@ -10,6 +10,8 @@ MAX_TEMPERATURE = 100
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently; 0 is greedy."""
+NO_SLOTS = "slots"
+"""Type of the error where versions that are live hold too many of the server's slots for one more."""
 OTHER_SNAPSHOT = "other_snapshot"
 """Type of the error where a version is published with other files than the request names."""
 
@@ -199,7 +201,9 @@ class ServerInfo(Record, frozen=True, kw_only=True):
     live: dict[int, str] = msgspec.field(default_factory=dict)
     """Versions of that run that it serves, with their snapshots' digests."""
     in_flight: dict[int, int] = msgspec.field(default_factory=dict)
-    """Requests that run now, by version."""
+    """Requests that run now, by version; those of versions that take no new ones included."""
+    num_slots: int | None = None
+    """Adapters that it holds at once; None where it serves one version alone."""
     load: ServerLoad | None = None
     """How much it has to do; None where it does not say."""
     asleep: bool | None = None

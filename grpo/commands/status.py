@@ -117,6 +117,8 @@ class RunStatus:
     """Newest policy version that the trainer has published."""
     live: int | None
     """Newest policy version that the servers serve."""
+    held: Mapping[int, str]
+    """Versions that servers hold, when the newest became live: the snapshot's digest, and who needs it."""
     max_steps: int | None
     checkpoint: int | None
     """Newest step with a checkpoint."""
@@ -128,8 +130,14 @@ class RunStatus:
     """The warnings of the programs, each kind once."""
 
 
+class _Held(msgspec.Struct):
+    snapshot: str | None
+    pins: dict[str, int]
+
+
 class _InUse(msgspec.Struct):
     newest: int
+    versions: dict[int, _Held]
 
 
 def run_status(folder: Path, *, count: bool = True) -> RunStatus:
@@ -151,12 +159,18 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
         shipped=max([*steps_in(folder / "batches"), *trained], default=None),
         published=max(steps_in(folder / "broadcasts"), default=None),
         live=max([*([in_use.newest] if in_use else []), *steps], default=None),
+        held={} if in_use is None else {version: _needed(one) for version, one in sorted(in_use.versions.items())},
         max_steps=orch_settings(run).get("max_steps"),
         checkpoint=max(steps_in(folder / "checkpoints", part=TRAINER), default=None),
         rewards={step: steps[step][REWARD] for step in sorted(steps)[-NUM_REWARDS:]},
         rollouts=counts,
         warnings=tuple(run_warnings(folder)),
     )
+
+
+def _needed(held: _Held) -> str:
+    by = ", ".join(name if num == 1 else f"{num} {name}" for name, num in held.pins.items())
+    return f"{held.snapshot or 'no digest'}, pinned by {by}"
 
 
 def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Iterator[ProcessStatus]:
@@ -306,6 +320,7 @@ def text(status: RunStatus) -> str:
         "step shipped": "none" if status.shipped is None else f"{status.shipped}{of}",
         "version published": _shown(status.published),
         "version live": _shown(status.live),
+        **{f"version {version} held": text for version, text in status.held.items()},
         "checkpoint": _shown(status.checkpoint),
         "rewards": "  ".join(f"{step}: {reward:.3f}" for step, reward in status.rewards.items()) or "none yet",
         "rollouts": "not counted"

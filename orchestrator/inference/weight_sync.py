@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,10 +13,13 @@ from typing import TypeVar
 from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, ServersAway, Unreachable
 from grpo.transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 from grpo.transport.records import Tolerance
+from grpo.transport.weights.store import HeldVersion
 
 log = logging.getLogger(__name__)
 
 A = TypeVar("A")
+REQUESTS = "requests in flight"
+"""Who needs a version that nobody has pinned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,8 @@ class WeightSync:
         """Digests of the versions in use, and of the one that is being loaded; None until the first server says it."""
         self.noisy: set[int] = set()
         """Those of them that have noise."""
-        self._draining: set[int] = set()
+        self._draining: dict[int, str | None] = {}
+        """Digests of versions that nobody needs any more, and whose last requests run."""
         self._proved: defaultdict[str, dict[int, LoadReport]] = defaultdict(dict)
 
     @property
@@ -135,21 +139,32 @@ class WeightSync:
 
     # --- old versions ---
 
-    async def keep_only(self, needed: set[int]) -> frozenset[int]:
-        """Unloads the versions that nothing needs any more. Returns those that servers hold: the needed ones, and
-        those whose last requests have not ended, which a server may have to read from disk again."""
-        unneeded = sorted(self.snapshots.keys() - needed)
+    def has_slots(self, versions: Collection[int], *, noisy: bool) -> bool:
+        """Whether each server can hold all of these at once."""
+        num_adapters = len(versions) * max(1, len(self._adapters)) * (2 if noisy else 1)
+        return all(info.num_slots is None or num_adapters <= info.num_slots for info in self.infos.values())
+
+    async def keep_only(self, pinned: Mapping[int, Mapping[str, int]]) -> dict[int, HeldVersion]:
+        """Unloads the versions that nobody has pinned. Returns those that servers hold: the pinned ones, and those
+        whose last requests have not ended, which a server may have to read from disk again."""
+        unneeded = sorted(self.snapshots.keys() - pinned.keys())
+        digests = dict(self.snapshots) | self._draining
         for version in unneeded:
             del self.snapshots[version]
-        self.noisy &= needed
+        self.noisy &= pinned.keys()
         self.pool.versions = frozenset(self.snapshots)
-        self._draining |= set(unneeded)
+        self._draining |= {version: digests[version] for version in unneeded}
         for version in unneeded:
             await self._on_each(self.pool.routed, lambda server, version=version: self._unload_on(server, version))  # type: ignore[misc]
         if self._draining:
             infos = await self._on_each(self.pool.routed, self.client.info)
-            self._draining &= {version for info in infos for version, num in info.in_flight.items() if num > 0}
-        return self.pool.versions | self._draining
+            running = sum((Counter(info.in_flight) for info in infos), Counter[int]())
+            self._draining = {version: digest for version, digest in self._draining.items() if running[version]}
+            pinned = {version: {REQUESTS: running[version]} for version in self._draining} | dict(pinned)
+        held = self.pool.versions | self._draining.keys()
+        return {
+            version: HeldVersion(snapshot=digests.get(version), pins=dict(pinned[version])) for version in sorted(held)
+        }
 
     async def adopt(self, version: int) -> None:
         """Has the servers unload what an earlier orchestrator of this run had them load, but for `version`."""
@@ -223,11 +238,11 @@ class WeightSync:
         self._proved[server] = {}
         others = set(info.live) if wanted and info.run_id == self.run_id else set[int]()
         while True:  # versions come into use and go out of it meanwhile
-            if missing := [version for version in wanted if not self._has_proved(server, version)]:
-                await self._load_on(server, min(missing))
-            elif left := (others | self._proved[server].keys()) - wanted.keys():
+            if left := (others | self._proved[server].keys()) - wanted.keys():
                 await self._unload_on(server, min(left))
                 others.discard(min(left))
+            elif missing := [version for version in wanted if not self._has_proved(server, version)]:
+                await self._load_on(server, min(missing))
             else:
                 break
         self.pool.readmit(server)

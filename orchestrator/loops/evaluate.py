@@ -61,7 +61,7 @@ class Evaluating:
                 )
             return
         until_evaluated = ExitStack()
-        until_evaluated.enter_context(scheduler.pin(version))
+        until_evaluated.enter_context(scheduler.pin(version, by=EVALUATION))
         if self.settings.eval.cancel_inflight_rollouts_on_eval:
             until_evaluated.enter_context(scheduler.block(EVALUATION))
             if num := self.cancel_rollouts(CANCELLED):

@@ -22,7 +22,15 @@ from grpo.transport.http import OTHER_SNAPSHOT
 from grpo.transport.receipts import RECEIPT_FILE, Receipt
 from grpo.transport.records import parse_json
 from grpo.transport.status import PeerWatch
-from grpo.transport.weights.store import METRICS_FILE, NOISE_FILE, InUse, PolicyReader, PublishedPolicy, write_in_use
+from grpo.transport.weights.store import (
+    METRICS_FILE,
+    NOISE_FILE,
+    HeldVersion,
+    InUse,
+    PolicyReader,
+    PublishedPolicy,
+    write_in_use,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +78,7 @@ class Versions:
             needs_block = self._one_version or self.sleep is not None
             with self.scheduler.block(LOADING) if needs_block else nullcontext():
                 await self._make_live(policy, version, waited_s)
-                held = await self.sync.keep_only(self.scheduler.needed_versions())
+                held = await self.sync.keep_only(self.scheduler.pinned())
             await in_thread(self._say_what_is_in_use, held, version)
             version += 1
         self.evaluating.no_more_versions()
@@ -84,6 +92,7 @@ class Versions:
             check_spec(self.settings, policy.manifest.spec, self.ready.model_identity)
             await self.sync.adopt(version)
         await self._drained()
+        await self._slots_for(version, noisy=NOISE_FILE in policy.manifest.files)
         proof = await self._proved(version, noisy=NOISE_FILE in policy.manifest.files)
         self.scheduler.version_live(version)
         metrics = {} if version == 0 else {**trainer_metrics(policy), **woken}
@@ -124,8 +133,26 @@ class Versions:
         while self._one_version and not self.scheduler.drained:
             await self.scheduler.changed.wait()
 
-    def _say_what_is_in_use(self, versions: frozenset[int], newest: int) -> None:
-        """Writes down which versions servers hold, for whoever removes old ones. Where that fails, all stay."""
+    async def _slots_for(self, version: int, *, noisy: bool) -> None:
+        """Returns when servers have room for one more version, which an evaluation may keep them from. Raises
+        DeadlineError."""
+        limit_s, sync, pinned = self.settings.wait_timeout_s, self.sync, self.scheduler.pinned
+        try:
+            async with asyncio.timeout(limit_s):
+                while not sync.has_slots(pinned().keys() | {version}, noisy=noisy):
+                    await self.scheduler.changed.wait()
+        except TimeoutError:
+            needs = "; ".join(f"version {one} by {', '.join(by)}" for one, by in pinned().items())
+            raise DeadlineError(
+                f"waited wait_timeout_s = {limit_s:g} s for slots for version {version} on the servers, which hold "
+                f"{needs}; set a higher max_loras for grpo-infer"
+            ) from None
+        if not sync.has_slots(sync.snapshots.keys() | {version}, noisy=noisy):
+            await sync.keep_only(pinned())
+
+    def _say_what_is_in_use(self, versions: dict[int, HeldVersion], newest: int) -> None:
+        """Writes down which versions servers hold and for whom, for whoever removes old ones. Where that fails, all
+        stay."""
         run = self.ready.run
         try:
             write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=versions, newest=newest))

@@ -20,6 +20,7 @@ from grpo.transport.ports import free_port
 from grpo.transport.weights.store import (
     ADAPTER_FILE,
     CANARY_FILE,
+    HeldVersion,
     InUse,
     PolicyPublisher,
     PolicyReader,
@@ -39,6 +40,7 @@ NUM_RANDOM_KILLS = int(os.environ.get("TEST_KILLS", "20"))
 KEY = SharedKey("a secret of enough characters")
 NUM_VERSIONS = 14
 PINNED = frozenset({2, 3})
+HELD = HeldVersion(snapshot=None, pins={"evaluation": 1})
 
 
 class Batches:
@@ -122,7 +124,8 @@ class Versions:
             assert policy is not None
             assert policy.small_files[CANARY_FILE] == self.files(version)[CANARY_FILE]
             pinned = {number for number in PINNED if number <= version}
-            write_in_use(self._folder, InUse(run_id="run", versions=frozenset({version} | pinned), newest=version))
+            held = dict.fromkeys({version} | pinned, HELD)
+            write_in_use(self._folder, InUse(run_id="run", versions=held, newest=version))
 
     def check(self) -> None:
         """What is visible is whole, and what was said to be in use is there."""

@@ -101,7 +101,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             models[version, True] = with_norms(reference(MODEL, adapter), noise)
             publish(publisher, version, noise, models[version, True])
     arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
-    arguments |= {"norm_noise": "true", "max_loras": 3, "enable_prefix_caching": "true"}
+    arguments |= {"norm_noise": "true", "max_loras": 12, "enable_prefix_caching": "true"}
     with running(log=folder / "infer.log", **arguments) as server:
         live = Live(server=server, publisher=publisher, models=models)
         for version in range(5):

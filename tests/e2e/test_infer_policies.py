@@ -174,6 +174,7 @@ def _outlasts_its_version(live: Live, start: Sequence[int], old: int, new: int) 
         outlasts = not first.done()
         assert str(old) not in live.server.get("/policy/info").json()["live"]
         second = pool.submit(sample, new)
+    live.server.answer("/policy/unload", version=new)
     for version, asked in ((old, first), (new, second)):
         model = reference(MODEL, publisher.run.broadcasts / f"step_{version:06d}")
         for choice in asked.result():

@@ -75,13 +75,16 @@ def test_a_run_has_failed_where_a_program_has_that_it_cannot_do_without(
 def test_what_the_run_has_come_to_is_read_from_its_folders(run: Path) -> None:
     for name in ("batches/step_000007", "batches/.step_000009.tmp", "broadcasts/step_000006", "batches/received"):
         (run / name).mkdir()
-    (run / "broadcasts" / "in_use.json").write_text('{"run_id": "5f0c", "versions": [4], "newest": 5}')
+    (run / "broadcasts" / "in_use.json").write_text(
+        '{"run_id": "5f0c", "versions": {"4": {"snapshot": "d", "pins": {"evaluation": 1}}}, "newest": 5}'
+    )
     for name in ("step_000002/trainer", "step_000004/trainer"):
         (run / "checkpoints" / name).mkdir(parents=True)
     write_metrics(run, torn=True)
     write_ledger(run)
     status = run_status(run)
     assert (status.shipped, status.published, status.live, status.max_steps) == (7, 6, 5, 2)
+    assert status.held == {4: "d, pinned by evaluation"}
     assert status.checkpoint == 4
     assert status.rewards == {1: 0.5, 2: 0.3125}
     assert status.rollouts == {"trained": 7, "dropped": 3}

@@ -4,6 +4,7 @@ parser for what passes through."""
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -180,6 +181,32 @@ async def test_vllm_is_asked_for_all_that_the_request_says() -> None:
 
 
 # --- requests that follow ---------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_vllms_own_routes_count_for_their_adapter_as_long_as_they_run() -> None:
+    client, counted = FakeClient(), list[int]()
+    engine = engine_of(client)
+
+    @asynccontextmanager
+    async def using(key: int) -> AsyncIterator[None]:
+        counted.append(key)
+        yield
+        counted.remove(key)
+
+    engine.count_requests(using)
+    chat = client.generate([1], None, request_id="chat", lora_request=SimpleNamespace(lora_int_id=7))
+    answering = asyncio.ensure_future(anext(chat))
+    await client.asked.wait()
+    assert counted == [7]
+    client.running["chat"].set_result("stop")
+    assert (await answering).outputs[0].token_ids == [5, 6]
+    assert [output async for output in chat] == counted == []
+    client.asked.clear()
+    ours = asyncio.create_task(engine.generate(wanted(), ADAPTER))
+    await client.asked.wait()
+    assert counted == [], "ours are counted by the table"
+    ours.cancel()
+    await asyncio.gather(ours, return_exceptions=True)
 
 
 async def test_requests_in_flight_end_where_they_stand_when_they_are_superseded() -> None:

@@ -38,11 +38,11 @@ pytestmark = pytest.mark.timeout(60)
 class Server:
     """A table for versions of one kind, its engine, and its run."""
 
-    def __init__(self, run: RunFolder, spec: PolicySpec = ADAPTER) -> None:
+    def __init__(self, run: RunFolder, spec: PolicySpec = ADAPTER, *, num_slots: int = 10) -> None:
         self.run, self.spec, self.engine = run, spec, FakeEngine()
         max_rank = BASE.max_rank if spec.kind == "adapter" else None
         base = replace(BASE, max_rank=max_rank, noisy_norms=NORMS if spec.norm_noise else BASE.noisy_norms)
-        self.table = table_of(self.engine, run, base)
+        self.table = table_of(self.engine, run, base, num_slots=num_slots)
         self.using = self.table.using
 
     def publish(self, *versions: int, **options: Any) -> Path:
@@ -191,6 +191,55 @@ class Copies:
 
     def keep_only(self, versions: Collection[int]) -> None:
         self.kept = set(versions)
+
+
+async def test_more_adapters_than_slots_wait_for_requests_that_end_or_are_refused_by_name(run: RunFolder) -> None:
+    server = Server(run, SEVERAL, num_slots=4)
+    engine, table = server.engine, server.table
+    server.publish(1, 2, 3)
+    await server.load(1, 2)
+    with pytest.raises(PolicyRefused, match=r"version 3 has 2 adapters, and of max_loras = 4 .* at least 6") as refused:
+        await server.load(3)
+    assert refused.value.reason == "slots"
+    first, second = ([*engine.adapters][place] for place in (0, 2))
+    async with table.using_key(second), table.using_key(first):
+        async with server.using(1):
+            await table.unload(1)
+            loading = asyncio.create_task(server.load(3))
+            while "version 1 (2 slots, 2 requests in flight)" not in table._waits_for:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.001)
+            assert len(engine.adapters) == 4
+        assert not loading.done()
+    await loading
+    assert [*table.live] == [2, 3]
+    assert {adapter.name for adapter in engine.adapters.values()} == {
+        f"policy-v{version}{name}" for version in (2, 3) for name in ("", "-proposer")
+    }
+    with pytest.raises(ValueError, match="not served any more"):
+        table.using_key(first)
+
+
+async def test_who_waits_for_a_slot_in_vain_is_told_who_holds_it(run: RunFolder) -> None:
+    server = Server(run, num_slots=2)
+    server.table.timeout_s = 0.1
+    server.publish(1, 2, 3)
+    await server.load(1, 2)
+    async with server.using(1):
+        await server.table.unload(1)
+        with pytest.raises(
+            DeadlineError, match=r"max_loras = 2 slots, held by version 1 \(1 slot, 1 requests in flight\)"
+        ):
+            await server.load(3)
+    await server.load(3)
+
+
+async def test_a_version_that_is_published_again_takes_its_own_slot_where_there_is_no_other(run: RunFolder) -> None:
+    server = Server(run, num_slots=2)
+    server.publish(1, 2)
+    await server.load(1, 2)
+    server.publish(2, value=0.2)
+    await server.load(2)
+    assert [adapter.name for adapter in server.engine.adapters.values()] == ["policy-v1", "policy-v2"]
 
 
 async def test_fetched_copies_stay_as_long_as_their_version_is_live_or_serves_a_request(server: Server) -> None:

@@ -143,8 +143,11 @@ class FakeEngine:
         return ServerLoad(num_running=3, num_waiting=2, kv_use=0.5)
 
 
-def table_of(engine: Any, run: RunFolder, base: BaseModel = BASE, *, fetched: Any = None) -> VersionTable:
-    return VersionTable(engine, base, output_dir=run.path, tolerance=None, timeout_s=60.0, fetched=fetched)
+def table_of(
+    engine: Any, run: RunFolder, base: BaseModel = BASE, *, fetched: Any = None, num_slots: int = 10
+) -> VersionTable:
+    options = {"tolerance": None, "timeout_s": 60.0, "num_slots": num_slots}
+    return VersionTable(engine, base, output_dir=run.path, fetched=fetched, **options)
 
 
 def canary_of(version: int, *, below: float | None = None, noisy: bool = False, **changes: Any) -> Canary:

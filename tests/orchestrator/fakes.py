@@ -249,6 +249,10 @@ class FakeTrainer(threading.Thread):
         self.ended_after: int | None = None
         self._over = threading.Event()
 
+    def receipt(self, step: int) -> dict[str, bytes]:
+        """Files that say what the step's gradients had; this trainer says nothing."""
+        return {}
+
     def end(self) -> None:
         """Ends with the batches that are there; for a run that may have failed."""
         self._over.set()
@@ -289,7 +293,7 @@ class FakeTrainer(threading.Thread):
             time.sleep(self._step_s)
             metrics = {"loss/policy": 0.5, "time/train_s": 0.25, "perf/train_tokens": 100.0}
             metrics["policy/mismatch_max_lag0"] = 1e-6 * step
-            files = {"canary.json": b"{}", METRICS_FILE: json.dumps(metrics).encode()}
+            files = {"canary.json": b"{}", METRICS_FILE: json.dumps(metrics).encode()} | self.receipt(step)
             publisher.publish(version=step, spec=self.spec, files=files)
 
 

@@ -14,12 +14,15 @@ from grpo.configs.errors import SettingsError
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.checks import Mismatch
 from grpo.orchestrator.inference.client import ServerError, ServersAway
+from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.monitoring.timeline import read_timeline
 from grpo.orchestrator.run import orchestrate
+from grpo.orchestrator.witness import differs
 from grpo.orchestrator.workers.failures import EnvironmentFailed
 from grpo.transport.batches.filesystem import BatchReceiver
-from grpo.transport.errors import DeadlineError
+from grpo.transport.errors import DeadlineError, ProofFailed
 from grpo.transport.importing import FunctionFailed
+from grpo.transport.receipts import RECEIPT_FILE, Receipt, Witness
 from grpo.transport.run import create_run, join_run, only_one
 from grpo.transport.status import read_status
 from grpo.transport.weights.store import METRICS_FILE, PolicyPublisher
@@ -171,6 +174,46 @@ async def test_summary_metrics_and_ledger_tell_the_same_story_and_evaluations_ar
     # Three batches of four groups, and five held-out examples before and after.
     kinds = Counter((request["temperature"] == 0, request["noisy"]) for request in server.requests)
     assert kinds == {(False, True): 12, (True, False): 10}
+
+
+class TrainsNothing(FakeTrainer):
+    """Its gradients have none of the samples of step 2, and just those of the other steps."""
+
+    def receipt(self, step: int) -> dict[str, bytes]:
+        with open_ledger(self.run_folder.path) as ledger:
+            witness, _ = ledger.receipts()[step]
+        assert witness is not None
+        factor = float(step != 2)
+        found = Witness(
+            presence=tuple(factor * one for one in witness.presence),
+            content=tuple(factor * one for one in witness.content),
+        )
+        return {RECEIPT_FILE: Receipt(step=step, num_tokens=1, witness=found).to_json()}
+
+
+async def test_gradients_without_their_samples_stop_the_run_or_are_told(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stops, warns = tmp_path / "stops", tmp_path / "warns"
+    stops.mkdir()
+    warns.mkdir()
+    says = "the gradients of step 2 are not those of batch 2's samples: the whole batch: missing"
+    with pytest.raises(ProofFailed, match=says):
+        await run(stops, server, trainer=TrainsNothing(stops))
+    with open_ledger(stops) as ledger:
+        assert ledger.findings() == {2: "the whole batch: missing"}
+    assert max(load["version"] for load in server.loads) == 1
+    going_on = {"proofs": {"on_failure": "warn"}}
+    await run(warns, server, trainer=TrainsNothing(warns, settings=going_on), **going_on)
+    assert [one.getMessage().startswith(says) for one in caplog.records if "gradients" in one.getMessage()] == [True]
+    with open_ledger(warns) as ledger:
+        assert ledger.findings() == {2: "the whole batch: missing"}
+        receipts = ledger.receipts()
+    for step, (expected, receipt) in receipts.items():
+        assert expected is not None
+        assert receipt is not None
+        assert receipt.witness is not None
+        assert differs(expected, receipt.witness) == (step == 2)
 
 
 async def test_a_run_that_cannot_learn_says_so(

@@ -36,7 +36,7 @@ def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
         machine.version_live(version)
         groups = start_all(machine)
         assert len(groups) == 2
-        assert machine.needed_versions() == {version}
+        assert machine.pinned().keys() == {version}
         assert machine.ship() is None
         for group in groups:
             machine.completed(group)
@@ -55,13 +55,27 @@ def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
             machine.completed(group)
         ship(machine)
         assert machine.drained == follows
-        with machine.pin(0):
+        with machine.pin(0, by="a test"):
             assert not machine.drained, "an evaluation does not follow"
             assert machine.servers_wanted
             machine.version_live(1)
-            assert machine.needed_versions() == {0, 1}
-        assert machine.needed_versions() == ({1} if follows else {0, 1})
+            assert machine.pinned().keys() == {0, 1}
+        assert machine.pinned().keys() == ({1} if follows else {0, 1})
         assert not machine.servers_wanted
+
+
+def test_each_pinned_version_tells_who_needs_it() -> None:
+    machine = scheduler(groups=2, level=1)
+    machine.version_live(0)
+    groups = start_all(machine)
+    for group in groups[:2]:
+        machine.completed(group)
+    ship(machine)
+    machine.version_live(1)
+    with machine.pin(0, by="evaluation"), machine.pin(0, by="evaluation"), machine.pin(1, by="a tenant"):
+        running = {"groups in flight": machine.num_in_flight}
+        assert machine.pinned() == {0: {"evaluation": 2} | running, 1: {"a tenant": 1, "newest": 1}}
+    assert machine.pinned() == {0: running, 1: {"newest": 1}}
 
 
 def test_nothing_starts_while_anybody_blocks_it() -> None:
@@ -87,7 +101,7 @@ def test_a_delayed_group_holds_neither_slot_nor_version_and_ships_only_where_it_
     machine.completed(other)
     ship(machine)
     machine.version_live(1)
-    assert machine.needed_versions() == {1}
+    assert machine.pinned() == {1: {"newest": 1}}
     assert machine.completed(late), "batch 2 may have a group of version 0"
     assert [*ship(machine).versions] == [late]
     machine.version_live(2)

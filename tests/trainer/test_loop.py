@@ -215,3 +215,17 @@ def test_a_step_that_changes_nothing_although_it_has_a_gradient_is_told(
     batch = on_policy(tiny_batch((6, 9)), bench.policy)
     bench.train(batch, replace(batch, advantages=np.zeros_like(batch.advantages)))
     assert [record.args[0] for record in caplog.records if "changed nothing" in record.message] == [1]
+
+
+def test_a_matrix_that_alone_has_no_gradient_is_told_by_name_once(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=3)
+    batch = on_policy(tiny_batch((6, 9, 4)), bench.policy)
+    [frozen] = [one for name, one in bench.policy.named_parameters.items() if "1.mlp.up_proj.lora_B" in name]
+    frozen.register_hook(torch.zeros_like)
+    bench.train(batch, batch, batch)
+    told = [record.getMessage() for record in caplog.records if "exactly zero" in record.getMessage()]
+    # Its B stays zero, so from the second step on its A has no gradient either. Each is told once.
+    assert ["1.mlp.up_proj.lora_B" in message for message in told] == [True, False]
+    assert ["1.mlp.up_proj.lora_A" in message for message in told] == [False, True]

@@ -16,6 +16,7 @@ from grpo.transport.weights.store import (
     CANARY_FILE,
     IN_USE_FILE,
     METRICS_FILE,
+    HeldVersion,
     InUse,
     PolicyPublisher,
     PolicyReader,
@@ -29,6 +30,7 @@ from msgspec.structs import replace
 from tests.transport.samples import SPEC, damage
 
 FULL = replace(SPEC, kind="full", rank=0, alpha=0, target_modules=())
+HELD = HeldVersion(snapshot=None, pins={"evaluation": 1})
 
 
 def files(version: int) -> dict[str, bytes]:
@@ -92,11 +94,11 @@ def test_only_what_nobody_needs_is_removed_and_nothing_without_word_of_that(tmp_
     publish(tmp_path, *range(9))
     (tmp_path / IN_USE_FILE).write_bytes(b'{"run_id": "run", "versions": 3, "newest": 1}')  # damaged
     publish(tmp_path, 9)
-    write_in_use(tmp_path, InUse(run_id="other", versions=frozenset(), newest=7))
+    write_in_use(tmp_path, InUse(run_id="other", versions={}, newest=7))
     publish(tmp_path, 10)
     assert present(tmp_path) == list(range(11))
-    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset({3, 7}), newest=7))
-    assert read_in_use(tmp_path, run_id="run") == InUse(run_id="run", versions=frozenset({3, 7}), newest=7)
+    write_in_use(tmp_path, InUse(run_id="run", versions=dict.fromkeys((3, 7), HELD), newest=7))
+    assert read_in_use(tmp_path, run_id="run") == InUse(run_id="run", versions=dict.fromkeys((3, 7), HELD), newest=7)
     publish(tmp_path, 11)
     assert present(tmp_path) == [3, 7, 8, 9, 10, 11]
 
@@ -120,7 +122,7 @@ def test_a_version_of_several_adapters_is_published_checked_and_removed_whole(tm
     damage(step_folder(tmp_path, 0) / "adapters/proposer" / ADAPTER_FILE, "flip")
     with pytest.raises(CorruptError, match="adapters/proposer"):
         verify_policy(step_folder(tmp_path, 0), run_id="run", version=0)
-    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset({3}), newest=3))
+    write_in_use(tmp_path, InUse(run_id="run", versions={3: HELD}, newest=3))
     publish(tmp_path, 1, 2, 3)
     assert present(tmp_path) == [2, 3]
 
@@ -129,7 +131,7 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(tmp_path, *range(4))
-    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset(), newest=3))
+    write_in_use(tmp_path, InUse(run_id="run", versions={}, newest=3))
 
     def forbidden(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))

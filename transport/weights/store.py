@@ -106,11 +106,20 @@ def snapshot_of(manifest: PolicyManifest) -> str:
     return digest_of(msgspec.json.encode((manifest.spec, files), order="sorted"))
 
 
+class HeldVersion(Record, frozen=True, kw_only=True):
+    """A version that must stay. Example: ``HeldVersion(snapshot="xxh3_128:…", pins={"evaluation": 1})``"""
+
+    snapshot: str | None
+    """The digest under which servers have proved it; None where none has."""
+    pins: dict[str, int]
+    """How many times who needs it."""
+
+
 class InUse(Record, frozen=True, kw_only=True):
-    """The versions that must stay. Example: ``InUse(run_id="5f0c", versions=frozenset({3, 7, 8}), newest=8)``"""
+    """The versions that must stay. Example: ``InUse(run_id="5f0c", versions={7: …, 8: …}, newest=8)``"""
 
     run_id: str
-    versions: frozenset[Natural]
+    versions: dict[Natural, HeldVersion]
     """Versions that somebody uses."""
     newest: Natural
     """The newest version that is live; it and all later ones are in use."""

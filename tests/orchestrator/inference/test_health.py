@@ -42,7 +42,7 @@ async def test_a_server_that_falls_silent_holds_up_no_version_of_the_others() ->
     silent, sound = Silent(), FakeServer()
     async with watched(silent, sound, silence_s=2.0) as (client, sync, _), asyncio.timeout(60):
         await sync.load(0)
-        for change in (lambda: sync.load(1), lambda: sync.keep_only({1})):
+        for change in (lambda: sync.load(1), lambda: sync.keep_only({1: {"newest": 1}})):
             silent.speaks.clear()
             await change()
             assert list(client.pool.out) == [client.pool.servers[0]]

@@ -11,12 +11,14 @@ import pytest
 from aiohttp import web
 from grpo.orchestrator.inference.client import RequestRefused, ServerError
 from grpo.orchestrator.inference.weight_sync import check_proof
+from grpo.transport.errors import DeadlineError
 from grpo.transport.http import LoadReport, ServerInfo
-from grpo.transport.weights.store import InUse, read_in_use
+from grpo.transport.weights.store import read_in_use
 
+from grpo.commands.status import run_status, text
 from tests.orchestrator.fakes import OF_BASE, FakeServer, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
-from tests.orchestrator.running import run
+from tests.orchestrator.running import rows_of, run
 
 
 async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:
@@ -69,7 +71,7 @@ async def test_an_old_version_that_one_of_several_servers_cannot_give_up_costs_t
         for version in (0, 1):
             await sync.load(version)
         faulty.fault = 200, '{"vers'
-        assert await sync.keep_only({1}) == {1}
+        assert (await sync.keep_only({1: {"newest": 1}})).keys() == {1}
         assert list(client.pool.out) == [client.pool.servers[1]]
         faulty.fault = None
         await until(lambda: not client.pool.out)
@@ -82,10 +84,10 @@ async def test_the_only_servers_fault_is_an_error_and_so_is_a_request_that_is_re
         await sync.load(0)
         faulty.fault = 500, "out of order"
         with pytest.raises(ServerError, match="500"):
-            await sync.keep_only(set())
+            await sync.keep_only({})
         faulty.fault = 409, '{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
         with pytest.raises(RequestRefused):
-            await sync.keep_only(set())
+            await sync.keep_only({})
         faulty.fault, faulty.refuse_version = None, 1
         with pytest.raises(RequestRefused):
             await sync.load(1)
@@ -128,9 +130,10 @@ async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> 
         for version in (0, 1, 2):
             await sync.load(version)
         other.in_flight = {0: 2, 1: 0}
-        assert await sync.keep_only({2}) == {0, 2}
+        held = await sync.keep_only({2: {"newest": 1}})
+        assert {version: one.pins for version, one in held.items()} == {0: {"requests in flight": 2}, 2: {"newest": 1}}
         other.in_flight = {}
-        assert await sync.keep_only({2}) == {2}
+        assert (await sync.keep_only({2: {"newest": 1}})).keys() == {2}
         assert (one.unloads, other.unloads) == ([0, 1], [0, 1])
 
 
@@ -152,8 +155,40 @@ async def test_what_an_earlier_orchestrator_had_loaded_goes_and_what_another_run
 async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path, server: FakeServer) -> None:
     server.in_flight = {1: 1}
     folder = (await run(tmp_path, server)).trainer.run_folder
-    in_use = InUse(run_id=folder.run_id, versions=frozenset({1, 3}), newest=3)
-    assert read_in_use(folder.broadcasts, run_id=folder.run_id) == in_use
+    in_use = read_in_use(folder.broadcasts, run_id=folder.run_id)
+    assert in_use is not None
+    assert in_use.newest == 3
+    pins = {version: held.pins for version, held in in_use.versions.items()}
+    assert pins == {1: {"requests in flight": 1}, 3: {"evaluation": 1, "newest": 1}}
+    proved = dict(rows_of(tmp_path, "SELECT version, snapshot FROM proofs"))
+    assert {version: held.snapshot for version, held in in_use.versions.items()} == {one: proved[one] for one in (1, 3)}
+    [shown] = [line for line in text(run_status(tmp_path)).splitlines() if "version 1 held" in line]
+    assert shown.endswith(f"{proved[1]}, pinned by requests in flight")
+
+
+class TwoSlots(FakeServer):
+    """Refuses a third version, as a server with two slots does. Evaluations take `evaluation_s` longer."""
+
+    def __init__(self, evaluation_s: float) -> None:
+        super().__init__(num_slots=2)
+        self.evaluation_s = evaluation_s
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        await asyncio.sleep(self.evaluation_s * (body["temperature"] == 0))
+
+    async def _load(self, request: web.Request) -> web.Response:
+        assert len(self.live | {(await request.json())["version"]}) <= 2
+        return await super()._load(request)
+
+
+async def test_a_version_waits_for_an_evaluation_that_holds_the_slot_it_needs(tmp_path: Path) -> None:
+    pace = {"max_async_level": 0, "max_off_policy_steps": 0, "max_steps": 4, "eval": {"interval": 1}}
+    async with TwoSlots(0.3) as server:
+        made = await run(tmp_path, server, **pace)
+        assert made.summary.versions_served == (0, 1, 2, 3, 4)
+    async with TwoSlots(60) as server:
+        with pytest.raises(DeadlineError, match=r"slots for version \d .*by evaluation"):
+            await run(tmp_path / "late", server, **pace, wait_timeout_s=1.0)
 
 
 async def test_servers_that_receive_a_broadcast_get_their_ranks_and_must_all_be_there() -> None:
