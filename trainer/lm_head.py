@@ -25,7 +25,7 @@ POSITIONS_PER_TILE = 1024
 """Enough positions that reading the head does not bound the product."""
 POSITIONS_PER_TILE_OF_WEIGHT = 8192
 """Enough positions for the weight's gradient, whose sums are as wide as the tile and are read once for each."""
-COMPILED_POSITIONS, COMPILED_VOCABULARY = 512, 1 << 15
+COMPILED_POSITIONS, COMPILED_VOCABULARY = 256, 1 << 15
 """On a CPU tiles are compiled from so many positions and tokens of the vocabulary on. Compiling takes seconds, which
 small models, canaries and dummy passes never give back."""
 

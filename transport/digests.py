@@ -17,6 +17,7 @@ from grpo.transport.records import SCHEMA_VERSION, FileEntry, Record
 DIGESTS_FILE = "digests.json"
 _FILES = ("run.json", "ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "timeline.jsonl", "summary.json")
 """Who reads the ledger just then keeps its `-wal` from being merged."""
+_LOG = ".sqlite-wal"
 _MAX_THREADS = 8
 _BELOW = ("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet")
 MAY_GO = ("batches/", "broadcasts/", "traces/")
@@ -64,7 +65,9 @@ def _sealed(content: bytes) -> bytes:
 
 def final_files(run: Path) -> list[str]:
     """Returns the files that are final at a run's end, by path below its folder."""
-    return sorted(path.relative_to(run).as_posix() for path in _final(run) if path.is_file())
+    files = (path for path in _final(run) if path.is_file())
+    # Who opens a ledger while its writer closes it leaves an empty log.
+    return sorted(path.relative_to(run).as_posix() for path in files if path.stat().st_size or path.suffix != _LOG)
 
 
 def _final(run: Path) -> Iterator[Path]:

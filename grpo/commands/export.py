@@ -78,6 +78,7 @@ def export(version: Version, *, kind: str | None = None, dtype: str | None = Non
         files = adapter_files(version) if kind == "adapter" else model_files(version, dtype)
         files = with_arguments(files, recorded_arguments(version.run))
         for name, content in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             with (temporary / name).open("wb") as file:
                 file.writelines(chunks_of(content))
         figures = prove(version, temporary, kind, dtype)

@@ -134,9 +134,10 @@ def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
         close = difflib.get_close_matches(env_id, {*known, *others}, n=1)
         raise UserError(
             f"unknown env.id = {env_id!r}{f'; did you mean {close[0]}?' if close else '.'} Built in: "
-            f"{', '.join(sorted(known))}. Of installed packages: {', '.join(sorted(others)) or 'none'}. Your own: "
-            "module:Class or path/to/file.py:Class. One of the verifiers registry: install it (pip install "
-            "'grpo-pipeline[verifiers]', then prime env install OWNER/NAME), and give its name"
+            f"{', '.join(sorted(known)) or 'none'}. Of installed packages: "
+            f"{', '.join(sorted(others)) or 'none'}. Your own: module:Class or path/to/file.py:Class. "
+            "One of the verifiers registry: install it (pip install 'grpo-pipeline[verifiers]', then prime "
+            "env install OWNER/NAME), and give its name"
         )
 
 

@@ -85,20 +85,13 @@ def test_the_exported_model_answers_in_transformers_as_it_was_trained(desk: Desk
     assert answer.shape[1] > prompt["input_ids"].shape[1]
 
 
-@pytest.mark.usefixtures("typed")
-def test_the_same_command_with_a_higher_max_steps_goes_on(desk: Desk) -> None:
-    [line] = [line for line in lines() if "--output_dir outputs/first" in line and "--dry-run" not in line]
-    well(desk.type(line.replace("--max_steps 100", "--max_steps 2")))
-    run = Run(desk.folder / "outputs/first")
-    assert [step["progress/step"] for step in run.steps] == [1, 2]
-
-
 # --- the other families ---
 
+# Layers of Llama's and Phi's kind are Qwen3's or fewer; `benchmarks.first_hour` types the page with every family.
 START = "grpo --model Qwen/Qwen3-4B --env my_env.py:MyEnv --output_dir outputs/mine --max_steps 1"
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3", "phi4", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma3", "lfm2"])
 def test_another_familys_model_takes_a_step_without_a_preset(tmp_path: Path, family: str) -> None:
     desk = Desk(tmp_path, family)
     well(desk.type(START))

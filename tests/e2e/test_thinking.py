@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from grpo.commands.export import export
 from grpo.policy_version import open_version
 from grpo.server_process import ALIAS, server_process, server_settings
-from tests.e2e.runs import done, trained
+from tests.e2e.runs import trained
 from tests.orchestrator.chat_templates import QWEN3, TWICE, model_with
 
 pytestmark = pytest.mark.e2e
@@ -23,13 +23,10 @@ def test_what_is_sampled_served_evaluated_and_exported_thinks_or_does_not(tmp_pa
     model = model_with(tmp_path / "model", QWEN3)
     (tmp_path / "twice.py").write_text(TWICE)
     words = ("--model", model, "--infer.max_model_len", 256, "--env", f"{tmp_path / 'twice.py'}:Twice", *SMALL)
-    thinks = trained("quickstart", tmp_path / "on", *words)
     off = trained("quickstart", tmp_path / "off", *words, "--chat_template_kwargs", OFF)
     # This model has never heard of thinking: only the block that the template itself writes is taken back.
-    assert [step["rollout/new_rows"] for step in thinks.steps] == [0, 0]
     assert [step["rollout/new_rows"] for step in off.steps] == [1, 1]
-    assert thinks.summary["rollouts_dropped"] == off.summary["rollouts_dropped"] == {}
-    assert "accuracy" in done("evaluate", off.folder, "--num_examples", 2)
+    assert off.summary["rollouts_dropped"] == {}
 
     prompt = ChatRenderer.of_model(model, {"enable_thinking": False}).prompt_ids(tuple(QUESTION))
     version = open_version(off.folder, None)

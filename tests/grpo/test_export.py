@@ -77,6 +77,20 @@ def test_an_adapter_is_loaded_by_peft_with_its_tokenizer_and_says_what_it_is(
     assert page["verdict"] in card
 
 
+def test_a_tokenizers_other_chat_templates_are_exported_too(tmp_path: Path) -> None:
+    model, run = tmp_path / "model", create_run(tmp_path / "run")
+    shutil.copytree(MODEL, model)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/tool_use.jinja").write_text("{{ messages[0].content }}")
+    join_run(run.path, role="orch", record={"settings": {"env": [{"id": "a"}], "batch_size": 8}}, timeout_s=1)
+    join_run(run.path, role="train", record={"settings": {"model": str(model)}}, timeout_s=1)
+    publisher = Publisher(run=run, model_dir=model)
+    publisher.publish(1, publisher.files(version=1, seed=1))
+    tokenizer = AutoTokenizer.from_pretrained(export(open_version(run.path, 1), output=tmp_path / "adapter"))
+    question = [{"role": "user", "content": "2 + 3?"}]
+    assert tokenizer.apply_chat_template(question, chat_template="tool_use", tokenize=False) == "2 + 3?"
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_merged_model_is_loaded_by_transformers(published: Publisher, tmp_path: Path, dtype: str | None) -> None:
     folder = export(open_version(published.run.path, 3), kind="merged", dtype=dtype, output=tmp_path / "merged")

@@ -17,6 +17,8 @@ MAX_SHARD_BYTES = 5_000_000_000
 _SUFFIX = ".safetensors"
 _LARGE = (_SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _OTHERS_OWN = ("config.json", "hf_quant_config.json", "manifest.json", "STABLE", "README.md")
+_MORE_TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps a tokenizer's other chat templates, by name."""
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -71,10 +73,10 @@ def checkpoint_files(folder: Path, *, dtype: str) -> dict[str, Content]:
         part.pop("torch_dtype", None)
         part["dtype"] = dtype
     files: dict[str, Content] = {"config.json": json.dumps(config, indent=1).encode()}
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *(folder / _MORE_TEMPLATES).glob("*.jinja")]):
         plain = path.name not in _OTHERS_OWN and not path.name.endswith(_LARGE)
         if path.is_file() and plain and not path.name.startswith("."):
-            files[path.name] = path.read_bytes()
+            files[path.relative_to(folder).as_posix()] = path.read_bytes()
     return files
 
 
