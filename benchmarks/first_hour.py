@@ -1,4 +1,5 @@
-"""Types every command of docs/first_run.md with a tiny random model of each family, and prints how each one ends.
+"""Types every command of docs/first_run.md with a tiny random model of each family, then some more (a server, an
+adapter that is exported and gone on from, a supervised stage), and prints how each one ends.
 
     python -m benchmarks.first_hour [FAMILY ...]
 
@@ -13,6 +14,14 @@ from pathlib import Path
 from tests.e2e.first_hour import Desk, lines
 from tools.random_models import FAMILIES
 
+PAIRS = "".join(f'{{"prompt": "What is {n} + 2?", "answer": "{n + 2}"}}\n' for n in range(8))
+MORE = (
+    "grpo serve outputs/first",
+    "grpo export outputs/first --output first-adapter",
+    "grpo qwen3_4b_gsm8k --output_dir outputs/second --max_steps 100 --train.init_adapter first-adapter",
+    "grpo sft pairs.jsonl --model Qwen/Qwen3-4B --output_dir outputs/sft",
+)
+
 
 def main() -> None:
     """The command."""
@@ -21,7 +30,8 @@ def main() -> None:
     for family in parser.parse_args().families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             desk = Desk(Path(folder), family)
-            for line in lines():
+            (desk.folder / "pairs.jsonl").write_text(PAIRS)
+            for line in (*lines(), *MORE):
                 typed = desk.type(line, said="How many eggs are 2 + 3?\n")
                 print(
                     f"{family:8} exit {typed.code:3} {typed.took_s:6.1f} s, {typed.cpu_s:5.1f} of cores  {typed.line}",

@@ -73,7 +73,7 @@ class Optimizer:
             named = f", of {', '.join(wrong[:3])}" if 0 < len(wrong) < len(each) else ""
             more = f" and {len(wrong) - 3} more" if named and len(wrong) > 3 else ""
             raise NonFiniteError(f"the gradient's norm is {value}{named}{more}")
-        self.without_gradient = _without(dict(zip(gradients, each, strict=False)))
+        self.without_gradient = _without(dict(zip(gradients, each, strict=False)), self._parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         for optimizer, held in self._optimizers.values():
             for name, parameter in held.items():
@@ -141,12 +141,28 @@ class Optimizer:
         return sum(int(number) for key, number in own.items() if key.endswith("/step"))
 
 
-def _without(norms: Mapping[str, float]) -> frozenset[str]:
-    """Returns the names of norm 0 that have one of their kind with another norm."""
+def _without(norms: Mapping[str, float], parameters: Named) -> frozenset[str]:
+    """Returns the names of norm 0 that have one of their kind with another norm; and all A of an adapter whose B have
+    one, or the other way round, unless what would lead the gradient there is zero itself."""
     if 0.0 not in norms.values():
         return frozenset()
     alive = {_kind(name) for name, norm in norms.items() if norm}
-    return frozenset(name for name, norm in norms.items() if not norm and _kind(name) in alive)
+    return frozenset(
+        name
+        for name, norm in norms.items()
+        if not norm
+        and (_kind(name) in alive or (_kind(other := _partner(name)) in alive and _is_set(parameters.get(other))))
+    )
+
+
+def _partner(name: str) -> str:
+    """Returns the name of the B that belongs to an A, and of the A that belongs to a B; any other name as it is."""
+    one, other = ("lora_A", "lora_B") if "lora_A" in name else ("lora_B", "lora_A")
+    return name.replace(one, other)
+
+
+def _is_set(parameter: torch.nn.Parameter | None) -> bool:
+    return parameter is not None and bool(local_tensor(parameter).any())
 
 
 def _kind(name: str) -> str:

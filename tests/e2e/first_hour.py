@@ -3,10 +3,15 @@
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from tests.e2e.hub_cache import put_model, put_sums
 from tests.e2e.runs import PROGRAMS
@@ -59,25 +64,50 @@ class Desk:
         for long, short in SHORTER.items():
             line = line.replace(long, short)
         program, *words = shlex.split(line)
+        options: dict[str, Any] = {
+            "cwd": self.folder,
+            "env": os.environ | SMALL | {"HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1"},
+            "text": True,
+        }
+        began_s, began_cpu_s = time.monotonic(), _children_s()
+        if words[0] == "serve":
+            code, heard = _served([PROGRAMS / program, *words], said, limit_s=limit_s, **options)
+            return _typed(line, code, heard, began_s, began_cpu_s)
         if words[0] == "view" and "--export" not in words:
             words += ["--export", "view.html"]  # the page that it would serve
-        began_s, began_cpu_s = time.monotonic(), _children_s()
         ended = subprocess.run(
-            [PROGRAMS / program, *words],
-            cwd=self.folder,
-            env=os.environ | SMALL | {"HF_HOME": str(self.home), "HF_HUB_OFFLINE": "1"},
-            input=said,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
+            [PROGRAMS / program, *words], input=said, capture_output=True, timeout=limit_s, **options
         )
-        return Typed(
-            line=line,
-            code=ended.returncode,
-            said=ended.stdout + ended.stderr,
-            took_s=time.monotonic() - began_s,
-            cpu_s=_children_s() - began_cpu_s,
-        )
+        return _typed(line, ended.returncode, ended.stdout + ended.stderr, began_s, began_cpu_s)
+
+
+def _typed(line: str, code: int, said: str, began_s: float, began_cpu_s: float) -> Typed:
+    took_s, cpu_s = time.monotonic() - began_s, _children_s() - began_cpu_s
+    return Typed(line=line, code=code, said=said, took_s=took_s, cpu_s=cpu_s)
+
+
+def _served(command: Sequence[str | Path], question: str, *, limit_s: float, **options: Any) -> tuple[int, str]:
+    """Starts a server, asks it one question over the OpenAI API when it says where it is, and ends it with Ctrl-C.
+    Returns 0 where it has answered and ended as Ctrl-C ends it, and what it said."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as process:
+        assert process.stdout is not None
+        heard = ""
+        try:
+            for line in process.stdout:
+                heard += line
+                if line.startswith("http"):
+                    break
+            else:
+                return process.wait() or 1, heard
+            url, model = line.split()[0], line.split()[2]
+            asked = {"model": model, "messages": [{"role": "user", "content": question.strip()}], "max_tokens": 4}
+            answer = httpx.post(f"{url}/chat/completions", json=asked, timeout=limit_s)
+            heard += answer.text
+        finally:
+            process.send_signal(signal.SIGINT)
+        heard += process.stdout.read()
+    as_expected = answer.is_success and process.returncode == 128 + signal.SIGINT
+    return 0 if as_expected else process.returncode or 1, heard
 
 
 def _children_s() -> float:

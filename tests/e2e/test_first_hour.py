@@ -46,7 +46,7 @@ def test_the_command_comes_to_a_good_end(typed: dict[str, Typed], line: str) -> 
 def test_the_commands_say_what_the_page_says(typed: dict[str, Typed], desk: Desk) -> None:
     assert "tokens of a prompt" in said(typed, "grpo data")
     assert "finished" in said(typed, "grpo status")
-    assert "checks hold" in said(typed, "grpo ledger")
+    assert "nothing is broken" in said(typed, "grpo prove")
     assert {"gsm8k", "accuracy"} <= set(said(typed, "grpo evaluate").split())
     assert re.search(r"base .*\| +policy", said(typed, "grpo chat"))
     assert "policy/masked" in (desk.folder / "view.html").read_text()

@@ -229,3 +229,18 @@ def test_a_matrix_that_alone_has_no_gradient_is_told_by_name_once(
     # Its B stays zero, so from the second step on its A has no gradient either. Each is told once.
     assert ["1.mlp.up_proj.lora_B" in message for message in told] == [True, False]
     assert ["1.mlp.up_proj.lora_A" in message for message in told] == [False, True]
+
+
+def test_matrices_that_have_no_gradient_all_of_them_are_told_once_there_should_be_one(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first step every B is zero, and so is the gradient of every A."""
+    bench = Bench(tiny_model, tmp_path, max_steps=2)
+    batch = on_policy(tiny_batch((6, 9, 4)), bench.policy)
+    for name, parameter in bench.policy.named_parameters.items():
+        if "lora_A" in name:
+            parameter.register_hook(torch.zeros_like)
+    bench.train(batch, batch)
+    [told] = [record.getMessage() for record in caplog.records if "exactly zero" in record.getMessage()]
+    assert "lora_A" in told
+    assert "in step 2" in told
