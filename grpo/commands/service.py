@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from grpo.configs.facts import model_facts
 from grpo.configs.loading import load
 from grpo.configs.train import TrainSettings
 from grpo.deploy.programs import Signals
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tenants", type=_tenants, default=("default",), metavar="A,B", help="names that get an API key each (default)"
     )
-    parser.add_argument("--sequence_len", metavar="N", help="longest sequence in tokens (2048)")
+    parser.add_argument(
+        "--sequence_len", metavar="N", help="longest sequence in tokens (2048, or what the model reads)"
+    )
     parser.add_argument("--micro_batch_tokens", metavar="N", help="tokens of a pass (the longest sequence)")
     parser.add_argument("--max_rank", type=_rank, default=32, metavar="R", help="highest LoRA rank (%(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train")
@@ -104,7 +107,10 @@ def _settings(options: argparse.Namespace) -> TrainSettings:
     for key in ("model", "output_dir", "sequence_len", "micro_batch_tokens", "device", "num_threads"):
         if (value := getattr(options, key)) is not None:
             words += [f"--{key}", str(value)]
-    return load(TrainSettings, file=None, arguments=words).settings
+    settings = load(TrainSettings, file=None, arguments=words).settings
+    if options.sequence_len is None and (facts := model_facts(settings.model)) and facts.positions:
+        settings = settings.model_copy(update={"sequence_len": min(settings.sequence_len, facts.positions)})
+    return settings
 
 
 def _server_settings(options: argparse.Namespace, settings: TrainSettings) -> dict[str, Any]:
