@@ -44,7 +44,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     meanwhile."""
     run = Run(tmp_path_factory.mktemp("all_channels") / "run")
     words = ["--max_steps", str(NUM_STEPS), "--orch.batch_size", str(BATCH_SIZE), "--orch.eval.num_examples", "24"]
-    words += ["--train.loss.alpha_sdpo", "1", "--train.loss.beta_replay", "0.1"]
+    words += ["--train.loss.alpha_sdpo", "1", "--train.loss.beta_replay", "0.1", "--train.loss.silent_share", "1"]
     command = [str(PROGRAMS / "grpo"), "configs/all_channels", "--output_dir", str(run.folder), "--view", *words]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with (

@@ -283,6 +283,7 @@ def test_chat_completions_serve_the_base_the_versions_and_the_alias(live: Live) 
             "/v1/chat/completions", {"model": model, "messages": [message], "max_tokens": 8, "temperature": 0}
         )
 
+    assert live.load(1, alias="policy").status_code == 200
     for model in (str(MODEL), "policy-v1", "policy"):
         response = chat(model)
         assert response.status_code == 200, response.text

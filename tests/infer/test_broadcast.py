@@ -47,7 +47,7 @@ class Worker:
     async def _done(self, **_: Any) -> None:
         """Does nothing."""
 
-    pause_generation = resume_generation = start_weight_update = finish_weight_update = _done
+    generate = pause_generation = resume_generation = start_weight_update = finish_weight_update = _done
 
 
 class Receiving(FakeEngine):
