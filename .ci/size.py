@@ -16,11 +16,12 @@ BUDGETS = {
     "orchestrator": 10_600,
     "orchestrator/auxiliary": 1_800,
     "orchestrator/arena": 1_000,
+    "service": 2_000,
     "trainer": 5_000,
     "transport": 3_300,
 }
 """How many lines of Python a folder may have, without the folders below it that have a budget of their own."""
-TOTAL = 34_500
+TOTAL = 36_500
 BESIDE = {"tests": 26_000, "benchmarks": 4_000, "tools": 800}
 """What is no product code, and how many lines it should have."""
 PAGE = ("grpo/view/static/*.*", 2_000)

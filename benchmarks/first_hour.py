@@ -1,5 +1,5 @@
-"""Types every command of docs/first_run.md with a tiny random model of each family, then some more (a server, an
-adapter that is exported and gone on from, a supervised stage), and prints how each one ends.
+"""Types every command of docs/first_run.md with a tiny random model of each family, then some more (a higher
+`--max_steps`, a server, an adapter that is exported and gone on from, a supervised stage), and prints how each ends.
 
     python -m benchmarks.first_hour [FAMILY ...]
 
@@ -16,6 +16,7 @@ from tools.random_models import FAMILIES
 
 PAIRS = "".join(f'{{"prompt": "What is {n} + 2?", "answer": "{n + 2}"}}\n' for n in range(8))
 MORE = (
+    "grpo qwen3_4b_gsm8k --output_dir outputs/first --max_steps 2",
     "grpo serve outputs/first",
     "grpo export outputs/first --output first-adapter",
     "grpo qwen3_4b_gsm8k --output_dir outputs/second --max_steps 100 --train.init_adapter first-adapter",
