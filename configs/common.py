@@ -156,9 +156,9 @@ class ProofSettings(Section):
     """Proofs of what was sampled and trained (docs/proofs.md)."""
 
     on_failure: Literal["stop", "drop", "warn"] = "stop"
-    """Where a proof does not hold: `stop` ends the run with exit code 76, before the step changes anything and with a
-    checkpoint of the state before it; `drop` leaves the samples of failed spot proofs out of their step; `warn` goes
-    on. Both of these warn."""
+    """Where a proof does not hold: `stop` ends the run with exit code 76 (for a spot proof before the step changes
+    anything, with a checkpoint of the state before it; for a witness before the version is served); `drop` leaves the
+    samples of failed spot proofs out of their step; `warn` goes on. Both of these warn."""
 
 
 class SpotProofSettings(ProofSettings):
