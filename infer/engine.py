@@ -13,6 +13,7 @@ import math
 import multiprocessing.connection
 import os
 import re
+import secrets
 import signal
 import socket
 from argparse import Namespace
@@ -28,6 +29,7 @@ from grpo.infer.checks import tensor_shapes
 from grpo.transport.errors import PolicyRefused
 from grpo.transport.http import Choice, GenerateRequest, ServerLoad
 from grpo.transport.weights.nccl import Announcement, Rendezvous
+from msgspec.structs import replace
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -132,7 +134,10 @@ class Engine:
         params = _params(logprobs=0, **{key: getattr(wanted, key) for key in same})
         options: dict[str, Any] = {"salt": wanted.cache_salt, "name": name, "may_end": may_end}
         result = await self._final(wanted.prompt_token_ids, params, adapter, **options)
-        return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
+        choices = [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
+        if wanted.seed is None:
+            return choices
+        return [replace(choice, seed=wanted.seed + place) for place, choice in enumerate(choices)]
 
     async def generate_until(
         self, requests: Sequence[GenerateRequest], adapter: Adapter | None, superseded: asyncio.Event
@@ -364,6 +369,7 @@ def _sampled(output: Any) -> Choice:
         logprobs=_checked(output.logprobs.logprobs, len(token_ids)),
         finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,
         stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
+        mark=secrets.randbits(53),
     )
 
 

@@ -71,7 +71,7 @@ class Objective:
         self._parameters = (*policy.parameters, policy.witness.zeros)
         self._witness = Witnessing(policy.device)
         self._slope = torch.zeros(2, dtype=torch.float64, device=policy.device)
-        """What `_see_slope` has added up."""
+        """What `_watch_slope` has added up."""
         self._settings, self._pack_tokens, self._device = settings, pack_tokens, policy.device
         self._loss_of = policy_loss
         if settings.import_path is not None:
@@ -222,16 +222,20 @@ class Objective:
         weights = in_loss.double() * self._witness.shares.policy
         self._witness.add(packed, tokens.sample_ids, of_samples, weights, weights * tokens.advantages)
         if logprobs.requires_grad:
-            expected = -in_loss * coefficients(tokens, self._settings)[0]
-            logprobs.register_hook(partial(self._see_slope, expected.double()))
+            self._watch_slope(tokens, in_loss)
         return self._loss_of(tokens, self._settings, counts)
 
-    def _see_slope(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        """Takes the loss's gradient by a pass's log-probabilities [K], of which each must be what is `expected` [K] f64
-        or, where a mask drops the token, 0. Adds the products of both and the squares of those expected, so that the
-        one sum over the other is 1."""
-        wanted = torch.where(found == 0, 0.0, expected)
-        self._slope += torch.stack([(wanted * found.double()).sum(), (wanted * wanted).sum()])
+    def _watch_slope(self, tokens: PolicyTokens, weights: torch.Tensor) -> None:
+        """Has the loss's gradient by a pass's log-probabilities looked at once it is there. Each must be minus weight
+        [K] times coefficient, or 0 where a mask drops the token. Adds the products of both and the squares of those
+        expected, so that the one sum over the other is 1."""
+        expected = (-weights * coefficients(tokens, self._settings)[0]).double()
+
+        def see(found: torch.Tensor) -> None:
+            wanted = torch.where(found == 0, 0.0, expected)
+            self._slope += torch.stack([(wanted * found.double()).sum(), (wanted * wanted).sum()])
+
+        tokens.logprobs.register_hook(see)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 
