@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -97,8 +97,8 @@ class Side:
             policy,
             run_folder=RunFolder(path=folder, run_id="run"),
             spec=policy_spec(settings, policy, "identity"),
-            receiver=MemoryBatchReceiver(MemoryBatches()),
-            publisher=MemoryPolicies(run_id="run"),
+            receiver=cast(Any, MemoryBatchReceiver(MemoryBatches())),
+            publisher=cast(Any, MemoryPolicies(run_id="run")),
             status=StatusFile(folder / "train.json"),
             orchestrator=PeerWatch(folder / "orch.json", name="grpo-orch"),
         )
