@@ -18,6 +18,7 @@ from grpo.service.training import Base
 from grpo.trainer.memory import keep_freed_memory
 from grpo.trainer.startup import device_for, set_threads
 from grpo.transport.folders import write_atomic
+from grpo.transport.limits import raise_file_limit
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.identity import base_identity
 from transformers import AutoTokenizer
@@ -51,6 +52,7 @@ def serve(
 ) -> None:
     """Serves on the socket `listening`. `server` is URL and key of the grpo-infer that samples, None for none; `check`
     is called each second and raises if that server has ended. Returns after SIGINT or SIGTERM."""
+    raise_file_limit()  # each client keeps connections open
     device = device_for(settings.device)
     set_threads(settings.num_threads)
     if device.type == "cpu":
