@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 from grpo.service.errors import Refused
-from grpo.service.log import Answer, Command, CommandLog
+from grpo.service.log import Answer, Command, CommandLog, Sample
 from grpo.service.training import ALPHA
+from grpo.service.wire import samples_of
 from grpo.trainer.model import Policy
 from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
@@ -100,7 +101,7 @@ class Sampling:
     def publish(self, policy: Policy, command: Command, path: str) -> Future[int]:
         """Writes the policy as the next version, in the thread that trains, and begins to load it."""
         assert isinstance(policy.weights, AdapterWeights)
-        version = self._log.new_version(command.target, path)
+        version = self._log.new_version(command, path)
         snapshot = policy.weights.snapshot()
         ids = canary_ids(policy.causal_lm.config, seed=CANARY_SEED)
         canary = CanaryMaker(policy, ids).begin(version=version, noise={})(snapshot)
@@ -139,6 +140,7 @@ class Sampling:
                 raise RuntimeError(f"the server has no slot for version {version}: {answer.text[:500]}")
             oldest = min(info.live, key=lambda one: self._used.get(one, 0))
             await self._http.post("/policy/unload", content=UnloadRequest(version=oldest).to_json())
+        self._log.add_canary(version, answer.text)
         self._used[version] = next(self._uses)
 
     def open(self, sampler: str, tenant: str, path: str | None) -> None:
@@ -160,16 +162,28 @@ class Sampling:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, command: Command) -> None:
+        samples: list[Sample] = []
         try:
             async with self._places:
                 answer = Answer(state="proto", content=await self._sample(command))
+            samples = self._samples(command, answer)
         except Refused as error:
             answer = Answer(state="failed", content=str(error).encode())
         except Exception as error:
             log.exception("%s", command.request_id)
             answer = Answer(state="broken", content=f"{type(error).__name__}: {error}".encode())
-        self._log.finish(command, answer)
+        self._log.finish(command, answer, samples=samples)
         self._finished(command.request_id)
+
+    def _samples(self, command: Command, answer: Answer) -> list[Sample]:
+        """Returns the samples whose log-probabilities are those of the whole distribution at temperature 1, which the
+        trainer computes too."""
+        asked = json.loads(command.body)
+        params = asked.get("sampling_params") or {}
+        if params.get("temperature", 1) != 1 or params.get("top_p", 1) != 1 or params.get("top_k", -1) not in (-1, 0):
+            return []
+        _, version = self._log.sampler(command.target, command.tenant)
+        return samples_of(prompt_of(asked), answer.content, version=version)
 
     async def _sample(self, command: Command) -> bytes:
         asked = json.loads(command.body)
