@@ -21,6 +21,7 @@ from grpo.trainer.startup import device_for, set_threads
 from grpo.transport.folders import write_atomic
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.identity import base_identity
+from transformers import AutoTokenizer
 
 log = logging.getLogger(__name__)
 
