@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -53,6 +54,27 @@ _NEUTRAL = {
 """Fields of a request that are not served, and the value that asks for nothing."""
 
 
+class _UntilAnswered(httpx.AsyncHTTPTransport):
+    """Asks again where the server or its engine has ended. The service ends with them, and what waits here stays in the
+    log, and is done after the next start, as if nothing had been asked."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        due_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                answer = await super().handle_async_request(request)
+                await answer.aread()
+                ended = answer.status_code == 503 and b'"engine_ended"' in answer.content
+                if not ended or time.monotonic() > due_s:
+                    return answer
+            except httpx.TimeoutException:
+                raise
+            except httpx.TransportError:
+                if time.monotonic() > due_s:
+                    raise
+            await asyncio.sleep(0.2)
+
+
 class Sampling:
     """The end of the service that talks to the server. Its methods belong to the event loop, but for `publish`."""
 
@@ -74,7 +96,7 @@ class Sampling:
         self._encode, self._finished = encode, finished
         self._publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, transport=_UntilAnswered())
         self._loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(MAX_RUNNING)
         self._loading: dict[int, asyncio.Task[None]] = {}
