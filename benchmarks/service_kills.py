@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,14 @@ class Loop:
         """Steps that the script has seen the end of, those done twice counted twice."""
         return len(_lines(self.folder / "losses.jsonl"))
 
+    def reached(self) -> int:
+        """The furthest step that the script has seen the end of."""
+        return max((line["step"] + 1 for line in _lines(self.folder / "losses.jsonl")), default=0)
+
+    def is_at(self, num_steps: int, step: int) -> bool:
+        """Whether the script has made so many steps and has come to this one, or has ended."""
+        return self.ended() or (self.num_steps() >= num_steps and self.reached() >= step)
+
     def ended(self) -> bool:
         """Whether the script has come to its end; fails where it has ended otherwise."""
         if self.client.poll() is None:
@@ -172,7 +181,7 @@ class Loop:
             self.client = self._client()
             return True
         if name == "trainer":
-            until(lambda: self.ended() or self._computes(), log=self._log)
+            until(lambda: self.ended() or self._computes(), log=self.log)
         if self.ended():
             return False
         processes = self._processes()
@@ -198,12 +207,13 @@ class Loop:
         (engine,) = [one for one in server.children() if "resource_tracker" not in " ".join(one.cmdline())]
         return {"service": service, "server": server, "engine": engine}
 
-    def _log(self) -> str:
+    def log(self) -> str:
+        """The ends of both logs."""
         return (self.folder / "run.log").read_text()[-3000:] + (self.folder / "client.log").read_text()[-3000:]
 
     def result(self) -> dict[str, Any]:
         """What the script has come to."""
-        until(self.ended, log=self._log)
+        until(self.ended, log=self.log)
         last = _lines(self.folder / "checkpoints.jsonl")[-1]
         assert last["step"] == self.steps
         saved = self.folder / "run/checkpoints" / last["path"].removeprefix("tinker://")
@@ -233,22 +243,15 @@ def run(folder: Path, kills: list[str], draw: random.Random, told: Callable[[str
             # The kills are spread over the loop, and each attempt gets somewhere, else it would never end.
             goal = made.num_steps() + draw.choice((0, 1, 2, SAVE_EVERY))
             due = 3 * made.steps * number // (4 * len(kills))
-            until(
-                lambda goal=goal, due=due: made.ended() or (made.num_steps() >= goal and _reached(made) >= due),
-                log=made._log,
-            )
+            until(partial(made.is_at, goal, due), log=made.log)
             time.sleep(draw.uniform(0.0, 1.0))
             if not made.kill(name):
                 break
             killed[name] += 1
-            told(f"kill {killed.total()}, {name}, after step {_reached(made)}")
+            told(f"kill {killed.total()}, {name}, after step {made.reached()}")
         return made.result(), killed
     finally:
         made.close()
-
-
-def _reached(made: Loop) -> int:
-    return max((line["step"] + 1 for line in _lines(made.folder / "losses.jsonl")), default=0)
 
 
 def differences(plain: dict[str, Any], killed: dict[str, Any]) -> list[str]:
