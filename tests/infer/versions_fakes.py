@@ -91,6 +91,19 @@ class FakeEngine:
         below = 0.0 if replica in self.without_adapters else below
         return [-temperature - below + self.error] * (len(token_ids) - 1)
 
+    async def score_answers(
+        self,
+        prompt: Sequence[int],
+        answers: Sequence[Sequence[int]],
+        adapter: Adapter | None,
+        *,
+        temperature: float = 1.0,
+    ) -> list[float]:
+        return [
+            sum((await self.score([*prompt, *answer], adapter, temperature=temperature))[len(prompt) - 1 :])
+            for answer in answers
+        ]
+
     async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
         return [Choice(token_ids=[wanted.prompt_token_ids[-1]], logprobs=[-0.5], finish_reason="length")] * wanted.n
 
