@@ -228,7 +228,9 @@ class Engine:
             params = _params(max_tokens=1, temperature=temperature, logprob_token_ids=list(dict.fromkeys(ids)))
             [output] = (await self._final(list(prompt), params, adapter)).outputs
             found = dict(zip(output.logprobs.token_ids, output.logprobs.logprobs, strict=True))
-            return _checked([found[token] for token in ids], len(ids))
+            if missing := [token for token in ids if not math.isfinite(found.get(token, math.nan))]:
+                raise EngineError(f"the engine returned no finite log-probability of tokens {missing}")
+            return [float(found[token]) for token in ids]
         scored = await asyncio.gather(
             *(self.score([*prompt, *answer], adapter, temperature=temperature) for answer in answers)
         )
