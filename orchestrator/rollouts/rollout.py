@@ -30,6 +30,7 @@ from grpo.orchestrator.workers.protocol import (
     Reply,
     Sample,
     Sampled,
+    ScoreAnswers,
     StoreCall,
     StoreReply,
     Withdraw,
@@ -121,6 +122,8 @@ class Rollout:
                 return StoreReply(value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
+            if isinstance(call, ScoreAnswers):
+                return await self._score_answers(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
         except TimedOut as error:
             raise GivenUp(Failure(reason=SERVER_TIMEOUT, message=str(error))) from None
@@ -246,6 +249,45 @@ class Rollout:
         )
         completion = await self._generate(prompt, params, self._group.version if is_policy else None, call.call)
         return reply_of(self._engine.renderer.texts([completion])[0], completion)
+
+    async def _score_answers(self, call: ScoreAnswers) -> Reply:
+        """Returns the log-probabilities of answers, of the rollout's own version."""
+        group, role, template = self._group, self._roles.get(call.role), self._engine.templates.of(None)
+        if role is None:
+            raise _CallRefused(CALL_FAILED, f"there is no role {call.role}")
+        limit, end = role.max_tokens or group.params.max_tokens, template.end_id
+
+        def tokenized() -> tuple[list[list[int]], list[list[list[int]]]]:
+            prompts, answers = list[list[int]](), list[list[list[int]]]()
+            for messages, own in zip(call.prompts, call.answers, strict=True):
+                text = template.render(self._harmless(messages))
+                prompts.append(template.renderer.ids_of(text))
+                ids = [template.renderer.ids_behind(text, answer) for answer in own]
+                ended = [one if end is None or len(one) == limit else [*one, end] for one in ids]
+                answers.append(ended)
+            return prompts, answers
+
+        try:
+            prompts, answers = await in_thread(tokenized)
+        except ValueError as error:  # TemplateRefused among them
+            raise _CallRefused(CALL_FAILED, str(error)) from None
+        longest = max((len(ids) + max(map(len, own)) for ids, own in zip(prompts, answers, strict=True)), default=0)
+        if longest >= self._engine.context_len:
+            message = f"a prompt with its answer of {longest} tokens does not fit into {self._engine.context_len}"
+            raise _CallRefused(CONTEXT_FULL, f"{message}; {MAKE_ROOM}, or let the environment say less")
+        try:
+            found = await self._engine.client.score_answers(
+                prompts,
+                answers,
+                group.version,
+                temperature=role.temperature or 1.0,
+                adapter=group.adapters.name(call.role),
+            )
+        except RequestRefused as error:
+            if error.status in FOR_ALL:
+                raise
+            raise _CallRefused(CALL_FAILED, str(error)) from None
+        return StoreReply(value=found)
 
     async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None, call: int) -> Choice:
         """Returns one answer. Its seed follows from the prompt and the number of samples from it, because calls at the
