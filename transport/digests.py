@@ -19,7 +19,7 @@ _FILES = ("run.json", "ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "ti
 """Who reads the ledger just then keeps its `-wal` from being merged."""
 _LOG = ".sqlite-wal"
 _MAX_THREADS = 8
-_BELOW = ("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet")
+_BELOW = ("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet", "refused/*.json")
 MAY_GO = ("batches/", "broadcasts/", "traces/")
 """Beginnings of what may be removed later, or left out of a copy: the rest says what it was."""
 
