@@ -36,8 +36,9 @@ from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE
 from grpo.transport.weights.store import snapshot_of
 from grpo.transport.witness import TOLERANCE
 
-SAME = 1e-9
-"""Share of its size by which the witness of the same samples may differ, in another order of the same sums."""
+SAME = 1e-8
+"""Share of its size by which the witness of the same samples may differ, in another order of the same sums and with its
+nine digits."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
 _NOT_NOW = {

@@ -45,7 +45,7 @@ def expected_witness(
 
 
 def _witness(ids: Sequence[str], sums: Numbers, sizes: tuple[float, float]) -> ExpectedWitness:
-    presence, content = (tuple(row.tolist()) for row in sums.T @ signs(ids))
+    presence, content = (tuple(float(f"{value:.9g}") for value in row) for row in (sums.T @ signs(ids)).tolist())
     return ExpectedWitness(presence=presence, content=content, presence_size=sizes[0], content_size=sizes[1])
 
 
