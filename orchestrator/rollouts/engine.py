@@ -233,7 +233,7 @@ class RolloutEngine:
 
     def _seed_of(self, task: Task, number: int) -> int:
         """Returns the seed of a rollout; in an evaluation it is the same at every version."""
-        return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
+        return mixed_seed(self._seed, task.env, task.split, task.epoch or 0, task.index, number)
 
     async def _turn(self) -> None:
         """Waits for a turn of the event loop that few groups have: many may be answered, or scored, at once."""
@@ -326,7 +326,7 @@ def _result_tree(
                 f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
                 "leave it as ctx.sample made it, let no call be cancelled, and await each"
             )
-        return EpisodeResult(
+        made = EpisodeResult(
             id=name,
             task=task,
             steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
@@ -338,6 +338,7 @@ def _result_tree(
             context_full=of.truncated,
             children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
         )
+        return replace(made, seal=made.sealed())
 
     made = result(outcome, name)
     if any(own and rollout not in seen for rollout, own in steps.items()):
