@@ -21,7 +21,6 @@ from grpo.commands.ledger_check import check
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
 from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
-from grpo.service_folder import service_of
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
 from grpo.transport.errors import CorruptError, ProofFailed, TransportError, UserError
 from grpo.transport.folders import STABLE, check_file, digest_of, read_manifest, step_folder, steps_in
@@ -120,12 +119,8 @@ class _Run:
 
 
 def prove(folder: Path, *, limit_s: float = math.inf) -> Page:
-    """Returns the page of the run, or of the training service, in `folder`. Questions to the ledger may take `limit_s`
-    seconds altogether. Raises `NoRun`, and `UserError` for a run of another release."""
-    if (service := service_of(folder)) is not None:
-        from grpo import service_proofs
-
-        return service_proofs.prove(folder, *service, limit_s=limit_s)
+    """Returns the page of the run in `folder`. Questions to the ledger may take `limit_s` seconds altogether. Raises
+    `NoRun`, and `UserError` for a run of another release."""
     state = _state(folder)
     files, digest, wrong = files_part(folder, state)
     run = _Run(folder=folder, file=_run_file(folder, wrong), state=state, records=metrics(folder))

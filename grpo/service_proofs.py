@@ -25,6 +25,7 @@ from grpo.service_folder import (
     ServiceReader,
     Step,
     open_service,
+    service_of,
     service_program,
 )
 from grpo.transport.errors import TransportError
@@ -36,9 +37,13 @@ from grpo.transport.witness import TOLERANCE
 Of = tuple[Model, Sequence[Step], Sequence[Datum]]
 
 
-def prove(folder: Path, service: Path, only: str | None, *, limit_s: float = math.inf) -> Page:
-    """Returns the page of the service in `service`, or of its model `only`, whose folder is `folder`. Raises
-    `NoRun`."""
+def prove(folder: Path, *, limit_s: float = math.inf) -> Page:
+    """Returns the page of what is in `folder`: a training service, one of its models, or any other run. Questions to
+    its database may take `limit_s` seconds altogether. Raises `NoRun`, and `UserError` for a run of another
+    release."""
+    if (found := service_of(folder)) is None:
+        return proofs.prove(folder, limit_s=limit_s)
+    service, only = found
     run, state = read_run(folder), run_status(folder, count=False).state
     files, digest, _ = proofs.files_part(service, state)
     with ExitStack() as stack:

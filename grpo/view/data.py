@@ -11,9 +11,9 @@ from grpo.commands.status import as_fields, run_status
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
-from grpo.proofs import prove
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
 from grpo.service_folder import COMMANDS_FILE, MODELS, is_service
+from grpo.service_proofs import prove
 from grpo.transport.errors import UserError
 from grpo.transport.run import RUN_FILE, code_changes
 from grpo.transport.run_warnings import WARNINGS_FOLDER
