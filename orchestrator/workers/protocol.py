@@ -103,8 +103,8 @@ class Sampled(Call, kw_only=True):
 
 
 class StoreReply(Call, kw_only=True):
-    """Answers StoreCall, with what ArtifactStore.operate returns, Draw, with `name` and `digest` of a player, and
-    Delay."""
+    """Answers StoreCall, with what ArtifactStore.operate returns, Draw, with `name` and `digest` of a player,
+    ScoreAnswers, and Delay."""
 
     value: Any
 
@@ -164,6 +164,17 @@ class Ask(Call, kw_only=True):
     messages: list[ChatMessage]
     temperature: float
     max_tokens: int | None = None
+
+
+class ScoreAnswers(Call, kw_only=True):
+    """How likely a role's policy gives each of several answers to each of N prompts. Answered by StoreReply, with the
+    log-probabilities in nats as [N] lists, or CallRefused."""
+
+    role: str
+    prompts: list[list[ChatMessage]]
+    """[N]"""
+    answers: list[list[str]]
+    """[N], the answers to each prompt."""
 
 
 class StoreCall(Call, kw_only=True):
@@ -280,7 +291,7 @@ class Left(msgspec.Struct, tag=True):
     """The worker was ended by a signal, or with its server."""
 
 
-AnyCall = Sample | Draw | Ask | StoreCall | Delay | Withdraw
+AnyCall = Sample | Draw | Ask | ScoreAnswers | StoreCall | Delay | Withdraw
 Reply = Sampled | StoreReply | CallRefused
 Answer = EnvironmentInfo | Prompts | Outcome | Failed
 ToWorker = Load | LoadDataset | RunEpisode | Score | Cancel | Sampled | StoreReply | CallRefused | Alive | Left
@@ -292,6 +303,7 @@ FromWorker = (
     | Sample
     | Draw
     | Ask
+    | ScoreAnswers
     | StoreCall
     | Delay
     | Withdraw
