@@ -69,7 +69,7 @@ class Player:
 
         Example: ``Player.script(lambda state, messages: "rock", name="always-rock")``
         """
-        called: str = name or getattr(function, "__name__", type(function).__name__)
+        called = str(name or getattr(function, "__name__", type(function).__name__))
         try:
             source = inspect.getsource(function)
         except (OSError, TypeError):
