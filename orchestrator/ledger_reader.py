@@ -134,7 +134,7 @@ class LedgerReader:
         query = (
             "SELECT games.group_id || '/' || games.number || place, step, player, other, role, other_role, score, "
             "digest, other_digest FROM games JOIN rollouts ON games.group_id = rollouts.group_id AND games.number = "
-            "rollouts.number WHERE step IS NOT NULL AND games.env = ? ORDER BY games.group_id DESC, games.number LIMIT ?"
+            "rollouts.number WHERE step IS NOT NULL AND games.env = ? ORDER BY games.group_id DESC, 1 LIMIT ?"
         )
         return [dict(zip(names, row, strict=True)) for row in self._rows(query, env, most)]
 

@@ -21,7 +21,7 @@ EPILOG = """\
 Elo by maximum likelihood over all games in the ledger whose batch has left, with standard errors; the model before
 training, where it has played, has 0. docs/league.md says what ratings do not say.
 
-exit codes: 0 done; 1 there are no games; 2 there is no ledger, or the command line is wrong"""
+exit codes: 0 done; 2 there is no ledger, or the command line is wrong"""
 _MAX_SHOWN = 24
 """Players of a matrix on a screen."""
 _JUDGED = "nash_conv"
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     else:
         none = "no games: a role has to be bound to a player, and the game's batch to have left (docs/league.md)"
         print(printable("\n\n".join(map(as_text, tables)) if tables else none))
-    return 0 if tables else 1
+    return 0
 
 
 def ratings_of(ledger: LedgerReader, folder: Path) -> list[dict[str, Any]]:
