@@ -1,7 +1,8 @@
 """What a run's files were when it came to its end: `digests.json`, with the SHA-256 of each file that stays.
 
-The orchestrator writes it last, or a training service, and whoever joins the run removes it: a run that goes on has no final files. Logs,
-status files, settings of programs and checkpoints are not in it.
+The orchestrator writes it last, or a training service when it is told to end, and whoever joins the run removes it: a
+run that goes on has no final files. Logs, status files, settings of programs and checkpoints of the trainer are not in
+it.
 """
 
 import hashlib
