@@ -324,7 +324,7 @@ def healthy(num_steps: int, parent: Path) -> Iterator[tuple[str, int, dict[str, 
         killed = list(killed_run(folder, settings, ("infer", "train", "orch", "engine", "launcher"), random.Random(0)))
         found = noticed(folder, 0, "")
     except AssertionError as error:
-        killed, found = [], {"by": "exit code", "said": str(error)[-2000:]}
+        killed, found = [], {"by": UNNAMED, "said": str(error)[-2000:]}
     yield f"kill -9 of {', '.join(killed)}", (done := steps_done(folder)), found
     if (left := left - done) > 0:
         arguments = ["configs/quickstart", *words(parent / "long", SMALL | TINY | {"max_steps": left})]
