@@ -168,7 +168,7 @@ class Sampling:
         except Exception as error:
             log.exception("%s", command.request_id)
             answer = Answer(state="broken", content=f"{type(error).__name__}: {error}".encode())
-        self._log.finish(command, answer)
+        await asyncio.wrap_future(self._log.finish(command, answer))
         self._finished(command.request_id)
 
     async def _sample(self, command: Command) -> bytes:
