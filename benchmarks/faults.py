@@ -315,7 +315,8 @@ def healthy(num_steps: int, parent: Path) -> Iterator[tuple[str, int, dict[str, 
             if preset.removeprefix("configs/") in ("preferences", "all_channels"):
                 arguments += opened.enter_context(scripted_teachers(preset.removeprefix("configs/")))
             if name == "resumed":
-                code, said = grpo([*arguments, "--max_steps", str(SHORT_STEPS // 2)], {})
+                half = settings | {"max_steps": SHORT_STEPS // 2}
+                code, said = grpo([preset, *words(folder / "run", half)], {})
             if not code:
                 code, said = grpo(arguments, {}, limit_s=4 * LIMIT_S)
         found = noticed(folder / "run", code, said)

@@ -8,6 +8,7 @@ tenant may compute.
 import itertools
 import json
 import math
+import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +19,14 @@ import torch
 from grpo.configs.train import TrainSettings
 from grpo.service.errors import Refused
 from grpo.service.losses import clip_bounds, loss_and_values
+from grpo.service.steps import Computed, Expected, Step, witness_sums
 from grpo.service.wire import Datum, ForwardBackward, forward_backward_answer
 from grpo.trainer.errors import NonFiniteError
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.optim import Optimizer
 from grpo.trainer.packing import PackedTokens, first_fit, pack, to_device
 from grpo.trainer.weights import AdapterWeights
+from grpo.trainer.witness import GradientWitness
 from grpo.transport.folders import write_folder
 from grpo.transport.weights.store import ADAPTER_FILE
 from safetensors.torch import load_file, save
@@ -32,6 +35,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 ALPHA = 32
 """LoRA alpha of every adapter, as recipes for the protocol expect."""
+WITNESS = "witness"
 _DEFAULT_ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -127,9 +131,24 @@ class TrainedModel:
         self._base, self.shape = base, shape
         self.policy = base.add(shape)
         self._optimizer = self._new_optimizer()
+        self._witness = GradientWitness(self.policy.device)
         self._gradients: dict[str, torch.Tensor] = {}
         """The sums of the gradients since the last step, by parameter; none of parameters that had none."""
+        self._expected = Expected()
+        self._computed: list[Computed] = []
+        """Both of what is in these gradients."""
         self.num_steps = 0
+        self.last_step: Step | None = None
+        """What the last `optim_step` has applied."""
+
+    @property
+    def _differentiated(self) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters by name, and the witness of their gradients, which goes all their ways."""
+        return {**self.policy.named_parameters, WITNESS: self._witness.zeros}
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients since the last step."""
+        self._gradients, self._expected, self._computed = {}, Expected(), []
 
     def _new_optimizer(self) -> Optimizer:
         return Optimizer(self._base.settings, self.policy.named_parameters)
@@ -154,25 +173,32 @@ class TrainedModel:
         data, capacity = request.data, self._base.settings.pack_tokens
         logprobs: list[Any] = [None] * len(data)
         losses: list[Any] = [None] * len(data)
-        for parameter in self.policy.parameters:
+        seconds = 0.0
+        for parameter in self._differentiated.values():
             parameter.grad = None
         try:
             for chosen in first_fit([len(datum.token_ids) + 1 for datum in data], capacity=capacity):
                 batch = [data[index] for index in chosen]
                 ends = np.cumsum([len(datum.token_ids) for datum in batch])[:-1]
-                for whole, parts in zip(self._pass(batch, request), (logprobs, losses), strict=True):
+                started_s = time.perf_counter()
+                computed = self._pass(batch, request)
+                seconds += time.perf_counter() - started_s
+                for whole, parts in zip(computed, (logprobs, losses), strict=True):
                     for index, part in zip(chosen, np.split(whole, ends), strict=True):
                         parts[index] = part
                 yield
             total = float(sum(part.sum(dtype=np.float64) for part in losses))
-            found = {name: p.grad for name, p in self.policy.named_parameters.items() if p.grad is not None}
+            found = {name: p.grad for name, p in self._differentiated.items() if p.grad is not None}
             if not math.isfinite(total) or not all(bool(gradient.isfinite().all()) for gradient in found.values()):
                 raise Refused(f"the loss is {total} or its gradient is not finite; the gradient was not added")
             for name, gradient in found.items():
                 earlier = self._gradients.get(name)
                 self._gradients[name] = gradient if earlier is None else earlier.add_(gradient)
+            if found:
+                self._expected.add(data)
+                self._computed.append(Computed(request=request, logprobs=logprobs, loss=total, seconds=seconds))
         finally:
-            for parameter in self.policy.parameters:
+            for parameter in self._differentiated.values():
                 parameter.grad = None
         outputs = {"logprobs": logprobs}
         if request.loss_fn == "cross_entropy":
@@ -187,20 +213,24 @@ class TrainedModel:
             name: to_device(np.concatenate([datum.inputs[name] for datum in batch]), device) for name in batch[0].inputs
         }
         with torch.set_grad_enabled(not request.forward_only):
-            logprobs = self.policy.logprobs(packed(batch, device))
+            tokens = packed(batch, device)
+            logprobs = self.policy.logprobs(tokens)
             loss, values = loss_and_values(request.loss_fn, logprobs, inputs, request.config)
         if not request.forward_only:
-            loss.backward()
+            (loss + self._witness(witness_sums(batch, tokens, inputs))).backward()
         return logprobs.detach().cpu().numpy(), values.cpu().numpy()
 
     def optim_step(self, given: Mapping[str, Any]) -> dict[str, float]:
         """Applies the gradients since the last step by AdamW and drops them; without any it changes nothing. Returns
         metrics. Raises `Refused`, the gradients being dropped and the weights unchanged, if their norm is not
-        finite."""
+        finite, or they are not those of just the datums since the last step."""
+        self.last_step, started_s = None, time.perf_counter()
         adam = adam_params(given)
-        gradients, self._gradients = self._gradients, {}
+        gradients, expected, computed = self._gradients, self._expected, self._computed
+        self.drop_gradients()
         if not gradients:
             return {"grad_norm": 0.0}
+        witnesses = expected.checked(gradients.pop(WITNESS).to("cpu", torch.float64))
         for name, parameter in self.policy.named_parameters.items():
             parameter.grad = gradients.get(name)
         clip = adam["grad_clip_norm"]
@@ -218,6 +248,14 @@ class TrainedModel:
             for parameter in self.policy.parameters:
                 parameter.grad = None
         self.num_steps += 1
+        self.last_step = Step(
+            parts=computed,
+            expected=witnesses[0],
+            witness=witnesses[1],
+            grad_norm=norm,
+            learning_rate=adam["learning_rate"],
+            seconds=time.perf_counter() - started_s,
+        )
         return {"grad_norm": norm}
 
     # --- checkpoints ---
@@ -250,7 +288,7 @@ class TrainedModel:
         tensors = load_file(folder / ADAPTER_FILE)
         for name, parameter in self.policy.named_parameters.items():
             parameter.copy_(tensors[name])
-        self._gradients = {}
+        self.drop_gradients()
         self._optimizer = self._new_optimizer()
         if optimizer:
             self._optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))

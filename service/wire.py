@@ -4,7 +4,7 @@ The schema is that of the client's own package, the extra `service`; client and 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ INPUTS = {
 class Datum:
     """One sequence. Example: tokens [5, 6, 7] with targets [6, 7, 8]; target i is predicted from tokens 0 … i."""
 
+    id: str = ""
+    """Number of its request and its own in that, as `4/0`."""
     token_ids: Int32
     """[L]"""
     targets: Int32
@@ -97,7 +99,8 @@ def read_forward_backward(message: Any, *, vocab_size: int, max_tokens: int) -> 
     names, data = INPUTS[message.loss_fn], []
     for number, datum in enumerate(message.data):
         try:
-            data.append(_datum(datum, names, message.loss_fn, vocab_size=vocab_size, max_tokens=max_tokens))
+            one = _datum(datum, names, message.loss_fn, vocab_size=vocab_size, max_tokens=max_tokens)
+            data.append(replace(one, id=f"{message.seq_id}/{number}"))
         except Refused as error:
             raise Refused(f"datum {number}: {error}") from error
     return ForwardBackward(data=data, loss_fn=message.loss_fn, config=config, forward_only=message.forward_only)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -176,7 +176,7 @@ class Trainer:
             counts_of(batches).loss_tokens,
         ]
         num_tokens, flops, num_loss_tokens = self._ranks.all_reduce_sum(counted)
-        unexplained = self._unexplained(step, batches, metrics)
+        self._warn_of_unexplained(step, now)
         self._receipt = Receipt(
             step=step,
             num_tokens=num_loss_tokens,
@@ -186,7 +186,7 @@ class Trainer:
             steps_since_draw=found.steps_since_draw,
             dropped=tuple(sorted(found.dropped)),
             moved={str(lag): total / num for lag, (total, num) in now.moved.items()},
-            unexplained={str(lag): value for lag, value in unexplained.items()},
+            unexplained={str(lag): value for lag, value in now.unexplained.items()},
             witness=witness_of(self._witness),
         )
         speed = flops * self._settings.ppo_epochs / self._times_s["time/train_s"]
@@ -362,16 +362,11 @@ class Trainer:
             log.warning("%s (proofs.on_failure: %s)", message, action)
         return bool(found.dropped)
 
-    def _unexplained(self, step: int, batches: Sequence[MicroBatch], metrics: Mapping[str, float]) -> dict[int, float]:
-        """Returns by lag the mismatches that are far larger than the policy has moved, and warns when there are some
-        that the step before had not."""
-        prefix = "policy/mismatch_kl_lag"
-        mismatch = {int(key.removeprefix(prefix)): value for key, value in metrics.items() if key.startswith(prefix)}
-        exact = all(one.measure == "max_abs" for batch in batches[:1] for one in batch.tolerances.values())
-        found = self._proofs.unexplained(mismatch, exact=exact)
-        before, self._is_unexplained = self._is_unexplained, bool(found)
-        if found and not before and self._ranks.is_main:
-            lag, value = max(found.items(), key=lambda item: item[1])
+    def _warn_of_unexplained(self, step: int, now: Found) -> None:
+        """Warns of mismatches that are far larger than the policy has moved, when the step before had none."""
+        before, self._is_unexplained = self._is_unexplained, bool(now.unexplained)
+        if now.unexplained and not before and self._ranks.is_main:
+            lag, value = max(now.unexplained.items(), key=lambda item: item[1])
             log.warning(
                 "step %d: policy/mismatch_kl_lag%d is %.3g nats, far more than the policy has moved meanwhile "
                 "(policy/moved_kl_lag%d): servers sampled something else than the versions that they name; see "
@@ -381,7 +376,6 @@ class Trainer:
                 value,
                 lag,
             )
-        return found
 
     def _refused(self, step: int, error: NonFiniteError, *, untouched: bool) -> NonFiniteError:
         """Returns the error of a step that is not finite. Writes a checkpoint of the state before it, if that is

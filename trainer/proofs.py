@@ -56,6 +56,8 @@ FORGET = 0.95
 """What a step leaves of the running estimate of how far the policy moves."""
 ENOUGH_TOKENS = 50
 """Proved tokens that the estimate must rest on."""
+LOOKED_AT = 8
+"""Samples of a rank that are scored again where a mismatch is doubtful: those that it comes from most."""
 Floats = NDArray[np.floating[Any]]
 
 
@@ -89,6 +91,13 @@ class Found:
     steps_since_draw: int = 0
     moved: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By lag, the sum of the k3 estimates of KL(current ‖ sampled version) on proved tokens, and their number."""
+    mismatch: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By lag, the sum of the k3 estimates of KL(current ‖ server's) on tokens of the step's own passes, and their
+    number."""
+    is_exact: bool = True
+    """False where a tolerance is that of 16 bits."""
+    unexplained: dict[int, float] = field(default_factory=dict)
+    """By lag, mean mismatches in nats far above what the policy has moved, that no proof explains."""
     dropped: set[str] = field(default_factory=set)
     """Rollouts that are left out of the step."""
 
@@ -123,6 +132,7 @@ class Proofs:
         Raises `RunFolderError` where the run's secret can be neither read nor written."""
         self._policy, self._past, self._ranks, self._norms = policy, past, ranks, norms
         self._share, self._pack_tokens = settings.proofs.share, settings.pack_tokens
+        self._sees = bool(settings.proofs.share) and settings.loss.trains_policy
         # What the step's own passes compute is what a server computes.
         self._own_passes = settings.loss.trains_policy and settings.low_precision is None
         self._key = bytes.fromhex(ranks.broadcast(_secret(run).hex() if ranks.is_main else None))
@@ -146,8 +156,15 @@ class Proofs:
         is_free = self._is_free(step, noise)
         drawn = self._draw(step, batches, is_free=is_free)
         samples = [_Sample.of(batches[batch], sample) for batch, sample in drawn]
+        told = self._scored_again(samples, step - 1 if is_free else step, noise)
+        found = self._agreed(told)
+        found.steps_since_draw = self._owed_steps
+        return found
+
+    def _scored_again(self, samples: Sequence["_Sample"], before: int, noise: NormNoise) -> "_Told":
+        """Returns proofs of this rank's samples, under the versions below `before` that sampled them. Collective."""
         told = _Told()
-        for version in self._versions(samples, step - 1 if is_free else step):
+        for version in self._versions(samples, before):
             own = [(sample, places) for sample in samples if len(places := sample.places_of(version))]
             if not self._past.has(version):
                 told.num_unproved += len(own)
@@ -159,9 +176,7 @@ class Proofs:
             for (sample, places), values in zip(own, logprobs, strict=True):
                 told.add(sample.proof(version, places, values))
                 self._remember(sample, places, values)
-        found = self._agreed(told)
-        found.steps_since_draw = self._owed_steps
-        return found
+        return told
 
     def _is_free(self, step: int, noise: NormNoise) -> bool:
         """Returns whether the step's own passes prove what the version before it has sampled."""
@@ -269,28 +284,34 @@ class Proofs:
 
     def see(self, batch: MicroBatch, tokens: PolicyTokens) -> None:
         """Takes notice of a pass under the weights that the step begins with."""
-        if self._own_passes and (0 in tokens.present_lags or self._scored):
+        if self._sees:
             self._seen.append((batch, tokens.logprobs.detach()))
 
     def seen(self, step: int, noise: NormNoise) -> Found:
-        """Returns what the passes since `score` prove, and how far the policy has moved. Collective."""
+        """Returns what the passes since `score` prove, and how far the policy has moved. A mismatch far beyond that is
+        looked at: the samples that it comes from are scored again under their versions. Collective."""
         seen, self._seen, own = self._seen, [], _Told()
         is_free, scored = self._is_free(step, noise), {rollout for rollout, _ in self._scored}
         sizes = np.cumsum([len(logprobs) for _, logprobs in seen])[:-1]
         values = np.split(torch.cat([one for _, one in seen]).cpu().numpy(), sizes) if seen else []
+        passes = [_Pass(batch, of_batch, step - 1) for (batch, _), of_batch in zip(seen, values, strict=True)]
         moved = defaultdict[int, list[Floats]](list)
-        for (batch, _), of_batch in zip(seen, values, strict=True):
-            current = np.zeros(len(batch.token_ids), np.float32)
-            current[batch.loss_mask] = of_batch
+        for one in passes:
+            batch = one.batch
             if is_free and batch.tolerances and batch.servers:
-                self._prove_now(step - 1, batch, current, own)
+                self._prove_now(step - 1, batch, one.current, own)
+            own.is_exact &= all(tolerance.measure == "max_abs" for tolerance in batch.tolerances.values())
+            for lag in np.unique(one.lags[batch.loss_mask]).tolist():
+                estimates = one.estimates[batch.loss_mask & (one.lags == lag)]
+                total, num = own.mismatch.get(lag, (0.0, 0))
+                own.mismatch[lag] = total + float(estimates.sum()), num + len(estimates)
             for index in [number for number, rollout in enumerate(batch.rollout_ids) if rollout in scored]:
                 sample = _Sample.of(batch, index)
                 if (known := self._scored.get(sample.key)) is not None:
                     logprobs, places = known
-                    lags = step - 1 - sample.all_versions[places]
+                    lags = sample.cut(one.lags)[places]
                     for lag in np.unique(lags).tolist():
-                        moved[lag].append((sample.cut(current)[places] - logprobs)[lags == lag])
+                        moved[lag].append((sample.cut(one.current)[places] - logprobs)[lags == lag])
         own.moved = {
             lag: (float(_k3(all_of := np.concatenate(parts)).sum()), len(all_of)) for lag, parts in moved.items()
         }
@@ -299,7 +320,26 @@ class Proofs:
         for lag, (total, num) in found.moved.items():
             if lag:
                 self._sums = self._sums[0] + total / lag**2, self._sums[1] + num
+        found.unexplained = self._unexplained(found)
+        if found.unexplained:
+            self._look(step, passes, noise, found)
         return found
+
+    def _look(self, step: int, passes: Sequence["_Pass"], noise: NormNoise, found: Found) -> None:
+        """Scores the samples again that the unexplained mismatches come from most, and adds their proofs to `found`.
+        Where all of them hold, the policy has really moved so far, and nothing is unexplained. Collective."""
+        largest = list[tuple[float, _Sample]]()
+        for one in passes:
+            doubtful = one.batch.loss_mask & np.isin(one.lags, list(found.unexplained))
+            sums = np.add.reduceat(np.where(doubtful, one.estimates, 0.0), one.batch.starts)
+            samples = [_Sample.of(one.batch, index) for index in np.flatnonzero(sums) if one.batch.servers]
+            largest += [(float(sums[sample.index]), sample) for sample in samples if sample.tolerance is not None]
+        largest.sort(key=lambda each: each[0], reverse=True)
+        told = self._scored_again([sample for _, sample in largest[:LOOKED_AT]], step - 1, noise)
+        looked = self._agreed(told)
+        found.spots += looked.spots
+        if looked.spots and not looked.failed and not looked.num_unproved:
+            found.unexplained = {}
 
     def _prove_now(self, version: int, batch: MicroBatch, current: Floats, own: "_Told") -> None:
         """Compares a micro-batch's tokens of the current version with `current` [T]. Adds their figures to `own`, and
@@ -337,17 +377,16 @@ class Proofs:
         places = sample.places_of(version)
         own.proofs.append(sample.proof(version, places, sample.cut(current)[places]))
 
-    def unexplained(self, mismatch: Mapping[int, float], *, exact: bool) -> dict[int, float]:
-        """Returns the mismatches by lag, mean k3 estimates in nats between server and trainer, that lie far outside of
-        what the policy has moved; how far it moves in l steps is taken to be l² times what it moves in one."""
+    def _unexplained(self, found: Found) -> dict[int, float]:
+        """Returns the mean mismatches by lag, in nats between server and trainer, that lie far outside of what the
+        policy has moved; how far it moves in l steps is taken to be l² times what it moves in one."""
         total, num = self._sums
         self._sums = FORGET * total, FORGET * num
         if num < ENOUGH_TOKENS:
             return {}
-        floor = FLOOR if exact else HALF_FLOOR
-        return {
-            lag: value for lag, value in mismatch.items() if lag and not value <= FAR * lag**2 * total / num + floor
-        }
+        floor = FLOOR if found.is_exact else HALF_FLOOR
+        means = {lag: of_lag / num_of for lag, (of_lag, num_of) in found.mismatch.items()}
+        return {lag: mean for lag, mean in means.items() if lag and not mean <= FAR * lag**2 * total / num + floor}
 
     # --- all ranks ---
 
@@ -357,11 +396,13 @@ class Proofs:
         if self._ranks.size > 1:
             encoded = self._ranks.all_gather(msgspec.json.encode(own))
             parts = [msgspec.json.decode(part, type=_Told) for part in encoded]
-        moved, pools = dict[int, tuple[float, int]](), dict[str, tuple[float, int, float]]()
+        moved, mismatch = dict[int, tuple[float, int]](), dict[int, tuple[float, int]]()
+        pools = dict[str, tuple[float, int, float]]()
         for part in parts:
-            for lag, (total, num) in part.moved.items():
-                earlier = moved.get(lag, (0.0, 0))
-                moved[lag] = earlier[0] + total, earlier[1] + num
+            for sums, of_part in ((moved, part.moved), (mismatch, part.mismatch)):
+                for lag, (total, num) in of_part.items():
+                    earlier = sums.get(lag, (0.0, 0))
+                    sums[lag] = earlier[0] + total, earlier[1] + num
             for pool, (total, num, gap) in part.pools.items():
                 before = pools.get(pool, (0.0, 0, gap))
                 pools[pool] = before[0] + total, before[1] + num, gap
@@ -370,6 +411,8 @@ class Proofs:
             num_now=sum(part.num_now for part in parts),
             num_unproved=sum(part.num_unproved for part in parts),
             moved=moved,
+            mismatch=mismatch,
+            is_exact=all(part.is_exact for part in parts),
         )
 
 
@@ -393,6 +436,8 @@ class _Told(msgspec.Struct, kw_only=True):
     num_now: int = 0
     num_unproved: int = 0
     moved: dict[int, tuple[float, int]] = {}
+    mismatch: dict[int, tuple[float, int]] = {}
+    is_exact: bool = True
 
     def add(self, proof: _Proof) -> None:
         """Adds a proof, and its tokens to their pool."""
@@ -400,6 +445,21 @@ class _Told(msgspec.Struct, kw_only=True):
         if (spot := proof.spot).measure == "mean_abs":
             total, num, _ = self.pools.get(pool := f"{spot.server} {spot.adapter}", (0.0, 0, 0.0))
             self.pools[pool] = total + spot.mean_abs * spot.num_tokens, num + spot.num_tokens, proof.gap
+
+
+class _Pass:
+    """A micro-batch of which the step's own pass has computed the log-probabilities."""
+
+    def __init__(self, batch: MicroBatch, logprobs: Floats, newest: int) -> None:
+        """Takes the log-probabilities of its loss tokens [K], and the version that computed them."""
+        self.batch = batch
+        self.lags = newest - batch.policy_versions.astype(np.int64)
+        """[T]"""
+        self.current = np.zeros(len(batch.token_ids), np.float32)
+        """[T], 0 but of loss tokens."""
+        self.current[batch.loss_mask] = logprobs
+        self.estimates = np.where(batch.loss_mask, _k3(self.current - batch.inference_logprobs), 0.0)
+        """[T] k3 of server and trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,11 @@ def message_of(data: Sequence[types.Datum], loss_fn: str = "cross_entropy", *, s
     return forward_backward_request_to_proto(request)
 
 
-def request_of(data: Sequence[types.Datum], loss_fn: str = "cross_entropy", **config: float) -> ForwardBackward:
+def request_of(
+    data: Sequence[types.Datum], loss_fn: str = "cross_entropy", *, seq: int = 1, **config: float
+) -> ForwardBackward:
     """The same as the service reads it."""
-    message = parse(message_of(data, loss_fn, **config).SerializeToString())
+    message = parse(message_of(data, loss_fn, seq=seq, **config).SerializeToString())
     return read_forward_backward(message, vocab_size=VOCAB, max_tokens=127)
 
 

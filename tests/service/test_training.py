@@ -9,7 +9,7 @@ import pytest
 import torch
 from grpo.configs.loss import LossSettings
 from grpo.service.errors import Refused
-from grpo.service.training import AdapterShape, Base, TrainedModel
+from grpo.service.training import WITNESS, AdapterShape, Base, TrainedModel
 from grpo.trainer.distributed import ONE
 from grpo.trainer.objective import Objective
 from grpo.trainer.optim import Optimizer
@@ -38,7 +38,7 @@ def model(base: Base) -> Any:
 
 
 def gradients(model: TrainedModel) -> dict[str, torch.Tensor]:
-    return dict(model._gradients)
+    return {name: gradient for name, gradient in model._gradients.items() if name != WITNESS}
 
 
 def test_the_gradient_is_the_trainers_to_the_last_bit(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_losses_are_sums_and_add_up_over_requests_until_the_step(model: TrainedM
     first = finished(model.forward_backward(request_of([one])))
     second = finished(model.forward_backward(request_of([two])))
     added = gradients(model)
-    model._gradients = {}
+    model.drop_gradients()
     both = finished(model.forward_backward(request_of([one, two])))
     assert both.metrics["loss:sum"] == pytest.approx(first.metrics["loss:sum"] + second.metrics["loss:sum"], rel=1e-6)
     for name, gradient in gradients(model).items():

@@ -230,6 +230,22 @@ def test_a_mismatch_far_beyond_what_the_policy_moved_is_warned_of_once(
     assert caplog.text.count("policy/mismatch_kl_lag") == 1
 
 
+def test_a_mismatch_far_beyond_what_the_policy_moved_is_explained_where_its_samples_hold(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / KEY_FILE).write_text("00" * 32)
+    steps = Steps(tiny_model, tmp_path, learning_rate=0.03, loss=UNMASKED | {"silent_share": 1})
+    older, receipts = steps.sampled(lengths=(12,) * 12), []
+    for step in range(1, 19):
+        newer = steps.sampled(lengths=(12,) * 12)
+        quiet = older if step > 12 else replace(older, advantages=np.zeros_like(older.advantages))
+        receipts.append(steps.take(quiet))
+        older = newer
+    assert [one.step for one in receipts if one.unexplained] == []
+    assert [one.step for one in receipts if one.spots and one.steps_since_draw]
+    assert "mismatch_kl" not in caplog.text
+
+
 def rank_worker(model: Path, out: Path, variables: dict[str, str]) -> None:
     """Writes what this rank has found of a batch, whose older samples all are the first rank's, at ZeRO 3."""
     os.environ.update(variables)
@@ -282,7 +298,7 @@ def test_servers_and_adapters_are_drawn_in_turn_by_the_smallest_numbers() -> Non
 def test_from_small_batches_samples_are_drawn_more_rarely_and_as_many_more_but_at_first_and_of_new_servers(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    steps = Steps(tiny_model, tmp_path, proofs={"on_failure": "warn"})
+    steps = Steps(tiny_model, tmp_path, proofs={"on_failure": "warn"}, learning_rate=1e-9)
     numbers, older = list[int](), steps.sampled(lengths=(4,) * 40)
     for step in range(1, 43):
         server = "http://two" if step == 33 else SERVER

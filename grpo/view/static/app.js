@@ -1,5 +1,5 @@
 // Which page an address shows, and what stands above all pages.
-import { Component, html, isReport, listen, onKey, render, useAddress, useAnswer, useEffect, useKeys, address } from "./common.js";
+import { Component, html, isReport, listen, onKey, render, useAddress, useAnswer, useEffect, useKeys, useLayoutEffect, address } from "./common.js";
 import { ComparePage, EvaluationPage, ProofPage, RunPage, RunsPage, SettingsPage, TimelinePage } from "./run.js";
 import { PromptPage, RolloutPage, StepPage } from "./rollouts.js";
 
@@ -30,7 +30,8 @@ function search() {
 
 function App() {
   const place = useAddress();
-  useEffect(() => { addEventListener("keydown", onKey); listen(); return () => removeEventListener("keydown", onKey); }, []);
+  useLayoutEffect(() => { addEventListener("keydown", onKey); return () => removeEventListener("keydown", onKey); }, []);
+  useEffect(listen, []);
   useEffect(() => { document.title = place.parts.length ? `${place.parts.slice(1).join(" ")} – grpo view` : "grpo view"; }, [place]);
   useEffect(() => { scrollTo(0, 0); }, [place.parts.join("/")]);
   useKeys({ "/": search, g: () => document.getElementById("go").focus() }, []);

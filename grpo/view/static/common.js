@@ -1,5 +1,5 @@
 // What all pages share: asking the server, the address, live changes, figures as text.
-import { html, useEffect, useState } from "./vendor/preact-htm.js";
+import { html, useEffect, useLayoutEffect, useState } from "./vendor/preact-htm.js";
 
 export * from "./vendor/preact-htm.js";
 
@@ -109,10 +109,11 @@ export function useAddress() {
 
 const keys = new Map();
 
+// As soon as a page is seen, not after it was painted: a key pressed in between would be lost.
 export function useKeys(handlers, dependencies) {
-  useEffect(() => {
+  useLayoutEffect(() => {
     for (const [key, handler] of Object.entries(handlers)) keys.set(key, handler);
-    return () => { for (const key of Object.keys(handlers)) keys.delete(key); };
+    return () => { for (const [key, handler] of Object.entries(handlers)) if (keys.get(key) === handler) keys.delete(key); };
   }, dependencies);
 }
 

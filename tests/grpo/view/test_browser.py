@@ -172,11 +172,22 @@ def test_keys_go_on_back_and_elsewhere(browser: Browser) -> None:
     browser.page.keyboard.press("g")
     browser.page.keyboard.type("9")
     browser.page.keyboard.press("Enter")
-    browser.page.wait_for_url("**/step/9")
-    browser.page.wait_for_selector(".heat a")
+    browser.page.wait_for_selector("b:text-is('9')")
     browser.page.keyboard.press("/")
     browser.page.keyboard.type("1/2")
     browser.page.locator("table.rollouts tbody tr >> nth=1").wait_for(state="detached")
+
+
+def test_a_key_counts_from_the_moment_that_its_page_is_there(browser: Browser) -> None:
+    browser.open("run/one/step/3", ".heat a")
+    browser.page.evaluate("""() => new MutationObserver((_, observer) => {
+      if (document.querySelector("main b")?.textContent !== "4") return;
+      observer.disconnect();
+      document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "k", bubbles: true }));
+    }).observe(document.body, { childList: true, subtree: true, characterData: true })""")
+    browser.page.keyboard.press("j")
+    browser.page.wait_for_url("**/step/4")
+    browser.page.wait_for_url("**/step/3")
 
 
 def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
