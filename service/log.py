@@ -150,9 +150,7 @@ class CommandLog:
 
         return self._written(work)
 
-    def finish(
-        self, command: Command, answer: Answer, *, checkpoint: tuple[str, int] | None = None
-    ) -> Future[None]:
+    def finish(self, command: Command, answer: Answer, *, checkpoint: tuple[str, int] | None = None) -> Future[None]:
         """Records the end of a command, with the `checkpoint` (path and bytes) that it has written."""
 
         def work(db: sqlite3.Connection) -> None:

@@ -111,18 +111,18 @@ class Base:
         have."""
         packs = [packed(one.batch, one.model.policy.device) for one in passes]
         segments: list[tuple[AdapterWeights, int]] = []
-        for one, pack in zip(passes, packs, strict=True):
+        for one, tokens in zip(passes, packs, strict=True):
             assert isinstance(one.model.policy.weights, AdapterWeights)
-            segments.append((one.model.policy.weights, len(pack.token_ids)))
+            segments.append((one.model.policy.weights, len(tokens.token_ids)))
             for parameter in one.model.policy.parameters:
                 parameter.requires_grad_()
         started_s, forward_only = time.perf_counter(), passes[0].request.forward_only
         results, total = [], None
         with self._weights.in_segments(segments), torch.set_grad_enabled(not forward_only):
             whole = self._resting.logprobs(joined(packs))
-            each = whole.split([len(pack.targets) for pack in packs])
-            for one, pack, logprobs in zip(passes, packs, each, strict=True):
-                loss, values = one.loss(pack, logprobs)
+            each = whole.split([len(tokens.targets) for tokens in packs])
+            for one, tokens, logprobs in zip(passes, packs, each, strict=True):
+                loss, values = one.loss(tokens, logprobs)
                 total = loss if total is None else total + loss
                 results.append((logprobs.detach().cpu().numpy(), values.cpu().numpy()))
             if not forward_only and total is not None:
@@ -132,9 +132,9 @@ class Base:
 
     def can_join(self, passes: "Sequence[Pass]", another: "Pass") -> bool:
         """Returns whether a pass can be computed with these: they fit into a micro-batch together."""
-        tokens = sum(one.num_tokens for one in (*passes, another))
+        num_tokens = sum(one.num_tokens for one in (*passes, another))
         alike = another.request.forward_only == passes[0].request.forward_only
-        return alike and tokens <= self.settings.pack_tokens and self._resting.can_join
+        return alike and num_tokens <= self.settings.pack_tokens and self._resting.can_join
 
     def use(self, policy: Policy) -> None:
         """Makes this policy's adapter the one that is computed with."""

@@ -211,8 +211,8 @@ class _LoraLinear(torch.autograd.Function):
 
 
 class _SegmentedLora(torch.autograd.Function):
-    """What `_LoraLinear` computes of [T, in], for runs of `sizes` rows, each with A and B of its own and in products of its own
-    shape; the base's are computed for all at once where no row's bits depend on the others."""
+    """What `_LoraLinear` computes of [T, in], for runs of `sizes` rows, each with A and B of its own and in products of
+    its own shape; the base's are computed for all at once where no row's bits depend on the others."""
 
     @staticmethod
     def forward(
