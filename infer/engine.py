@@ -26,8 +26,9 @@ from grpo.infer import engine_process, score_temperature
 from grpo.infer.arguments import device_of, first_module, make_args, vllm_version
 from grpo.infer.checks import tensor_shapes
 from grpo.transport.errors import PolicyRefused
-from grpo.transport.http import Choice, GenerateRequest, ServerLoad
+from grpo.transport.http import Choice, GenerateRequest, Scored, ServerLoad, Top
 from grpo.transport.weights.nccl import Announcement, Rendezvous
+from msgspec.structs import replace
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -128,11 +129,30 @@ class Engine:
     ) -> list[Choice]:
         """Samples under the adapter (None: the model). Cancelling the call ends the sampling, and so does vLLM's
         abortion of `name` once `may_end` is set."""
-        same = ("n", "max_tokens", "min_tokens", "temperature", "seed", "stop_token_ids")
-        params = _params(logprobs=0, **{key: getattr(wanted, key) for key in same})
+        same = ("n", "max_tokens", "min_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos")
+        some = {key: getattr(wanted, key) for key in same}
+        if wanted.is_restricted:
+            some |= {"top_k": wanted.top_k, "top_p": wanted.top_p}
+        if wanted.stop:  # a text of special tokens is one too
+            some |= {"stop": wanted.stop, "detokenize": True, "skip_special_tokens": False}
+        params = _params(logprobs=0 if wanted.is_restricted else wanted.num_top, **some)
         options: dict[str, Any] = {"salt": wanted.cache_salt, "name": name, "may_end": may_end}
         result = await self._final(wanted.prompt_token_ids, params, adapter, **options)
-        return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
+        choices = [
+            _sampled(output, num_top=params.logprobs)
+            for output in sorted(result.outputs, key=lambda output: int(output.index))
+        ]
+        if wanted.is_restricted:  # vLLM has told log-probabilities of what was left of the distribution
+            choices = await asyncio.gather(*(self._scored(wanted, choice, adapter) for choice in choices))
+        return choices
+
+    async def _scored(self, wanted: GenerateRequest, choice: Choice, adapter: Adapter | None) -> Choice:
+        """Returns an answer with the log-probabilities of the whole distribution."""
+        start, ids = len(wanted.prompt_token_ids) - 1, [*wanted.prompt_token_ids, *choice.token_ids]
+        options: dict[str, Any] = {"temperature": wanted.temperature, "num_top": wanted.num_top}
+        found = await self.score_top(ids, adapter, **options)
+        top = found.top and Top(token_ids=found.top.token_ids[start:], logprobs=found.top.logprobs[start:])
+        return replace(choice, logprobs=found.logprobs[start:], top=top)
 
     async def generate_until(
         self, requests: Sequence[GenerateRequest], adapter: Adapter | None, superseded: asyncio.Event
@@ -171,10 +191,25 @@ class Engine:
         """Returns the log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it. A lower
         `priority` is scheduled before waiting requests of a higher one; requests have 0. `replica` is which of several
         engines (`dp`) computes them, None: whichever is free."""
+        options: dict[str, Any] = {"temperature": temperature, "priority": priority, "replica": replica}
+        return (await self.score_top(token_ids, adapter, **options)).logprobs
+
+    async def score_top(
+        self,
+        token_ids: Sequence[int],
+        adapter: Adapter | None,
+        *,
+        num_top: int = 0,
+        temperature: float = 1.0,
+        priority: int = 0,
+        replica: int | None = None,
+    ) -> Scored:
+        """Returns what `score` does, with the `num_top` likeliest tokens in each place."""
         extra = None if temperature == 1.0 else {score_temperature.KEY: temperature}
-        params = _params(max_tokens=1, temperature=0.0, prompt_logprobs=0, extra_args=extra)
+        params = _params(max_tokens=1, temperature=0.0, prompt_logprobs=num_top, extra_args=extra)
         result = await self._final(list(token_ids), params, adapter, priority=priority, replica=replica)
-        return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
+        logprobs, top = _checked(result.prompt_logprobs, len(token_ids) - 1, num_top=num_top)
+        return Scored(version=None, logprobs=logprobs, top=top)
 
     async def _final(
         self,
@@ -329,7 +364,8 @@ def _params(**more: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **more)
+    same: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return SamplingParams(**(same | more))
 
 
 @contextlib.contextmanager
@@ -347,23 +383,35 @@ def _lora_request(adapter: Adapter) -> Any:
     return LoRARequest(adapter.name, adapter.key, adapter.path)
 
 
-def _checked(logprobs: Sequence[float], num_expected: int) -> list[float]:
-    """The log-probabilities as a list. Raises `EngineError` if there are too few or too many, or one is not finite."""
-    if len(logprobs) != num_expected:
-        raise EngineError(f"the engine returned {len(logprobs)} log-probabilities, expected {num_expected}")
+def _checked(found: Any, num_expected: int, *, num_top: int = 0) -> tuple[list[float], Top | None]:
+    """Returns the log-probabilities in vLLM's flat record of some positions, and the likeliest tokens of each; in a
+    position the token itself is the first. Raises `EngineError` if there are too few or too many, or one is not
+    finite."""
+    width, logprobs = num_top + 1, list(found.logprobs)
+    if len(logprobs) != num_expected * width:
+        raise EngineError(f"the engine returned {len(logprobs)} log-probabilities, expected {num_expected * width}")
     if not all(map(math.isfinite, logprobs)):
         raise EngineError("the engine returned a log-probability that is not finite")
-    return list(logprobs)
+    if not num_top:
+        return logprobs, None
+    starts = range(0, len(logprobs), width)
+    top = Top(
+        token_ids=[found.token_ids[start + 1 : start + width] for start in starts],
+        logprobs=[logprobs[start + 1 : start + width] for start in starts],
+    )
+    return logprobs[::width], top
 
 
-def _sampled(output: Any) -> Choice:
+def _sampled(output: Any, *, num_top: int = 0) -> Choice:
     """Our record of one of vLLM's CompletionOutputs."""
     token_ids = list(output.token_ids)
+    logprobs, top = _checked(output.logprobs, len(token_ids), num_top=num_top)
     return Choice(
         token_ids=token_ids,
-        logprobs=_checked(output.logprobs.logprobs, len(token_ids)),
+        logprobs=logprobs,
         finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,
         stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
+        top=top,
     )
 
 

@@ -31,6 +31,7 @@ from grpo.transport.http import (
 )
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FAILED, FINISHED, StatusFile, server_file
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -154,10 +155,12 @@ class PolicyRoutes:
     async def generate(self, body: GenerateRequest) -> Generated:
         """Samples n answers to one prompt of token ids."""
         length, longest = len(body.prompt_token_ids), self.engine.max_model_len
+        longest -= body.is_restricted  # such answers are scored, for which vLLM samples one more token
         message = f"{length} prompt tokens and max_tokens = {body.max_tokens} exceed max_model_len = {longest}"
         require(length + body.max_tokens <= longest, message)
         check_ids("prompt_token_ids", body.prompt_token_ids, self.engine.vocab_size)
         check_ids("stop_token_ids", body.stop_token_ids, self.engine.vocab_size)
+        require(body.num_top <= self.engine.vocab_size, f"num_top is {body.num_top}, and the model has fewer tokens")
         if body.follow:
             return Generated(version=body.version, choices=await follow(self.engine, self.table, body))
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as (_, adapter):
@@ -168,9 +171,11 @@ class PolicyRoutes:
         length, longest = len(body.token_ids), self.engine.max_model_len  # vLLM samples one more token
         require(length < longest, f"token_ids has {length} ids, expected fewer than max_model_len = {longest}")
         check_ids("token_ids", body.token_ids, self.engine.vocab_size)
+        require(body.num_top <= self.engine.vocab_size, f"num_top is {body.num_top}, and the model has fewer tokens")
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as (_, adapter):
-            logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
-        return Scored(version=body.version, logprobs=logprobs)
+            options: Any = {"temperature": body.temperature, "num_top": body.num_top}
+            found = await self.engine.score_top(body.token_ids, adapter, **options)
+        return replace(found, version=body.version)
 
     async def sleep(self) -> dict[str, float]:
         """Frees the device's memory until `wake`, once what is in flight is answered."""

@@ -20,7 +20,6 @@ from grpo.trainer.startup import device_for, set_threads
 from grpo.transport.folders import write_atomic
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.identity import base_identity
-from transformers import AutoTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,6 @@ async def _serve(
 ) -> None:
     commands, futures, sampling = CommandLog(run.path / _LOG_FILE), Futures(), None
     if server is not None:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
         sampling = Sampling(
             commands,
             run,
@@ -80,7 +78,6 @@ async def _serve(
             key=server[1],
             base_model=base_identity(model_folder),
             max_tokens=base.settings.sequence_len,
-            encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
             finished=futures.finished,
         )
     publish = None if sampling is None else sampling.publish

@@ -8,11 +8,13 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import msgspec
 import numpy as np
 from grpo.service.errors import Refused
 from grpo.service.log import Answer, Command, CommandLog
@@ -21,6 +23,7 @@ from grpo.trainer.model import Policy
 from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.http import (
+    MAX_TOP,
     NO_SLOTS,
     Generated,
     GenerateRequest,
@@ -28,11 +31,13 @@ from grpo.transport.http import (
     Scored,
     ScoreRequest,
     ServerInfo,
+    Top,
     UnloadRequest,
 )
 from grpo.transport.records import PolicySpec
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher
+from msgspec import Meta
 from tinker.proto import tinker_public_pb2 as schema
 
 log = logging.getLogger(__name__)
@@ -41,16 +46,64 @@ MAX_RUNNING = 64
 """Requests that the server has at once; more wait here."""
 MAX_SAMPLES = 1024
 TIMEOUT_S = 600.0
+"""How long an answer may take, and how long a server may be gone."""
+RETRY_S = 0.5
 CANARY_SEED = 0
-_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"})
-_NEUTRAL = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
-    "target_prompt_logprobs": None,
-    "prompt_alt_tokens_k": 0,
-    "record_stability_info": False,
-}
-"""Fields of a request that are not served, and the value that asks for nothing."""
+NO_TOP_ID, NO_TOP_LOGPROB = 0, -99999.0
+"""Of an empty place among the likeliest tokens, as the protocol has it."""
+NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP)]
+
+
+class Chunk(msgspec.Struct, kw_only=True):
+    """A piece of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(msgspec.Struct, kw_only=True):
+    """The pieces of a prompt, in order."""
+
+    chunks: list[Chunk]
+
+
+class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The protocol's sampling parameters."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """None: as many as fit."""
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    """Texts or token ids; None: the model's end token alone, empty: not even that."""
+    temperature: float = 1.0
+    top_k: int = -1
+    """-1 and 0: all tokens."""
+    top_p: float = 1.0
+
+
+class SampleRequest(msgspec.Struct, kw_only=True):
+    """What of a request's body is served, besides whom it addresses."""
+
+    prompt: Prompt
+    sampling_params: Params = msgspec.field(default_factory=Params)
+    num_samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = 1
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
+    topk_prompt_logprobs: NumTop = 0
+    topk_sample_logprobs: NumTop = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt. Raises `Refused` for what is no token."""
+        for chunk in self.prompt.chunks:
+            if chunk.type != "encoded_text":
+                raise Refused(f"the prompt has a chunk of type {chunk.type!r:.40}; only tokens are served")
+        if not (ids := [token for chunk in self.prompt.chunks for token in chunk.tokens]):
+            raise Refused("the prompt has no tokens")
+        return ids
+
+
+_ADDRESS = {"type", "base_model", "model_path", "sampling_session_id", "seq_id"}
 
 
 class Sampling:
@@ -65,13 +118,12 @@ class Sampling:
         key: str | None,
         base_model: str,
         max_tokens: int,
-        encode: Callable[[str], list[int]],
         finished: Callable[[str], None],
     ) -> None:
-        """`base_model` is the base's identity, `max_tokens` the longest sequence with its answer, `encode` the
-        tokenizer without special tokens, and `finished` is called with the id of each request that has ended."""
+        """`base_model` is the base's identity, `max_tokens` the longest sequence with its answer, and `finished` is
+        called with the id of each request that has ended."""
         self._log, self._run, self._base_model, self._max_tokens = commands, run, base_model, max_tokens
-        self._encode, self._finished = encode, finished
+        self._finished = finished
         self._publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S)
@@ -81,7 +133,8 @@ class Sampling:
         self._uses = itertools.count(1)
         self._used: dict[int, int] = {}
         """By version, the number of its newest use."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """By the request's id."""
 
     def start(self) -> None:
         """Begins what was waiting when the service ended."""
@@ -90,9 +143,10 @@ class Sampling:
 
     async def close(self) -> None:
         """Ends what runs; it is done after the next start."""
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
     # --- snapshots ---
@@ -129,16 +183,17 @@ class Sampling:
         await asyncio.shield(loading)
 
     async def _load_now(self, version: int) -> None:
-        """Has the server load a version; where it has no slot, in place of the one that was used longest ago."""
+        """Has the server load a version; where it has no slot, in place of the one that was used longest ago,
+        and that no request uses if there is one."""
         request = LoadRequest(run_id=self._run.run_id, version=version)
-        while (answer := await self._http.post("/policy/load", content=request.to_json())).status_code != 200:
+        while (answer := await self._send("/policy/load", request)).status_code != 200:
             if answer.status_code != 409 or answer.json()["error"]["type"] != NO_SLOTS:
                 raise RuntimeError(f"the server refuses version {version}: {answer.text[:500]}")
-            info = ServerInfo.from_json((await self._http.get("/policy/info")).content)
+            info = ServerInfo.from_json((await self._send("/policy/info")).content)
             if not info.live:
                 raise RuntimeError(f"the server has no slot for version {version}: {answer.text[:500]}")
-            oldest = min(info.live, key=lambda one: self._used.get(one, 0))
-            await self._http.post("/policy/unload", content=UnloadRequest(version=oldest).to_json())
+            oldest = min(info.live, key=lambda one: (info.in_flight.get(one, 0) > 0, self._used.get(one, 0)))
+            await self._send("/policy/unload", UnloadRequest(version=oldest))
         self._used[version] = next(self._uses)
 
     def open(self, sampler: str, tenant: str, path: str | None) -> None:
@@ -155,9 +210,14 @@ class Sampling:
 
     def submit(self, command: Command) -> None:
         """Begins a request that is in the log."""
-        task = asyncio.create_task(self._answer(command))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks[command.request_id] = asyncio.create_task(self._answer(command))
+        task.add_done_callback(lambda _: self._tasks.pop(command.request_id))
+
+    def cancel(self, command: Command) -> None:
+        """Ends a request that runs, and the server's work for it."""
+        if (task := self._tasks.get(command.request_id)) is not None and not task.done():
+            task.cancel()
+            self._end(command, Answer(state="failed", content=b"the client has cancelled the request"))
 
     async def _answer(self, command: Command) -> None:
         try:
@@ -168,85 +228,79 @@ class Sampling:
         except Exception as error:
             log.exception("%s", command.request_id)
             answer = Answer(state="broken", content=f"{type(error).__name__}: {error}".encode())
-        await asyncio.wrap_future(self._log.finish(command, answer))
-        self._finished(command.request_id)
+        self._end(command, answer)
+
+    def _end(self, command: Command, answer: Answer) -> None:
+        ended = self._log.finish(command, answer)
+        ended.add_done_callback(lambda _: self._finished(command.request_id))
 
     async def _sample(self, command: Command) -> bytes:
-        asked = json.loads(command.body)
+        asked = read_sample(command.body)
         _, version = self._log.sampler(command.target, command.tenant)
-        prompt, scored = prompt_of(asked), bool(asked.get("prompt_logprobs"))
-        requests, copies = self._requests(asked, prompt, version)
+        request, copies = self._request(asked, version)
         message = schema.SampleResponse()
-        if scored:
-            last_n = asked.get("prompt_logprobs_last_n") or len(prompt)
-            message.prompt_logprobs = (await self._scores(prompt, version, last_n=last_n)).tobytes()
-        generated = await self._post("/policy/generate", requests, Generated, version)
+        if asked.prompt_logprobs or asked.topk_prompt_logprobs:
+            await self._add_scores(message, asked, version)
+        generated = await self._post("/policy/generate", request, Generated, version)
         for choice in generated.choices * copies:
+            if choice.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"the server has ended an answer because of {choice.finish_reason!r}")
             sequence = message.sequences.add()
-            sequence.stop_reason = (
-                schema.STOP_REASON_LENGTH if choice.finish_reason == "length" else schema.STOP_REASON_STOP
-            )
+            is_full = choice.finish_reason == "length"
+            sequence.stop_reason = schema.STOP_REASON_LENGTH if is_full else schema.STOP_REASON_STOP
             sequence.tokens = np.array(choice.token_ids, "<i4").tobytes()
             sequence.logprobs = np.array(choice.logprobs, "<f4").tobytes()
+            if choice.top is not None:
+                sequence.topk_sampled_logprobs.CopyFrom(top_message(choice.top))
         content: bytes = message.SerializeToString(deterministic=True)
         return content
 
-    def _requests(
-        self, asked: Mapping[str, Any], prompt: list[int], version: int | None
-    ) -> tuple[GenerateRequest, int]:
+    def _request(self, asked: SampleRequest, version: int | None) -> tuple[GenerateRequest, int]:
         """Returns the server's request, and how many times each answer counts: greedy ones are all equal."""
-        params, number = asked.get("sampling_params") or {}, asked.get("num_samples", 1)
-        if not isinstance(number, int) or not 1 <= number <= MAX_SAMPLES:
-            raise Refused(f"num_samples is {number!r:.40}, expected 1 to {MAX_SAMPLES}")
-        for name, neutral in _NEUTRAL.items():
-            if asked.get(name) not in (None, neutral):
-                raise Refused(f"{name} is not served")
-        if unknown := sorted(params.keys() - _PARAMS):
-            raise Refused(f"sampling_params has {unknown[0]}, expected {', '.join(sorted(_PARAMS))}")
-        if params.get("top_k", -1) not in (-1, 0) or params.get("top_p", 1) != 1:
-            raise Refused("top_k and top_p are not served: tokens come from the model's own distribution")
-        room = self._max_tokens - len(prompt)
-        max_tokens = min(params.get("max_tokens") or room, room)
-        if max_tokens < 1:
+        params, prompt = asked.sampling_params, asked.token_ids
+        stop = [params.stop] if isinstance(params.stop, str) else params.stop
+        greedy, top_k, top_p = params.temperature == 0, max(params.top_k, 0), params.top_p
+        room = self._max_tokens - len(prompt) - (not greedy and (top_k > 0 or top_p < 1))
+        if room < 1:
             raise Refused(f"the prompt has {len(prompt)} tokens, and a sequence at most {self._max_tokens}")
-        temperature, seed = params.get("temperature", 1.0), params.get("seed")
-        greedy = temperature == 0
         fields: dict[str, Any] = {
             "version": version,
             "prompt_token_ids": prompt,
-            "max_tokens": max_tokens,
-            "n": 1 if greedy else number,
-            "temperature": temperature,
-            "seed": None if seed is None else seed % (2**63 - 1),
-            "stop_token_ids": self._stop_ids(params.get("stop")),
+            "max_tokens": min(params.max_tokens or room, room),
+            "n": 1 if greedy else asked.num_samples,
+            "temperature": params.temperature,
+            "seed": None if params.seed is None else params.seed % (2**63 - 1),
+            "stop": [one for one in stop or [] if isinstance(one, str)],
+            "stop_token_ids": [one for one in stop or [] if isinstance(one, int)],
+            "ignore_eos": stop == [],
+            "top_k": top_k,
+            "top_p": top_p,
+            "num_top": asked.topk_sample_logprobs,
         }
         try:
-            return GenerateRequest(**fields), number if greedy else 1
-        except (ValueError, TypeError) as error:
+            return msgspec.convert(fields, GenerateRequest), asked.num_samples if greedy else 1
+        except ValueError as error:
             raise Refused(f"sampling_params: {error}") from error
 
-    def _stop_ids(self, stop: Any) -> list[int]:
-        if stop is None:
-            return []
-        if stop == []:
-            raise Refused("stop is []: an answer always ends at the model's end token here")
-        found: list[int] = []
-        for one in [stop] if isinstance(stop, str) else stop:
-            ids = self._encode(one) if isinstance(one, str) else [one]
-            if len(ids) != 1:
-                raise Refused(f"stop has {one!r:.60}, which is {len(ids)} tokens; only single tokens are served")
-            found += ids
-        return found
-
-    async def _scores(self, prompt: list[int], version: int | None, *, last_n: int) -> Any:
-        """Returns [L] float32 log-probabilities of the prompt's tokens at temperature 1; NaN for the first, and for all
-        but the last `last_n`."""
-        scores = np.full(len(prompt), np.nan, "<f4")
+    async def _add_scores(self, message: Any, asked: SampleRequest, version: int | None) -> None:
+        """Adds the log-probabilities of the prompt's tokens at temperature 1, and the likeliest tokens in their places;
+        none for the first, and for all but the last `prompt_logprobs_last_n`."""
+        prompt, num_top = asked.token_ids, asked.topk_prompt_logprobs
+        scores, top = np.full(len(prompt), np.nan, "<f4"), Top(token_ids=[], logprobs=[])
+        num_without = max(1, len(prompt) - (asked.prompt_logprobs_last_n or len(prompt)))
         if len(prompt) > 1:
-            request = ScoreRequest(version=version, token_ids=prompt)
-            scores[1:] = (await self._post("/policy/score", request, Scored, version)).logprobs
-            scores[: len(prompt) - last_n] = np.nan
-        return scores
+            request = ScoreRequest(version=version, token_ids=prompt, num_top=num_top)
+            scored = await self._post("/policy/score", request, Scored, version)
+            scores[num_without:] = scored.logprobs[num_without - 1 :]
+            top = scored.top or top
+        if asked.prompt_logprobs:
+            message.prompt_logprobs = scores.tobytes()
+        if num_top:
+            whole = Top(
+                token_ids=[[NO_TOP_ID] * num_top] * num_without + top.token_ids[num_without - 1 :],
+                logprobs=[[NO_TOP_LOGPROB] * num_top] * num_without + top.logprobs[num_without - 1 :],
+            )
+            message.topk_prompt_logprobs.CopyFrom(top_message(whole))
 
     async def _post(self, route: str, request: Any, answer_type: Any, version: int | None) -> Any:
         """Returns the server's answer; a version that it does not have is loaded first. Raises `Refused` for what the
@@ -254,7 +308,7 @@ class Sampling:
         if version is not None:
             self._used[version] = next(self._uses)
         for attempt in range(3):
-            answer = await self._http.post(route, content=request.to_json())
+            answer = await self._send(route, request)
             if answer.status_code == 200:
                 return answer_type.from_json(answer.content)
             if answer.status_code == 404 and version is not None and attempt < 2:
@@ -265,14 +319,39 @@ class Sampling:
             break
         raise RuntimeError(f"the server answers {route} with {answer.status_code}: {answer.text[:500]}")
 
+    async def _send(self, route: str, request: Any = None) -> httpx.Response:
+        """Returns the server's response. A request that gets none, or that the server cannot answer now, is made again
+        for `TIMEOUT_S`."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                method, content = ("GET", None) if request is None else ("POST", request.to_json())
+                answer = await self._http.request(method, route, content=content)
+                is_gone = answer.status_code == 503 and answer.json()["error"]["type"] != "engine"
+                if not is_gone or time.monotonic() > deadline_s:
+                    return answer
+            except httpx.TransportError as error:
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the server at {self._http.base_url} is gone: {error!r}") from error
+            await asyncio.sleep(RETRY_S)
 
-def prompt_of(asked: Mapping[str, Any]) -> list[int]:
-    """Returns a request's prompt. Raises `Refused`."""
-    prompt: list[int] = []
-    for chunk in (asked.get("prompt") or {}).get("chunks", []):
-        if chunk.get("type", "encoded_text") != "encoded_text":
-            raise Refused(f"the prompt has a chunk of type {chunk['type']!r:.40}; only tokens are served")
-        prompt += chunk["tokens"]
-    if not prompt or not all(isinstance(token, int) for token in prompt):
-        raise Refused("the prompt has no tokens, or other things than token ids")
-    return prompt
+
+def read_sample(body: bytes) -> SampleRequest:
+    """Returns what a body asks for. Raises `Refused` for a field that is not served, unless it asks for nothing."""
+    try:
+        asked = msgspec.json.decode(body, type=SampleRequest)
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the request is no sample: {error}") from error
+    if unknown := sorted(
+        name for name, value in fields.items() if value and name not in {*_ADDRESS, *SampleRequest.__struct_fields__}
+    ):
+        raise Refused(f"{unknown[0]} is not served")
+    return asked
+
+
+def top_message(top: Top) -> Any:
+    """Returns the protocol's message of the likeliest tokens, [N][K]."""
+    ids, logprobs = np.array(top.token_ids, "<i4"), np.array(top.logprobs, "<f4")
+    length, k = ids.shape
+    return schema.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)

@@ -8,6 +8,8 @@ from msgspec import Meta
 
 MAX_TEMPERATURE = 100
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+MAX_TOP = 20
+"""Likeliest tokens that a server names for a position; vLLM's own bound."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently; 0 is greedy."""
 NO_SLOTS = "slots"
@@ -103,6 +105,16 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     """0: greedy."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    stop: list[Annotated[str, Meta(min_length=1)]] = msgspec.field(default_factory=list)
+    """Texts that end an answer, whose last token is the one that completes such a text."""
+    ignore_eos: bool = False
+    """Whether the model's end token is a token like any other."""
+    top_k: Natural = 0
+    """Tokens are drawn from the k likeliest; 0: from all. Log-probabilities are without this bound and the next."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Tokens are drawn from the likeliest ones that have this probability together."""
+    num_top: Annotated[int, Meta(ge=0, le=MAX_TOP)] = 0
+    """How many of the likeliest tokens are named beside each sampled one."""
     cache_salt: str | None = None
     noisy: bool = False
     """Under the version's noise on its norm weights, where it has any."""
@@ -118,6 +130,20 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
         require(self.min_tokens <= self.max_tokens, f"min_tokens is above max_tokens = {self.max_tokens}")
         of_base = self.version is None and (self.follow or self.adapter is not None)
         require(not of_base, "version is null, and the base model has neither followers nor an adapter; name a version")
+        plain = not (self.stop or self.is_restricted or self.num_top)
+        require(plain or not self.follow, "follow is for requests without stop, top_k, top_p and num_top")
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution; greedy ones are the same from every part."""
+        return self.temperature != 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+class Top(Record, frozen=True, kw_only=True):
+    """The likeliest tokens of each of L positions, the likeliest first: ids and log-probabilities [L][num_top]."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
 
 
 class Choice(Record, frozen=True, kw_only=True):
@@ -133,6 +159,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """Where a request follows: runs of (version, number of tokens), which sum to k; versions ascend."""
     server: str = ""
     """The server that sampled it, as the client that asked calls it; empty on the wire."""
+    top: Top | None = None
+    """The likeliest tokens beside each of `token_ids`, where `num_top` asks for them."""
 
 
 class Generated(Record, frozen=True, kw_only=True):
@@ -152,6 +180,8 @@ class ScoreRequest(Record, frozen=True, kw_only=True):
     """Temperature that divides the logits."""
     noisy: bool = False
     adapter: str | None = None
+    num_top: Annotated[int, Meta(ge=0, le=MAX_TOP)] = 0
+    """How many of the likeliest tokens are named beside each scored one."""
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
@@ -169,6 +199,8 @@ class Scored(Record, frozen=True, kw_only=True):
     version: int | None
     logprobs: list[float]
     """[L - 1] in nats; element i is that of token i + 1."""
+    top: Top | None = None
+    """The likeliest tokens in the places of tokens 1 … L-1, where `num_top` asks for them."""
 
 
 class ServerLoad(Record, frozen=True, kw_only=True):

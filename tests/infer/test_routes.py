@@ -93,11 +93,11 @@ async def ask(app: Any, path: str, **body: Any) -> httpx.Response:
 
 async def test_n_answers_come_in_one_response_and_a_score_at_the_temperature_that_is_asked_for(app: FastAPI) -> None:
     choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length", "stop_reason": None, "versions": None}
-    choice["server"] = ""
+    choice |= {"server": "", "top": None}
     assert (await ask(app, "generate", **GENERATE, n=2)).json() == {"version": None, "choices": [choice, choice]}
     for temperature in (1.0, 0.5):
         scored = await ask(app, "score", **SCORE, temperature=temperature)
-        assert scored.json() == {"version": None, "logprobs": [-temperature] * 2}
+        assert scored.json() == {"version": None, "logprobs": [-temperature] * 2, "top": None}
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,14 @@ async def test_n_answers_come_in_one_response_and_a_score_at_the_temperature_tha
         ("generate", {"temperature": -1.0}, "temperature"),
         ("generate", {"temperature": 0.0, "n": 2}, "temperature"),
         ("generate", {"seed": -1}, "seed"),
-        ("generate", {"top_p": 0.9}, "top_p"),
+        *(("generate", {"top_p": top_p}, "top_p") for top_p in (0, 1.1)),
+        ("generate", {"top_k": -1}, "top_k"),
+        ("generate", {"stop": [""]}, "stop"),
+        ("generate", {"num_top": 21}, "num_top"),
+        ("generate", {"top_k": 3, "max_tokens": 6}, "max_tokens.*7"),
+        ("generate", {"presence_penalty": 0.5}, "presence_penalty"),
         ("generate", {"follow": True}, "follow"),
+        ("generate", {"follow": True, "version": 3, "stop": ["a"]}, "follow"),
         ("generate", {"adapter": "a"}, "adapter"),
         *(("score", {"temperature": temperature}, "temperature") for temperature in (0.0, -1.0, 0.001, 101.0)),
         *(("score", {"token_ids": ids}, "token_ids") for ids in ([1], [1] * 8, [1, 99])),

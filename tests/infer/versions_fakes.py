@@ -15,7 +15,7 @@ from grpo.infer.engine import Adapter, EngineError
 from grpo.infer.versions import VersionTable
 from grpo.transport.errors import PolicyRefused
 from grpo.transport.folders import Content
-from grpo.transport.http import Choice, GenerateRequest, ServerLoad
+from grpo.transport.http import Choice, GenerateRequest, Scored, ServerLoad, Top
 from grpo.transport.records import Canary, PolicySpec
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
@@ -90,6 +90,12 @@ class FakeEngine:
         below = below if self.serves is None else self.serves
         below = 0.0 if replica in self.without_adapters else below
         return [-temperature - below + self.error] * (len(token_ids) - 1)
+
+    async def score_top(self, token_ids: Sequence[int], adapter: Adapter | None, **options: Any) -> Scored:
+        num_top = options.pop("num_top")
+        logprobs = await self.score(token_ids, adapter, **options)
+        top = Top(token_ids=[[0] * num_top] * len(logprobs), logprobs=[[-9.0] * num_top] * len(logprobs))
+        return Scored(version=None, logprobs=logprobs, top=top if num_top else None)
 
     async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
         return [Choice(token_ids=[wanted.prompt_token_ids[-1]], logprobs=[-0.5], finish_reason="length")] * wanted.n

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 from grpo.transport.ports import free_port
 from tinker import types
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.service.data import datum
 from tests.service.running import Running, done, running
@@ -86,12 +88,105 @@ def test_samples_have_their_log_probabilities_seeds_and_ends(service: Running) -
     assert greedy[0].tokens == greedy[1].tokens
 
 
-@pytest.mark.parametrize("params", [{"top_p": 0.5}, {"top_k": 3}, {"stop": []}, {"max_tokens": 0, "temperature": -1}])
-def test_what_servers_do_not_sample_is_refused_on_that_future_alone(service: Running, params: dict[str, Any]) -> None:
+def test_an_answer_ends_at_its_stops(service: Running) -> None:
+    """Texts of several tokens, tokens, and nothing at all; the last token is the one that completes a stop."""
     base = done(service.client().create_sampling_client(base_model=service.model))
-    with pytest.raises(tinker.TinkerError):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    free = sampled(base, n=4, max_tokens=24)
+    text = tokenizer.decode(free[0].tokens)
+    stop = text[6:9]
+    assert len(tokenizer.encode(stop, add_special_tokens=False)) == 3
+    for given in (stop, [stop], ["never in it", stop]):
+        found = sampled(base, n=4, max_tokens=24, stop=given)
+        for whole, one in zip(free, found, strict=True):
+            assert one.tokens == whole.tokens[: len(one.tokens)]
+            np.testing.assert_allclose(one.logprobs, whole.logprobs[: len(one.tokens)], atol=1e-4)
+            assert (one.stop_reason == "stop") == (
+                stop in tokenizer.decode(whole.tokens)
+            ) or whole.stop_reason == "stop"
+        assert tokenizer.decode(found[0].tokens) == text[: text.index(stop) + 3]
+
+
+def test_without_any_stop_the_end_token_is_one_like_others(service: Running) -> None:
+    end = AutoConfig.from_pretrained(MODEL).eos_token_id
+    client = service.training_client(rank=8)
+    weights = np.array([0, 0, 0, 1], np.float32)
+    inputs = {"target_tokens": np.array([*PROMPT[1:], end]), "weights": weights}
+    ending = types.Datum(model_input=types.ModelInput.from_ints(PROMPT), loss_fn_inputs=inputs)
+    for _ in range(10):
+        client.forward_backward([ending], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2))
+    sampler = done(client.save_weights_and_get_sampling_client())
+    (ended,) = sampled(sampler, temperature=0)
+    assert (ended.stop_reason, ended.tokens) == ("stop", [end])
+    (on,) = sampled(sampler, temperature=0, stop=[])
+    assert (on.stop_reason, on.tokens[0], len(on.tokens)) == ("length", end, 8)
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.5}])
+def test_restricted_tokens_have_the_log_probabilities_of_the_whole_distribution(
+    service: Running, params: dict[str, Any]
+) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    client = service.training_client()  # its adapter is nothing yet
+    asked = types.SamplingParams(max_tokens=8, seed=1, **params)
+    prompt = types.ModelInput.from_ints(PROMPT)
+    answer = done(base.sample(prompt, num_samples=6, sampling_params=asked, topk_sample_logprobs=5))
+    for one in answer.sequences:
+        expected = trained_logprobs(client, PROMPT + one.tokens)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+        for token, top in zip(one.tokens, one.topk_logprobs, strict=True):
+            allowed = [found for found, _ in top][: params.get("top_k", 5)]
+            mass = np.cumsum([0.0] + [np.exp(logprob) for _, logprob in top])[:-1]
+            inside = [found for found, before in zip(allowed, mass, strict=False) if before < params.get("top_p", 1.0)]
+            assert token in inside or len(inside) == 5
+    assert len({tuple(one.tokens) for one in answer.sequences}) > 1
+
+
+def test_prompts_have_log_probabilities_of_their_tokens_and_of_the_likeliest(service: Running) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    ids = list(b"cab ride")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(MODEL)(torch.tensor([ids])).logits[0]
+    expected = logits.float().log_softmax(-1)[:-1]
+    asked = {"num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=1), "include_prompt_logprobs": True}
+    answer = done(base.sample(types.ModelInput.from_ints(ids), topk_prompt_logprobs=3, **asked))
+    own = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    assert answer.prompt_logprobs[0] is answer.topk_prompt_logprobs[0] is None
+    np.testing.assert_allclose(answer.prompt_logprobs[1:], own.numpy(), atol=1e-4)
+    for found, row in zip(answer.topk_prompt_logprobs[1:], expected, strict=True):
+        np.testing.assert_allclose([logprob for _, logprob in found], row.topk(3).values.numpy(), atol=1e-4)
+        np.testing.assert_allclose([row[token] for token, _ in found], row.topk(3).values.numpy(), atol=1e-4)
+    last = done(base.sample(types.ModelInput.from_ints(ids), topk_prompt_logprobs=3, prompt_logprobs_last_n=2, **asked))
+    assert last.prompt_logprobs == [None] * 6 + answer.prompt_logprobs[6:]
+    assert last.topk_prompt_logprobs == [None] * 6 + answer.topk_prompt_logprobs[6:]
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stop": [999]}, "stop_token_ids"),
+        ({"stop": [""]}, "stop"),
+    ],
+)
+def test_what_servers_do_not_sample_is_refused_on_that_future_alone(
+    service: Running, params: dict[str, Any], named: str
+) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    with pytest.raises(tinker.RequestFailedError, match=named):
         sampled(base, **params)
     assert sampled(base)
+
+
+def test_fields_that_are_not_served_are_refused_by_name(service: Running) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    asked = {"num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=1)}
+    for field in ({"prompt_alt_tokens_k": 2}, {"topk_sample_logprobs": 21}):
+        with pytest.raises(tinker.TinkerError, match=next(iter(field))):
+            done(base.sample(types.ModelInput.from_ints(PROMPT), **asked, **field))
 
 
 def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:

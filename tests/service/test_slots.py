@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 from grpo.service.sampling import Sampling
+from grpo.transport.http import Scored, ScoreRequest
 from grpo.transport.run import create_run
 
 
@@ -38,11 +39,11 @@ class TwoSlots:
 async def test_a_snapshot_takes_the_slot_of_the_one_that_was_used_longest_ago(tmp_path: Path) -> None:
     server, options = TwoSlots(), {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
     log: Any = SimpleNamespace()
-    sampling = Sampling(log, create_run(tmp_path), encode=list, finished=print, **options)
+    sampling = Sampling(log, create_run(tmp_path), finished=print, **options)
     sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(server))
     async with asyncio.timeout(60):
         for version in (1, 2, 1, 3, 1, 2):
-            await sampling._scores([1, 2], version, last_n=2)
+            await sampling._post("/policy/score", ScoreRequest(version=version, token_ids=[1, 2]), Scored, version)
             assert version in server.live
     assert sorted(server.live) == [1, 2]
     await sampling.close()
