@@ -15,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grpo.service.errors import Refused
-from grpo.service.log import Answer, Command, CommandLog
+from grpo.service.log import Answer, Command, CommandLog, StepRow
+from grpo.service.recorder import Recorder
 from grpo.service.training import AdapterShape, Base, Pass, TrainedModel, saved_shape
 from grpo.service.wire import parse, read_forward_backward
 from grpo.trainer.model import Policy
@@ -38,6 +39,8 @@ MISSING = "missing"
 """The end of a command that was not done, because one with a lower number had not come."""
 REPLAYED = frozenset({"create_model", "forward_backward", "optim_step", "load_weights"})
 """Commands that change a model, which are done again after a restart."""
+DROP = "drop_gradients"
+"""Stands in a replay for an `optim_step` that has dropped its gradients."""
 SAVE_FOR_SAMPLER = "save_weights_for_sampler"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDERS = {
@@ -53,6 +56,12 @@ RECENT_S = 0.5
 Publish = Callable[[Policy, Command, str], Future[int]]
 """Writes a policy, which is in use, as a version with its canary, and begins to load it. The future is the version,
 once the server has proved it."""
+
+
+def _nothing() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 _Work = Generator[Pass | Future[Any], Any, Answer]
@@ -79,13 +88,16 @@ class _Queue:
     """When it was last in a pass."""
     turn: int = 0
     """Number of its last turn."""
+    last_step: Future[None] = field(default_factory=_nothing)
+    """Done once its last step is on the disk, where the next one counts on from it."""
     steps_on_disk: int = 0
 
     def is_ready(self) -> bool:
         """Returns whether there is something to do."""
-        if self.work is None:
-            return bool(self.replayed) or self.next_seq in self.waiting
-        return not isinstance(self.waits_for, Future) or self.waits_for.done()
+        if self.work is None and not self.replayed:
+            command = self.waiting.get(self.next_seq)
+            return command is not None and (command.kind != "optim_step" or self.last_step.done())
+        return self.work is None or not isinstance(self.waits_for, Future) or self.waits_for.done()
 
     def begins_pass(self) -> bool:
         """Returns whether its next command asks for passes."""
@@ -101,13 +113,14 @@ class Engine:
         commands: CommandLog,
         folder: Path,
         *,
+        recorder: Recorder,
         finished: Callable[[str], None],
         publish: Publish | None,
     ) -> None:
         """Keeps states and checkpoints below `folder`. `finished` is called with the id of each request that has
         ended, in the engine's thread. Without `publish` nothing is sampled."""
         self._base, self._log, self._folder = base, commands, folder
-        self._finished, self._publish = finished, publish
+        self._recorder, self._finished, self._publish = recorder, finished, publish
         self._queues: dict[str, _Queue] = {}
         self._changed = threading.Condition()
         self._ending = False
@@ -115,8 +128,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._turns: dict[str, int] = {}
         """Number of the last turn of each tenant."""
-        self._last_end: Future[None] = Future()
-        self._last_end.set_result(None)
+        self._last_end = _nothing()
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
     def start(self) -> None:
@@ -157,12 +169,15 @@ class Engine:
         queue, state = _Queue(model_id, command.tenant), self.state_folder(model_id)
         if (state / "state.json").exists():
             queue.next_seq = json.loads((state / "state.json").read_text())["seq"] + 1
+        dropped = self._log.dropped(model_id)
         for command, status in self._log.commands(model_id, after=queue.next_seq - 1):
             if status == "waiting":
                 queue.waiting[command.seq] = command
                 continue
             queue.next_seq = command.seq + 1
-            if status != MISSING and command.kind in REPLAYED:
+            if command.seq in dropped:
+                queue.replayed.append(replace(command, kind=DROP))
+            elif status in ("done", "proto") and command.kind in REPLAYED:  # what has failed then is not done now
                 queue.replayed.append(command)
         return queue
 
@@ -265,9 +280,16 @@ class Engine:
             log.exception("%s of %s", command.kind, command.target)
             answer = _failed(f"{type(error).__name__}: {error}", state="broken")
         queue.work, queue.since = None, time.monotonic()
+        step = None
         if not again:
             queue.next_seq = command.seq + 1
-            self._end(command, answer)
+            step = self._recorder.row(command, queue.model, answer)
+            self._end(command, answer, step)
+            if command.kind == "optim_step":
+                queue.last_step = self._last_end
+                queue.last_step.add_done_callback(self._notify)
+        if queue.model is not None and command.kind == "optim_step":
+            self._recorder.stepped(command, queue.model, step)
         try:
             self._keep_state(queue, command)
         except StorageError:
@@ -289,9 +311,9 @@ class Engine:
             self._log.forget_bodies(command.target, up_to=command.seq)
             queue.steps_on_disk = model.num_steps
 
-    def _end(self, command: Command, answer: Answer) -> None:
+    def _end(self, command: Command, answer: Answer, step: StepRow | None = None) -> None:
         """Records the answer. Whoever waits for it is told once it is on the disk."""
-        self._last_end = self._log.finish(command, answer, checkpoint=self._checkpoint)
+        self._last_end = self._log.finish(command, answer, checkpoint=self._checkpoint, step=step)
         self._last_end.add_done_callback(lambda _: self._finished(command.request_id))
         if self._checkpoint is not None:
             self._last_end.result()
@@ -318,6 +340,9 @@ class Engine:
         if command.kind == "load_weights":
             return self._load(queue, json.loads(command.body), command)
         model = self._model(queue)
+        if command.kind == DROP:
+            model.drop_gradients()
+            return _done({})
         if command.kind == "forward_backward":
             limits: Any = {"vocab_size": self._base.vocab_size, "max_tokens": self._base.max_tokens}
             request = read_forward_backward(parse(command.body), **limits)
@@ -326,6 +351,11 @@ class Engine:
         if command.kind == "optim_step":
             if "adam_params" not in asked:
                 raise Refused(f"optim_step has {sorted(asked)}, expected adam_params; this service has AdamW alone")
+            try:
+                self._recorder.prove(command, model.computed)
+            except Refused:
+                model.drop_gradients()
+                raise
             return _done({"metrics": model.optim_step(asked["adam_params"])})
         if command.kind in ("save_weights", "save_weights_external"):
             if asked.get("age_encryption_recipients"):

@@ -7,6 +7,7 @@ do not depend on the others' to the bit.
 
 import itertools
 import json
+import logging
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -18,8 +19,8 @@ import numpy as np
 import torch
 from grpo.configs.train import TrainSettings
 from grpo.service.errors import Refused
-from grpo.service.losses import clip_bounds, loss_and_values
-from grpo.service.steps import Computed, Expected, Step, witness_sums
+from grpo.service.losses import check_config, loss_and_values
+from grpo.service.steps import Computed, Expected, Step, computed, witness_sums
 from grpo.service.wire import Datum, ForwardBackward, forward_backward_answer
 from grpo.trainer.errors import NonFiniteError
 from grpo.trainer.model import Policy, load_policy
@@ -31,11 +32,17 @@ from grpo.transport.folders import write_folder
 from grpo.transport.weights.store import ADAPTER_FILE
 from safetensors.torch import load_file, save
 
+log = logging.getLogger(__name__)
+
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 ALPHA = 32
 """LoRA alpha of every adapter, as recipes for the protocol expect."""
 WITNESS = "witness"
+_VECTORS = 32
+"""Elements that torch computes at a time on a CPU: two vectors of 512 bits."""
+_SHARED = 1 << 15
+"""Elements from which on its threads share a tensor."""
 _DEFAULT_ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -80,6 +87,9 @@ class Base:
         self._weights: AdapterWeights = self._resting.weights
         self._numbers = itertools.count()
         self._in_use: AdapterWeights | None = self._weights
+        self._joins = self._resting.can_join and self._has_whole_vectors()
+        if not self._joins:
+            log.warning("models are computed one after the other: not every size of %s is whole vectors", folder)
         self.vocab_size = self._resting.vocab_size
         self.max_tokens = settings.sequence_len - 1
         """Tokens of a datum at most: the last target comes besides."""
@@ -134,7 +144,18 @@ class Base:
         """Returns whether a pass can be computed with these: they fit into a micro-batch together."""
         num_tokens = sum(one.num_tokens for one in (*passes, another))
         alike = another.request.forward_only == passes[0].request.forward_only
-        return alike and num_tokens <= self.settings.pack_tokens and self._resting.can_join
+        return self._joins and alike and num_tokens <= self.settings.pack_tokens
+
+    def _has_whole_vectors(self) -> bool:
+        """Returns whether no element's place decides how it is computed. On a CPU torch computes the last ones of a
+        tensor that do not fill its vectors, and of each thread's share of it, by other instructions than the rest."""
+        config, threads = self._resting.causal_lm.config.get_text_config(), torch.get_num_threads()
+        widths = [getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads]
+        widths += [config.hidden_size, config.intermediate_size]
+        shares = _VECTORS * math.lcm(*range(1, threads + 1))
+        return self._resting.device.type != "cpu" or all(
+            not width % (_VECTORS if width * self.settings.pack_tokens < _SHARED else shares) for width in widths
+        )
 
     def use(self, policy: Policy) -> None:
         """Makes this policy's adapter the one that is computed with."""
@@ -174,7 +195,9 @@ class Pass:
             name: to_device(np.concatenate([datum.inputs[name] for datum in self.batch]), device)
             for name in first.inputs
         }
-        loss, values = loss_and_values(self.request.loss_fn, logprobs, inputs, self.request.config)
+        lengths = np.array([len(datum.targets) for datum in self.batch])
+        datum_ids = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
+        loss, values = loss_and_values(self.request.loss_fn, logprobs, inputs, self.request.config, datum_ids)
         if not self.request.forward_only:
             loss = loss + self.model.witness(witness_sums(self.batch, pack, inputs))
         return loss, values
@@ -206,6 +229,11 @@ class TrainedModel:
         """The trained parameters by name, and the witness of their gradients, which goes all their ways."""
         return {**self.policy.named_parameters, WITNESS: self.witness.zeros}
 
+    @property
+    def computed(self) -> Sequence[Computed]:
+        """The requests whose gradients the next step applies."""
+        return self._computed
+
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step."""
         self._gradients, self._expected, self._computed = {}, Expected(), []
@@ -228,8 +256,7 @@ class TrainedModel:
         """Computes the loss of each datum, and adds the gradient of their sum to what the next `optim_step` applies;
         nothing is added if the loss or the gradient is not finite, which raises `Refused`, or if the generator is
         closed early."""
-        if request.loss_fn in ("ppo", "cispo"):
-            clip_bounds(request.config)
+        check_config(request.loss_fn, request.config)
         data, capacity = request.data, self.base.settings.pack_tokens
         logprobs: list[Any] = [None] * len(data)
         losses: list[Any] = [None] * len(data)
@@ -239,10 +266,10 @@ class TrainedModel:
         try:
             for chosen in first_fit([len(datum.token_ids) + 1 for datum in data], capacity=capacity):
                 batch = [data[index] for index in chosen]
-                ends = np.cumsum([len(datum.token_ids) for datum in batch])[:-1]
-                *computed, own_s = yield Pass(self, batch, request)
+                ends = np.cumsum([len(datum.targets) for datum in batch])[:-1]
+                *both, own_s = yield Pass(self, batch, request)
                 seconds += own_s
-                for whole, parts in zip(computed, (logprobs, losses), strict=True):
+                for whole, parts in zip(both, (logprobs, losses), strict=True):
                     for index, part in zip(chosen, np.split(whole, ends), strict=True):
                         parts[index] = part
             total = float(sum(part.sum(dtype=np.float64) for part in losses))
@@ -254,14 +281,14 @@ class TrainedModel:
                 self._gradients[name] = gradient if earlier is None else earlier.add_(gradient)
             if found:
                 self._expected.add(data)
-                self._computed.append(Computed(request=request, logprobs=logprobs, loss=total, seconds=seconds))
+                self._computed.append(computed(request, logprobs, loss=total, seconds=seconds, before=self._computed))
         finally:
             for parameter in self._differentiated.values():
                 parameter.grad = None
         outputs = {"logprobs": logprobs}
         if request.loss_fn == "cross_entropy":
             outputs["elementwise_loss"] = losses
-        return forward_backward_answer(outputs, {"loss:sum": total})
+        return forward_backward_answer(outputs, {"loss:sum": total}, candidates=data[0].candidates)
 
     def optim_step(self, given: Mapping[str, Any]) -> dict[str, float]:
         """Applies the gradients since the last step by AdamW and drops them; without any it changes nothing. Returns
@@ -269,7 +296,7 @@ class TrainedModel:
         finite, or they are not those of just the datums since the last step."""
         self.last_step, started_s = None, time.perf_counter()
         adam = adam_params(given)
-        gradients, expected, computed = self._gradients, self._expected, self._computed
+        gradients, expected, parts = self._gradients, self._expected, self._computed
         self.drop_gradients()
         if not gradients:
             return {"grad_norm": 0.0}
@@ -292,7 +319,7 @@ class TrainedModel:
                 parameter.grad = None
         self.num_steps += 1
         self.last_step = Step(
-            parts=computed,
+            parts=parts,
             expected=witnesses[0],
             witness=witnesses[1],
             grad_norm=norm,
@@ -357,8 +384,14 @@ def packed(batch: Sequence[Datum], device: torch.device) -> PackedTokens:
     mask = np.ones(len(ids), np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
     tokens = pack(ids, lengths, loss_mask=mask, device=device)
-    targets = np.concatenate([datum.targets for datum in batch]).astype(np.int64)
-    return replace(tokens, targets=to_device(targets, device))
+    targets, candidates = np.concatenate([datum.targets for datum in batch]).astype(np.int64), batch[0].candidates
+    before, temperatures = tokens.before_targets, tokens.temperatures
+    return replace(
+        tokens,
+        targets=to_device(targets, device),
+        before_targets=before if candidates == 1 else before.repeat_interleave(candidates),
+        temperatures=temperatures if candidates == 1 else temperatures.repeat_interleave(candidates),
+    )
 
 
 def adam_params(given: Mapping[str, Any]) -> dict[str, float]:

@@ -111,7 +111,7 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns [..., out] of [..., in]."""
         if self.segments:
-            return self._by_segment(x)
+            return _in_segments(self, x)
         base = self.get_base_layer()
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or not names:
@@ -124,8 +124,7 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         output: torch.Tensor = _LoraLinear.apply(*inputs, *tensors)  # type: ignore[no-untyped-call]
         return output
 
-    @torch.compiler.disable
-    def _by_segment(self, x: torch.Tensor) -> torch.Tensor:
+    def by_segment(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [..., out] of [..., in] where the pass has segments. Runs of those with an adapter here are computed
         in one step each."""
         base, flat, outputs = self.get_base_layer(), x.flatten(0, -2), list[torch.Tensor]()
@@ -142,8 +141,9 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
             recipe = self.low_precision if torch.is_grad_enabled() else None
             inputs = (rows, dequantize, base.bias, sizes, scalings, recipe)
             outputs.append(_SegmentedLora.apply(*inputs, *tensors, *matrices))  # type: ignore[no-untyped-call]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output.unflatten(0, x.shape[:-1])
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        output: torch.Tensor = whole.unflatten(0, x.shape[:-1])
+        return output
 
     def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
         """Returns a layer's sizes. PEFT's own method does not know our quantized layer."""
@@ -168,6 +168,11 @@ def takes_adapter_mask(layer: torch.nn.Module, forward: Callable[..., Any]) -> C
 def _side_by_side(part: torch.nn.ModuleDict, names: Sequence[str], dim: int) -> torch.Tensor:
     weights = [cast(torch.Tensor, part[name].weight) for name in names]
     return weights[0] if len(weights) == 1 else torch.cat(weights, dim)
+
+
+_in_segments: Callable[[FusedLoraLinear, torch.Tensor], torch.Tensor] = torch.compiler.disable(
+    FusedLoraLinear.by_segment  # whose sizes change from pass to pass
+)
 
 
 class _LoraLinear(torch.autograd.Function):

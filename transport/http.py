@@ -188,6 +188,35 @@ class ScoreRequest(Record, frozen=True, kw_only=True):
         require(self.version is not None or self.adapter is None, "adapter: the base model has none; name a version")
 
 
+class ScoreAnswersRequest(Record, frozen=True, kw_only=True):
+    """POST /policy/score_answers: log-probabilities of several possible answers to each of N prompts. Answered by
+    `ScoredAnswers`."""
+
+    version: int | None
+    """None: the base model."""
+    prompts: list[Annotated[list[int], Meta(min_length=1)]]
+    """[N] token ids."""
+    answers: list[Annotated[list[Annotated[list[int], Meta(min_length=1)]], Meta(min_length=1)]]
+    """[N] the answers to each prompt, as token ids."""
+    temperature: Temperature = 1.0
+    """Temperature that divides the logits."""
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        require(self.version is not None or self.adapter is None, "adapter: the base model has none; name a version")
+        num, given = len(self.prompts), len(self.answers)
+        require(num == given, f"{given} lists of answers for {num} prompts; give one for each")
+
+
+class ScoredAnswers(Record, frozen=True, kw_only=True):
+    """The scores of answers."""
+
+    version: int | None
+    logprobs: list[list[float]]
+    """[N], for each prompt those of its answers in nats: the sum over an answer's tokens."""
+
+
 def _check_temperature(temperature: float, *, greedy: bool = False) -> None:
     message = f"temperature is {temperature}, expected 0 (greedy, where tokens are sampled) or at least"
     require(greedy or temperature >= MIN_TEMPERATURE, f"{message} {MIN_TEMPERATURE}")

@@ -168,6 +168,26 @@ async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: 
         assert (await http.post("/policy/unload", json={"version": 3})).json() == {"version": 3, "in_flight": 0}
 
 
+async def test_answers_to_many_prompts_are_scored_in_one_request(engine: SlowEngine, run: RunFolder) -> None:
+    publish(run, 3)
+    app = app_of(engine, run)
+    body: dict[str, Any] = {"version": 3, "prompts": [[5, 6], [7]], "answers": [[[1], [1, 2]], [[3]]]}
+    async with client(app) as http:
+        assert (await http.post("/policy/load", json={"run_id": run.run_id, "version": 3})).status_code == 200
+        answered = (await http.post("/policy/score_answers", json=body)).json()
+        assert answered == {"version": 3, "logprobs": [[-4, -8], [-4]]}
+        assert (await http.post("/policy/score_answers", json=body | {"version": None})).json()["logprobs"][1] == [-1]
+        for change in (
+            {"prompts": [[5]]},
+            {"answers": [[[1]], []]},
+            {"answers": [[[1]], [[]]]},
+            {"answers": [[[1]], [[-1]]]},
+            {"prompts": [[5, 6], list(range(5000))]},
+            {"temperature": 0},
+        ):
+            assert said(await http.post("/policy/score_answers", json=body | change)) == (400, "bad_request")
+
+
 async def test_an_engine_at_fault_is_told_from_one_that_has_ended(app: FastAPI, engine: SlowEngine) -> None:
     for fault, kind in ((EngineEnded("it has ended"), "engine_ended"), (EngineError("no answer"), "engine")):
         engine.failing = fault
