@@ -338,10 +338,10 @@ class TrainedModel:
         in the file `adapter`. Its own are the same afterwards, bit for bit."""
         own = {name: parameter.clone() for name, parameter in self.policy.named_parameters.items()}
         found: list[Any] = [None] * len(data)
-        self._base.use(self.policy)
+        self.base.use(self.policy)
         try:
             self._put(load_file(adapter))
-            sizes, capacity = [len(datum.token_ids) + 1 for datum in data], self._base.settings.pack_tokens
+            sizes, capacity = [len(datum.token_ids) + 1 for datum in data], self.base.settings.pack_tokens
             for chosen in first_fit(sizes, capacity=capacity):
                 batch = [data[index] for index in chosen]
                 values = self.policy.logprobs(packed(batch, self.policy.device)).cpu().numpy()

@@ -60,7 +60,7 @@ class Service:
     def send(self, seq: int, kind: str, body: bytes, *, model: str = MODEL) -> Command:
         command = Command(target=model, seq=seq, tenant="ann", kind=kind, body=body)
         datums = received(parse(body)) if kind == "forward_backward" else None
-        if self.log.add(command, datums):
+        if self.log.add(command, datums).result():
             self.engine.submit(command)
         return command
 
@@ -242,7 +242,8 @@ def test_samples_of_the_very_weights_are_proved_or_refuse_the_step(run: RunFolde
         content = schema.SampleResponse()
         content.sequences.add(tokens=np.array(ids[5:], "<i4").tobytes(), logprobs=logprobs.astype("<f4").tobytes())
         samples = samples_of(ids[:5], content.SerializeToString(), version=version)
-        log.finish(replace(command, target="x:sample:0"), Answer(state="proto", content=b""), samples=samples)
+        ended = Answer(state="proto", content=b"")
+        log.finish(replace(command, target="x:sample:0"), ended, samples=samples).result()
         changes: Any = {"target_tokens": np.array(ids[1:]), "advantages": np.array([0] * 4 + [1] * 5, np.float32)}
         given = datum(9, 20, "importance_sampling", logprobs=np.append(np.zeros(4, np.float32), logprobs), **changes)
         assert service.forward(seq, [given], "importance_sampling") == "proto"
