@@ -27,8 +27,9 @@ from grpo.transport.receipts import ExpectedWitness, Receipt
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
     group_id INTEGER NOT NULL, number INTEGER NOT NULL, id TEXT AS (group_id || '/' || number), env TEXT NOT NULL,
-    example INTEGER NOT NULL, version INTEGER NOT NULL, issued_at REAL NOT NULL, changed_at REAL NOT NULL,
-    state TEXT NOT NULL, reason TEXT, step INTEGER, reward REAL, num_tokens INTEGER, PRIMARY KEY (group_id, number)
+    example INTEGER NOT NULL, epoch INTEGER, version INTEGER NOT NULL, issued_at REAL NOT NULL,
+    changed_at REAL NOT NULL, state TEXT NOT NULL, reason TEXT, step INTEGER, reward REAL, num_tokens INTEGER,
+    PRIMARY KEY (group_id, number)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step) WHERE step IS NOT NULL;
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, metrics TEXT NOT NULL);
@@ -43,6 +44,12 @@ CREATE TABLE IF NOT EXISTS proofs (
 CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT, finding TEXT);
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS games (
+    group_id INTEGER NOT NULL, number INTEGER NOT NULL, place TEXT NOT NULL, env TEXT NOT NULL,
+    role TEXT NOT NULL, player TEXT NOT NULL, digest TEXT NOT NULL,
+    other_role TEXT NOT NULL, other TEXT NOT NULL, other_digest TEXT NOT NULL, score REAL NOT NULL,
+    PRIMARY KEY (group_id, number, place, role, other_role)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS artifacts (
     store TEXT NOT NULL, id TEXT NOT NULL, weight REAL NOT NULL, data TEXT NOT NULL, PRIMARY KEY (store, id)
@@ -70,6 +77,8 @@ class RolloutRow(msgspec.Struct, kw_only=True):
     env: str
     example: int
     """Number of the example in the environment's `train` split."""
+    epoch: int | None = None
+    """The pass over the examples, from 0, in which each comes once; None where they come as an arena asks for them."""
     version: int
     """Policy version that it was started under."""
     issued_at: float
@@ -97,6 +106,35 @@ class RolloutRow(msgspec.Struct, kw_only=True):
         return None if self.step is None else self.step - 1 - self.version
 
 
+class Game(msgspec.Struct, kw_only=True):
+    """How one side of a game came off against another: a row.
+    Example: ``Game(group_id=17, number=3, env="nim", role="first", player="v12", other="v5", score=1.0, ...)``"""
+
+    group_id: int
+    number: int
+    place: str
+    """Which of the sub-episodes it is, as `.0.2`; empty for the rollout itself."""
+    env: str
+    role: str
+    """The policy's own."""
+    player: str
+    digest: str
+    other_role: str
+    other: str
+    other_digest: str
+    score: float
+    """1 where `player` won, 0.5 after a draw, 0 where it lost."""
+
+
+_COUNTS = "sum(score = 1), sum(score = 0.5), sum(score = 0)"
+_LEFT = """
+FROM games JOIN rollouts ON games.group_id = rollouts.group_id AND games.number = rollouts.number
+WHERE step IS NOT NULL"""
+"""Games count whose batch has left: what a killed process had begun is rolled out again, and counts once."""
+_OF_ENV = f"""
+SELECT player, other, {_COUNTS} {_LEFT} AND games.env = ? AND step BETWEEN ? AND ? GROUP BY 1, 2 ORDER BY 1, 2"""
+BY_ENV = f"SELECT games.env, player, other, {_COUNTS} {_LEFT} GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"
+"""Query of the games of all environments, counted by pair."""
 _COLUMNS = RolloutRow.__struct_fields__
 _UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _NOW = "UPDATE rollouts SET changed_at = max(?, changed_at),"  # a clock may go back
@@ -110,6 +148,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def _compact(record: msgspec.Struct) -> str:
+    """Returns the record as JSON without spaces: there is one for each step."""
+    return msgspec.json.encode(record).decode()
 
 
 class Ledger:
@@ -145,7 +188,17 @@ class Ledger:
 
     # --- fates ---
 
-    def issued(self, group: int, *, num: int, env: str, example: int, version: int, first: int = 0) -> None:
+    def issued(
+        self,
+        group: int,
+        *,
+        num: int,
+        env: str,
+        example: int,
+        version: int,
+        epoch: int | None = None,
+        first: int = 0,
+    ) -> None:
         """A group of `num` rollouts, numbered from `first` on, is about to be sampled."""
         now = time.time()
         for number in range(first, first + num):
@@ -155,6 +208,7 @@ class Ledger:
                 number=number,
                 env=env,
                 example=example,
+                epoch=epoch,
                 version=version,
                 issued_at=now,
                 changed_at=now,
@@ -165,6 +219,18 @@ class Ledger:
         """A rollout has its reward."""
         row = self._advance(rollout_id, "scored")
         row.reward, row.num_tokens = reward, num_tokens
+
+    def played(self, games: Iterable["Game"]) -> None:
+        """Games of a rollout that has its reward. They count once its batch has left."""
+        rows = [msgspec.structs.astuple(game) for game in games]
+        if rows:
+            self._hand_over(f"INSERT OR REPLACE INTO games VALUES ({', '.join('?' * len(rows[0]))})", *rows)
+
+    def games(self, env: str, *, first: int = 0, last: int) -> dict[tuple[str, str], tuple[int, int, int]]:
+        """Returns how many games of an environment, in batches `first` to `last`, each player won, drew and lost, by
+        (player, other)."""
+        rows = self._read(_OF_ENV, env, first, last)
+        return {(player, other): (won, drawn, lost) for player, other, won, drawn, lost in rows}
 
     def dropped(self, rollout_ids: Iterable[str], reason: str) -> None:
         """Rollouts are not trained."""
@@ -255,9 +321,7 @@ class Ledger:
     def expects(self, step: int, witness: ExpectedWitness) -> None:
         """Batch `step` is about to leave, in whose transaction this is written: the witness that its gradients must
         show."""
-        self._hand_over(
-            "INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, witness.to_json().decode())
-        )
+        self._hand_over("INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, _compact(witness)))
 
     def received(
         self, receipt: Receipt, *, finding: str | None = None, expected: ExpectedWitness | None = None
@@ -270,9 +334,9 @@ class Ledger:
             "finding = iif(excluded.finding IS NULL, NULL, coalesce(finding, excluded.finding))",  # the first knew more
             (
                 receipt.step,
-                receipt.to_json().decode(),
+                _compact(receipt),
                 finding,
-                None if expected is None else expected.to_json().decode(),
+                None if expected is None else _compact(expected),
             ),
         )
 
@@ -384,6 +448,11 @@ class Ledger:
     def is_empty(self) -> bool:
         """Whether no rollout was ever written down."""
         return not self._read("SELECT 1 FROM rollouts LIMIT 1")
+
+    def in_batches(self) -> set[tuple[str, int, int]]:
+        """Returns environment, number and epoch of the examples of which rollouts are in batches."""
+        which = "step IS NOT NULL AND epoch IS NOT NULL"
+        return set(self._read(f"SELECT DISTINCT env, example, epoch FROM rollouts WHERE {which}"))
 
     def state_after(self, step: int) -> Mapping[str, Any] | None:
         """Returns what was kept with batch `step`; None where nothing is."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from grpo.orchestrator.ledger import LEDGER_FILE, STATES, RolloutRow
+from grpo.orchestrator.ledger import BY_ENV, LEDGER_FILE, STATES, RolloutRow
+from grpo.orchestrator.ratings import Pairs
 from grpo.transport.errors import CorruptError, UserError
 from grpo.transport.receipts import ExpectedWitness, Receipt
 
@@ -45,13 +46,32 @@ def open_ledger(folder: Path, *, limit_s: float = math.inf) -> Iterator["LedgerR
     path = folder / LEDGER_FILE
     if not path.is_file():
         raise NoRollouts(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
+    try:
+        with open_database(path, limit_s=limit_s) as database:
+            if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
+                raise NoRollouts(f"{path} has no rollouts yet; the orchestrator has only begun")
+            yield LedgerReader(database)
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):
+            raise
+        raise UserError(f"{path} is not a ledger of this release: {error}") from error
+
+
+@contextmanager
+def open_database(path: Path, *, limit_s: float = math.inf) -> Iterator[sqlite3.Connection]:
+    """Opens a database for reading, whether or not it is being written. Queries that take longer than `limit_s`
+    altogether raise sqlite3.OperationalError."""
     with ExitStack() as stack:
         # Without a writer there is no write-ahead log, and then nothing need be created for reading.
-        is_open = path.with_name(f"{LEDGER_FILE}-wal").exists()
-        if is_open and not os.access(folder, os.W_OK):  # a copy of a run that has not ended
+        is_open = path.with_name(f"{path.name}-wal").exists()
+        if is_open and not os.access(path.parent, os.W_OK):  # a copy of a run that has not ended
             path = _copied(path, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-ledger-"))))
         mode = "mode=ro" if is_open else "mode=ro&immutable=1"
-        yield from _opened(f"{path.absolute().as_uri()}?{mode}", path, limit_s)
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=_BUSY_S)
+        stack.callback(database.close)
+        deadline_s = time.monotonic() + limit_s
+        database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
+        yield database
 
 
 def _copied(path: Path, to: Path) -> Path:
@@ -60,22 +80,6 @@ def _copied(path: Path, to: Path) -> Path:
         if not file.name.endswith("-shm"):
             (to / file.name).write_bytes(file.read_bytes())
     return to / path.name
-
-
-def _opened(address: str, path: Path, limit_s: float) -> Iterator["LedgerReader"]:
-    database = sqlite3.connect(address, uri=True, timeout=_BUSY_S)
-    deadline_s = time.monotonic() + limit_s
-    database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
-    try:
-        if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
-            raise NoRollouts(f"{path} has no rollouts yet; the orchestrator has only begun")
-        yield LedgerReader(database)
-    except sqlite3.DatabaseError as error:
-        if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):
-            raise
-        raise UserError(f"{path} is not a ledger of this release: {error}") from error
-    finally:
-        database.close()
 
 
 class LedgerReader:
@@ -111,6 +115,28 @@ class LedgerReader:
         """Returns by step how the trainer's witness differed from the one that was expected, where it did, as it was
         found while the batch's samples were known."""
         return dict(self._rows("SELECT step, finding FROM receipts WHERE finding IS NOT NULL ORDER BY step"))
+
+    # --- games ---
+
+    def games(self) -> dict[str, Pairs]:
+        """Returns games by environment, counted by (player, other); none in a ledger of an earlier release."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'games'"):
+            return {}
+        found: dict[str, dict[tuple[str, str], tuple[int, int, int]]] = {}
+        for env, player, other, *counts in self._rows(BY_ENV):
+            won, drawn, lost = counts
+            found.setdefault(env, {})[player, other] = (won, drawn, lost)
+        return dict(found)
+
+    def newest_games(self, env: str, most: int) -> list[dict[str, Any]]:
+        """Returns the newest games of an environment, with the step of their batch."""
+        names = ("rollout", "step", "player", "other", "role", "other_role", "score", "digest", "other_digest")
+        query = (
+            "SELECT games.group_id || '/' || games.number || place, step, player, other, role, other_role, score, "
+            "digest, other_digest FROM games JOIN rollouts ON games.group_id = rollouts.group_id AND games.number = "
+            "rollouts.number WHERE step IS NOT NULL AND games.env = ? ORDER BY games.group_id DESC, 1 LIMIT ?"
+        )
+        return [dict(zip(names, row, strict=True)) for row in self._rows(query, env, most)]
 
     # --- fates ---
 
@@ -186,6 +212,13 @@ class LedgerReader:
         query = f"SELECT group_id, {', '.join(differs)} FROM rollouts GROUP BY group_id HAVING {' OR '.join(differs)}"
         for group, *found in self._rows(query):
             yield from ((group, column) for column, is_so in zip(_SAME_IN_A_GROUP, found, strict=True) if is_so)
+
+    def asked_again(self) -> list[tuple[str, int, int, int]]:
+        """Returns environment, number, epoch and number of groups of the examples that are in batches by more than one
+        group of an epoch."""
+        which = "step IS NOT NULL AND epoch IS NOT NULL"
+        query = f"SELECT env, example, epoch, COUNT(DISTINCT group_id) AS num FROM rollouts WHERE {which}"
+        return self._rows(f"{query} GROUP BY 1, 2, 3 HAVING num > 1 ORDER BY 1, 3, 2")
 
     def lagging(self, limit: int | None) -> list[tuple[str, int, int]]:
         """Returns id, step and lag of the rollouts whose lag is below 0 or above `limit`."""

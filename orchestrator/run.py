@@ -15,6 +15,7 @@ from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.background import in_thread, root_cause
 from grpo.orchestrator.buffer import make_buffer
 from grpo.orchestrator.checks import check_server
+from grpo.orchestrator.doubles import Doubles
 from grpo.orchestrator.filters import make_filters
 from grpo.orchestrator.hooks import close_hooks, open_hooks
 from grpo.orchestrator.inference.client import PolicyClient
@@ -34,6 +35,7 @@ from grpo.orchestrator.monitoring.summary import Summary
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.monitoring.trackers import Reporter, check_reports
+from grpo.orchestrator.opponents import Opponents
 from grpo.orchestrator.resuming import Progress, resume
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.stores import ArtifactStores
@@ -48,6 +50,7 @@ from grpo.transport.digests import write_digests
 from grpo.transport.hidden import hide_environment
 from grpo.transport.status import FINISHED, StatusFile, read_status
 from grpo.transport.weights.identity import base_identity, resolve_model
+from grpo.transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +162,15 @@ async def _train(
         # No sample gets longer than servers, trainer and hooks take.
         limits = [ready.context_len, *(hook.longest for hook in hooks if hook.longest is not None)]
         limits += [ready.server_len - hook.server_room for hook in hooks]
+        opponents = Opponents(
+            settings=settings,
+            pools={key: pool.loaded.pools for key, pool in environments.items()},
+            scheduler=scheduler,
+            sync=sync,
+            ledger=ledger,
+            reader=PolicyReader(run.broadcasts, run_id=run.run_id),
+            base_digest=ready.model_identity,
+        )
         engine = RolloutEngine(
             environments,
             client,
@@ -167,12 +179,13 @@ async def _train(
             seed=settings.seed,
             max_prompt_length=settings.buffer.max_prompt_length,
             stores=ArtifactStores(ledger, seed=f"{settings.seed}/{progress.num_groups}"),
+            opponents=opponents,
         )
         sink = RolloutSink(
             settings=settings,
             engine=engine,
             scheduler=scheduler,
-            fates=Fates(ledger, recorder, timeline, traces),
+            fates=Fates(ledger, recorder, timeline, traces, _doubles(settings, ledger, progress)),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             hooks=hooks,
         )
@@ -188,7 +201,7 @@ async def _train(
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
         gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either
         try:
-            await _run_loops(sink, ready, watch, sync, environments, sender, progress)
+            await _run_loops(sink, ready, watch, sync, environments, sender, progress, opponents)
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)
             ledger.drop_unfinished("run_ended")  # what waits for a reward finds no batch any more
@@ -196,6 +209,12 @@ async def _train(
             return await in_thread(recorder.finish, ledger)
         finally:
             await in_thread(sender.close)
+
+
+def _doubles(settings: OrchSettings, ledger: Ledger, progress: Progress) -> Doubles:
+    """Returns what looks for examples that come again; with `ckpt.skip_buffer` they are meant to."""
+    goes_on = progress.resumed and not settings.ckpt.skip_buffer
+    return Doubles(ledger.in_batches() if goes_on else (), step=progress.step)
 
 
 async def _run_loops(
@@ -206,6 +225,7 @@ async def _run_loops(
     environments: Mapping[str, WorkerPool],
     sender: BatchSender,
     progress: Progress,
+    opponents: Opponents,
 ) -> None:
     """Runs all loops until the last version is live and evaluated."""
     settings, scheduler, fates = sink.settings, sink.scheduler, sink.fates
@@ -243,6 +263,7 @@ async def _run_loops(
         sleep=sleep,
         fates=fates,
         evaluating=evaluating,
+        opponents=opponents,
     )
     reporting = Reporting(
         settings=settings,

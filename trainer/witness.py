@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from grpo.configs.loss import LossSettings
 from grpo.trainer.batch import StepCounts, counts_of
-from grpo.trainer.distributed import Ranks
+from grpo.trainer.distributed import Ranks, full_tensor
 from grpo.trainer.packing import PackedTokens, to_device
-from grpo.transport.receipts import WITNESS_SIZE, Witness
+from grpo.transport.receipts import NOT_FINITE, WITNESS_SIZE, Witness
 from grpo.transport.records import MicroBatch
 from grpo.transport.witness import signs, token_values
 
@@ -101,7 +101,13 @@ def shares_of(
     return [Shares(one.loss_tokens if by_tokens else one.samples, one.hint_tokens, one.pairs) for one in shares]
 
 
+def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns [2, 64] f64 presence and content (`Witness`) as the witness's gradient has them. Collective."""
+    return full_tensor(gradient).to("cpu", torch.float64)
+
+
 def witness_of(sums: torch.Tensor) -> Witness:
     """Returns [2, 64] sums as a record, with the nine digits that tell float32 numbers apart."""
-    presence, content = (tuple(float(f"{value:.9g}") for value in row) for row in sums.tolist())
+    whole = torch.nan_to_num(sums, nan=NOT_FINITE, posinf=NOT_FINITE, neginf=-NOT_FINITE)
+    presence, content = (tuple(float(f"{value:.9g}") for value in row) for row in whole.tolist())
     return Witness(presence=presence, content=content)

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import PolicyClient, TimedOut
 from grpo.orchestrator.monitoring.metrics import Figures
-from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.messages import num_characters
+from grpo.orchestrator.rollouts.players import PlayerId
 from grpo.orchestrator.rollouts.records import (
     EpisodeResult,
     Failure,
@@ -26,16 +27,19 @@ from grpo.orchestrator.rollouts.records import (
 from grpo.orchestrator.rollouts.rollout import (
     CONTEXT_FULL,
     MAKE_ROOM,
-    MAX_CHARACTERS_ON_LOOP,
     SERVER_TIMEOUT,
+    Drawing,
     Rollout,
 )
 from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
 from grpo.orchestrator.workers.protocol import AnyCall, EnvironmentInfo, Mark, Outcome, Reply, Score
+from grpo.transport.http import Choice
 from msgspec.structs import replace
 
+NUM_LONG_TEXTS = 2
+"""Long texts that are tokenized at once, in threads: more would only take the processor from the event loop."""
 NUM_TOGETHER = 4
 """Groups whose answers, or outcomes, are taken in at one turn of the event loop, however many come at once."""
 
@@ -90,10 +94,13 @@ class RolloutEngine:
         seed: int,
         max_prompt_length: int | None = None,
         stores: ArtifactStores | None = None,
+        opponents: Drawing | None = None,
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
-        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
+        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some.
+        `opponents`: draws them (None: there are none)."""
+        self.opponents = opponents
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._seed = context_len, stores, seed
         self._pools = dict[str, EpisodePool]()
@@ -103,6 +110,7 @@ class RolloutEngine:
         """Answers that nobody received."""
         self._max_prompt_length = max_prompt_length
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
+        self.long_texts = asyncio.Semaphore(NUM_LONG_TEXTS)
         self.max_characters = context_len * renderer.longest_token
         """No longer text fits into the context. It is not tokenized: that would take seconds for megabytes."""
 
@@ -160,7 +168,42 @@ class RolloutEngine:
         finally:
             rollout.close()
         delays.settled(number, over=True)
-        return self._result(group, number, outcome, rollout.steps, rollout.rows())
+        result = self._result(group, number, outcome, rollout.steps, rollout.rows())
+        if isinstance(outcome, Failure) or result.failure is not None or not has_players(outcome):
+            return result
+        return self._with_players(group, result, outcome, rollout)
+
+    def _with_players(self, group: Group, result: EpisodeResult, outcome: Outcome, rollout: Rollout) -> EpisodeResult:
+        """Returns the result of a game, and of those that it spawned, with both sides by their names, and what
+        opponents said."""
+        rows = rollout.rows(of_opponents=True)
+
+        def named(one: EpisodeResult, of: Outcome) -> EpisodeResult:
+            children = tuple(map(named, one.children, of.children))
+            if not of.players:
+                return replace(one, children=children)
+            own = {role: self._own_player(group, role) for role in one.roles}
+            steps = tuple(rollout.opponent_steps.get(of.rollout, {}).values())
+            others = {step.role: one.rewards.get(step.role, 0.0) for step in steps}
+            players = {**of.players, **own}
+            opponent = None
+            if steps:
+                opponent = EpisodeResult(
+                    id=one.id,
+                    task=one.task,
+                    steps=steps,
+                    rows=tuple(rows.get(of.rollout, ())),
+                    rewards={**one.rewards, **others},
+                    players=players,
+                )
+            return replace(one, children=children, players=players, opponent=opponent)
+
+        return named(result, outcome)
+
+    def _own_player(self, group: Group, role: str) -> PlayerId:
+        if self.opponents is not None:
+            return self.opponents.player(group.version, group.adapters.name(role))
+        return PlayerId(name=f"v{group.version}")
 
     async def _run_single_turns(
         self, group: Group, sampled: Callable[[], None], delays: "_Delays"
@@ -230,7 +273,7 @@ class RolloutEngine:
 
     def _seed_of(self, task: Task, number: int) -> int:
         """Returns the seed of a rollout; in an evaluation it is the same at every version."""
-        return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
+        return mixed_seed(self._seed, task.env, task.split, task.epoch or 0, task.index, number)
 
     async def _turn(self) -> None:
         """Waits for a turn of the event loop that few groups have: many may be answered, or scored, at once."""
@@ -241,7 +284,8 @@ class RolloutEngine:
         if (num := num_characters(messages)) > self.max_characters:
             raise PromptTooLong(f"a prompt of {num} characters; no {self.context_len} tokens have so many")
         if num > MAX_CHARACTERS_ON_LOOP:
-            return await in_thread(self.renderer.prompt_ids, messages)
+            async with self.long_texts:
+                return await in_thread(self.renderer.prompt_ids, messages)
         return self.renderer.prompt_ids(messages)
 
     async def _sample_group(self, group: Group) -> list[tuple[Step, TrainingRow]]:
@@ -259,17 +303,26 @@ class RolloutEngine:
             prompt, params=params, num=group.num, version=group.version, seed=group.seed
         )
         await self._turn()
-        opening, temperature = self.templates.plain.opening_ids, params.temperature
+        # 16 answers of 32,000 tokens are 0.1 s of work.
+        is_long = sum(len(one.token_ids) for one in completions) > MAX_TOKENS_ON_LOOP
+        taken = partial(self._taken, group, role.id, prompt, completions)
+        return await in_thread(taken) if is_long else taken()
+
+    def _taken(
+        self, group: Group, role: str, prompt: Sequence[int], completions: Sequence[Choice]
+    ) -> list[tuple[Step, TrainingRow]]:
+        """Returns the step and the row of each answer to a group's prompt."""
+        opening, temperature = self.templates.plain.opening_ids, group.params.temperature
         return [
             (
                 Step(
-                    role=role.id,
+                    role=role,
                     temperature=temperature,
                     completion=one,
                     text=text,
                     version=group.version,
-                    messages=task.messages,
-                    adapter=group.adapters.place(role.id),
+                    messages=group.task.messages,
+                    adapter=group.adapters.place(role),
                 ),
                 single_row(prompt, one, opening=opening, version=group.version, temperature=temperature),
             )
@@ -313,7 +366,7 @@ def _result_tree(
                 f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
                 "leave it as ctx.sample made it, let no call be cancelled, and await each"
             )
-        return EpisodeResult(
+        made = EpisodeResult(
             id=name,
             task=task,
             steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
@@ -325,6 +378,7 @@ def _result_tree(
             context_full=of.truncated,
             children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
         )
+        return replace(made, seal=made.sealed())
 
     made = result(outcome, name)
     if any(own and rollout not in seen for rollout, own in steps.items()):
@@ -337,6 +391,11 @@ def _result_tree(
 def marked(step: Step, mark: Mark | None) -> Step:
     """Returns a step with what the environment said about it."""
     return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
+
+
+def has_players(outcome: Outcome) -> bool:
+    """Returns whether a role was bound to a player, in the rollout or in one that it spawned."""
+    return bool(outcome.players) or any(map(has_players, outcome.children))
 
 
 class _Delays:

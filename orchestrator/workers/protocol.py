@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from grpo.orchestrator.rollouts.players import PlayerId, Pool
 from grpo.orchestrator.rollouts.records import check_numbers
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.state import StepError
@@ -56,12 +57,16 @@ class EnvironmentInfo(Job, kw_only=True):
     """The roles of all its episodes."""
     stores: dict[str, int]
     """Artifact stores by name, with the number of artifacts that each may hold."""
+    pools: dict[str, Pool] = {}
+    """Opponents by name."""
 
 
 class LoadDataset(Job, kw_only=True):
-    """Construct a split. Answered by Prompts or Failed."""
+    """Construct a split, and send a part of it. Answered by Prompts or Failed."""
 
     split: str
+    begin: int = 0
+    """The first example of the part."""
     hash_keys: tuple[str, ...] = ()
     """Fields that make out an example's identity; none where nobody asks for it."""
     task: str = ""
@@ -69,13 +74,24 @@ class LoadDataset(Job, kw_only=True):
 
 
 class Prompts(Job, kw_only=True):
-    """The prompts of a split, as chat messages."""
+    """The prompts of some of a split's examples, from `begin` on."""
 
-    prompts: list[list[dict[str, str]]]
-    identities: list[str]
-    """Each example's identity, if `hash_keys` were given."""
-    solutions: list[str]
-    """Each example's own `solution`; none where no example has one."""
+    num_examples: int
+    """Of the whole split."""
+    prompts: "Values"
+    """Each example's messages."""
+    identities: bytes
+    """Each example's identity, 24 hexadecimal digits, if `hash_keys` were given."""
+    solutions: "Values"
+    """Each example's own `solution`; empty where it has none."""
+
+
+class Values(msgspec.Struct, kw_only=True):
+    """Values as MessagePack, one after the other: who passes them on need not look at them."""
+
+    data: bytes
+    lengths: bytes
+    """Bytes of each, as unsigned 32-bit integers, little-endian."""
 
 
 class Call(Job, kw_only=True):
@@ -100,7 +116,8 @@ class Sampled(Call, kw_only=True):
 
 
 class StoreReply(Call, kw_only=True):
-    """Answers StoreCall, with what ArtifactStore.operate returns, ScoreAnswers, and Delay."""
+    """Answers StoreCall, with what ArtifactStore.operate returns, Draw, with `name` and `digest` of a player,
+    ScoreAnswers, and Delay."""
 
     value: Any
 
@@ -133,6 +150,23 @@ class Sample(Call, kw_only=True):
     """The messages' texts, one after the other, are the prompt, without a chat template."""
     logprobs: bool = False
     """True if the answer is to have its tokens."""
+    drawn: int | None = None
+    """The Draw whose player answers, untrained; None for the policy."""
+
+
+class Draw(Call, kw_only=True):
+    """Draw an opponent. Answered by StoreReply or CallRefused."""
+
+    pool: str
+    """One of the environment's, `base` or `newest`."""
+    by: str
+    """One of `players.RULES`."""
+    per_game: bool
+    """Each game draws for itself, and not each group."""
+    rollout: int = 0
+    """As in Sample."""
+    adapter: str | None = None
+    """Of `newest`."""
 
 
 class Ask(Call, kw_only=True):
@@ -229,6 +263,8 @@ class Outcome(Job, kw_only=True):
     """Answers of the policy that have arrived."""
     marks: dict[int, Mark] = {}
     """Remarks by call."""
+    players: dict[str, PlayerId] = {}
+    """Opponents by role."""
     children: "list[Outcome]" = []
     """The outcomes of the rollouts that it spawned; they have no `job`."""
 
@@ -268,7 +304,7 @@ class Left(msgspec.Struct, tag=True):
     """The worker was ended by a signal, or with its server."""
 
 
-AnyCall = Sample | Ask | ScoreAnswers | StoreCall | Delay | Withdraw
+AnyCall = Sample | Draw | Ask | ScoreAnswers | StoreCall | Delay | Withdraw
 Reply = Sampled | StoreReply | CallRefused
 Answer = EnvironmentInfo | Prompts | Outcome | Failed
 ToWorker = Load | LoadDataset | RunEpisode | Score | Cancel | Sampled | StoreReply | CallRefused | Alive | Left
@@ -278,6 +314,7 @@ FromWorker = (
     | Outcome
     | Failed
     | Sample
+    | Draw
     | Ask
     | ScoreAnswers
     | StoreCall
