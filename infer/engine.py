@@ -13,6 +13,7 @@ import math
 import multiprocessing.connection
 import os
 import re
+import secrets
 import signal
 import socket
 from argparse import Namespace
@@ -146,7 +147,9 @@ class Engine:
         ]
         if wanted.is_restricted:  # vLLM has told log-probabilities of what was left of the distribution
             choices = await asyncio.gather(*(self._scored(wanted, choice, adapter) for choice in choices))
-        return choices
+        if wanted.seed is None:
+            return choices
+        return [replace(choice, seed=wanted.seed + place) for place, choice in enumerate(choices)]
 
     async def _scored(self, wanted: GenerateRequest, choice: Choice, adapter: Adapter | None) -> Choice:
         """Returns an answer with the log-probabilities of the whole distribution."""
@@ -436,6 +439,7 @@ def _sampled(output: Any, *, num_top: int = 0) -> Choice:
         logprobs=logprobs,
         finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,
         stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
+        mark=secrets.randbits(53),
         top=top,
     )
 

@@ -157,6 +157,10 @@ class Choice(Record, frozen=True, kw_only=True):
     """The token id that ended the answer (it is also the last of `token_ids`); None otherwise."""
     versions: tuple[tuple[int, int], ...] | None = None
     """Where a request follows: runs of (version, number of tokens), which sum to k; versions ascend."""
+    seed: int | None = None
+    """The seed that it was sampled with; of an answer in parts, of the last one. None: the engine's own randomness."""
+    mark: int | None = None
+    """A random number of this answer's own, by which it is known if it comes twice."""
     server: str = ""
     """The server that sampled it, as the client that asked calls it; empty on the wire."""
     top: Top | None = None

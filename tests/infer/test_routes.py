@@ -93,7 +93,7 @@ async def ask(app: Any, path: str, **body: Any) -> httpx.Response:
 
 async def test_n_answers_come_in_one_response_and_a_score_at_the_temperature_that_is_asked_for(app: FastAPI) -> None:
     choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length", "stop_reason": None, "versions": None}
-    choice |= {"server": "", "top": None}
+    choice |= {"server": "", "top": None, "seed": None, "mark": None}
     assert (await ask(app, "generate", **GENERATE, n=2)).json() == {"version": None, "choices": [choice, choice]}
     for temperature in (1.0, 0.5):
         scored = await ask(app, "score", **SCORE, temperature=temperature)
