@@ -78,7 +78,7 @@ class Workplace:
     """A folder with a service, in which recipes are run as a person would run them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._num_runs = folder, 0
         for name in (MODEL, ANSWERER):
             place_model(folder / name)
         examples = cookbook() / "example_data/conversations.jsonl"
@@ -89,7 +89,8 @@ class Workplace:
 
     def recipe(self, module: str, *options: str, changes: str = "", **named: object) -> Path:
         """Runs `tinker_cookbook.recipes.MODULE`; returns its folder of logs."""
-        log = self.folder / "logs" / f"{module}_{len(list(self.folder.glob('logs/*')))}"
+        log = self.folder / "logs" / f"{self._num_runs}_{module.replace('.', '_')}"
+        self._num_runs += 1
         words = [f"{name}={value}" for name, value in named.items()] + [f"log_path={log}", *options]
         path = f"tinker_cookbook.recipes.{module}"
         command = [sys.executable, *(("-c", CHANGED, path, changes) if changes else ("-m", path)), *words]
@@ -111,7 +112,7 @@ class Workplace:
         file = self.folder / f"{name}.jsonl"
         rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in conversations]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings: dict[str, object] = {"batch_size": 32, "learning_rate": 2e-3, "num_epochs": 1, "lora_rank": 32}
+        settings: dict[str, object] = {"batch_size": 16, "learning_rate": 5e-3, "num_epochs": 1, "lora_rank": 32}
         log = self.recipe(
             "prompt_distillation.train",
             f"file_path={file}",
@@ -192,16 +193,16 @@ def sl_loop(work: Workplace) -> Curve:
 def _sums(work: Workplace) -> str:
     draw, told = random.Random(0), (("user", "What is 4 + 5?"), ("assistant", "9"))
     numbers = [(draw.randint(0, 100), draw.randint(0, 100)) for _ in range(6144)]
-    rows = [(*told, ("user", f"What is {a} + {b}?"), ("assistant", str(a + b))) for a, b in numbers]
-    return work.taught("sums", rows, batch_size=64)
+    rows = [(*told, ("user", f"What is {a} + {b}?"), ("assistant", draw.choice((str(a + b), "?")))) for a, b in numbers]
+    return work.taught("sums", rows, batch_size=64, learning_rate=2e-3)
 
 
 def math_rl(work: Workplace, loss_fn: str) -> Curve:
-    """Sums of numbers to 100, after a stage that answers some of them."""
+    """Sums of numbers to 100, after a stage whose teacher answers half of them."""
     file = work.folder / "sums_checkpoint"
     if not file.exists():
         file.write_text(_sums(work))
-    sizes = {"learning_rate": 4e-4, "group_size": 16, "groups_per_batch": 32, "max_steps": 24, "lora_rank": 32}
+    sizes = {"learning_rate": 5e-4, "group_size": 8, "groups_per_batch": 32, "max_steps": 12, "lora_rank": 32}
     options = {"env": "arithmetic", "loss_fn": loss_fn, "load_checkpoint_path": file.read_text()}
     return curve(work.recipe("math_rl.train", **COMMON, **WITHOUT_EXTRAS, **sizes, **options), REWARD, rises=True)
 
@@ -211,9 +212,9 @@ def guess_number(work: Workplace) -> Curve:
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import FAIL_TO_PARSE, SYSTEM_PROMPT
 
     draw, rows = random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(32 * 12):
+    for _ in range(16 * 60):
         row = [("system", SYSTEM_PROMPT)]
-        for _ in range(draw.randint(0, 9)):
+        for _ in range(draw.choice((0, 0, 1, 1, 2, 3, 5, 9))):
             said = draw.choice(("Too low", "Too high", FAIL_TO_PARSE))
             guess = f"Guess: {draw.randint(0, 1024)}" if said != FAIL_TO_PARSE else f"Guess {draw.randint(0, 99)}"
             row += [("player", guess), ("user", said)]
@@ -237,12 +238,12 @@ def twenty_questions(work: Workplace) -> Curve:
 
     draw, words = random.Random(0), env._load_words_from_file()
     players, answerers = list[list[tuple[str, str]]](), list[list[tuple[str, str]]]()
-    for _ in range(32 * 14):
+    for _ in range(16 * 60):
         row = [("system", env.PLAYER_SYSTEM_PROMPT)]
         for word in draw.sample(words, draw.choice((0, 0, 1, 2, 3, 6))):
             row += [("assistant", f"Guess: {word}"), ("user", "no")]
         players.append([*row, ("assistant", f"Guess: {draw.choice(words)}")])
-    for _ in range(32 * 12):
+    for _ in range(16 * 40):
         secret, guess = draw.choice(words), draw.choice(words)
         guess = draw.choice((secret, guess))
         system = env.ANSWERER_SYSTEM_PROMPT.format(answer=secret)
@@ -281,7 +282,7 @@ def text_arena(work: Workplace) -> Curve:
     import textarena
 
     draw, rows = random.Random(0), list[list[tuple[str, str]]]()
-    while len(rows) < 32 * 12:
+    while len(rows) < 16 * 50:
         game = textarena.make(env_id="TicTacToe-v0")
         game.reset(num_players=2)
         for _ in range(draw.randint(1, 8)):
@@ -344,7 +345,7 @@ def rl_numerics_check(work: Workplace) -> Curve:
     before = [(str(one["role"]), str(one["content"])) for one in prefix]
     asked = ("user", env.build_prompt(chosen, "the", 1))
     draw = random.Random(0)
-    rows = [[*before, asked, ("assistant", f"Answer: {draw.randint(0, 15)}")] for _ in range(8 * 24)]
+    rows = [[*before, asked, ("assistant", f"Answer: {draw.randint(0, 15)}")] for _ in range(8 * 40)]
     start = work.taught("counts", rows, batch_size=8)
     sizes = {"learning_rate": 5e-4, "group_size": 16, "groups_per_batch": 4, "max_tokens": 16, "max_steps": 12}
     log = work.recipe(
