@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -384,6 +385,7 @@ def main() -> int:
     given = command.parse_args()
     wanted = tuple(given.only.split(",")) if given.only else ("",)
     figures, targets, told = dict[str, float](), dict[str, tuple[str, float]](), dict[str, Any]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the service would stay
     with tempfile.TemporaryDirectory() as parent:
         work = Workplace(Path(parent))
         try:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import httpx
 import tinker
 
-UP_S = 300.0
+UP_S = 1200.0
 
 
 class Running:
