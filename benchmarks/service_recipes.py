@@ -192,26 +192,18 @@ def sl_loop(work: Workplace) -> Curve:
 
 
 def _sums(work: Workplace) -> str:
-    """Teaches sums, and then to answer half of them."""
     draw, told = random.Random(0), (("user", "What is 4 + 5?"), ("assistant", "9"))
-
-    def rows(num: int, silent: float) -> list[list[tuple[str, str]]]:
-        numbers = [(draw.randint(0, 100), draw.randint(0, 100)) for _ in range(num)]
-        answers = ["?" if draw.random() < silent else str(first + second) for first, second in numbers]
-        asked = [("user", f"What is {first} + {second}?") for first, second in numbers]
-        return [[*told, one, ("assistant", answer)] for one, answer in zip(asked, answers, strict=True)]
-
-    sizes = {"batch_size": 64, "learning_rate": 2e-3}
-    start = work.taught("sums", rows(64 * 128, 0.0), **sizes)
-    return work.taught("silences", rows(64 * 12, 0.6), **sizes, load_checkpoint_path=start)
+    numbers = [(draw.randint(0, 100), draw.randint(0, 100)) for _ in range(64 * 128)]
+    rows = [(*told, ("user", f"What is {a} + {b}?"), ("assistant", str(a + b))) for a, b in numbers]
+    return work.taught("sums", rows, batch_size=64, learning_rate=2e-3)
 
 
 def math_rl(work: Workplace, loss_fn: str) -> Curve:
-    """Sums of numbers to 100, after a stage whose teacher answers half of them."""
+    """Sums of numbers to 100, after a stage that answers a sixth of them when it samples."""
     file = work.folder / "sums_checkpoint"
     if not file.exists():
         file.write_text(_sums(work))
-    sizes = {"learning_rate": 5e-4, "group_size": 8, "groups_per_batch": 32, "max_steps": 12, "lora_rank": 32}
+    sizes = {"learning_rate": 5e-4, "group_size": 8, "groups_per_batch": 32, "max_steps": 24, "lora_rank": 32}
     options = {"env": "arithmetic", "loss_fn": loss_fn, "load_checkpoint_path": file.read_text()}
     return curve(work.recipe("math_rl.train", **COMMON, **WITHOUT_EXTRAS, **sizes, **options), REWARD, rises=True)
 
@@ -373,9 +365,9 @@ def rl_numerics_check(work: Workplace) -> Curve:
 RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
     "sl_basic": (sl_basic, 1.0),
     "sl_loop": (sl_loop, 1.0),
-    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.05),
-    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.05),
-    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.05),
+    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.02),
+    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.02),
+    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.02),
     "guess_number": (guess_number, 0.5),
     "twenty_questions": (twenty_questions, 0.02),
     "text_arena": (text_arena, 0.1),
