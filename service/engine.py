@@ -261,7 +261,8 @@ class Engine:
             if asked.get("age_encryption_recipients"):
                 raise Refused("age_encryption_recipients: this service does not encrypt what it exports")
             path = self._path(command, _FOLDERS[command.kind], asked)
-            self._checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq)
+            self._base.use(model.policy)
+            self._checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq, canary=True)
             return _done({"type": command.kind, "path": path})
         return (yield from self._save_for_sampler(model, asked, command))
 
@@ -275,7 +276,8 @@ class Engine:
         if (kind := asked.get("kind", "snapshot")) != "snapshot":
             raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
         self._base.use(model.policy)
-        size = model.save(self.checkpoint_folder(path), seq=command.seq)
+        # Of a version that is published, the canary lies with that.
+        size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=self._publish is None)
         if self._publish is None:
             self._checkpoint = path, size
             return _done({"type": command.kind, "path": path})
