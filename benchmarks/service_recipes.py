@@ -88,8 +88,10 @@ class Workplace:
         self.service = Running(folder / "service", MODEL, "--sequence_len", str(POSITIONS), cwd=folder)
         self.service.start()
 
-    def recipe(self, module: str, *options: str, changes: str = "", **named: object) -> Path:
-        """Runs `tinker_cookbook.recipes.MODULE`; returns its folder of logs."""
+    def recipe(self, module: str, *options: str, **named: object) -> Path:
+        """Runs `tinker_cookbook.recipes.MODULE`; returns its folder of logs. `named` are its options, but for `changes`,
+        fields of the trainer's configuration and their values, with spaces between them."""
+        changes = str(named.pop("changes", ""))
         log = self.folder / "logs" / f"{self._num_runs}_{module.replace('.', '_')}"
         self._num_runs += 1
         words = [f"{name}={value}" for name, value in named.items()] + [f"log_path={log}", *options]
