@@ -89,7 +89,7 @@ class Workplace:
         self.service.start()
 
     def recipe(self, module: str, *options: str, **named: object) -> Path:
-        """Runs `tinker_cookbook.recipes.MODULE`; returns its folder of logs. `named` are its options, but for `changes`:
+        """Runs `tinker_cookbook.recipes.MODULE`; returns its folder of logs. `named` are its options, `changes` apart:
         fields of the trainer's configuration and their values, with spaces between them."""
         changes = str(named.pop("changes", ""))
         log = self.folder / "logs" / f"{self._num_runs}_{module.replace('.', '_')}"
