@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,6 +254,10 @@ def _row(number: int, part: Computed, datum: Datum, logprobs: Float32, version: 
     """Returns a datum as a row of the trace. Values of a target stand at its place in the sequence, one after that of
     the token before it; where a target is no context, it is what is shown there."""
     request, number_of = datum.id.split("/")
+    if datum.candidates > 1:  # the first of each token's stands for all
+        first = slice(None, None, datum.candidates)
+        inputs = {name: values[first] for name, values in datum.inputs.items()}
+        datum, logprobs = replace(datum, targets=datum.targets[first], candidates=1, inputs=inputs), logprobs[first]
     mask, values = is_taught(datum), values_of(datum.inputs)
     ids = np.append(datum.token_ids, datum.targets[-1:])
     ids[1:][mask] = datum.targets[mask]

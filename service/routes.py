@@ -202,9 +202,9 @@ class Routes:
         asked = _json(body)
         if (name := asked.get("base_model")) != self._model:
             raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
-        return self._add_model(tenant, asked, "create_model", body, asked.get("lora_config") or {})
+        return await self._add_model(tenant, asked, "create_model", body, asked.get("lora_config") or {})
 
-    def _add_model(
+    async def _add_model(
         self, tenant: str, asked: Mapping[str, Any], kind: str, body: bytes, lora_config: Mapping[str, Any]
     ) -> dict[str, Any]:
         session = _text(asked, "session_id")
@@ -215,7 +215,7 @@ class Routes:
             if number >= MAX_MODELS:
                 raise Refused(f"you have {number} models in sessions of the last hour, of at most {MAX_MODELS}")
             self._log.add_model(model_id, session, tenant, {"lora_config": dict(lora_config)})
-        return self._submit(Command(target=model_id, seq=0, tenant=tenant, kind=kind, body=body))
+        return await self._submit(Command(target=model_id, seq=0, tenant=tenant, kind=kind, body=body))
 
     async def _get_info(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         model_id = _text(_json(body), "model_id")
@@ -241,34 +241,41 @@ class Routes:
             return plain, message, received(message)
 
         plain, message, datums = await asyncio.to_thread(read)
-        return self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain, datums)
+        return await self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain, datums)
 
     async def _of_model(self, tenant: str, body: bytes, kind: str, **_: Any) -> dict[str, Any]:
         asked = _json(body)
-        return self._submit_to_model(tenant, kind, _text(asked, "model_id"), _number(asked, "seq_id"), body)
+        return await self._submit_to_model(tenant, kind, _text(asked, "model_id"), _number(asked, "seq_id"), body)
 
     async def _load_weights(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         asked = _json(body)
         folder = self._checkpoint(_text(asked, "path"), tenant)
         if asked.get("model_id") is not None:
             seq = _number(asked, "seq_id")
-            return self._submit_to_model(tenant, "load_weights", _text(asked, "model_id"), seq, body)
+            return await self._submit_to_model(tenant, "load_weights", _text(asked, "model_id"), seq, body)
         if (name := asked.get("base_model")) not in (None, self._model):
             raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
-        return self._add_model(tenant, asked, "load_weights", body, shape_record(saved_shape(folder)))
+        return await self._add_model(tenant, asked, "load_weights", body, shape_record(saved_shape(folder)))
 
-    def _submit_to_model(
+    async def _submit_to_model(
         self, tenant: str, kind: str, model_id: str, seq: int, body: bytes, datums: Received | None = None
     ) -> dict[str, Any]:
         if seq < 1:
             raise Refused(f"seq_id is {seq}, expected 1 or more")
         self._log.model(model_id, tenant)
-        return self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body), datums)
+        command = Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body)
+        return await self._submit(command, datums)
 
-    def _submit(self, command: Command, datums: Received | None = None) -> dict[str, Any]:
-        if self._log.add(command, datums):
-            self._engine.submit(command)
+    async def _submit(self, command: Command, datums: Received | None = None) -> dict[str, Any]:
+        await asyncio.shield(self._accept(command, self._engine.submit, datums))
         return {"request_id": command.request_id, "model_id": command.target}
+
+    async def _accept(
+        self, command: Command, submit: Callable[[Command], None], datums: Received | None = None
+    ) -> None:
+        """Begins a command once it is in the log, also if whoever sent it does not wait."""
+        if await asyncio.wrap_future(self._log.add(command, datums)):
+            submit(command)
 
     # --- sampling ---
 
@@ -293,8 +300,7 @@ class Routes:
         sampler, seq = _text(asked, "sampling_session_id"), _number(asked, "seq_id")
         self._log.sampler(sampler, tenant)
         command = Command(target=sampler, seq=seq, tenant=tenant, kind="asample", body=body)
-        if self._log.add(command):
-            self._sampler_of().submit(command)
+        await asyncio.shield(self._accept(command, self._sampler_of().submit))
         number = asked.get("num_samples", 1)
         ids = [f"{command.request_id}:{index}" for index in range(number if isinstance(number, int) else 0)]
         return {"request_id": command.request_id, "sample_sequence_ids": ids}

@@ -13,6 +13,7 @@ from grpo.transport.ports import free_port
 from tinker import types
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo.service_proofs import prove
 from tests.service.data import datum
 from tests.service.running import Running, done, running
 
@@ -232,3 +233,10 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Pat
             step = client.optim_step(types.AdamParams(learning_rate=1e-2))
             done(forward), done(step)
     assert np.mean(curve[-2:]) > curve[0] + 0.1, curve
+    page = prove(tmp_path / "run")
+    parts = {part.name: part for part in page.parts}
+    assert page.broken == []
+    assert parts["datums"].facts["states"] == {"trained": 12 * 32}
+    assert parts["gradients"].facts["steps"] == 12
+    assert parts["tokens"].facts["proved_at_lag_0"] == parts["tokens"].facts["trained"] > 0
+    assert len(parts["versions"].facts["proved"]) == 12
