@@ -394,14 +394,14 @@ class Rollout:
         rows = {} if self._presampled is None or of_opponents else {0: [self._presampled[1]]}
         for (rollout, _), conversation in self._conversations.items():
             steps = all_steps.get(rollout, {})
-            if any(call in steps for call in conversation.calls):  # a conversation is of one role, and so of one player
-                places = {call: place for place, call in enumerate(steps)}
-                made = conversation.rows(places)
+            if not any(call in steps for call in conversation.calls):  # one is of one role, and so of one player
+                continue
+            made = conversation.rows({call: place for place, call in enumerate(steps)})
             rows.setdefault(rollout, []).extend(made)
             for row in made:
                 for turn in row.turns:
                     call = conversation.calls[turn.index]
-                    self.steps[rollout][call] = self.steps[rollout][call].within(row, turn)
+                    steps[call] = steps[call].within(row, turn)
         return rows
 
 
