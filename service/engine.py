@@ -358,7 +358,7 @@ class Engine:
             if "adam_params" not in asked:
                 raise Refused(f"optim_step has {sorted(asked)}, expected adam_params; this service has AdamW alone")
             try:
-                self._recorder.prove(command, model.computed)
+                self._recorder.prove(command, model, again=queue.work is not None and queue.work[1])
             except Refused:
                 model.drop_gradients()
                 raise
