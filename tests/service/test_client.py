@@ -152,7 +152,6 @@ def test_layers_can_be_chosen(service: Running) -> None:
         ({"mask": np.ones(9, np.float32)}, "cross_entropy", "mask"),
         ({}, "ppo", "loss_fn_inputs"),
         ({}, "stable_reinforce", "stable_reinforce"),
-        ({}, "stable_reinforce", "stable_reinforce"),
     ],
 )
 def test_a_mistake_costs_its_own_future_alone(service: Running, bad: dict[str, Any], loss_fn: str, named: str) -> None:
