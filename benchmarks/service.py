@@ -79,7 +79,11 @@ def of_passes(rounds: int) -> tuple[float, float]:
             except StopIteration:
                 model.optim_step(ADAM)
 
-    return in_turn(lambda: [computed([one]) for one in models] and None, lambda: computed(models), rounds)
+    def one_by_one() -> None:
+        for model in models:
+            computed([model])
+
+    return in_turn(one_by_one, lambda: computed(models), rounds)
 
 
 def of_clients(service: Running, rounds: int) -> tuple[float, float]:
@@ -93,6 +97,10 @@ def of_clients(service: Running, rounds: int) -> tuple[float, float]:
             for end in ends:
                 end.result()
 
+    def one_by_one() -> None:
+        for client in clients:
+            train(client)
+
     def together() -> None:
         threads = [threading.Thread(target=train, args=(client,)) for client in clients]
         for thread in threads:
@@ -100,7 +108,7 @@ def of_clients(service: Running, rounds: int) -> tuple[float, float]:
         for thread in threads:
             thread.join()
 
-    seconds = in_turn(lambda: [train(client) for client in clients] and None, together, max(1, rounds // repeats))
+    seconds = in_turn(one_by_one, together, max(1, rounds // repeats))
     return seconds[0] / repeats, seconds[1] / repeats
 
 
