@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
 from grpo.trainer.witness import GradientWitness
 from grpo.transport.folders import write_folder
-from grpo.transport.records import Canary
+from grpo.transport.records import Canary, Float32
 from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE
 from safetensors.torch import load_file, save
 
@@ -278,7 +278,7 @@ class TrainedModel:
                         parts[index] = part
             total = float(sum(part.sum(dtype=np.float64) for part in losses))
             found = {name: p.grad for name, p in self._differentiated.items() if p.grad is not None}
-            if not math.isfinite(total) or not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            if not math.isfinite(total) or not _are_finite(found.values()):
                 raise Refused(f"the loss is {total} or its gradient is not finite; the gradient was not added")
             for name, gradient in found.items():
                 earlier = self._gradients.get(name)
@@ -332,6 +332,30 @@ class TrainedModel:
         )
         return {"grad_norm": norm}
 
+    @torch.no_grad()
+    def logprobs_under(self, adapter: Path, data: Sequence[Datum]) -> list[Float32]:
+        """Returns the log-probabilities of each datum's targets with the weights of an earlier version of this model,
+        in the file `adapter`. Its own are the same afterwards, bit for bit."""
+        own = {name: parameter.clone() for name, parameter in self.policy.named_parameters.items()}
+        found: list[Any] = [None] * len(data)
+        self.base.use(self.policy)
+        try:
+            self._put(load_file(adapter))
+            sizes, capacity = [len(datum.token_ids) + 1 for datum in data], self.base.settings.pack_tokens
+            for chosen in first_fit(sizes, capacity=capacity):
+                batch = [data[index] for index in chosen]
+                values = self.policy.logprobs(packed(batch, self.policy.device)).cpu().numpy()
+                ends = np.cumsum([len(datum.targets) for datum in batch])[:-1]
+                for index, part in zip(chosen, np.split(values, ends), strict=True):
+                    found[index] = part
+        finally:
+            self._put(own)
+        return found
+
+    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.policy.named_parameters.items():
+            parameter.copy_(tensors[name])
+
     # --- checkpoints ---
 
     def files(self) -> dict[str, bytes]:
@@ -367,15 +391,19 @@ class TrainedModel:
         state = json.loads((folder / STATE_FILE).read_text())
         if (shape := saved_shape(folder)) != replace(self.shape, seed=shape.seed):
             raise Refused(f"the checkpoint has {shape}, and this model {self.shape}; create a model from its state")
-        tensors = load_file(folder / ADAPTER_FILE)
-        for name, parameter in self.policy.named_parameters.items():
-            parameter.copy_(tensors[name])
+        self._put(load_file(folder / ADAPTER_FILE))
         self.drop_gradients()
         self._optimizer = self._new_optimizer()
         if optimizer:
             self._optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))
             self.num_steps = state["num_steps"]
         return int(state["seq"])
+
+
+def _are_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Returns whether all values are finite."""
+    largest = torch._foreach_norm(list(gradients), ord=math.inf)
+    return not largest or bool(torch.stack(largest).isfinite().all())
 
 
 def shape_record(shape: AdapterShape) -> dict[str, Any]:

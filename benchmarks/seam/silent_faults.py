@@ -556,10 +556,9 @@ def passes(change: Callable[[list[Any]], list[Any]], *, rank: int | None = None)
     """Computes other passes of the policy loss."""
 
     def make(original):
-        def policy_passes(self, batches, counts, *, silent=False):
-            found = original(self, batches, counts, silent=silent)
-            here = not silent and rank in (None, self._ranks.rank)
-            return change(found) if here else found
+        def policy_passes(self, batches, counts):
+            found = original(self, batches, counts)
+            return change(found) if rank in (None, self._ranks.rank) else found
 
         return policy_passes
 

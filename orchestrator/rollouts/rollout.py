@@ -12,7 +12,7 @@ from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, Ser
 from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.players import PlayerId
+from grpo.orchestrator.rollouts.players import BASE, NEWEST, PlayerId
 from grpo.orchestrator.rollouts.records import (
     Failure,
     Group,
@@ -223,14 +223,20 @@ class Rollout:
 
     async def _draw(self, call: Draw) -> Reply:
         """Draws an opponent."""
-        if (opponents := self._engine.opponents) is None:
-            raise _CallRefused(
-                CALL_FAILED, f"opponent {call.pool!r} is asked for, and only a run's environments have any"
-            )
+        opponents, version = self._engine.opponents, self._group.version
         try:
-            drawn = self._drawn[call.call] = await opponents.draw(self._group, self.number, call)
+            if opponents is not None:
+                drawn = await opponents.draw(self._group, self.number, call)
+            elif call.pool in (BASE, NEWEST):
+                known = None if call.pool == BASE else version
+                drawn = Drawn(id=PlayerId(name=call.pool), version=known, adapter=call.adapter)
+            else:
+                raise ValueError(
+                    f"the pool {call.pool!r} is of snapshots of a run, and here are only {BASE} and {NEWEST}"
+                )
         except ValueError as error:
             raise _CallRefused(CALL_FAILED, str(error)) from None
+        self._drawn[call.call] = drawn
         return StoreReply(value={"name": drawn.id.name, "digest": drawn.id.digest})
 
     def _conversation(self, call: Sample, known: dict[tuple[int, int], Conversation]) -> Conversation:
