@@ -358,7 +358,14 @@ METRIC = "a metric"
 TRL = {
     **dict.fromkeys(
         (
-            *("base-for-all", "base-for-a-tenth", "base-when-decoding", "version-before", "slot-taken-over"),
+            *(
+                "base-for-all",
+                "base-for-a-tenth",
+                "base-from-version-12",
+                "base-when-decoding",
+                "version-before",
+                "slot-taken-over",
+            ),
             *("temperature-ignored", "top-p-applied", "logprobs-shifted", "answer-of-another", "zero-modules"),
             *("q-and-k-swapped", "scale-lost", "scale-doubled", "scale-of-rslora", "rank-dropped", "another-base"),
             *("last-layer-missing", "bf16-for-fp32", "mask-shifted", "logprobs-bf16", "prompt-retokenised"),
