@@ -7,6 +7,7 @@ commands since, so that a killed service goes on where it was, and a model that 
 import json
 import logging
 import re
+import shutil
 import threading
 import time
 from collections import OrderedDict, deque
@@ -36,6 +37,9 @@ MISSING = "missing"
 REPLAYED = frozenset({"create_model", "forward_backward", "optim_step", "load_weights"})
 """Commands that change a model, which are done again after a restart."""
 SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+UNLOAD = "unload_model"
+EXPIRED_S = 1.0
+"""Between two looks for checkpoints whose time is over."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDERS = {
     "save_weights": "weights",
@@ -90,7 +94,7 @@ class Engine:
 
     def start(self) -> None:
         """Starts the thread, with what was waiting when the service ended."""
-        for command in self._log.waiting((*sorted(REPLAYED), *_FOLDERS)):
+        for command in self._log.waiting((*sorted(REPLAYED), *_FOLDERS, UNLOAD)):
             self.submit(command)
         self._thread.start()
 
@@ -137,13 +141,24 @@ class Engine:
     def _run(self) -> None:
         """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`. Ends when the
         engine is closed."""
+        looked_s = -EXPIRED_S
         while True:
             with self._changed:
-                while (queue := self._next()) is None and not self._ending:
-                    self._changed.wait(1.0)
-                if self._ending or queue is None:
+                if (queue := self._next()) is None and not self._ending:
+                    self._changed.wait(EXPIRED_S)
+                if self._ending:
                     return
-            self._turn(queue)
+            if queue is not None:
+                self._turn(queue)
+            if time.monotonic() > looked_s + EXPIRED_S:
+                self._remove_expired()
+                looked_s = time.monotonic()
+
+    def _remove_expired(self) -> None:
+        """Removes checkpoints whose time is over, in the thread that also writes and reads them."""
+        for path in self._log.expired():
+            shutil.rmtree(self.checkpoint_folder(path), ignore_errors=True)
+            self._log.forget_checkpoint(path)
 
     def _next(self) -> _Queue | None:
         """Returns the first model with something to do, and puts it last."""
@@ -226,6 +241,11 @@ class Engine:
                 raise Refused(f"optimizer_config.type is {kind!r:.40}; this service has adamw")
             queue.model = TrainedModel(self._base, AdapterShape.of(asked.get("lora_config") or {}))
             return _done({"type": "create_model", "model_id": command.target})
+        if command.kind == UNLOAD:
+            if queue.model is not None:
+                queue.model.close()
+                queue.model = None
+            return _done({"type": UNLOAD, "model_id": command.target})
         if command.kind == "load_weights":
             return self._load(queue, json.loads(command.body), command)
         model = self._model(queue)

@@ -189,6 +189,33 @@ def test_fields_that_are_not_served_are_refused_by_name(service: Running) -> Non
             done(base.sample(types.ModelInput.from_ints(PROMPT), **asked, **field))
 
 
+def test_a_request_for_samples_that_is_cancelled_ends(service: Running) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    asked = {"num_samples": 64, "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}}
+    asked |= {"sampling_session_id": base._sampling_session_id, "seq_id": 7, "sampling_params": {"stop": []}}
+    future = service.post("asample", json=asked).json()
+    assert len(future["sample_sequence_ids"]) == 64
+    assert service.post("cancel_future", json=future, tenant="other").status_code == 404
+    assert service.post("cancel_future", json=future).status_code == 200
+    assert "cancelled" in service.post("retrieve_future", json=future).json()["error"]
+    target = {"sampling_session_id": base._sampling_session_id, "cloned_sampler_id": 0}
+    ends = service.post("retrieve_futures", json={"target": target}).json()
+    assert ends["completions"] == [{"state": "failed", "request_id": future["request_id"]}]
+    later = service.post(
+        "retrieve_futures", json={"target": target, "prev_cursor": ends["cursor"], "timeout": 0}
+    ).json()
+    assert later == {"completions": [], "cursor": ends["cursor"]}
+
+
+def test_copies_of_a_sampling_client_count_for_themselves(service: Running) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    handle = base.get_sampler_handle()
+    copies = [tinker.SamplingClient.from_sampler_handle(handle, api_key=service.about["api_key"]) for _ in range(2)]
+    tokens = [[one.tokens for one in sampled(client, n=2)] for client in (base, *copies)]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert sorted(copy._cloned_sampler_id for copy in copies) == [1, 2]
+
+
 def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
     client = service.training_client()
     path = done(client.save_weights_for_sampler("mine")).path
