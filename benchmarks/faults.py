@@ -9,8 +9,7 @@ two, at the product's own settings. Then it is seen what noticed the fault (an e
 the part that says it, then by `grpo prove`), in which step, and what it said.
 
 Claims (`--check`): a fault that touches every rollout is noticed within 2 steps from where it acts; one that touches a
-share p of them within the steps that the share of proofs promises with 99 % (docs/proofs.md). Faults of `UNNOTICED`
-are those of which the documentation says that nothing sees them.
+share p of them within the steps that the share of proofs promises with 99 % (docs/proofs.md).
 
 With `--healthy` N steps are made of runs without any fault, short ones of many kinds and a long one, of which none may
 be warned of.
@@ -100,6 +99,11 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
 FIRST_STEPS = 4
 """Of a run that is resumed."""
 PARTS = (
+    (
+        "double check",
+        r"with the same seed|gave to another one|equal another one of their group|the same answer|asked again in epoch",
+    ),
+    ("loss check", r"policy/slope"),
     ("spot proof", r"spot proof|sampled by .* differ"),
     ("witness", r"witness|gradients of step \d+ are not"),
     ("resume check", r"the optimizer counts \d+ steps"),
@@ -112,13 +116,6 @@ PARTS = (
     ("codec", r"CorruptError|ValidationError"),
 )
 """Which part of the product says what, by its words; the first that fits."""
-UNNOTICED = frozenset(
-    (
-        *("answer-twice", "same-seed", "reward-of-neighbour", "data-begun-again"),
-        *("accumulation-reset", "gradients-of-before", "loss-negated"),
-        "matrix-a-frozen",
-    )
-)
 SHARE_OF_PROOFS_PER_STEP = 2
 """Samples that are proved in each step, at least."""
 CONFIDENCE = 0.99
@@ -439,11 +436,7 @@ def main() -> int:
         if given.results is not None:
             merged = json.loads(given.results.read_text()) if given.results.exists() else {}
             given.results.write_text(json.dumps(merged | {fault.name: found}, indent=1))
-    late = [
-        fault.name
-        for fault in chosen
-        if fault.name not in UNNOTICED and results[fault.name].get("steps", math.inf) > steps_promised(fault.share)
-    ]
+    late = [fault.name for fault in chosen if results[fault.name].get("steps", math.inf) > steps_promised(fault.share)]
     figures = {"faults": float(len(chosen)), "noticed": float(sum(bool(results[one.name]["by"]) for one in chosen))}
     figures["late or unnoticed"] = float(len(late))
     if late:

@@ -7,6 +7,7 @@ BUILT_IN = {
     "debate": "grpo.environments.debate:Debate",
     "proposer-solver": "grpo.environments.proposer_solver:ProposerSolver",
     "critique": "grpo.environments.critique.critique:Critique",
+    "game": "grpo.environments.games.environment:Games",
     "dataset": "grpo.environments.data.dataset:Dataset",
     "verifiers": "grpo.environments.verifiers:Verifiers",
     "openenv": "grpo.environments.openenv:OpenEnv",

@@ -13,6 +13,7 @@ import math
 import multiprocessing.connection
 import os
 import re
+import secrets
 import signal
 import socket
 from argparse import Namespace
@@ -36,6 +37,8 @@ T = TypeVar("T")
 ENGINE_CHECK_S = 1.0
 ABORT_AGAIN_S = 0.05
 """Between two aborts of a request: vLLM forgets one that comes before the request is in the engine."""
+MAX_ANSWERS_AT_ONCE = 128
+"""Tokens whose log-probabilities vLLM gives of one distribution."""
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -144,7 +147,9 @@ class Engine:
         ]
         if wanted.is_restricted:  # vLLM has told log-probabilities of what was left of the distribution
             choices = await asyncio.gather(*(self._scored(wanted, choice, adapter) for choice in choices))
-        return choices
+        if wanted.seed is None:
+            return choices
+        return [replace(choice, seed=wanted.seed + place) for place, choice in enumerate(choices)]
 
     async def _scored(self, wanted: GenerateRequest, choice: Choice, adapter: Adapter | None) -> Choice:
         """Returns an answer with the log-probabilities of the whole distribution."""
@@ -210,6 +215,29 @@ class Engine:
         result = await self._final(list(token_ids), params, adapter, priority=priority, replica=replica)
         logprobs, top = _checked(result.prompt_logprobs, len(token_ids) - 1, num_top=num_top)
         return Scored(version=None, logprobs=logprobs, top=top)
+
+    async def score_answers(
+        self,
+        prompt: Sequence[int],
+        answers: Sequence[Sequence[int]],
+        adapter: Adapter | None,
+        *,
+        temperature: float = 1.0,
+    ) -> list[float]:
+        """Returns the log-probability in nats of each answer to a prompt, the sum over its tokens. Answers of one token
+        are read off one distribution; longer ones are scored each by itself."""
+        if len(answers) <= MAX_ANSWERS_AT_ONCE and all(len(answer) == 1 for answer in answers):
+            ids = [answer[0] for answer in answers]
+            params = _params(max_tokens=1, temperature=temperature, logprob_token_ids=list(dict.fromkeys(ids)))
+            [output] = (await self._final(list(prompt), params, adapter)).outputs
+            found = dict(zip(output.logprobs.token_ids, output.logprobs.logprobs, strict=True))
+            if missing := [token for token in ids if not math.isfinite(found.get(token, math.nan))]:
+                raise EngineError(f"the engine returned no finite log-probability of tokens {missing}")
+            return [float(found[token]) for token in ids]
+        scored = await asyncio.gather(
+            *(self.score([*prompt, *answer], adapter, temperature=temperature) for answer in answers)
+        )
+        return [math.fsum(logprobs[len(prompt) - 1 :]) for logprobs in scored]
 
     async def _final(
         self,
@@ -411,6 +439,7 @@ def _sampled(output: Any, *, num_top: int = 0) -> Choice:
         logprobs=logprobs,
         finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,
         stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
+        mark=secrets.randbits(53),
         top=top,
     )
 

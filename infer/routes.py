@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,9 @@ from grpo.transport.http import (
     GenerateRequest,
     LoadReport,
     LoadRequest,
+    ScoreAnswersRequest,
     Scored,
+    ScoredAnswers,
     ScoreRequest,
     ServerInfo,
     Unloaded,
@@ -78,6 +81,7 @@ class PolicyRoutes:
         self._add(router, "unload", self.unload, UnloadRequest)
         self._add(router, "generate", self.generate, GenerateRequest, cancels=True)
         self._add(router, "score", self.score, ScoreRequest, cancels=True)
+        self._add(router, "score_answers", self.score_answers, ScoreAnswersRequest, cancels=True)
         self._add(router, "sleep", self.sleep, method="POST")
         self._add(router, "wake", self.wake, method="POST")
         return router
@@ -176,6 +180,21 @@ class PolicyRoutes:
             options: Any = {"temperature": body.temperature, "num_top": body.num_top}
             found = await self.engine.score_top(body.token_ids, adapter, **options)
         return replace(found, version=body.version)
+
+    async def score_answers(self, body: ScoreAnswersRequest) -> ScoredAnswers:
+        """Returns the log-probabilities of the given answers to each prompt."""
+        for prompt, answers in zip(body.prompts, body.answers, strict=True):
+            length, longest = len(prompt) + max(map(len, answers)), self.engine.max_model_len
+            message = f"a prompt with its answer has {length} ids, expected fewer than max_model_len = {longest}"
+            require(length < longest, message)
+            check_ids("prompts", prompt, self.engine.vocab_size)
+            for answer in answers:
+                check_ids("answers", answer, self.engine.vocab_size)
+        async with self.table.using(body.version, noisy=False, adapter=body.adapter) as (_, adapter):
+            score = partial(self.engine.score_answers, adapter=adapter, temperature=body.temperature)
+            pairs = zip(body.prompts, body.answers, strict=True)
+            logprobs = await asyncio.gather(*(score(prompt, answers) for prompt, answers in pairs))
+        return ScoredAnswers(version=body.version, logprobs=logprobs)
 
     async def sleep(self) -> dict[str, float]:
         """Frees the device's memory until `wake`, once what is in flight is answered."""

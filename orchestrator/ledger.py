@@ -27,8 +27,9 @@ from grpo.transport.receipts import ExpectedWitness, Receipt
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
     group_id INTEGER NOT NULL, number INTEGER NOT NULL, id TEXT AS (group_id || '/' || number), env TEXT NOT NULL,
-    example INTEGER NOT NULL, version INTEGER NOT NULL, issued_at REAL NOT NULL, changed_at REAL NOT NULL,
-    state TEXT NOT NULL, reason TEXT, step INTEGER, reward REAL, num_tokens INTEGER, PRIMARY KEY (group_id, number)
+    example INTEGER NOT NULL, epoch INTEGER, version INTEGER NOT NULL, issued_at REAL NOT NULL,
+    changed_at REAL NOT NULL, state TEXT NOT NULL, reason TEXT, step INTEGER, reward REAL, num_tokens INTEGER,
+    PRIMARY KEY (group_id, number)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step) WHERE step IS NOT NULL;
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, metrics TEXT NOT NULL);
@@ -70,6 +71,8 @@ class RolloutRow(msgspec.Struct, kw_only=True):
     env: str
     example: int
     """Number of the example in the environment's `train` split."""
+    epoch: int | None = None
+    """The pass over the examples, from 0, in which each comes once; None where they come as an arena asks for them."""
     version: int
     """Policy version that it was started under."""
     issued_at: float
@@ -145,7 +148,17 @@ class Ledger:
 
     # --- fates ---
 
-    def issued(self, group: int, *, num: int, env: str, example: int, version: int, first: int = 0) -> None:
+    def issued(
+        self,
+        group: int,
+        *,
+        num: int,
+        env: str,
+        example: int,
+        version: int,
+        epoch: int | None = None,
+        first: int = 0,
+    ) -> None:
         """A group of `num` rollouts, numbered from `first` on, is about to be sampled."""
         now = time.time()
         for number in range(first, first + num):
@@ -155,6 +168,7 @@ class Ledger:
                 number=number,
                 env=env,
                 example=example,
+                epoch=epoch,
                 version=version,
                 issued_at=now,
                 changed_at=now,
@@ -384,6 +398,11 @@ class Ledger:
     def is_empty(self) -> bool:
         """Whether no rollout was ever written down."""
         return not self._read("SELECT 1 FROM rollouts LIMIT 1")
+
+    def in_batches(self) -> set[tuple[str, int, int]]:
+        """Returns environment, number and epoch of the examples of which rollouts are in batches."""
+        which = "step IS NOT NULL AND epoch IS NOT NULL"
+        return set(self._read(f"SELECT DISTINCT env, example, epoch FROM rollouts WHERE {which}"))
 
     def state_after(self, step: int) -> Mapping[str, Any] | None:
         """Returns what was kept with batch `step`; None where nothing is."""

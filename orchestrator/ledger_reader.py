@@ -187,6 +187,13 @@ class LedgerReader:
         for group, *found in self._rows(query):
             yield from ((group, column) for column, is_so in zip(_SAME_IN_A_GROUP, found, strict=True) if is_so)
 
+    def asked_again(self) -> list[tuple[str, int, int, int]]:
+        """Returns environment, number, epoch and number of groups of the examples that are in batches by more than one
+        group of an epoch."""
+        which = "step IS NOT NULL AND epoch IS NOT NULL"
+        query = f"SELECT env, example, epoch, COUNT(DISTINCT group_id) AS num FROM rollouts WHERE {which}"
+        return self._rows(f"{query} GROUP BY 1, 2, 3 HAVING num > 1 ORDER BY 1, 3, 2")
+
     def lagging(self, limit: int | None) -> list[tuple[str, int, int]]:
         """Returns id, step and lag of the rollouts whose lag is below 0 or above `limit`."""
         query = "SELECT id, step, step - 1 - version AS lag FROM rollouts WHERE lag < 0 OR lag > ?"

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,8 @@ from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
 from grpo.transport.weights.chat_template import check_arguments
 
+MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP = 1 << 14, 1 << 12
+"""Longer texts and answers are tokenized, and made texts, in a thread: on the event loop all else would wait for it."""
 TEMPLATE_S = 20.0
 """Deadline for the first rendering, its imports included."""
 
@@ -28,8 +31,9 @@ class ChatRenderer:
         self._special_ids = frozenset(
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         )
-        specials = sorted((str(tokenizer.added_tokens_decoder[number]) for number in self._special_ids), key=len)
-        self._special_texts = re.compile("|".join(map(re.escape, reversed(specials)))) if specials else None
+        specials = [str(tokenizer.added_tokens_decoder[number]) for number in self._special_ids]
+        self._special_texts = _any_of(specials) if specials else None
+        self._longest_special = max(map(len, specials), default=0)
 
     @classmethod
     def of_model(cls, folder: Path, arguments: Mapping[str, Any] = MappingProxyType({})) -> "ChatRenderer":
@@ -78,9 +82,10 @@ class ChatRenderer:
     def texts(self, completions: Sequence[Choice]) -> list[str]:
         """Each completion without special tokens."""
         ids = [completion.token_ids for completion in completions]
-        if self._backend is not None:
+        if self._backend is not None and sum(map(len, ids)) <= MAX_TOKENS_ON_LOOP:
             return [self._backend.decode(one, skip_special_tokens=True) for one in ids]
-        texts: list[str] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        decode = self._tokenizer.batch_decode if self._backend is None else self._backend.decode_batch
+        texts: list[str] = decode(ids, skip_special_tokens=True)  # the backend's lets other threads run meanwhile
         return texts
 
     # --- the parts, for conversations of several turns ---
@@ -115,9 +120,13 @@ class ChatRenderer:
         return closed, opened
 
     def ids_of(self, text: str) -> list[int]:
-        """Ids of text as it stands; special tokens in it are read as such, none is added."""
+        """Ids of text as it stands; special tokens in it are read as such, none is added. With a plain fast tokenizer
+        other threads run meanwhile: `encode_batch_fast` gives Python's lock back, and `encode` holds it for seconds a
+        megabyte."""
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            ids: list[int] = encoding.ids
+            return ids
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def ids_behind(self, before: str, text: str) -> list[int]:
@@ -130,8 +139,9 @@ class ChatRenderer:
     def raw_text(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         if self._backend is not None:
-            raw: str = self._backend.decode(list(ids), skip_special_tokens=False)
-            return raw
+            if len(ids) <= MAX_TOKENS_ON_LOOP:
+                return str(self._backend.decode(list(ids), skip_special_tokens=False))
+            return str(self._backend.decode_batch([list(ids)], skip_special_tokens=False)[0])
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -154,11 +164,36 @@ class ChatRenderer:
     def _harmless_text(self, text: str) -> str:
         if self._special_texts is None:
             return text
-        return self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        if len(text) <= MAX_CHARACTERS_ON_LOOP:
+            return self._special_texts.sub(_spaced, text)
+        # In pieces, between which other threads may run.
+        parts, at = list[str](), 0
+        for begin in range(0, len(text), MAX_CHARACTERS_ON_LOOP):
+            end = begin + MAX_CHARACTERS_ON_LOOP
+            while found := self._special_texts.search(text, max(at, begin), end + self._longest_special):
+                if found.start() >= end:
+                    break
+                parts += [text[at : found.start()], _spaced(found)]
+                at = found.end()
+        return "".join([*parts, text[at:]])
 
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, which is no part of any text."""
         return token_id in self._special_ids
+
+
+def _spaced(found: re.Match[str]) -> str:
+    return f"{found[0][0]} {found[0][1:]}"
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Returns a pattern that finds the longest of some texts. Those that begin alike are told apart only behind their
+    first two characters: a vocabulary may have hundreds, and texts with their first character, megabytes."""
+    by_head = defaultdict[str, list[str]](list)
+    for text in sorted(texts, key=len, reverse=True):
+        by_head[text[:2]].append(re.escape(text[2:]))
+    heads = sorted(by_head, key=len, reverse=True)
+    return re.compile("|".join(f"{re.escape(head)}(?:{'|'.join(by_head[head])})" for head in heads))
 
 
 def _backend_of(tokenizer: Any) -> Any:

@@ -15,6 +15,7 @@ from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.background import in_thread, root_cause
 from grpo.orchestrator.buffer import make_buffer
 from grpo.orchestrator.checks import check_server
+from grpo.orchestrator.doubles import Doubles
 from grpo.orchestrator.filters import make_filters
 from grpo.orchestrator.hooks import close_hooks, open_hooks
 from grpo.orchestrator.inference.client import PolicyClient
@@ -172,7 +173,7 @@ async def _train(
             settings=settings,
             engine=engine,
             scheduler=scheduler,
-            fates=Fates(ledger, recorder, timeline, traces),
+            fates=Fates(ledger, recorder, timeline, traces, _doubles(settings, ledger, progress)),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             hooks=hooks,
         )
@@ -196,6 +197,12 @@ async def _train(
             return await in_thread(recorder.finish, ledger)
         finally:
             await in_thread(sender.close)
+
+
+def _doubles(settings: OrchSettings, ledger: Ledger, progress: Progress) -> Doubles:
+    """Returns what looks for examples that come again; with `ckpt.skip_buffer` they are meant to."""
+    goes_on = progress.resumed and not settings.ckpt.skip_buffer
+    return Doubles(ledger.in_batches() if goes_on else (), step=progress.step)
 
 
 async def _run_loops(

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from grpo.configs.orch import OrchSettings
 from grpo.configs.rollouts import fewest_rollouts
 from grpo.orchestrator.advantage import Credit
+from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.filters import Filter
 from grpo.orchestrator.hooks import Hook
 from grpo.orchestrator.monitoring.fates import Fates
+from grpo.orchestrator.renderer import MAX_TOKENS_ON_LOOP
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult
 from grpo.orchestrator.samples import ScoredGroup, add_samples, judge_group, unfit
@@ -49,7 +51,9 @@ class RolloutSink:
     async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> ScoredGroup:
         """Returns the group's samples, without those that filters and hooks withhold, and without any where the trainer
         would refuse one. Drops what hooks take out. Raises FunctionFailed."""
-        scored = ScoredGroup(list(usable), *judge_group(usable, self.filters))
+        is_long = bool(self.filters) and sum(result.num_tokens for result in usable) > MAX_TOKENS_ON_LOOP
+        judged = await in_thread(judge_group, usable, self.filters) if is_long else judge_group(usable, self.filters)
+        scored = ScoredGroup(list(usable), *judged)
         for hook in self.hooks:
             await hook.before_credit(scored)
         if scored.dropped and len(scored.results) < fewest_rollouts(self.settings.advantage):

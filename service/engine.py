@@ -13,12 +13,13 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grpo.service.errors import Refused
-from grpo.service.log import Answer, Command, CommandLog
+from grpo.service.log import Answer, Command, CommandLog, StepRow
+from grpo.service.recorder import Recorder
 from grpo.service.training import AdapterShape, Base, TrainedModel, saved_shape
 from grpo.service.wire import parse, read_forward_backward
 from grpo.trainer.model import Policy
@@ -36,6 +37,8 @@ MISSING = "missing"
 """The end of a command that was not done, because one with a lower number had not come."""
 REPLAYED = frozenset({"create_model", "forward_backward", "optim_step", "load_weights"})
 """Commands that change a model, which are done again after a restart."""
+DROP = "drop_gradients"
+"""Stands in a replay for an `optim_step` that has dropped its gradients."""
 SAVE_FOR_SAMPLER = "save_weights_for_sampler"
 UNLOAD = "unload_model"
 EXPIRED_S = 1.0
@@ -79,13 +82,14 @@ class Engine:
         commands: CommandLog,
         folder: Path,
         *,
+        recorder: Recorder,
         finished: Callable[[str], None],
         publish: Publish | None,
     ) -> None:
         """Keeps states and checkpoints below `folder`. `finished` is called with the id of each request that has
         ended, in the engine's thread. Without `publish` nothing is sampled."""
         self._base, self._log, self._folder = base, commands, folder
-        self._finished, self._publish = finished, publish
+        self._recorder, self._finished, self._publish = recorder, finished, publish
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._changed = threading.Condition()
         self._ending = False
@@ -129,12 +133,15 @@ class Engine:
         queue, state = _Queue(model_id), self.state_folder(model_id)
         if (state / "state.json").exists():
             queue.next_seq = json.loads((state / "state.json").read_text())["seq"] + 1
+        dropped = self._log.dropped(model_id)
         for command, status in self._log.commands(model_id, after=queue.next_seq - 1):
             if status == "waiting":
                 queue.waiting[command.seq] = command
                 continue
             queue.next_seq = command.seq + 1
-            if status != MISSING and command.kind in REPLAYED:
+            if command.seq in dropped:
+                queue.replayed.append(replace(command, kind=DROP))
+            elif status in ("done", "proto") and command.kind in REPLAYED:  # what has failed then is not done now
                 queue.replayed.append(command)
         return queue
 
@@ -200,9 +207,13 @@ class Engine:
             log.exception("%s of %s", command.kind, command.target)
             answer = _failed(f"{type(error).__name__}: {error}", state="broken")
         queue.work, queue.since = None, time.monotonic()
+        step = None
         if not again:
             queue.next_seq = command.seq + 1
-            self._end(command, answer)
+            step = self._recorder.row(command, queue.model, answer)
+            self._end(command, answer, step)
+        if queue.model is not None and command.kind == "optim_step":
+            self._recorder.stepped(command, queue.model, step)
         try:
             self._keep_state(queue, command)
         except StorageError:
@@ -219,8 +230,8 @@ class Engine:
             self._log.forget_bodies(command.target, up_to=command.seq)
             queue.steps_on_disk = model.num_steps
 
-    def _end(self, command: Command, answer: Answer) -> None:
-        self._log.finish(command, answer, checkpoint=self._checkpoint)
+    def _end(self, command: Command, answer: Answer, step: StepRow | None = None) -> None:
+        self._log.finish(command, answer, checkpoint=self._checkpoint, step=step)
         self._finished(command.request_id)
 
     def _close_resting(self) -> None:
@@ -249,6 +260,9 @@ class Engine:
         if command.kind == "load_weights":
             return self._load(queue, json.loads(command.body), command)
         model = self._model(queue)
+        if command.kind == DROP:
+            model.drop_gradients()
+            return _done({})
         if command.kind == "forward_backward":
             limits: Any = {"vocab_size": self._base.vocab_size, "max_tokens": self._base.max_tokens}
             request = read_forward_backward(parse(command.body), **limits)
@@ -257,6 +271,11 @@ class Engine:
         if command.kind == "optim_step":
             if "adam_params" not in asked:
                 raise Refused(f"optim_step has {sorted(asked)}, expected adam_params; this service has AdamW alone")
+            try:
+                self._recorder.prove(command, model.computed)
+            except Refused:
+                model.drop_gradients()
+                raise
             return _done({"metrics": model.optim_step(asked["adam_params"])})
         if command.kind in ("save_weights", "save_weights_external"):
             if asked.get("age_encryption_recipients"):

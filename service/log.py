@@ -9,6 +9,7 @@ import json
 import sqlite3
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,21 @@ CREATE TABLE IF NOT EXISTS checkpoints(
     path TEXT PRIMARY KEY, model TEXT, tenant TEXT, bytes INTEGER, created_at REAL, expires_at REAL, metadata TEXT);
 CREATE TABLE IF NOT EXISTS samplers(
     sampler TEXT PRIMARY KEY, tenant TEXT, model_path TEXT, version INTEGER, clones INTEGER DEFAULT 0);
-CREATE TABLE IF NOT EXISTS versions(version INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT, path TEXT);
+CREATE TABLE IF NOT EXISTS versions(version INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT, path TEXT, seq INTEGER);
+CREATE TABLE IF NOT EXISTS canaries(version INTEGER, at REAL, report TEXT);
+CREATE TABLE IF NOT EXISTS samples(tokens BLOB, logprobs BLOB, num_tokens INTEGER, version INTEGER);
+CREATE INDEX IF NOT EXISTS samples_by_tokens ON samples(tokens);
 CREATE TABLE IF NOT EXISTS commands(
     target TEXT, seq INTEGER, tenant TEXT, kind TEXT, body BLOB, digest BLOB,
     state TEXT DEFAULT 'waiting', answer BLOB, ended INTEGER, PRIMARY KEY(target, seq));
 CREATE INDEX IF NOT EXISTS ends ON commands(target, ended);
+CREATE TABLE IF NOT EXISTS datums(
+    target TEXT, seq INTEGER, forward_only INTEGER, lengths BLOB, digests BLOB, PRIMARY KEY(target, seq));
+CREATE TABLE IF NOT EXISTS steps(
+    target TEXT, seq INTEGER, step INTEGER, at REAL, metrics TEXT, expected TEXT, receipt TEXT,
+    PRIMARY KEY(target, seq));
 """
+DIGEST_BYTES = 16
 _WAITING = "SELECT tenant, sum(length(body)) FROM commands WHERE state='waiting' GROUP BY tenant"
 MAX_WAITING_BYTES = 1 << 30
 """Of the requests of one tenant that wait to be answered."""
@@ -55,6 +65,49 @@ class Command:
     def request_id(self) -> str:
         """The future's name."""
         return f"{self.target}:{self.seq}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """The datums of a request as they came, before anybody reads them."""
+
+    forward_only: bool
+    lengths: Sequence[int]
+    """Tokens of each."""
+    digests: Sequence[bytes]
+    """Of each one's tokens, `tokens_digest`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A sequence that a server has sampled."""
+
+    tokens: bytes
+    """`tokens_digest` of the prompt and the answer."""
+    logprobs: bytes
+    """Digest of the answer's log-probabilities."""
+    num_tokens: int
+    """Of the answer."""
+    version: int | None
+    """The version that sampled it; None for the base."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """The end of an `optim_step` that has used up its gradients."""
+
+    step: int | None
+    """The model's number of the step, from 1; None where the gradients were dropped."""
+    metrics: str = "{}"
+    expected: str = ""
+    """`ExpectedWitness` as JSON."""
+    receipt: str = ""
+    """`Receipt` as JSON."""
+
+
+def tokens_digest(token_ids: bytes) -> bytes:
+    """Returns the digest of a sequence's token ids, which are 32-bit integers, little-endian."""
+    return hashlib.blake2b(token_ids, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +164,9 @@ class CommandLog:
 
     # --- commands ---
 
-    def add(self, command: Command) -> bool:
-        """Adds a command; returns False where it is there already. Raises `Refused` where another one has its
-        number."""
+    def add(self, command: Command, received: Received | None = None) -> bool:
+        """Adds a command, with its datums where it has any; returns False where it is there already. Raises `Refused`
+        where another one has its number."""
         digest = hashlib.sha256(command.kind.encode() + b"\0" + command.body).digest()
         with self._transaction() as db:
             where = (command.target, command.seq)
@@ -126,13 +179,26 @@ class CommandLog:
                 self._waiting[command.tenant] = waiting
                 row = (*where, command.tenant, command.kind, command.body, digest)
                 db.execute("INSERT INTO commands(target, seq, tenant, kind, body, digest) VALUES (?,?,?,?,?,?)", row)
+                if received is not None:
+                    lengths = array("i", received.lengths).tobytes()
+                    datums = (*where, received.forward_only, lengths, b"".join(received.digests))
+                    db.execute("INSERT INTO datums VALUES (?,?,?,?,?)", datums)
                 return True
         if found[0] != digest:
             raise Refused(f"seq_id {command.seq} of {command.target} is another command already; count on from it")
         return False
 
-    def finish(self, command: Command, answer: Answer, *, checkpoint: tuple[str, int] | None = None) -> None:
-        """Records the end of a command, with the `checkpoint` (path and bytes) that it has written."""
+    def finish(
+        self,
+        command: Command,
+        answer: Answer,
+        *,
+        checkpoint: tuple[str, int] | None = None,
+        step: StepRow | None = None,
+        samples: Sequence[Sample] = (),
+    ) -> None:
+        """Records the end of a command, with the `checkpoint` (path and bytes) that it has written, the `step` that it
+        was, and the `samples` in its answer."""
         with self._transaction() as db:
             self._num_ended += 1
             where = (command.target, command.seq)
@@ -149,6 +215,11 @@ class CommandLog:
                 expires_at = None if ttl_s is None else now + ttl_s
                 row = (checkpoint[0], command.target, command.tenant, checkpoint[1], now, expires_at, metadata)
                 db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?,?,?,?,?)", row)
+            if step is not None:
+                about = (step.step, time.time(), step.metrics, step.expected, step.receipt)
+                db.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?)", (command.target, command.seq, *about))
+            rows = [(one.tokens, one.logprobs, one.num_tokens, one.version) for one in samples]
+            db.executemany("INSERT INTO samples VALUES (?,?,?,?)", rows)
 
     def answer(self, request_id: str, tenant: str) -> Answer | None:
         """Returns the end of a request of this tenant; None while it waits. Raises `Refused` for one that it has not
@@ -250,6 +321,14 @@ class CommandLog:
                 db.execute("UPDATE models SET config=? WHERE model=?", (json.dumps(config), model))
             return int(config["unloaded"])
 
+    def tenants_of_models(self) -> dict[str, str]:
+        """Returns the tenant of each model, the oldest first."""
+        return dict(self._rows("SELECT model, tenant FROM models ORDER BY rowid"))
+
+    def created_at(self, model: str) -> float:
+        """Returns when a model was made, on the wall clock in seconds."""
+        return float(self._rows("SELECT created_at FROM models WHERE model=?", model)[0][0])
+
     def num_open_models(self, tenant: str, *, heard_since: float) -> int:
         """Returns how many models the tenant has in sessions that were heard since."""
         query = (
@@ -290,10 +369,59 @@ class CommandLog:
         with self._transaction() as db:
             db.execute("DELETE FROM checkpoints WHERE path=?", (path,))
 
-    def new_version(self, model: str, path: str) -> int:
-        """Returns the number of the next version that servers are given, and records whose it is."""
+    def new_version(self, command: Command, path: str) -> int:
+        """Returns the number of the next version that servers are given, and records of which model it is, before which
+        of its commands."""
         with self._transaction() as db:
-            return int(db.execute("INSERT INTO versions(model, path) VALUES (?,?)", (model, path)).lastrowid or 0)
+            query = "INSERT INTO versions(model, path, seq) VALUES (?,?,?)"
+            return int(db.execute(query, (command.target, path, command.seq)).lastrowid or 0)
+
+    def add_canary(self, version: int, report: str) -> None:
+        """Records that a server has proved a version, by its `LoadReport` as JSON."""
+        with self._transaction() as db:
+            db.execute("INSERT INTO canaries VALUES (?,?,?)", (version, time.time(), report))
+
+    # --- steps and samples ---
+
+    def steps(self, target: str) -> list[tuple[int, int, float, str]]:
+        """Returns number, `seq`, time and metrics of the model's steps, in order."""
+        query = "SELECT step, seq, at, metrics FROM steps WHERE target=? AND step IS NOT NULL ORDER BY seq"
+        return [(step, seq, at, metrics) for step, seq, at, metrics in self._rows(query, target)]
+
+    def last_step(self, target: str, *, seq: int | None = None) -> tuple[int, float] | None:
+        """Returns number and time of the model's newest step, or of that which the command `seq` was."""
+        query = (
+            "SELECT step, at FROM steps WHERE target=? AND step IS NOT NULL AND (? IS NULL OR seq=?) "
+            "ORDER BY seq DESC LIMIT 1"
+        )
+        rows = self._rows(query, target, seq, seq)
+        return (int(rows[0][0]), float(rows[0][1])) if rows else None
+
+    def dropped(self, target: str) -> set[int]:
+        """Returns the numbers of the model's `optim_step`s that have dropped their gradients."""
+        return {seq for (seq,) in self._rows("SELECT seq FROM steps WHERE target=? AND step IS NULL", target)}
+
+    def sample(self, tokens: bytes) -> list[Sample]:
+        """Returns what was sampled with these tokens (`tokens_digest`)."""
+        rows = self._rows("SELECT tokens, logprobs, num_tokens, version FROM samples WHERE tokens=?", tokens)
+        return [Sample(tokens=t, logprobs=p, num_tokens=n, version=v) for t, p, n, v in rows]
+
+    def lag(self, version: int, target: str, seq: int) -> int | None:
+        """Returns how often the model's weights have changed between a version and its command `seq`; None where the
+        version is of another model."""
+        rows = self._rows("SELECT model, seq FROM versions WHERE version=?", version)
+        if not rows or rows[0][0] != target:
+            return None
+        query = (
+            "SELECT count(*) FROM commands LEFT JOIN steps USING(target, seq) WHERE target=? AND seq>? AND seq<? "
+            "AND (step IS NOT NULL OR (kind='load_weights' AND state='done'))"
+        )
+        return int(self._rows(query, target, *sorted((rows[0][1], seq)))[0][0])
+
+    def canary(self, version: int) -> str | None:
+        """Returns the newest `LoadReport` of a version as JSON."""
+        rows = self._rows("SELECT report FROM canaries WHERE version=? ORDER BY rowid DESC LIMIT 1", version)
+        return rows[0][0] if rows else None
 
     def version_of(self, path: str) -> int | None:
         """Returns the newest version that was published under this path."""

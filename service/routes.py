@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 from grpo.service.engine import UNLOAD, Engine
 from grpo.service.errors import Refused
-from grpo.service.log import CLONE, Command, CommandLog
+from grpo.service.log import CLONE, Command, CommandLog, Received
 from grpo.service.sampling import MAX_SAMPLES, Sampling
 from grpo.service.training import saved_shape, shape_record
-from grpo.service.wire import MAX_BODY_BYTES, decompressed, parse
+from grpo.service.wire import MAX_BODY_BYTES, decompressed, parse, received
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -287,9 +287,15 @@ class Routes:
     # --- training ---
 
     async def _forward_backward(self, tenant: str, body: bytes, request: Request, **_: Any) -> dict[str, Any]:
-        plain = await asyncio.to_thread(decompressed, body, request.headers.get("content-encoding", ""))
-        message = parse(plain)
-        return self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain)
+        encoding = request.headers.get("content-encoding", "")
+
+        def read() -> tuple[bytes, Any, Received]:
+            plain = decompressed(body, encoding)
+            message = parse(plain)
+            return plain, message, received(message)
+
+        plain, message, datums = await asyncio.to_thread(read)
+        return self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain, datums)
 
     async def _of_model(self, tenant: str, body: bytes, kind: str, **_: Any) -> dict[str, Any]:
         asked = _json(body)
@@ -314,15 +320,17 @@ class Routes:
             raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
         return self._add_model(tenant, asked, "load_weights", body, shape_record(saved_shape(folder)))
 
-    def _submit_to_model(self, tenant: str, kind: str, model_id: str, seq: int, body: bytes) -> dict[str, Any]:
+    def _submit_to_model(
+        self, tenant: str, kind: str, model_id: str, seq: int, body: bytes, datums: Received | None = None
+    ) -> dict[str, Any]:
         if seq < 1:
             raise Refused(f"seq_id is {seq}, expected 1 or more")
         if seq >= self._log.model(model_id, tenant).get("unloaded", seq + 1):
             raise Refused(f"{model_id} was unloaded", status=410)
-        return self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body))
+        return self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body), datums)
 
-    def _submit(self, command: Command) -> dict[str, Any]:
-        if self._log.add(command):
+    def _submit(self, command: Command, datums: Received | None = None) -> dict[str, Any]:
+        if self._log.add(command, datums):
             self._engine.submit(command)
         return {"request_id": command.request_id, "model_id": command.target}
 

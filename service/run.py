@@ -12,14 +12,17 @@ import uvicorn
 from grpo.configs.train import TrainSettings
 from grpo.service.engine import Engine
 from grpo.service.log import CommandLog
+from grpo.service.recorder import Recorder
 from grpo.service.routes import Futures, Routes
 from grpo.service.sampling import Sampling
 from grpo.service.training import Base
 from grpo.trainer.memory import keep_freed_memory
 from grpo.trainer.startup import device_for, set_threads
 from grpo.transport.folders import write_atomic
+from grpo.transport.limits import raise_file_limit
 from grpo.transport.run import RunFolder
 from grpo.transport.weights.identity import base_identity
+from transformers import AutoTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ def serve(
 ) -> None:
     """Serves on the socket `listening`. `server` is URL and key of the grpo-infer that samples, None for none; `check`
     is called each second and raises if that server has ended. Returns after SIGINT or SIGTERM."""
+    raise_file_limit()  # each client keeps connections open
     device = device_for(settings.device)
     set_threads(settings.num_threads)
     if device.type == "cpu":
@@ -81,7 +85,8 @@ async def _serve(
             finished=futures.finished,
         )
     publish = None if sampling is None else sampling.publish
-    engine = Engine(base, commands, run.path, finished=futures.finished, publish=publish)
+    recorder = Recorder(run.path, commands)
+    engine = Engine(base, commands, run.path, recorder=recorder, finished=futures.finished, publish=publish)
     routes = Routes(
         model=base.settings.model,
         tokenizer=str(model_folder),
@@ -94,6 +99,7 @@ async def _serve(
     )
     config = uvicorn.Config(routes.app(), log_level="warning", timeout_graceful_shutdown=1, timeout_keep_alive=60)
     http = uvicorn.Server(config)
+    recorder.start(lambda: vocabulary(model_folder))
     engine.start()
     if sampling is not None:
         sampling.start()
@@ -110,8 +116,18 @@ async def _serve(
         if sampling is not None:
             await sampling.close()
         await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(recorder.close)
         commands.close()
         (run.path / SERVICE_FILE).unlink(missing_ok=True)
+
+
+def vocabulary(model_folder: Path) -> list[str]:
+    """Returns the text of each token id alone, from 0; of one that is no whole character, the signs that stand for its
+    bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
+    names = {number: name for name, number in tokenizer.get_vocab().items()}
+    single: list[str] = tokenizer.batch_decode([[number] for number in range(max(names) + 1)])
+    return [names.get(number, text) if "\ufffd" in text else text for number, text in enumerate(single)]
 
 
 def _announce(run: RunFolder, listening: socket.socket, keys: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any
 
@@ -17,8 +17,9 @@ import httpx
 import msgspec
 import numpy as np
 from grpo.service.errors import Refused
-from grpo.service.log import Answer, Command, CommandLog
+from grpo.service.log import Answer, Command, CommandLog, Sample
 from grpo.service.training import ALPHA
+from grpo.service.wire import samples_of
 from grpo.trainer.model import Policy
 from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
@@ -154,7 +155,7 @@ class Sampling:
     def publish(self, policy: Policy, command: Command, path: str) -> Future[int]:
         """Writes the policy as the next version, in the thread that trains, and begins to load it."""
         assert isinstance(policy.weights, AdapterWeights)
-        version = self._log.new_version(command.target, path)
+        version = self._log.new_version(command, path)
         snapshot = policy.weights.snapshot()
         ids = canary_ids(policy.causal_lm.config, seed=CANARY_SEED)
         canary = CanaryMaker(policy, ids).begin(version=version, noise={})(snapshot)
@@ -194,6 +195,7 @@ class Sampling:
                 raise RuntimeError(f"the server has no slot for version {version}: {answer.text[:500]}")
             oldest = min(info.live, key=lambda one: (info.in_flight.get(one, 0) > 0, self._used.get(one, 0)))
             await self._send("/policy/unload", UnloadRequest(version=oldest))
+        self._log.add_canary(version, answer.text)
         self._used[version] = next(self._uses)
 
     def open(self, sampler: str, tenant: str, path: str | None) -> None:
@@ -220,19 +222,31 @@ class Sampling:
             self._end(command, Answer(state="failed", content=b"the client has cancelled the request"))
 
     async def _answer(self, command: Command) -> None:
+        samples: list[Sample] = []
         try:
             async with self._places:
                 answer = Answer(state="proto", content=await self._sample(command))
+            samples = self._samples(command, answer)
         except Refused as error:
             answer = Answer(state="failed", content=str(error).encode())
         except Exception as error:
             log.exception("%s", command.request_id)
             answer = Answer(state="broken", content=f"{type(error).__name__}: {error}".encode())
-        self._end(command, answer)
+        self._end(command, answer, samples)
 
-    def _end(self, command: Command, answer: Answer) -> None:
-        self._log.finish(command, answer)
+    def _end(self, command: Command, answer: Answer, samples: Sequence[Sample] = ()) -> None:
+        self._log.finish(command, answer, samples=samples)
         self._finished(command.request_id)
+
+    def _samples(self, command: Command, answer: Answer) -> list[Sample]:
+        """Returns the samples whose log-probabilities are those of the whole distribution at temperature 1, which the
+        trainer computes too."""
+        asked = read_sample(command.body)
+        params = asked.sampling_params
+        if params.temperature != 1 or params.top_p < 1 or params.top_k > 0:
+            return []
+        _, version = self._log.sampler(command.target, command.tenant)
+        return samples_of(asked.token_ids, answer.content, version=version)
 
     async def _sample(self, command: Command) -> bytes:
         asked = read_sample(command.body)

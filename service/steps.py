@@ -3,9 +3,10 @@
 Legend: `N` datums, `K` targets.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +21,79 @@ from grpo.transport.witness import TOLERANCE, signs, token_values
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+MAX_KEPT = 1_000_000
+"""Tokens of a step of which a trace is kept, 20 bytes each until the step."""
+
+
+class Ratios(NamedTuple):
+    """Sums over the tokens of a request that were sampled, of their log-ratio now to then, and of its exponential."""
+
+    num: int = 0
+    log_ratio: float = 0.0
+    kl: float = 0.0
+    """Of Schulman's k3."""
+    ratio: float = 0.0
+    smallest: float = math.inf
+    largest: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
     """A request whose gradient waits for the next step."""
 
-    request: ForwardBackward
-    logprobs: Sequence[Float32]
-    """Of each datum, of its targets as they were computed."""
+    loss_fn: str
     loss: float
+    num_datums: int
+    num_packed: int
+    """Tokens of the passes."""
+    num_tokens: int
+    """Targets that are more than context."""
+    ratios: Ratios
     seconds: float
     """Of the passes."""
+    data: Sequence[Datum]
+    """For the trace; none of them beyond `MAX_KEPT` tokens."""
+    logprobs: Sequence[Float32]
+    """Of their targets as they were computed."""
+
+
+def computed(
+    request: ForwardBackward, logprobs: Sequence[Float32], *, loss: float, seconds: float, before: Sequence[Computed]
+) -> Computed:
+    """Returns a request with the log-probabilities of each datum; `before` are those since the last step."""
+    data, num_packed = request.data, sum(len(one) + 1 for one in logprobs)
+    keeps = num_packed + sum(one.num_packed for one in before) <= MAX_KEPT
+    return Computed(
+        loss_fn=request.loss_fn,
+        loss=loss,
+        num_datums=len(data),
+        num_packed=num_packed,
+        num_tokens=sum(int(is_taught(datum).sum()) for datum in data),
+        ratios=_ratios(data, logprobs),
+        seconds=seconds,
+        data=data if keeps else (),
+        logprobs=logprobs if keeps else (),
+    )
+
+
+def _ratios(data: Sequence[Datum], logprobs: Sequence[Float32]) -> Ratios:
+    """Returns how far the tokens' log-probabilities are from those that they were sampled with."""
+    parts = [
+        (now - datum.inputs["logprobs"])[is_taught(datum)].astype(np.float64)
+        for datum, now in zip(data, logprobs, strict=True)
+        if "logprobs" in datum.inputs
+    ]
+    if not parts or not (log_ratio := np.concatenate(parts)).size:
+        return Ratios()
+    ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return Ratios(
+        num=len(ratio),
+        log_ratio=float(log_ratio.sum()),
+        kl=float((ratio - 1 - log_ratio).sum()),
+        ratio=float(ratio.sum()),
+        smallest=float(ratio.min()),
+        largest=float(ratio.max()),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,46 +110,36 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Number of targets."""
-        return sum(len(one) for part in self.parts for one in part.logprobs)
+        """Number of targets that are more than context."""
+        return sum(part.num_tokens for part in self.parts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the step's line in `metrics.jsonl`, with the names of docs/metrics.md."""
-        losses: dict[str, float] = {}
+        """Returns the step's line in `metrics.jsonl`, with the names of docs/metrics.md; ratios where a loss has
+        log-probabilities to compare with."""
+        found: dict[str, float] = {}
         for part in self.parts:
-            losses[f"loss/{part.request.loss_fn}"] = losses.get(f"loss/{part.request.loss_fn}", 0.0) + part.loss
+            found[f"loss/{part.loss_fn}"] = found.get(f"loss/{part.loss_fn}", 0.0) + part.loss
+        of = [part.ratios for part in self.parts]
+        if num := sum(one.num for one in of):
+            found |= {
+                "policy/log_ratio_mean": sum(one.log_ratio for one in of) / num,
+                "policy/kl": sum(one.kl for one in of) / num,
+                "policy/ratio_mean": sum(one.ratio for one in of) / num,
+                "policy/ratio_min": min(one.smallest for one in of),
+                "policy/ratio_max": max(one.largest for one in of),
+            }
         seconds = self.seconds + sum(part.seconds for part in self.parts)
+        num_packed = sum(part.num_packed for part in self.parts)
         return {
-            **losses,
-            **_ratios(self.parts),
+            **found,
             "policy/tokens": float(self.num_tokens),
-            "rollout/num": float(sum(len(part.logprobs) for part in self.parts)),
+            "rollout/num": float(sum(part.num_datums for part in self.parts)),
             "optim/grad_norm": self.grad_norm,
             "optim/learning_rate": self.learning_rate,
-            "perf/train_tokens": float(self.num_tokens),
-            "perf/train_tokens_per_s": self.num_tokens / seconds,
+            "perf/train_tokens": float(num_packed),
+            "perf/train_tokens_per_s": num_packed / seconds,
             "time/train_s": seconds,
         }
-
-
-def _ratios(parts: Sequence[Computed]) -> dict[str, float]:
-    """Returns how far the tokens' log-probabilities are from those that they were sampled with; nothing where no loss
-    has these. Tokens with neither an advantage nor a log-probability were not sampled."""
-    found = []
-    for part in parts:
-        for datum, logprobs in zip(part.request.data, part.logprobs, strict=True):
-            if "logprobs" in datum.inputs:
-                found.append((logprobs - datum.inputs["logprobs"])[is_taught(datum)].astype(np.float64))
-    if not found or not (log_ratio := np.concatenate(found)).size:
-        return {}
-    ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return {
-        "policy/log_ratio_mean": float(log_ratio.mean()),
-        "policy/kl": float((ratio - 1 - log_ratio).mean()),
-        "policy/ratio_mean": float(ratio.mean()),
-        "policy/ratio_min": float(ratio.min()),
-        "policy/ratio_max": float(ratio.max()),
-    }
 
 
 def values_of(inputs: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ import torch
 from grpo.configs.train import TrainSettings
 from grpo.service.errors import Refused
 from grpo.service.losses import clip_bounds, loss_and_values
-from grpo.service.steps import Computed, Expected, Step, witness_sums
+from grpo.service.steps import Computed, Expected, Step, computed, witness_sums
 from grpo.service.wire import Datum, ForwardBackward, forward_backward_answer
 from grpo.trainer.errors import NonFiniteError
 from grpo.trainer.model import Policy, load_policy
@@ -146,6 +146,11 @@ class TrainedModel:
         """The trained parameters by name, and the witness of their gradients, which goes all their ways."""
         return {**self.policy.named_parameters, WITNESS: self._witness.zeros}
 
+    @property
+    def computed(self) -> Sequence[Computed]:
+        """The requests whose gradients the next step applies."""
+        return self._computed
+
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step."""
         self._gradients, self._expected, self._computed = {}, Expected(), []
@@ -181,9 +186,9 @@ class TrainedModel:
                 batch = [data[index] for index in chosen]
                 ends = np.cumsum([len(datum.token_ids) for datum in batch])[:-1]
                 started_s = time.perf_counter()
-                computed = self._pass(batch, request)
+                both = self._pass(batch, request)
                 seconds += time.perf_counter() - started_s
-                for whole, parts in zip(computed, (logprobs, losses), strict=True):
+                for whole, parts in zip(both, (logprobs, losses), strict=True):
                     for index, part in zip(chosen, np.split(whole, ends), strict=True):
                         parts[index] = part
                 yield
@@ -196,7 +201,7 @@ class TrainedModel:
                 self._gradients[name] = gradient if earlier is None else earlier.add_(gradient)
             if found:
                 self._expected.add(data)
-                self._computed.append(Computed(request=request, logprobs=logprobs, loss=total, seconds=seconds))
+                self._computed.append(computed(request, logprobs, loss=total, seconds=seconds, before=self._computed))
         finally:
             for parameter in self._differentiated.values():
                 parameter.grad = None
@@ -226,7 +231,7 @@ class TrainedModel:
         finite, or they are not those of just the datums since the last step."""
         self.last_step, started_s = None, time.perf_counter()
         adam = adam_params(given)
-        gradients, expected, computed = self._gradients, self._expected, self._computed
+        gradients, expected, parts = self._gradients, self._expected, self._computed
         self.drop_gradients()
         if not gradients:
             return {"grad_norm": 0.0}
@@ -249,7 +254,7 @@ class TrainedModel:
                 parameter.grad = None
         self.num_steps += 1
         self.last_step = Step(
-            parts=computed,
+            parts=parts,
             expected=witnesses[0],
             witness=witnesses[1],
             grad_norm=norm,

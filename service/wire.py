@@ -11,6 +11,7 @@ import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
 from grpo.service.errors import Refused
+from grpo.service.log import Received, Sample, tokens_digest
 from grpo.transport.records import Float32, Int32
 from tinker.proto import tinker_public_pb2 as schema
 
@@ -78,6 +79,22 @@ def parse(body: bytes) -> Any:
     except DecodeError as error:
         raise Refused(f"the body is no ForwardBackwardRequest: {error}") from error
     return message
+
+
+def received(message: Any) -> Received:
+    """Returns the datums of a parsed message as they came: a datum's tokens are those of its input and, where there is
+    one, its last target."""
+    lengths, digests = [], []
+    for datum in message.data:
+        ids = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        dtype = None if targets is None else _NUMPY.get(targets.dtype)
+        last = b"" if targets is None or dtype is None else targets.dense[-dtype.itemsize :]
+        if dtype is not None and dtype.kind == "i" and len(last) == dtype.itemsize:
+            ids += np.frombuffer(last, dtype).astype("<i4").tobytes()
+        lengths.append(len(ids) // 4)
+        digests.append(tokens_digest(ids))
+    return Received(forward_only=message.forward_only, lengths=lengths, digests=digests)
 
 
 def read_forward_backward(message: Any, *, vocab_size: int, max_tokens: int) -> ForwardBackward:
@@ -165,3 +182,19 @@ def forward_backward_answer(outputs: Mapping[str, Sequence[Float32]], metrics: M
         field.offsets = np.cumsum([0, *(4 * len(one) for one in arrays)]).astype("<i8").tobytes()
     content: bytes = message.SerializeToString(deterministic=True)
     return content
+
+
+def samples_of(prompt: Sequence[int], content: bytes, *, version: int | None) -> list[Sample]:
+    """Returns the samples in an answer of `asample`."""
+    message = schema.SampleResponse()
+    message.ParseFromString(content)
+    start = np.array(prompt, "<i4").tobytes()
+    return [
+        Sample(
+            tokens=tokens_digest(start + one.tokens),
+            logprobs=tokens_digest(one.logprobs),
+            num_tokens=len(one.tokens) // 4,
+            version=version,
+        )
+        for one in message.sequences
+    ]

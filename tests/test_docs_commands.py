@@ -28,6 +28,7 @@ ELSEWHERE = (
         "grpo serve",
         "grpo chat",
         "grpo canary",
+        "grpo judge",
         "grpo service",
         "pip ",
         "kubectl ",

@@ -35,6 +35,8 @@ from grpo.transport.status import PeerWatch, StatusFile
 from grpo.transport.weights.store import PolicyPublisher
 
 log = logging.getLogger(__name__)
+MAX_SLOPE_GAP = 1e-3
+"""Largest difference of `policy/slope` from 1. Both sides are float32; rounding is below 1e-6."""
 MAX_LAG = 8
 """Largest lag of a sample, where the orchestrator has not told its own (`max_off_policy_steps`)."""
 
@@ -61,7 +63,7 @@ class Trainer:
         self._settings, self._policy, self._ranks, self._run_folder = settings, policy, ranks, run_folder
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
         self._imported = imported
-        self._optimizer = Optimizer(settings, policy.named_parameters, ranks)
+        self._optimizer = Optimizer(settings, policy.named_parameters, ranks, witness=policy.witness.zeros)
         self._objective = Objective(policy, settings.loss, ranks, pack_tokens=settings.pack_tokens)
         self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
@@ -88,6 +90,8 @@ class Trainer:
         """Metrics of the last step; None before the first."""
         self._without_gradient: frozenset[str] = frozenset()
         """Parameters that were warned of because they had no gradient."""
+        self._is_steep = False
+        """Whether it was warned of the loss's slope."""
         self._witness = torch.zeros(2, WITNESS_SIZE, dtype=torch.float64)
         """[2, 64] the newest step's, summed over its optimizer steps."""
         self._receipt: Receipt | None = None
@@ -176,6 +180,7 @@ class Trainer:
             counts_of(batches).loss_tokens,
         ]
         num_tokens, flops, num_loss_tokens = self._ranks.all_reduce_sum(counted)
+        self._warn_of_slope(step, metrics.get("policy/slope", 0.0))
         self._warn_of_unexplained(step, now)
         self._receipt = Receipt(
             step=step,
@@ -295,6 +300,17 @@ class Trainer:
                 ", ".join(new[:4]) + (", …" if len(new) > 4 else ""),
             )
 
+    def _warn_of_slope(self, step: int, slope: float) -> None:
+        """Warns once where the policy loss's gradient is not what its coefficients say; 0 where there was none."""
+        if slope and not abs(slope - 1) <= MAX_SLOPE_GAP and not self._is_steep and self._ranks.is_main:
+            self._is_steep = True
+            log.warning(
+                "step %d: the policy loss's gradient by the tokens' log-probabilities is %.4g times what weights, "
+                "ratios and advantages say, expected once (policy/slope); its sign or its scale is wrong",
+                step,
+                slope,
+            )
+
     def _shares(self, parts: Sequence[Sequence[MicroBatch]], found: Found) -> list[Shares]:
         """Returns the shares of the batch's optimizer steps in its witness, without what `found` drops. Collective."""
         kept = [without(part, found.dropped) for part in parts]
@@ -314,7 +330,6 @@ class Trainer:
     def _accumulated(self, step: int, batches: Sequence[MicroBatch], shares: Shares) -> dict[str, State]:
         """Computes forward, loss and backward for each micro-batch."""
         states = self._objective.accumulate(batches, step=step, shares=shares)
-        self._witness += self._objective.witness()
         if not math.isfinite(total := states["loss/total"][1]):
             raise NonFiniteError(f"the loss is {total}")
         return states
@@ -323,13 +338,13 @@ class Trainer:
         """Forgets the passes since the last optimizer step, which was the first of its batch."""
         self._traces.forget()
         self._objective.trained = self._watched(traced=True, proved=False)
-        for parameter in self._policy.parameters:
-            parameter.grad = None
-        self._witness.zero_()
+        self._optimizer.clear()
 
     def _optimizer_step(self, states: dict[str, State], rate: float) -> dict[str, State]:
         """Makes one step of the optimizer."""
         norm = self._optimizer.step(learning_rate=rate)
+        if self._optimizer.witnessed is not None:
+            self._witness += self._optimizer.witnessed
         self._objective.after_step()
         return states | mean_over_steps({"optim/grad_norm": norm})
 

@@ -72,16 +72,9 @@ def policy_loss(tokens: PolicyTokens, settings: LossSettings, counts: StepCounts
     log_ratio = trainer - tokens.inference_logprobs
     dropped = token_masks(log_ratio, tokens.sample_ids, tokens.num_samples, settings)
     keep = ~torch.stack([*dropped.values(), torch.zeros_like(log_ratio, dtype=torch.bool)]).any(dim=0)
-    ratio, reached = bounded(importance_ratio(log_ratio, tokens, settings), tokens.advantages, settings)
-    drive = settings.adv_tau * tokens.advantages
-    if settings.importance == "ppo":
-        drive = torch.where(reached, 0.0, drive)
-    if settings.kl_tau:
-        drive = drive - settings.kl_tau * log_ratio
-    if settings.teacher_tau:
-        drive = drive + settings.teacher_tau * _teacher_term(trainer, tokens.teacher_logprobs, settings)
+    coeff, reached = coefficients(tokens, settings)
     # Dropped twice, so that neither value nor gradient meets what is infinite in a dropped token.
-    objective = torch.where(keep, ratio * drive, 0.0) * tokens.logprobs
+    objective = torch.where(keep, coeff, 0.0) * tokens.logprobs
     if settings.entropy_tau:
         objective = objective + settings.entropy_tau * tokens.entropies
     weights = token_weights(tokens, counts, settings)
@@ -92,6 +85,21 @@ def policy_loss(tokens: PolicyTokens, settings: LossSettings, counts: StepCounts
     if settings.importance in ("clip", "ppo") or settings.ratio_type == "sequence":
         metrics["policy/clipped"] = share(reached, count)
     return loss, metrics | mismatch_metrics(tokens)
+
+
+def coefficients(tokens: PolicyTokens, settings: LossSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [K] `coeff` of `policy_loss`, whatever masks drop, and [K] bool where a bound is reached."""
+    trainer = tokens.logprobs.detach()
+    log_ratio = trainer - tokens.inference_logprobs
+    ratio, reached = bounded(importance_ratio(log_ratio, tokens, settings), tokens.advantages, settings)
+    drive = settings.adv_tau * tokens.advantages
+    if settings.importance == "ppo":
+        drive = torch.where(reached, 0.0, drive)
+    if settings.kl_tau:
+        drive = drive - settings.kl_tau * log_ratio
+    if settings.teacher_tau:
+        drive = drive + settings.teacher_tau * _teacher_term(trainer, tokens.teacher_logprobs, settings)
+    return ratio * drive, reached
 
 
 def importance_ratio(log_ratio: torch.Tensor, tokens: PolicyTokens, settings: LossSettings) -> torch.Tensor:

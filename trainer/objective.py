@@ -18,8 +18,8 @@ from grpo.trainer.custom_loss import custom_loss, loss_function
 from grpo.trainer.distributed import Ranks, full_tensor
 from grpo.trainer.divergence import generalized_jsd
 from grpo.trainer.ema import MovingAverage
-from grpo.trainer.loss import Loss, PolicyTokens, dpo_loss, policy_loss, sdpo_loss, token_weights
-from grpo.trainer.metrics import Metric, State, Sum, reduced, states_of
+from grpo.trainer.loss import Loss, PolicyTokens, coefficients, dpo_loss, policy_loss, sdpo_loss, token_weights
+from grpo.trainer.metrics import Mean, Metric, State, Sum, reduced, states_of
 from grpo.trainer.model import Policy
 from grpo.trainer.packing import PackedTokens, first_fit, pack_rows, packed_tokens, to_device
 from grpo.trainer.witness import WHOLE, Shares, Witnessing
@@ -67,8 +67,11 @@ class Objective:
 
     def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, pack_tokens: int) -> None:
         """Raises `LossError` if `settings.import_path` names no function."""
-        self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
+        self._policy, self._ranks = policy, ranks
+        self._parameters = (*policy.parameters, policy.witness.zeros)
         self._witness = Witnessing(policy.device)
+        self._slope = torch.zeros(2, dtype=torch.float64, device=policy.device)
+        """What `_watch_slope` has added up."""
         self._settings, self._pack_tokens, self._device = settings, pack_tokens, policy.device
         self._loss_of = policy_loss
         if settings.import_path is not None:
@@ -103,19 +106,22 @@ class Objective:
         norms: dict[str, float] = {}
         silent, silent_weight = self._measure_silent(batches, counts)
         parts = list[dict[str, Metric]]()
+        self._slope.zero_()
         for (term, passes), number in zip(work, num_passes, strict=True):
             if term.name == "policy" and counts.loss_tokens:
                 number = max(number, 1)  # gradients of 0, by which the optimizer steps, if no sample teaches anything
             parts += self._backward(term, passes, number, step)
             if len(self._terms) > 1:
-                norms[term.name] = gradient_norm(self._parameters) if number else 0.0
-            for parameter in (*self._parameters, self._policy.witness.zeros):
+                norms[term.name] = gradient_norm(self._policy.parameters) if number else 0.0
+            for parameter in self._parameters:
                 if (gradient := parameter.grad) is not None:
                     earlier = totals.get(parameter)
                     totals[parameter] = gradient if earlier is None else earlier.add_(gradient)
                     parameter.grad = None
-        for parameter in (*self._parameters, self._policy.witness.zeros):
+        for parameter in self._parameters:
             parameter.grad = totals.get(parameter)
+        if self._settings.trains_policy and self._settings.import_path is None:
+            parts.append({"policy/slope": Mean(self._slope[0], self._slope[1])})
         states = states_of([*parts, *silent])
         states[len(parts) :] = [_weighted(one, silent_weight) for one in states[len(parts) :]]
         own = reduced(states) | (_token_counts(batches) if self._settings.trains_policy else {})
@@ -124,14 +130,6 @@ class Objective:
         losses["loss/total"] = sum(term.weight_at(step) * losses.get(f"loss/{term.name}", 0.0) for term in self._terms)
         metrics |= mean_over_steps(losses | _shares(norms))
         return metrics | (self._leave_out(batches) if self._policy.adapters else {})
-
-    def witness(self) -> torch.Tensor:
-        """Returns [2, 64] f64 presence and content as the gradients have them (`Witness`), and clears them. Must be
-        called after `accumulate`. Collective."""
-        parameter = self._policy.witness.zeros
-        gradient, parameter.grad = parameter.grad, None
-        whole = torch.zeros_like(parameter) if gradient is None else gradient
-        return full_tensor(whole).to("cpu", torch.float64)
 
     def after_step(self) -> None:
         """Updates the average of the weights. Must be called after each optimizer step."""
@@ -220,9 +218,24 @@ class Objective:
         logprobs, entropies = self._policy.logprobs_and_entropy(packed, differentiable=differentiable)
         tokens = PolicyTokens(logprobs=logprobs, entropies=entropies, **inputs)
         self.trained(batch, tokens)
-        weights = token_weights(tokens, counts, self._settings).double() * self._witness.shares.policy
+        in_loss = token_weights(tokens, counts, self._settings)
+        weights = in_loss.double() * self._witness.shares.policy
         self._witness.add(packed, tokens.sample_ids, of_samples, weights, weights * tokens.advantages)
+        if logprobs.requires_grad:
+            self._watch_slope(tokens, in_loss)
         return self._loss_of(tokens, self._settings, counts)
+
+    def _watch_slope(self, tokens: PolicyTokens, weights: torch.Tensor) -> None:
+        """Has the loss's gradient by a pass's log-probabilities looked at once it is there. Each must be minus weight
+        [K] times coefficient, or 0 where a mask drops the token. Adds the products of both and the squares of those
+        expected, so that the one sum over the other is 1."""
+        expected = (-weights * coefficients(tokens, self._settings)[0]).double()
+
+        def see(found: torch.Tensor) -> None:
+            wanted = torch.where(found == 0, 0.0, expected)
+            self._slope += torch.stack([(wanted * found.double()).sum(), (wanted * wanted).sum()])
+
+        tokens.logprobs.register_hook(see)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 

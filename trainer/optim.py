@@ -9,10 +9,12 @@ import torch
 from grpo.configs.train import TrainSettings
 from grpo.trainer.distributed import ONE, Ranks, full_tensor, host_copies, local_tensor, shard_like
 from grpo.trainer.errors import ModelError, NonFiniteError
+from grpo.trainer.witness import whole_gradient
 from safetensors.torch import load, save
 
 Named = Mapping[str, torch.nn.Parameter]
 _VOCABULARY = ("embed", "wte", "lm_head")
+_WITNESS = "witness"
 _EIGHT_BIT = "adamw_8bit"
 _EIGHT_BIT_STATE = ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2")
 
@@ -32,10 +34,22 @@ class Optimizer:
     with `adamw` for what is no matrix.
     """
 
-    def __init__(self, settings: TrainSettings, parameters: Named, ranks: Ranks = ONE) -> None:
-        """Takes `parameters` by names that are the same in each start of a run. Raises `ModelError` for a kind that the
-        parameters' device does not support."""
+    def __init__(
+        self,
+        settings: TrainSettings,
+        parameters: Named,
+        ranks: Ranks = ONE,
+        *,
+        witness: torch.nn.Parameter | None = None,
+    ) -> None:
+        """Takes `parameters` by names that are the same in each start of a run, and the `witness` of their gradients
+        (docs/proofs.md), whose own comes and goes with theirs and is never applied. Raises `ModelError` for a kind that
+        the parameters' device does not support."""
         self._parameters, self._ranks, self._max_grad_norm = dict(parameters), ranks, settings.max_grad_norm
+        if witness is not None:
+            self._parameters[_WITNESS] = witness
+        self.witnessed: torch.Tensor | None = None
+        """[2, 64] f64 the witness's gradient in the newest step, of all ranks."""
         self._optimizers: dict[str, tuple[Any, dict[str, torch.nn.Parameter]]] = {}
         """Each kind's optimizer, and the parameters that it steps by name."""
         self.without_gradient: frozenset[str] = frozenset()
@@ -62,8 +76,10 @@ class Optimizer:
 
         Raises `NonFiniteError` on all ranks, before anything is changed, if the norm is not finite.
         """
-        parameters = list(self._parameters.values())
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        witness = gradients.pop(_WITNESS, None)
+        self.witnessed = None if witness is None else whole_gradient(witness)
+        parameters = [self._parameters[name] for name in gradients]
         norms = full_tensor(torch.stack(torch._foreach_norm(list(gradients.values())))) if gradients else torch.zeros(1)
         norm = torch.linalg.vector_norm(norms)
         each: list[float] = norms.tolist()
@@ -83,9 +99,13 @@ class Optimizer:
             optimizer.param_groups[0]["lr"] = learning_rate
             optimizer.step()
             optimizer.zero_grad()
-        for parameter in parameters:
-            parameter.grad = None
+        self.clear()
         return value
+
+    def clear(self) -> None:
+        """Clears the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def configure(self, *, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float) -> None:
         """Sets AdamW's figures for the steps that follow; its state stays."""

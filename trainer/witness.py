@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from grpo.configs.loss import LossSettings
 from grpo.trainer.batch import StepCounts, counts_of
-from grpo.trainer.distributed import Ranks
+from grpo.trainer.distributed import Ranks, full_tensor
 from grpo.trainer.packing import PackedTokens, to_device
 from grpo.transport.receipts import WITNESS_SIZE, Witness
 from grpo.transport.records import MicroBatch
@@ -99,6 +99,11 @@ def shares_of(
     shares = [StepCounts(*(number / total for number, total in zip(one, whole, strict=True))) for one in counts]
     by_tokens = settings.normaliser == "token"
     return [Shares(one.loss_tokens if by_tokens else one.samples, one.hint_tokens, one.pairs) for one in shares]
+
+
+def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns [2, 64] f64 presence and content (`Witness`) as the witness's gradient has them. Collective."""
+    return full_tensor(gradient).to("cpu", torch.float64)
 
 
 def witness_of(sums: torch.Tensor) -> Witness:

@@ -157,6 +157,10 @@ class Choice(Record, frozen=True, kw_only=True):
     """The token id that ended the answer (it is also the last of `token_ids`); None otherwise."""
     versions: tuple[tuple[int, int], ...] | None = None
     """Where a request follows: runs of (version, number of tokens), which sum to k; versions ascend."""
+    seed: int | None = None
+    """The seed that it was sampled with; of an answer in parts, of the last one. None: the engine's own randomness."""
+    mark: int | None = None
+    """A random number of this answer's own, by which it is known if it comes twice."""
     server: str = ""
     """The server that sampled it, as the client that asked calls it; empty on the wire."""
     top: Top | None = None
@@ -186,6 +190,35 @@ class ScoreRequest(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
         require(self.version is not None or self.adapter is None, "adapter: the base model has none; name a version")
+
+
+class ScoreAnswersRequest(Record, frozen=True, kw_only=True):
+    """POST /policy/score_answers: log-probabilities of several possible answers to each of N prompts. Answered by
+    `ScoredAnswers`."""
+
+    version: int | None
+    """None: the base model."""
+    prompts: list[Annotated[list[int], Meta(min_length=1)]]
+    """[N] token ids."""
+    answers: list[Annotated[list[Annotated[list[int], Meta(min_length=1)]], Meta(min_length=1)]]
+    """[N] the answers to each prompt, as token ids."""
+    temperature: Temperature = 1.0
+    """Temperature that divides the logits."""
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        require(self.version is not None or self.adapter is None, "adapter: the base model has none; name a version")
+        num, given = len(self.prompts), len(self.answers)
+        require(num == given, f"{given} lists of answers for {num} prompts; give one for each")
+
+
+class ScoredAnswers(Record, frozen=True, kw_only=True):
+    """The scores of answers."""
+
+    version: int | None
+    logprobs: list[list[float]]
+    """[N], for each prompt those of its answers in nats: the sum over an answer's tokens."""
 
 
 def _check_temperature(temperature: float, *, greedy: bool = False) -> None:

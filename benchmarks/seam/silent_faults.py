@@ -205,8 +205,8 @@ def raw_logprobs(original):
 
 
 def shifted_logprobs(original):
-    def sampled(output):
-        choice = original(output)
+    def sampled(output, **how):
+        choice = original(output, **how)
         return changed(choice, logprobs=[*choice.logprobs[1:], *choice.logprobs[:1]])
 
     return sampled

@@ -144,7 +144,7 @@ def evaluate(
             server=[f"--{key}={json.dumps(v) if isinstance(v, Mapping) else v}" for key, v in server.items()],
         )
         with ThreadPoolExecutor(1) as beside:  # a notebook has an event loop in this thread
-            return beside.submit(_figures, found, *settings).result()
+            return beside.submit(figures, found, *settings).result()
 
 
 def main(options: argparse.Namespace) -> int:
@@ -161,7 +161,7 @@ def main(options: argparse.Namespace) -> int:
         server=options.others,
     )
     try:
-        _print(target, _figures(target, *settings), options)
+        _print(target, figures(target, *settings), options)
     except (ServerError, EnvironmentFailed) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -236,11 +236,15 @@ class _BaseClient(PolicyClient):
     async def generate(self, *arguments: Any, version: int | None, **named: Any) -> list[Choice]:
         return await super().generate(*arguments, version=None, **named)
 
+    async def score_answers(self, prompts: Any, answers: Any, version: int | None, **named: Any) -> list[list[float]]:
+        return await super().score_answers(prompts, answers, None, **named)
+
 
 # --- the evaluation ---
 
 
-def _figures(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
+def figures(target: Target, orch: OrchSettings, infer: InferSettings) -> Evaluation:
+    """Returns the evaluation of a target by a server of its own. Raises ServerError and EnvironmentFailed."""
     with tempfile.TemporaryDirectory(prefix="grpo_evaluate_") as scratch:
         log = Path(scratch, "logs", "infer.log")
         with server_process(infer.model_dump(mode="json"), log, version=target.version) as server:

@@ -84,6 +84,14 @@ def _lags(checked: _Checked) -> Iterator[str]:
         yield f"rollout {rollout} of step {step} has lag {lag}, expected 0 to max_off_policy_steps = {limit}"
 
 
+def _once_an_epoch(checked: _Checked) -> Iterator[str]:
+    """With `ckpt.skip_buffer` the order of examples begins anew."""
+    if checked.settings.get("ckpt", {}).get("skip_buffer"):
+        return
+    for env, example, epoch, num in checked.ledger.asked_again():
+        yield f"example {example} of {env} is in batches by {num} groups of epoch {epoch}"
+
+
 def _as_in_metrics(checked: _Checked) -> Iterator[str]:
     """A batch's metrics count the rollouts that were scored in its groups, those that filters withheld included."""
     counted = checked.ledger.scored()
@@ -205,6 +213,7 @@ _ALWAYS: dict[str, Callable[[_Checked], Iterator[str]]] = {
     "a group is one prompt under one version in one step": _groups,
     "steps follow each other without holes": _no_holes,
     "no rollout is from a later version, or staler than max_off_policy_steps": _lags,
+    "an example is trained once an epoch": _once_an_epoch,
     "each step has one line in metrics.jsonl, with its rollouts and mean reward": _as_in_metrics,
     "the batches on disk hold just the rollouts of their step": _as_in_batches,
     "the traces on disk show just the trained rollouts of their step": _as_in_traces,

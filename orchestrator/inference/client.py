@@ -13,7 +13,16 @@ import aiohttp
 import msgspec
 from grpo.orchestrator.inference.pool import ServerPool
 from grpo.orchestrator.rollouts.records import SamplingParams
-from grpo.transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
+from grpo.transport.http import (
+    Choice,
+    Generated,
+    GenerateRequest,
+    ScoreAnswersRequest,
+    Scored,
+    ScoredAnswers,
+    ScoreRequest,
+    ServerInfo,
+)
 from grpo.transport.limits import raise_file_limit
 from grpo.transport.records import Record
 
@@ -159,10 +168,39 @@ class PolicyClient:
 
         return (await self._anywhere("/policy/score", request, Scored, fault))[0].logprobs
 
+    async def score_answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[Sequence[int]]],
+        version: int | None,
+        *,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+    ) -> list[list[float]]:
+        """Returns for each prompt the log-probabilities in nats of its `answers`, under a version or the base model, by
+        the least loaded server, in one request. Raises ServerError."""
+        request = ScoreAnswersRequest(
+            version=version,
+            prompts=[list(prompt) for prompt in prompts],
+            answers=[[list(answer) for answer in own] for own in answers],
+            temperature=temperature,
+            adapter=adapter,
+        )
+        expected = [len(own) for own in answers]
+
+        def fault(answer: ScoredAnswers) -> str | None:
+            nums = [len(logprobs) for logprobs in answer.logprobs]
+            if answer.version == version and nums == expected:
+                return None
+            had = f"{sum(nums)} log-probabilities for {len(nums)} prompts under version {answer.version}"
+            return f"{had}, expected {sum(expected)} for {len(expected)} under version {version}"
+
+        return (await self._anywhere("/policy/score_answers", request, ScoredAnswers, fault))[0].logprobs
+
     async def _anywhere(
         self,
         path: str,
-        request: GenerateRequest | ScoreRequest,
+        request: GenerateRequest | ScoreRequest | ScoreAnswersRequest,
         answer_type: type[A],
         fault: Callable[[A], str | None],
     ) -> tuple[A, str]:
@@ -217,7 +255,7 @@ class PolicyClient:
             )
         return TimedOut(message + "raise client.timeout, or lower sampling.max_tokens")
 
-    def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest) -> bool:
+    def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest | ScoreAnswersRequest) -> bool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""
         version, proved = request.version, self.pool.versions
         follows = isinstance(request, GenerateRequest) and request.follow and version is not None

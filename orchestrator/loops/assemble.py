@@ -82,6 +82,7 @@ class Assembling:
             tolerances=dict(self.tolerances),
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
+        await in_thread(fates.doubles.batch, step, [group.results for group in groups])
         self._warn_of_little_spread(step, of_batch["reward/groups_without_spread"])
         commit = fates.shipping(
             step,

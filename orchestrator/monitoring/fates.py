@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo.orchestrator.background import in_thread
+from grpo.orchestrator.doubles import Doubles
 from grpo.orchestrator.evaluate import Evaluation
 from grpo.orchestrator.inference.weight_sync import CanaryReport
 from grpo.orchestrator.ledger import Ledger
@@ -24,7 +25,15 @@ _KEPT_BATCHES = 2
 class Fates:
     """Is told once of each event, and tells the ledger, the metrics, the timeline and the traces."""
 
-    def __init__(self, ledger: Ledger, recorder: Recorder, timeline: Timeline, traces: Traces) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        recorder: Recorder,
+        timeline: Timeline,
+        traces: Traces,
+        doubles: Doubles | None = None,
+    ) -> None:
+        self.doubles = Doubles() if doubles is None else doubles
         self.ledger, self.recorder, self.timeline, self.traces = ledger, recorder, timeline, traces
         self.shipped_at_s: dict[int, float] = {}
         """When batches left whose version is not live yet, on the monotonic clock."""
@@ -36,11 +45,14 @@ class Fates:
 
     def issued(self, group: Group) -> None:
         """A group is about to be sampled."""
+        if (epoch := group.task.epoch) is not None:
+            self.doubles.asked((group.task.env, group.task.index, epoch))
         self.ledger.issued(
             int(group.id),
             num=group.num,
             env=group.task.env,
             example=group.task.index,
+            epoch=epoch,
             version=group.version,
             first=group.first,
         )
@@ -55,6 +67,7 @@ class Fates:
     def scored(self, result: EpisodeResult) -> None:
         """A rollout has its reward."""
         num_tokens = result.num_tokens
+        self.doubles.scored(result)
         self.recorder.sampled(num_tokens)
         self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
 

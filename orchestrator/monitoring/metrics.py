@@ -22,7 +22,7 @@ STEP, REWARD = "progress/step", "reward/mean"
 NAMES = """
 loss/total loss/policy loss/sdpo loss/dpo
 policy/tokens policy/entropy policy/entropy/ENV policy/kl policy/ratio_mean policy/ratio_min policy/ratio_max
-policy/log_ratio_clamped policy/masked policy/masked_REASON policy/clipped policy/teacher_kl
+policy/log_ratio_clamped policy/masked policy/masked_REASON policy/clipped policy/slope policy/teacher_kl
 policy/tokens_lagN policy/mismatch_kl_lagN policy/mismatch_max_lagN policy/moved_kl_lagN policy/adapter_tokens_NAME
 policy/custom_NAME policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
 policy/dpo_pairs policy/dpo_tokens policy/dpo_margin policy/dpo_accuracy

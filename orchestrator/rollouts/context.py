@@ -34,7 +34,7 @@ class CallFailed(RuntimeError):
 
 
 Backend = Callable[[protocol.AnyCall], Awaitable[Any]]
-"""Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, the others by `Stored`,
+"""Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, others by `StoreReply`,
 or any by `Refused`. Raises ContextFull and CallFailed."""
 
 
@@ -239,6 +239,25 @@ class RolloutContext:
         checked = checked_messages(messages)
         call = protocol.Ask(model=model, messages=checked, temperature=float(temperature), max_tokens=max_tokens)
         return str((await self._call(call)).text)
+
+    async def score_answers(
+        self, role: str, prompts: Sequence[Sequence[Message]], answers: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
+        """The log-probabilities, in nats, that the role's policy gives each of the `answers` [N] to each of the
+        `prompts` [N], in one request: nothing is sampled, and nothing trained. They are those of its temperature in
+        training (1 where the role has none), and of the answer's end as well where the role may say more than that.
+        Raises ContextFull, CallFailed, and ValueError for what cannot be asked."""
+        if role not in self.roles:
+            raise ValueError(f"there is no role {role!r}; the episode's `roles` are {', '.join(self.roles)}")
+        if len(prompts) != len(answers) or not all(answers):
+            raise ValueError(f"{len(prompts)} prompts and {len(answers)} lists of answers; give some for each prompt")
+        system = self.roles[role].system_prompt
+        whole = [checked_messages(messages) for messages in prompts]
+        if system:
+            opening = {"role": "system", "content": system}
+            whole = [one if one[0]["role"] == "system" else [opening, *one] for one in whole]
+        call = protocol.ScoreAnswers(role=role, prompts=whole, answers=[list(own) for own in answers])
+        return [[float(value) for value in own] for own in (await self._call(call)).value]
 
     @asynccontextmanager
     async def delayed(self, timeout_s: float) -> AsyncIterator[None]:

@@ -95,6 +95,20 @@ class _Next:
     """All of the conversation as the template writes it, up to where the policy answers."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTexts:
+    """An answer of the policy as text."""
+
+    plain: str
+    """Without control tokens."""
+    raw: str
+    """With all of them."""
+    content: str
+    """`raw` without the control token that ended it."""
+    end_id: int | None
+    """The control token that ended it; None where it was cut short."""
+
+
 class Conversation:
     """The policy's side of a conversation: its prompts, and what it sampled.
 
@@ -130,6 +144,11 @@ class Conversation:
         return tuple(self._messages)
 
     @property
+    def num_characters(self) -> int:
+        """Characters of the conversation as the template wrote it, up to the newest answer's end."""
+        return len(self._text) + len(self._raw)
+
+    @property
     def tools(self) -> tuple[Mapping[str, Any], ...] | None:
         """The tools that the policy may call; None if it has none."""
         return self._template.tools
@@ -149,9 +168,33 @@ class Conversation:
         following = self._following()
         return following.token_ids.copy() if following.new_row else self._rows[-1].token_ids + following.token_ids
 
-    def answer(self, completion: Choice, *, version: int, temperature: float, call: int = -1) -> str:
+    def texts_of(self, completion: Choice) -> AnswerTexts:
+        """Returns an answer to `prompt_ids` as text. It changes nothing, so that a thread may call it."""
+        renderer, ids = self._template.renderer, completion.token_ids
+        last = ids[-1] if len(ids) else None
+        ended = last is not None and (
+            last == self._template.end_id or (completion.finish_reason == "stop" and renderer.is_special(last))
+        )
+        raw = renderer.raw_text(ids)
+        return AnswerTexts(
+            plain=renderer.texts([completion])[0],
+            raw=raw,
+            content=renderer.raw_text(ids[:-1]) if ended else raw,
+            end_id=last if ended else None,
+        )
+
+    def answer(
+        self,
+        completion: Choice,
+        *,
+        version: int,
+        temperature: float,
+        call: int = -1,
+        texts: AnswerTexts | None = None,
+    ) -> str:
         """Adds the policy's answer to `prompt_ids`; `version` is the one that was asked for, `call` the caller's
-        number. Returns its text without control tokens. Raises ValueError where the completion contradicts itself."""
+        number, `texts` what `texts_of` has returned for it. Returns its text without control tokens. Raises ValueError
+        where the completion contradicts itself."""
         following = self._following()
         if following.new_row and self._rows[-1].turns:
             self._rows.append(_Row())
@@ -164,8 +207,11 @@ class Conversation:
             temperature=temperature,
         )
         self.calls.append(call)
-        self._remember(completion, following.text)
-        return self._template.renderer.texts([completion])[0]
+        texts = texts or self.texts_of(completion)
+        self._end_id, self._raw = texts.end_id, texts.raw
+        self._messages.append({"role": "assistant", "content": texts.content})
+        self._text, self._next = following.text, None
+        return texts.plain
 
     def take_back(self) -> None:
         """Takes the newest answer out of what is trained. The conversation must not go on."""
@@ -182,18 +228,6 @@ class Conversation:
         ]
 
     # --- how it goes on ---
-
-    def _remember(self, completion: Choice, text: str) -> None:
-        renderer, ids = self._template.renderer, completion.token_ids
-        last = ids[-1] if ids else None
-        ended = last is not None and (
-            last == self._template.end_id or (completion.finish_reason == "stop" and renderer.is_special(last))
-        )
-        self._end_id = last if ended else None
-        self._raw = renderer.raw_text(ids)
-        content = renderer.raw_text(ids[:-1]) if ended else self._raw
-        self._messages.append({"role": "assistant", "content": content})
-        self._text, self._next = text, None
 
     def _following(self) -> _Next:
         """The row goes on where the template writes what stands in it; otherwise all of the conversation is the prompt

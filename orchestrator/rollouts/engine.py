@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import PolicyClient, TimedOut
 from grpo.orchestrator.monitoring.metrics import Figures
-from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.messages import num_characters
 from grpo.orchestrator.rollouts.records import (
     EpisodeResult,
@@ -26,7 +26,6 @@ from grpo.orchestrator.rollouts.records import (
 from grpo.orchestrator.rollouts.rollout import (
     CONTEXT_FULL,
     MAKE_ROOM,
-    MAX_CHARACTERS_ON_LOOP,
     SERVER_TIMEOUT,
     Rollout,
 )
@@ -34,8 +33,11 @@ from grpo.orchestrator.rollouts.stores import ArtifactStores
 from grpo.orchestrator.rollouts.templates import Templates
 from grpo.orchestrator.seeds import mixed_seed
 from grpo.orchestrator.workers.protocol import AnyCall, EnvironmentInfo, Mark, Outcome, Reply, Score
+from grpo.transport.http import Choice
 from msgspec.structs import replace
 
+NUM_LONG_TEXTS = 2
+"""Long texts that are tokenized at once, in threads: more would only take the processor from the event loop."""
 NUM_TOGETHER = 4
 """Groups whose answers, or outcomes, are taken in at one turn of the event loop, however many come at once."""
 
@@ -103,6 +105,7 @@ class RolloutEngine:
         """Answers that nobody received."""
         self._max_prompt_length = max_prompt_length
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
+        self.long_texts = asyncio.Semaphore(NUM_LONG_TEXTS)
         self.max_characters = context_len * renderer.longest_token
         """No longer text fits into the context. It is not tokenized: that would take seconds for megabytes."""
 
@@ -230,7 +233,7 @@ class RolloutEngine:
 
     def _seed_of(self, task: Task, number: int) -> int:
         """Returns the seed of a rollout; in an evaluation it is the same at every version."""
-        return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
+        return mixed_seed(self._seed, task.env, task.split, task.epoch or 0, task.index, number)
 
     async def _turn(self) -> None:
         """Waits for a turn of the event loop that few groups have: many may be answered, or scored, at once."""
@@ -241,7 +244,8 @@ class RolloutEngine:
         if (num := num_characters(messages)) > self.max_characters:
             raise PromptTooLong(f"a prompt of {num} characters; no {self.context_len} tokens have so many")
         if num > MAX_CHARACTERS_ON_LOOP:
-            return await in_thread(self.renderer.prompt_ids, messages)
+            async with self.long_texts:
+                return await in_thread(self.renderer.prompt_ids, messages)
         return self.renderer.prompt_ids(messages)
 
     async def _sample_group(self, group: Group) -> list[tuple[Step, TrainingRow]]:
@@ -259,17 +263,26 @@ class RolloutEngine:
             prompt, params=params, num=group.num, version=group.version, seed=group.seed
         )
         await self._turn()
-        opening, temperature = self.templates.plain.opening_ids, params.temperature
+        # 16 answers of 32,000 tokens are 0.1 s of work.
+        is_long = sum(len(one.token_ids) for one in completions) > MAX_TOKENS_ON_LOOP
+        taken = partial(self._taken, group, role.id, prompt, completions)
+        return await in_thread(taken) if is_long else taken()
+
+    def _taken(
+        self, group: Group, role: str, prompt: Sequence[int], completions: Sequence[Choice]
+    ) -> list[tuple[Step, TrainingRow]]:
+        """Returns the step and the row of each answer to a group's prompt."""
+        opening, temperature = self.templates.plain.opening_ids, group.params.temperature
         return [
             (
                 Step(
-                    role=role.id,
+                    role=role,
                     temperature=temperature,
                     completion=one,
                     text=text,
                     version=group.version,
-                    messages=task.messages,
-                    adapter=group.adapters.place(role.id),
+                    messages=group.task.messages,
+                    adapter=group.adapters.place(role),
                 ),
                 single_row(prompt, one, opening=opening, version=group.version, temperature=temperature),
             )
@@ -313,7 +326,7 @@ def _result_tree(
                 f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
                 "leave it as ctx.sample made it, let no call be cancelled, and await each"
             )
-        return EpisodeResult(
+        made = EpisodeResult(
             id=name,
             task=task,
             steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
@@ -325,6 +338,7 @@ def _result_tree(
             context_full=of.truncated,
             children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
         )
+        return replace(made, seal=made.sealed())
 
     made = result(outcome, name)
     if any(own and rollout not in seen for rollout, own in steps.items()):

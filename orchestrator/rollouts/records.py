@@ -56,8 +56,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Its place in the environment's dataset; the rest of the example stays in the environment's workers."""
     messages: Messages
     """The prompt."""
-    epoch: int = 0
-    """The pass over the training examples. Seeds follow from it, so that they outlive a restart."""
+    epoch: int | None = None
+    """The pass over the training examples, from 0; None where they come in no order. Seeds follow from it, so that they
+    outlive a restart."""
     solution: str = ""
     """The example's own `solution`, for hints; empty where it has none."""
 
@@ -270,6 +271,8 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Results of its sub-episodes."""
     failure: Failure | None = None
     """Why it has no reward; its steps are then those that are known."""
+    seal: int | None = None
+    """What `sealed` gave when its environment's rewards came; None where they came otherwise."""
 
     def __post_init__(self) -> None:
         if self.failure is not None:
@@ -281,6 +284,12 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
                     "a rubric must give every role that acted a reward"
                 )
         check_numbers(f"rollout {self.id}", self.rewards, self.metrics, self.accuracy)
+
+    def sealed(self) -> int:
+        """Returns a number of rollout, answers and rewards, by which it is known that they belong together. It is this
+        process's alone."""
+        answers = tuple(tuple(step.completion.token_ids) for step in self.steps)
+        return hash((self.id, answers, tuple(sorted(self.rewards.items()))))
 
     def step_reward(self, index: int) -> float:
         """The reward of the role that took a step."""

@@ -8,7 +8,7 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, TimedOut
-from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
 from grpo.orchestrator.rollouts.records import (
@@ -30,6 +30,7 @@ from grpo.orchestrator.workers.protocol import (
     Reply,
     Sample,
     Sampled,
+    ScoreAnswers,
     StoreCall,
     StoreReply,
     Withdraw,
@@ -42,8 +43,6 @@ T = TypeVar("T")
 CONTEXT_FULL, CALL_FAILED, SERVER_TIMEOUT = "context_full", "failed", "server_timeout"
 MAX_CALLS = 2000
 """Calls of one rollout. Each call gives it new time, so that no deadline ends an endless episode."""
-MAX_CHARACTERS_ON_LOOP = 1 << 14
-"""Longer texts are tokenized in a thread."""
 FOR_ALL = (401, 403)
 """HTTP statuses of refusals that concern the whole run, such as a wrong key."""
 MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
@@ -58,6 +57,7 @@ class EngineParts(Protocol):
     stores: ArtifactStores | None
     context_len: int
     max_characters: int
+    long_texts: asyncio.Semaphore
     num_withdrawn: int
 
 
@@ -122,6 +122,8 @@ class Rollout:
                 return StoreReply(value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
+            if isinstance(call, ScoreAnswers):
+                return await self._score_answers(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
         except TimedOut as error:
             raise GivenUp(Failure(reason=SERVER_TIMEOUT, message=str(error))) from None
@@ -147,7 +149,9 @@ class Rollout:
             conversation = self._conversation(call, conversations)
             return conversation, conversation.prompt_ids()
 
-        conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools)
+        known = conversations.get((call.rollout, call.conversation))
+        before = 0 if known is None else known.num_characters
+        conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools, num_before=before)
         params = replace(
             group.params,
             follow=self._follows,
@@ -156,7 +160,11 @@ class Rollout:
             adapter=group.adapters.name(call.role),
         )
         completion = await self._generate(prompt, params, group.version, call.call)
-        text = conversation.answer(completion, version=group.version, temperature=temperature, call=call.call)
+        is_long = len(completion.token_ids) > MAX_TOKENS_ON_LOOP
+        texts = await in_thread(conversation.texts_of, completion) if is_long else None
+        text = conversation.answer(
+            completion, version=group.version, temperature=temperature, call=call.call, texts=texts
+        )
         steps[call.call] = Step(
             role=call.role,
             temperature=temperature,
@@ -170,7 +178,7 @@ class Rollout:
         reply = reply_of(text, completion)
         reply.num_prompt_tokens, reply.opening = len(prompt), conversation.opening
         if call.logprobs:
-            written = [self._engine.renderer.raw_text([token]) for token in completion.token_ids]
+            written = await in_thread(lambda: [*map(self._engine.renderer.raw_text, zip(completion.token_ids))])
             reply.tokens = list(zip(written, completion.logprobs, strict=True))
         return reply
 
@@ -204,8 +212,9 @@ class Rollout:
         version stays."""
         return self._group.params.follow or (self._has_waited and self._group.task.split == "train")
 
-    async def _tokenized(self, make: Callable[[], T], *texts: object) -> T:
-        """Returns the result of `make`, which runs in a thread if user code's texts are long."""
+    async def _tokenized(self, make: Callable[[], T], *texts: object, num_before: int = 0) -> T:
+        """Returns the result of `make`, which runs in a thread if user code's texts are long, or the conversation is,
+        which has `num_before` characters."""
         engine = self._engine
         if (num := num_characters(texts)) > engine.max_characters:
             raise _CallRefused(
@@ -214,7 +223,10 @@ class Rollout:
                 f"holds; {MAKE_ROOM}, or let the environment say less",
             )
         try:
-            return await in_thread(make) if num > MAX_CHARACTERS_ON_LOOP else make()
+            if num > MAX_CHARACTERS_ON_LOOP:
+                async with engine.long_texts:
+                    return await in_thread(make)
+            return await in_thread(make) if num + num_before > MAX_CHARACTERS_ON_LOOP else make()
         except ValueError as error:  # TemplateRefused among them
             raise _CallRefused(CALL_FAILED, str(error)) from None
 
@@ -237,6 +249,45 @@ class Rollout:
         )
         completion = await self._generate(prompt, params, self._group.version if is_policy else None, call.call)
         return reply_of(self._engine.renderer.texts([completion])[0], completion)
+
+    async def _score_answers(self, call: ScoreAnswers) -> Reply:
+        """Returns the log-probabilities of answers, of the rollout's own version."""
+        group, role, template = self._group, self._roles.get(call.role), self._engine.templates.of(None)
+        if role is None:
+            raise _CallRefused(CALL_FAILED, f"there is no role {call.role}")
+        limit, end = role.max_tokens or group.params.max_tokens, template.end_id
+
+        def tokenized() -> tuple[list[list[int]], list[list[list[int]]]]:
+            prompts, answers = list[list[int]](), list[list[list[int]]]()
+            for messages, own in zip(call.prompts, call.answers, strict=True):
+                text = template.render(self._harmless(messages))
+                prompts.append(template.renderer.ids_of(text))
+                ids = [template.renderer.ids_behind(text, answer) for answer in own]
+                ended = [one if end is None or len(one) == limit else [*one, end] for one in ids]
+                answers.append(ended)
+            return prompts, answers
+
+        try:
+            prompts, answers = await in_thread(tokenized)
+        except ValueError as error:  # TemplateRefused among them
+            raise _CallRefused(CALL_FAILED, str(error)) from None
+        longest = max((len(ids) + max(map(len, own)) for ids, own in zip(prompts, answers, strict=True)), default=0)
+        if longest >= self._engine.context_len:
+            message = f"a prompt with its answer of {longest} tokens does not fit into {self._engine.context_len}"
+            raise _CallRefused(CONTEXT_FULL, f"{message}; {MAKE_ROOM}, or let the environment say less")
+        try:
+            found = await self._engine.client.score_answers(
+                prompts,
+                answers,
+                group.version,
+                temperature=role.temperature or 1.0,
+                adapter=group.adapters.name(call.role),
+            )
+        except RequestRefused as error:
+            if error.status in FOR_ALL:
+                raise
+            raise _CallRefused(CALL_FAILED, str(error)) from None
+        return StoreReply(value=found)
 
     async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None, call: int) -> Choice:
         """Returns one answer. Its seed follows from the prompt and the number of samples from it, because calls at the

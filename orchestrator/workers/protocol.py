@@ -13,7 +13,7 @@ from grpo.orchestrator.rollouts.records import check_numbers
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.state import StepError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """To be raised with each change of what is said here."""
 MAX_FRAME_BYTES = 1 << 31
 """A peer that sends more is cut off."""
@@ -100,7 +100,7 @@ class Sampled(Call, kw_only=True):
 
 
 class StoreReply(Call, kw_only=True):
-    """Answers StoreCall, with what ArtifactStore.operate returns, and Delay."""
+    """Answers StoreCall, with what ArtifactStore.operate returns, ScoreAnswers, and Delay."""
 
     value: Any
 
@@ -143,6 +143,17 @@ class Ask(Call, kw_only=True):
     messages: list[ChatMessage]
     temperature: float
     max_tokens: int | None = None
+
+
+class ScoreAnswers(Call, kw_only=True):
+    """How likely a role's policy gives each of several answers to each of N prompts. Answered by StoreReply, with the
+    log-probabilities in nats as [N] lists, or CallRefused."""
+
+    role: str
+    prompts: list[list[ChatMessage]]
+    """[N]"""
+    answers: list[list[str]]
+    """[N], the answers to each prompt."""
 
 
 class StoreCall(Call, kw_only=True):
@@ -257,7 +268,7 @@ class Left(msgspec.Struct, tag=True):
     """The worker was ended by a signal, or with its server."""
 
 
-AnyCall = Sample | Ask | StoreCall | Delay | Withdraw
+AnyCall = Sample | Ask | ScoreAnswers | StoreCall | Delay | Withdraw
 Reply = Sampled | StoreReply | CallRefused
 Answer = EnvironmentInfo | Prompts | Outcome | Failed
 ToWorker = Load | LoadDataset | RunEpisode | Score | Cancel | Sampled | StoreReply | CallRefused | Alive | Left
@@ -268,6 +279,7 @@ FromWorker = (
     | Failed
     | Sample
     | Ask
+    | ScoreAnswers
     | StoreCall
     | Delay
     | Withdraw

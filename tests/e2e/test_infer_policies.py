@@ -112,6 +112,28 @@ def score(live: Live, version: int | None, token_ids: Sequence[int], temperature
     return logprobs
 
 
+def test_answers_score_together_as_each_does_alone(live: Live) -> None:
+    prompts = [prompt(seed, 4 + seed) for seed in range(24)]
+    ones = [[[(seed * 7 + place) % 250] for place in range(1 + seed % 5)] for seed in range(24)]
+    longer = [[[seed, 9], [seed]] for seed in range(24)]
+    sampling = ThreadPoolExecutor(8)
+    for version, temperature, answers in product((None, 1, 2), (1.0, 0.5), (ones, longer)):
+        body = {"version": version, "prompts": prompts, "answers": answers, "temperature": temperature}
+        generate = {"version": version, "max_tokens": 4, "n": 2, "seed": 1}
+        beside = [
+            sampling.submit(live.server.answer, "/policy/generate", **generate, prompt_token_ids=one) for one in prompts
+        ]
+        together = live.server.answer("/policy/score_answers", **body)["logprobs"]
+        for one, own, logprobs in list(zip(prompts, answers, together, strict=True))[::5]:
+            alone = [sum(score(live, version, one + answer, temperature)[len(one) - 1 :]) for answer in own]
+            assert logprobs == pytest.approx(alone, abs=1e-3)
+        for start, sampled in list(zip(prompts, beside, strict=True))[::5]:  # what is sampled meanwhile keeps its own
+            for choice in sampled.result()["choices"]:
+                alone = score(live, version, start + choice["token_ids"], 1.0)[len(start) - 1 :]
+                assert choice["logprobs"] == pytest.approx(alone, abs=1e-3)
+    sampling.shutdown()
+
+
 def test_what_was_sampled_scores_as_it_was_sampled_and_as_hugging_face_does(live: Live, truth: Any) -> None:
     cases = list(product((None, 1, 2), TEMPERATURES, (5, 40, 3 * NUM_BATCHED_TOKENS + 7)))
     starts = [prompt(index, length) for index, (_, _, length) in enumerate(cases)]

@@ -16,6 +16,7 @@ FATES = "every rollout has one fate, and dropped ones have a reason"
 GROUPS = "a group is one prompt under one version in one step"
 HOLES = "steps follow each other without holes"
 LAGS = "no rollout is from a later version, or staler than max_off_policy_steps"
+ONCE = "an example is trained once an epoch"
 METRICS = "each step has one line in metrics.jsonl, with its rollouts and mean reward"
 BATCHES = "the batches on disk hold just the rollouts of their step"
 TRACES = "the traces on disk show just the trained rollouts of their step"
@@ -23,7 +24,7 @@ MOVED = "servers and trainer differ by what the policy has moved"
 FINAL = "every rollout is trained or dropped"
 STEPS = "every step up to max_steps has rollouts and metrics"
 SUMMARY = "the totals and the versions that were sampled under are those of summary.json"
-ALL = (FATES, GROUPS, HOLES, LAGS, METRICS, BATCHES, TRACES, MOVED, FINAL, STEPS, SUMMARY)
+ALL = (FATES, GROUPS, HOLES, LAGS, ONCE, METRICS, BATCHES, TRACES, MOVED, FINAL, STEPS, SUMMARY)
 
 
 @pytest.fixture
@@ -63,6 +64,7 @@ def test_a_run_in_which_everything_agrees_passes(run: Path) -> None:
         ("UPDATE rollouts SET reward = NULL WHERE id = '3/1'", FATES),
         ("UPDATE rollouts SET changed_at = 0 WHERE id = '3/1'", FATES),
         ("UPDATE rollouts SET example = 9 WHERE id = '0/0'", GROUPS),
+        ("UPDATE rollouts SET epoch = 0, example = 1 WHERE step IS NOT NULL", ONCE),
         ("UPDATE rollouts SET step = 2 WHERE id = '0/0'", GROUPS),
         ("UPDATE rollouts SET version = 1 WHERE id = '3/0'", GROUPS),
         ("UPDATE rollouts SET env = 'other' WHERE id = '3/0'", GROUPS),

@@ -93,7 +93,7 @@ async def ask(app: Any, path: str, **body: Any) -> httpx.Response:
 
 async def test_n_answers_come_in_one_response_and_a_score_at_the_temperature_that_is_asked_for(app: FastAPI) -> None:
     choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length", "stop_reason": None, "versions": None}
-    choice |= {"server": "", "top": None}
+    choice |= {"server": "", "top": None, "seed": None, "mark": None}
     assert (await ask(app, "generate", **GENERATE, n=2)).json() == {"version": None, "choices": [choice, choice]}
     for temperature in (1.0, 0.5):
         scored = await ask(app, "score", **SCORE, temperature=temperature)
@@ -166,6 +166,26 @@ async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: 
         assert (info["model"], [*info["live"]], info["in_flight"]) == ("m", ["3", "4"], {"3": 0, "4": 0})
         assert info["load"] == {"num_running": 3, "num_waiting": 2, "kv_use": 0.5}
         assert (await http.post("/policy/unload", json={"version": 3})).json() == {"version": 3, "in_flight": 0}
+
+
+async def test_answers_to_many_prompts_are_scored_in_one_request(engine: SlowEngine, run: RunFolder) -> None:
+    publish(run, 3)
+    app = app_of(engine, run)
+    body: dict[str, Any] = {"version": 3, "prompts": [[5, 6], [7]], "answers": [[[1], [1, 2]], [[3]]]}
+    async with client(app) as http:
+        assert (await http.post("/policy/load", json={"run_id": run.run_id, "version": 3})).status_code == 200
+        answered = (await http.post("/policy/score_answers", json=body)).json()
+        assert answered == {"version": 3, "logprobs": [[-4, -8], [-4]]}
+        assert (await http.post("/policy/score_answers", json=body | {"version": None})).json()["logprobs"][1] == [-1]
+        for change in (
+            {"prompts": [[5]]},
+            {"answers": [[[1]], []]},
+            {"answers": [[[1]], [[]]]},
+            {"answers": [[[1]], [[-1]]]},
+            {"prompts": [[5, 6], list(range(5000))]},
+            {"temperature": 0},
+        ):
+            assert said(await http.post("/policy/score_answers", json=body | change)) == (400, "bad_request")
 
 
 async def test_an_engine_at_fault_is_told_from_one_that_has_ended(app: FastAPI, engine: SlowEngine) -> None:

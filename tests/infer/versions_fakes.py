@@ -91,6 +91,19 @@ class FakeEngine:
         below = 0.0 if replica in self.without_adapters else below
         return [-temperature - below + self.error] * (len(token_ids) - 1)
 
+    async def score_answers(
+        self,
+        prompt: Sequence[int],
+        answers: Sequence[Sequence[int]],
+        adapter: Adapter | None,
+        *,
+        temperature: float = 1.0,
+    ) -> list[float]:
+        return [
+            sum((await self.score([*prompt, *answer], adapter, temperature=temperature))[len(prompt) - 1 :])
+            for answer in answers
+        ]
+
     async def score_top(self, token_ids: Sequence[int], adapter: Adapter | None, **options: Any) -> Scored:
         num_top = options.pop("num_top")
         logprobs = await self.score(token_ids, adapter, **options)

@@ -82,7 +82,7 @@ class FakeServer:
     async def start(self) -> Self:
         app = web.Application(middlewares=[self._unless_asleep])
         app.add_routes([web.get("/health", self._health), web.get("/policy/info", self._info)])
-        for name in ("load", "unload", "sleep", "wake", "generate", "score"):
+        for name in ("load", "unload", "sleep", "wake", "generate", "score", "score_answers"):
             app.router.add_post(f"/policy/{name}", getattr(self, f"_{name}"))
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -129,7 +129,7 @@ class FakeServer:
     @web.middleware
     async def _unless_asleep(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         await self.answering(request)
-        needs_engine = request.path.removeprefix("/policy/") in ("load", "unload", "generate", "score")
+        needs_engine = request.path.removeprefix("/policy/") in ("load", "unload", "generate", "score", "score_answers")
         if self.asleep and needs_engine:
             return error(503, "asleep", "sleeps")
         return await handler(request)
@@ -201,6 +201,13 @@ class FakeServer:
         self.scores.append(body)
         logprob = self.scored / body.get("temperature", 1.0)
         return web.json_response({"version": version, "logprobs": [logprob] * (len(body["token_ids"]) - 1)})
+
+    async def _score_answers(self, request: web.Request) -> web.Response:
+        """Each token of an answer has the log-probability `scored`."""
+        body = await request.json()
+        self.scores.append(body)
+        logprobs = [[self.scored * len(answer) for answer in own] for own in body["answers"]]
+        return web.json_response({"version": body["version"], "logprobs": logprobs})
 
     async def sampling(self, body: dict[str, Any]) -> None:
         """Returns when a request's answers have been sampled: their first tokens before, the others afterwards."""

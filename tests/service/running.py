@@ -45,6 +45,11 @@ class Running:
         self._process.send_signal(number)
         return self._process.wait(60)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def is_up(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -390,7 +390,7 @@ def test_samples_without_an_advantage_have_no_backward_pass_and_the_same_gradien
         assert_close(ours.gradients, theirs.gradients, tolerance=1e-6)
     else:
         assert_equal(ours.gradients, theirs.gradients)
-    counts = {"loss/total", "policy/tokens", *(f"policy/tokens_lag{lag}" for lag in (0, 1, 2))}
+    counts = {"loss/total", "policy/slope", "policy/tokens", *(f"policy/tokens_lag{lag}" for lag in (0, 1, 2))}
     metrics = {key: value for key, value in ours.metrics.items() if key not in counts}
     assert metrics == pytest.approx(theirs.metrics, rel=1e-6, abs=1e-8)
 

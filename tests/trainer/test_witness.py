@@ -1,6 +1,7 @@
 """The witness in the gradient: what the trainer's real passes leave there, against what the orchestrator expects of the
 samples before they are packed."""
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace as with_fields
@@ -15,12 +16,14 @@ from grpo.orchestrator.witness import TOLERANCE, Expectation, differs, expected_
 from grpo.trainer import objective as objectives
 from grpo.trainer.batch import by_signal
 from grpo.trainer.distributed import ONE
+from grpo.trainer.metrics import numbers_of
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective
 from grpo.transport.receipts import RECEIPT_FILE, Receipt, Witness
 from grpo.transport.records import MicroBatch, TrainingSample
 from msgspec.structs import replace
 
+from benchmarks.seam.silent_faults import Patch, by_name
 from tests.trainer.bench import Bench
 from tests.trainer.forked import run_ranks
 from tests.trainer.models import save_tiny_model, tiny_policy
@@ -99,7 +102,7 @@ def test_the_witness_changes_no_gradient_by_a_bit(
             parameter.grad = None
         objective = Objective(policy, LOSS, ONE, pack_tokens=48)
         objective.accumulate(batches, step=1)
-        objective.witness()
+        policy.witness.zeros.grad = None
         return [parameter.grad.clone() for parameter in policy.parameters if parameter.grad is not None]
 
     with_witness = gradients()
@@ -346,3 +349,55 @@ def test_what_ranks_do_wrong_is_named(of_ranks: dict[str, Witness]) -> None:
     dropped = expectation.explain(of_ranks["a micro-batch dropped"])
     lost = packed(samples(12, hints=True), pairs=PAIRS, num_ranks=2)[1][0].rollout_ids
     assert {f"rollout {one}" for one in lost} <= {one.who for one in dropped if one.kind == "missing"}
+
+
+def break_by(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applies a fault of the benchmark's within a test."""
+    patch: Patch
+    for patch in by_name()[fault].patches:
+        owner, name = patch.place(importlib.import_module(patch.module))
+        monkeypatch.setattr(owner, name, patch.make(getattr(owner, name)))
+        if hasattr(objectives, name):
+            monkeypatch.setattr(objectives, name, getattr(owner, name))
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrong_steps"), [("accumulation-reset", [1, 2]), ("gradients-of-before", [2]), ("loss-negated", [])]
+)
+def test_what_happens_to_the_gradients_happens_to_the_witness(
+    fault: str,
+    wrong_steps: list[int],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    break_by(fault, monkeypatch)
+    bench = Bench(tiny_model, tmp_path, max_steps=2, learning_rate=1e-4)
+    steps = [[replace(one, teacher_logprobs=None) for one in samples(12, step=step)] for step in (1, 2)]
+    for step, chosen in enumerate(steps, start=1):
+        bench.send(step, *packed(chosen, step=step)[0])
+    bench.channel.finish(2)
+    bench.trainer.train()
+    bench.trainer.close()
+    for step, chosen in enumerate(steps, start=1):
+        expectation = expected(chosen, bench.settings.loss, packed(chosen, step=step), step=step)
+        witness = Receipt.from_json(bench.files(step)[RECEIPT_FILE]).witness
+        assert witness is not None
+        assert differs(expectation.witness, witness) == (step in wrong_steps)
+    # The witness is a term beside the loss: whose sign is seen by its own gradient.
+    assert ("policy/slope" in caplog.text) == (fault == "loss-negated")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_losss_own_gradient_is_what_its_coefficients_say(policy: Policy, name: str) -> None:
+    loss = LossSettings.model_validate(SETTINGS[name])
+    chosen = samples(hints=bool(loss.alpha_sdpo))
+    if not loss.teacher_tau:
+        chosen = [replace(one, teacher_logprobs=None) for one in chosen]
+    objective = Objective(policy, loss, ONE, pack_tokens=48)
+    states = objective.accumulate(packed(chosen, pairs=PAIRS if loss.beta_replay else ())[0], step=1)
+    for parameter in (*policy.parameters, policy.witness.zeros):
+        parameter.grad = None
+    if loss.trains_policy:
+        assert numbers_of(states)["policy/slope"] == pytest.approx(1, abs=1e-5)

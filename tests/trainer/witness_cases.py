@@ -14,7 +14,7 @@ from grpo.orchestrator.packing import pack
 from grpo.trainer.distributed import ONE, Ranks, join_group, leave_group
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective
-from grpo.trainer.witness import shares_of, witness_of
+from grpo.trainer.witness import shares_of, whole_gradient, witness_of
 from grpo.transport.receipts import Witness
 from grpo.transport.records import MicroBatch, PreferencePair, TrainingSample
 from msgspec.structs import replace
@@ -75,10 +75,10 @@ def found(
     parts = [batches[start : start + size] for start in range(0, len(batches), size)]
     sums = torch.zeros(2, 64, dtype=torch.float64)
     for part, shares in zip(parts, shares_of(parts, loss, ranks, epochs=1), strict=True):
-        for parameter in policy.parameters:
+        for parameter in (*policy.parameters, policy.witness.zeros):
             parameter.grad = None
         objective.accumulate(part, step=batches[0].step, shares=shares)
-        sums += objective.witness()
+        sums += whole_gradient(policy.witness.zeros.grad)
     return witness_of(sums)
 
 

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -461,6 +462,25 @@ async def test_a_long_text_is_tokenized_beside_the_event_loop(monkeypatch: pytes
     [result] = await engine.run_group(asking("word " * 6000))
     ticking.cancel()
     assert failures([result]) == [""]
+
+
+async def test_the_event_loop_turns_while_a_megabyte_is_tokenized() -> None:
+    """No tokenizer may hold Python's lock: a thread alone does not help then."""
+    engine, laps_s = engine_on(Forging(telling(1), calls=[0]), context_len=1 << 21), [time.monotonic()]
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            laps_s.append(time.monotonic())
+
+    ticking = asyncio.create_task(tick())
+    began_s = time.monotonic()
+    [result] = await engine.run_group(asking("<|im_start|>words, <|im_end|>" * 40_000))
+    elapsed_s = time.monotonic() - began_s
+    ticking.cancel()
+    assert failures([result]) == [""]
+    gaps_s = sorted(later - before for before, later in pairwise(laps_s))
+    assert gaps_s[-1] < 0.5 * elapsed_s
 
 
 class Forging:

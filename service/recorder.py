@@ -1,0 +1,289 @@
+"""Writes each model's folder, `models/TENANT-SESSION-NUMBER`: a run of its own for the commands that look at runs, with
+`run.json`, `metrics.jsonl` and `traces/`. What decides anything is in the command log; these files follow from it."""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from grpo.service.errors import Refused
+from grpo.service.log import Answer, Command, CommandLog, Sample, StepRow, tokens_digest
+from grpo.service.steps import Computed, Step, is_taught, values_of
+from grpo.service.training import TrainedModel
+from grpo.service.wire import Datum
+from grpo.trainer.proofs import allowed, described
+from grpo.transport.folders import write_atomic
+from grpo.transport.http import LoadReport
+from grpo.transport.receipts import Receipt, SpotProof
+from grpo.transport.records import Float32, Tolerance
+from grpo.transport.run import RUN_FILE, RunFile
+from grpo.transport.traces import (
+    FOLDER,
+    SCHEMA,
+    VOCABULARY_FILE,
+    make_table,
+    token_key,
+    trace_path,
+    traced_steps,
+    write_table,
+)
+
+log = logging.getLogger(__name__)
+
+MODELS = "models"
+METRICS_FILE = "metrics.jsonl"
+STEP = "progress/step"
+MAX_WAITING = 64
+"""Traces that wait to be written."""
+TRACE_BYTES = 200_000_000
+"""Of one model's traces; the oldest are removed."""
+
+
+class Proved(NamedTuple):
+    """What the passes of a step prove of the samples in it."""
+
+    num_tokens: int = 0
+    """Tokens that the very weights had sampled by which they were computed."""
+    num_later: int = 0
+    """Tokens of the service's own samples that earlier weights had sampled: unproved."""
+    versions: Mapping[str, int] = {}
+    """The version that sampled a datum, by the datum's id."""
+
+
+def model_folder(run: Path, model_id: str, tenant: str) -> Path:
+    """Returns a model's folder. Example: `models/default-3f52ab01-0`"""
+    session, _, number = model_id.partition(":train:")
+    return run / MODELS / f"{tenant}-{session[:8]}-{number}"
+
+
+class Recorder:
+    """Tells of steps, in the thread that trains, and writes traces in a thread of its own."""
+
+    def __init__(self, run: Path, commands: CommandLog) -> None:
+        """`run` is the service's folder."""
+        self._run, self._log = run, commands
+        self._made: dict[str, Path] = {}
+        self._proved = Proved()
+        self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[None]]()
+        self._sizes: dict[Path, dict[int, int]] = {}
+
+    def start(self, vocabulary: Callable[[], Sequence[str]]) -> None:
+        """Completes what a killed service has left, and writes the text of each token id."""
+        for model_id, tenant in self._log.tenants_of_models().items():
+            if steps := self._log.steps(model_id):
+                self._complete(self._folder(model_id, tenant), [(step, metrics) for step, _, _, metrics in steps])
+        self._writer.submit(self._guarded, self._write_vocabulary, vocabulary)
+
+    def close(self) -> None:
+        """Returns once all is written."""
+        self._writer.shutdown()
+
+    # --- the end of a step ---
+
+    def prove(self, command: Command, computed: Sequence[Computed]) -> None:
+        """Compares the log-probabilities of samples of ours with those of the passes that are about to be applied,
+        where the same weights have computed both. Raises `Refused` for a sample that is not of its version."""
+        now, later, versions = 0, 0, dict[str, int]()
+        for part in computed:
+            for datum, logprobs in zip(part.data, part.logprobs, strict=True):
+                for sample in self._samples(datum):
+                    if sample.version is None:
+                        continue
+                    versions[datum.id] = sample.version
+                    seq = int(datum.id.partition("/")[0])
+                    report = self._log.canary(sample.version)
+                    if self._log.lag(sample.version, command.target, seq) != 0 or report is None:
+                        later += sample.num_tokens
+                    elif (failed := _compared(datum, logprobs, sample, LoadReport.from_json(report.encode()))) is None:
+                        now += sample.num_tokens
+                    else:
+                        raise Refused(
+                            f"{described(failed)} (the rollout is seq_id/number of the datum). The gradient was "
+                            "dropped, and the weights are as before; this is a fault of the service or its server, "
+                            "none of yours"
+                        )
+        self._proved = Proved(now, later, versions)
+
+    def _samples(self, datum: Datum) -> Sequence[Sample]:
+        """Returns the sample of ours that the datum is, with its log-probabilities; none where it is none."""
+        if "logprobs" not in datum.inputs:
+            return []
+        ids = np.append(datum.token_ids, datum.targets[-1:]).astype("<i4").tobytes()
+        served = datum.inputs["logprobs"].astype("<f4")
+        found = (one for one in self._log.sample(tokens_digest(ids)) if 0 < one.num_tokens <= len(served))
+        return [one for one in found if tokens_digest(served[-one.num_tokens :].tobytes()) == one.logprobs][:1]
+
+    def row(self, command: Command, model: TrainedModel | None, answer: Answer) -> StepRow | None:
+        """Returns what the log is to keep of the end of a command, an `optim_step` that has used up its gradients."""
+        if command.kind != "optim_step" or model is None:
+            return None
+        if answer.state != "done":
+            return None if model.has_gradients else StepRow(step=None)
+        if (step := model.last_step) is None:
+            return None
+        before, now_s = self._log.last_step(command.target), time.time()
+        number = before[0] + 1 if before is not None else 1
+        since_s = before[1] if before is not None else self._log.created_at(command.target)
+        metrics = {STEP: number, **step.metrics(), "time/step_s": now_s - since_s}
+        if self._proved.versions:
+            metrics["proofs/tokens_now"] = self._proved.num_tokens
+        receipt = Receipt(
+            step=number,
+            num_tokens=step.num_tokens,
+            num_proved_now=self._proved.num_tokens,
+            witness=step.witness,
+        )
+        return StepRow(
+            step=number,
+            metrics=json.dumps(metrics),
+            expected=step.expected.to_json().decode(),
+            receipt=receipt.to_json().decode(),
+        )
+
+    def stepped(self, command: Command, model: TrainedModel, row: StepRow | None) -> None:
+        """Writes the metrics of a step that is in the log as `row`, and its trace; only a missing trace for a step that
+        is done again (None)."""
+        step, model.last_step = model.last_step, None
+        if step is None or (number := row.step if row else self._number(command)) is None:
+            return
+        folder, versions = self._folder(command.target, command.tenant), self._proved.versions
+        try:
+            if row is not None:
+                with (folder / METRICS_FILE).open("a") as file:
+                    file.write(f"{row.metrics}\n")
+        except OSError as error:
+            log.warning("%s is not written, and will be at the next start: %s", folder / METRICS_FILE, error)
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        if (row is None and trace_path(folder, number).exists()) or len(self._waiting) >= MAX_WAITING:
+            return
+        self._waiting.append(self._writer.submit(self._guarded, self._write_trace, folder, number, step, versions))
+
+    def _number(self, command: Command) -> int | None:
+        found = self._log.last_step(command.target, seq=command.seq)
+        return None if found is None else found[0]
+
+    # --- files ---
+
+    def _folder(self, model_id: str, tenant: str) -> Path:
+        """Returns the model's folder, made where it is not there."""
+        if (folder := self._made.get(model_id)) is None:
+            folder = self._made[model_id] = model_folder(self._run, model_id, tenant)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / RUN_FILE).exists():
+                about = {"tenant": tenant, "model": model_id, "settings": self._log.model(model_id, tenant)}
+                created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+                run = RunFile(run_id=model_id, created=created, programs={"service": about})
+                write_atomic(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1), private=True)
+        return folder
+
+    def _complete(self, folder: Path, steps: Sequence[tuple[int, str]]) -> None:
+        """Writes `metrics.jsonl` anew where it is not just the lines of these steps, as after a kill."""
+        lines = "".join(f"{metrics}\n" for _, metrics in steps).encode()
+        path = folder / METRICS_FILE
+        if not path.exists() or path.read_bytes() != lines:
+            write_atomic(path, lines)
+
+    def _guarded(self, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except Exception as error:  # nobody's step may fail for it
+            log.warning("a trace is missing: %s: %s", type(error).__name__, error)
+
+    def _write_vocabulary(self, vocabulary: Callable[[], Sequence[str]]) -> None:
+        path = self._run / FOLDER / VOCABULARY_FILE
+        if not path.exists():
+            texts = vocabulary()
+            ids = pa.array(range(len(texts)), pa.int32())
+            write_table(pa.table({"id": ids, "text": pa.array(texts, pa.string())}), path)
+
+    def _write_trace(self, folder: Path, number: int, step: Step, versions: Mapping[str, int]) -> None:
+        rows = [
+            _row(number, part, datum, logprobs, versions.get(datum.id))
+            for part in step.parts
+            for datum, logprobs in zip(part.data, part.logprobs, strict=True)
+        ]
+        path, own = trace_path(folder, number), folder / FOLDER / VOCABULARY_FILE
+        write_table(make_table(rows, SCHEMA), path)
+        if not own.exists() and (self._run / FOLDER / VOCABULARY_FILE).exists():
+            own.hardlink_to(self._run / FOLDER / VOCABULARY_FILE)
+        if (sizes := self._sizes.get(folder)) is None:
+            there = traced_steps(folder)
+            sizes = self._sizes[folder] = {one: trace_path(folder, one).stat().st_size for one in there}
+        sizes[number] = path.stat().st_size
+        while len(sizes) > 1 and sum(sizes.values()) > TRACE_BYTES:
+            sizes.pop(oldest := min(sizes))
+            trace_path(folder, oldest).unlink(missing_ok=True)
+
+
+def _compared(datum: Datum, logprobs: Float32, sample: Sample, report: LoadReport) -> SpotProof | None:
+    """Returns the proof of a sample where it does not hold: the trainer's log-probabilities [K] are too far from the
+    server's."""
+    num, canary = sample.num_tokens, report.canary
+    served = datum.inputs["logprobs"][-num:]
+    gaps = np.abs(logprobs[-num:].astype(np.float64) - served)
+    limit = allowed(Tolerance(gap=canary.tolerance, measure=canary.measure), num)
+    largest, mean = float(gaps.max()), float(gaps.mean())
+    if (largest if canary.measure == "max_abs" else mean) <= limit:
+        return None
+    at = int(gaps.argmax())
+    return SpotProof(
+        rollout=datum.id,
+        server="grpo-infer",
+        version=report.version,
+        num_tokens=num,
+        max_abs=largest,
+        mean_abs=mean,
+        tolerance=limit,
+        measure=canary.measure,
+        failed_at=len(logprobs) - num + 1 + at,
+        trained_logprob=float(logprobs[-num:][at]),
+        served_logprob=float(served[at]),
+    )
+
+
+def _row(number: int, part: Computed, datum: Datum, logprobs: Float32, version: int | None) -> dict[str, Any]:
+    """Returns a datum as a row of the trace. Values of a target stand at its place in the sequence, one after that of
+    the token before it; where a target is no context, it is what is shown there."""
+    request, number_of = datum.id.split("/")
+    mask, values = is_taught(datum), values_of(datum.inputs)
+    ids = np.append(datum.token_ids, datum.targets[-1:])
+    ids[1:][mask] = datum.targets[mask]
+    served, count = datum.inputs.get("logprobs"), max(1, int(mask.sum()))
+    log_ratio = (logprobs - served)[mask] if served is not None else np.zeros(0, np.float32)
+
+    def placed(array: Any, dtype: Any) -> Any:
+        return np.concatenate([np.zeros(1, dtype), np.where(mask, array, 0).astype(dtype)])
+
+    return {
+        "step": number,
+        "group": int(request),
+        "rollout": datum.id,
+        "row": 0,
+        "env": part.loss_fn,
+        "example": int(number_of),
+        "trained": True,
+        "rewards": "{}",
+        "measures": json.dumps({"logprob_mean": float(logprobs[mask].sum()) / count}),
+        "advantage": float(values[mask].sum()) / count,
+        "num_tokens": int(mask.sum()),
+        "max_log_ratio": float(log_ratio[np.abs(log_ratio).argmax()]) if log_ratio.size else None,
+        "num_masked": 0,
+        "temperature": 1.0 if served is not None else None,
+        "messages": "[]",
+        "key": token_key(ids),
+        "token_ids": ids,
+        "loss_mask": placed(mask, np.bool_),
+        "versions": np.full(len(ids), -1 if version is None else version, np.int32),
+        "logprobs": placed(logprobs if served is None else served, np.float32),
+        "advantages": placed(values, np.float32),
+        "trainer_logprobs": placed(logprobs, np.float32),
+        "masked": np.zeros(len(ids), np.int8),
+    }

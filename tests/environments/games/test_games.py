@@ -1,0 +1,127 @@
+"""Games as environments: what a seat is shown, what its answers do, and who is judged."""
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from grpo.environments.games.environment import Games
+from grpo.environments.games.game import Game
+from grpo.transport.errors import UserError
+
+from grpo import CallFailed, play
+
+pytest.importorskip("pyspiel")
+NAMES = ["kuhn_poker", "leduc_poker", "liars_dice(dice_sides=3)", "tic_tac_toe", "connect_four", "nim"]
+
+
+def walked(game: Game, num: int) -> list[Any]:
+    """States in which somebody is to move, of `num` games at random."""
+    states, rng = [], random.Random(0)
+    for _ in range(num):
+        state = game.begin(rng)
+        while not state.is_terminal():
+            if state.is_chance_node():
+                state.apply_action(rng.choice([move for move, _ in state.chance_outcomes()]))
+                continue
+            states.append(state.clone())
+            state.apply_action(rng.choice(state.legal_actions()))
+    return states
+
+
+@pytest.mark.parametrize("name", [*NAMES, "breakthrough(rows=4,columns=4)"])
+@pytest.mark.parametrize("rules", [True, False])
+def test_a_prompt_has_what_the_player_may_know_and_nothing_else(name: str, rules: bool) -> None:
+    game, prompts = Game(name, with_rules=rules), defaultdict(set)
+    for state in walked(game, 300):
+        known = str(state) if name.startswith("breakthrough") else state.information_state_string()
+        prompts[state.current_player(), known].add(game.prompt(state))
+    assert all(len(shown) == 1 for shown in prompts.values())
+    assert len(prompts) > 10
+
+
+@pytest.mark.parametrize("name", ["kuhn_poker", "leduc_poker", "liars_dice(dice_sides=3)"])
+def test_states_in_which_a_player_knows_different_things_are_told_apart(name: str) -> None:
+    game = Game(name, with_rules=False)
+    known = defaultdict(set)
+    for state in walked(game, 1000):
+        known[game.prompt(state), tuple(game.moves(state))].add(state.information_state_string())
+    largest = max(map(len, known.values()))
+    assert largest == 1 if name != "leduc_poker" else 1 < largest <= 4  # suits, of two cards, make no difference
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_move_has_an_answer_of_its_own(name: str) -> None:
+    game = Game(name)
+    for state in walked(game, 20):
+        moves = game.moves(state)
+        assert sorted(moves.values()) == sorted(state.legal_actions())
+        assert all(game.move(state, f" {text.upper()}\n") == move for text, move in moves.items())
+        assert game.move(state, "nonsense") is None
+
+
+async def test_seats_get_the_games_rewards_and_chance_is_of_the_seed() -> None:
+    environment = Games(game="kuhn_poker", rules=False)
+    [example] = environment.dataset("train")
+    asked: dict[int, list[str]] = defaultdict(list)
+
+    def answers(seed: int) -> Any:
+        def answer(role: str, messages: list[dict[str, Any]]) -> str:
+            asked[seed].append(f"{role} {messages[-1]['content']}")
+            return "b"
+
+        return answer
+
+    for seed in range(20):
+        state = await play(environment, example, answers(seed), seed=seed)
+        assert sorted(state.rewards.values()) == [-2, 2]
+        cards = {text.split()[0]: "JQK".index(text.split()[2]) for text in asked[seed]}
+        assert (state.rewards["first"] > 0) == (cards["first"] > cards["second"])
+    again = asked[3]
+    asked[3] = []
+    await play(environment, example, answers(3), seed=3)
+    assert asked[3] == again
+    assert len({tuple(deal) for deal in asked.values()}) == 6  # all deals of two of three cards
+
+
+async def test_an_illegal_answer_ends_the_game_and_costs_more_than_any_loss() -> None:
+    environment = Games(game="tic_tac_toe")
+    [example] = environment.dataset("train")
+    state = await play(environment, example, ["5", "5"])
+    assert state.rewards == {"first": 0, "second": -2}
+    assert state.metrics["illegal_answers/second"] == 1
+    assert state.metrics["illegal_answers/first"] == 0
+    assert state.trajectory[1].error is not None
+    state = await play(Games(game="tic_tac_toe", illegal_reward=-5), example, ["x"])
+    assert state.rewards["first"] == -5
+
+
+async def test_a_game_that_is_too_large_to_be_judged_is_played_against_random_moves() -> None:
+    environment = Games(game="connect_four", rules=False, max_states=50, num_eval=4)
+    examples = environment.dataset("eval")
+    assert [example["plays"] for example in examples] == ["first", "second", "first", "second"]
+    for example in examples:
+        columns = [str(1 + number % 7) for number in range(21)]
+        state = await play(environment, example, columns, split="eval")
+        assert set(state.rewards) == {example["plays"]}
+        assert state.accuracy == (state.reward + 1) / 2 or state.rewards[example["plays"]] == environment.illegal_reward
+
+
+async def test_the_judge_asks_for_probabilities_and_written_answers_have_none() -> None:
+    environment = Games(game="kuhn_poker")
+    [example] = environment.dataset("eval")
+    with pytest.raises(CallFailed, match="probabilities"):
+        await play(environment, example, ["p"] * 3, split="eval")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_game", "no game 'no_such_game'"),
+        ("matrix_rps", "at the same time"),
+        ("kuhn_poker(players=3)", "3 players, expected 2"),
+    ],
+)
+def test_games_that_cannot_be_played_are_refused(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Game(name)
