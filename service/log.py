@@ -343,10 +343,12 @@ class CommandLog:
         return [session for (session,) in self._rows(query, tenant, heard_since)]
 
     def checkpoints(self, tenant: str, model: str | None = None) -> list[CheckpointRow]:
-        """Returns a tenant's checkpoints, of this model where one is named, the oldest first."""
+        """Returns a tenant's checkpoints, of this model where one is named, the oldest first; none of models that the
+        tenant has not made itself."""
         query = (
             "SELECT path, bytes, created_at, expires_at, metadata FROM checkpoints WHERE tenant=? "
-            "AND (? IS NULL OR model=?) AND coalesce(expires_at > ?, true) ORDER BY rowid"
+            "AND (? IS NULL OR model=?) AND coalesce(expires_at > ?, true) AND model IN (SELECT model FROM models) "
+            "ORDER BY rowid"
         )
         return [CheckpointRow(*row) for row in self._rows(query, tenant, model, model, time.time())]
 

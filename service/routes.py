@@ -5,6 +5,7 @@ what it asks for cannot be: the future then says why. All else is answered here.
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
 import time
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from grpo.service.engine import UNLOAD, Engine
+from grpo.service.engine import SAVE_FOR_SAMPLER, UNLOAD, Engine
 from grpo.service.errors import Refused
-from grpo.service.log import CLONE, Command, CommandLog, Received
+from grpo.service.log import CLONE, Answer, Command, CommandLog, Received
 from grpo.service.sampling import MAX_SAMPLES, Sampling
 from grpo.service.training import saved_shape, shape_record
 from grpo.service.wire import MAX_BODY_BYTES, decompressed, parse, received
@@ -343,9 +344,33 @@ class Routes:
         path = asked.get("model_path")
         if path is None and asked.get("base_model") != self._model:
             raise Refused(f"base_model is {asked.get('base_model')!r:.120}; this service has {self._model!r}")
+        self._sampler_of()
+        version = None if path is None else await self._version(_text(asked, "model_path"), tenant)
         sampler = f"{session}:sample:{number}"
-        self._sampler_of().open(sampler, tenant, path)
+        self._log.add_sampler(sampler, tenant, path, version)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    async def _version(self, path: str, tenant: str) -> int:
+        """Returns the version that servers have of a checkpoint. Of a training checkpoint it is made when it is first
+        asked for, by a model that is loaded from it, saved for samplers and unloaded, as anybody else's."""
+        self._checkpoint(path, tenant)
+        if (version := self._log.version_of(path)) is not None:
+            return version
+        row = next(row for row in self._log.checkpoints(tenant) if row.path == path)
+        digest = hashlib.sha256(f"{path}\n{row.created_at}".encode()).hexdigest()[:16]
+        model_id = f"{path.removeprefix('tinker://').partition('/')[0]}:of:{digest}"
+        bodies = {"load_weights": {"path": path, "optimizer": False}, SAVE_FOR_SAMPLER: {}, UNLOAD: {}}
+        for seq, (kind, body) in enumerate(bodies.items()):
+            content = json.dumps(body).encode()
+            self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=content))
+        answer = await self._ended(f"{model_id}:1", tenant)
+        if answer is None:
+            raise Refused(f"{path} is being made ready for sampling; ask again", status=503)
+        if answer.state != "done":
+            raise Refused(answer.content.decode(), status=500 if answer.state == "broken" else 400)
+        published = self._log.version_of(json.loads(answer.content)["path"])
+        assert published is not None
+        return published
 
     async def _get_sampler(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
         sampler = str(request.path_params["sampler_id"])
@@ -378,14 +403,7 @@ class Routes:
     async def _retrieve(self, tenant: str, body: bytes, **_: Any) -> Response:
         """Answers once the request has ended, or asks to try again after `LONG_POLL_S`."""
         request_id = _text(_json(body), "request_id")
-        end = self._futures.expect(request_id)
-        try:
-            if (answer := self._log.answer(request_id, tenant)) is None:
-                await asyncio.wait((end,), timeout=LONG_POLL_S)
-                answer = self._log.answer(request_id, tenant)
-        finally:
-            self._futures.forget(request_id, end)
-        if answer is None:
+        if (answer := await self._ended(request_id, tenant)) is None:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         if answer.state == "proto":
             return Response(answer.content, media_type="application/x-protobuf")
@@ -393,6 +411,17 @@ class Routes:
             return Response(answer.content, media_type="application/json")
         category = "server" if answer.state == "broken" else "user"
         return JSONResponse({"error": answer.content.decode(), "category": category})
+
+    async def _ended(self, request_id: str, tenant: str) -> Answer | None:
+        """Returns the end of a request, for which it waits up to `LONG_POLL_S`; None if it has not ended by then."""
+        end = self._futures.expect(request_id)
+        try:
+            if (answer := self._log.answer(request_id, tenant)) is None:
+                await asyncio.wait((end,), timeout=LONG_POLL_S)
+                answer = self._log.answer(request_id, tenant)
+            return answer
+        finally:
+            self._futures.forget(request_id, end)
 
     async def _retrieve_many(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         """Answers once requests of a sampling session have ended after those that the client knows of."""

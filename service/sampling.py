@@ -198,16 +198,6 @@ class Sampling:
         self._log.add_canary(version, answer.text)
         self._used[version] = next(self._uses)
 
-    def open(self, sampler: str, tenant: str, path: str | None) -> None:
-        """Adds a sampling session of a snapshot, or of the base model for None. Raises `Refused`."""
-        version = None
-        if path is not None:
-            if not self._log.has_checkpoint(path, tenant):
-                raise Refused(f"model_path is {path!r:.160}, and there is no such checkpoint", status=404)
-            if (version := self._log.version_of(path)) is None:
-                raise Refused(f"{path} is no sampler's checkpoint; use what save_weights_for_sampler has returned")
-        self._log.add_sampler(sampler, tenant, path, version)
-
     # --- samples ---
 
     def submit(self, command: Command) -> None:

@@ -1,7 +1,10 @@
 """The stock client samples from tenants' snapshots on a real server."""
 
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,13 +219,58 @@ def test_copies_of_a_sampling_client_count_for_themselves(service: Running) -> N
     assert sorted(copy._cloned_sampler_id for copy in copies) == [1, 2]
 
 
+def test_a_training_checkpoint_can_be_sampled_from(service: Running) -> None:
+    ids = list(b"cab ride")
+    client = service.training_client(rank=8)
+    stepped(client, 5)
+    path, expected = done(client.save_state("state")).path, trained_logprobs(client, ids)
+    stepped(client, 6)
+    for _ in range(2):
+        sampler = done(service.client().create_sampling_client(model_path=path))
+        np.testing.assert_allclose(served_logprobs(sampler, ids), expected, atol=1e-4)
+    rest = service.client().create_rest_client()
+    assert [one.tinker_path for one in done(rest.list_checkpoints(client.model_id)).checkpoints] == [path]
+    versions = len(list((service.folder / "broadcasts").iterdir()))
+    done(client.save_state("state", overwrite=True))
+    sampler = done(service.client().create_sampling_client(model_path=path))
+    np.testing.assert_allclose(served_logprobs(sampler, ids), trained_logprobs(client, ids), atol=1e-4)
+    assert len(list((service.folder / "broadcasts").iterdir())) == versions + 1
+    with pytest.raises(tinker.NotFoundError):
+        done(service.client("other").create_sampling_client(model_path=path))
+
+
+def test_while_one_saves_others_are_answered(service: Running) -> None:
+    """More snapshots are made than the server holds; the one that somebody samples from stays."""
+    theirs = service.training_client("other")
+    sampler = done(theirs.save_weights_and_get_sampling_client())
+    answers: list[tuple[float, float]] = []
+    ending = threading.Event()
+
+    def sample() -> None:
+        while not ending.is_set():
+            began_s = time.monotonic()
+            sampled(sampler, max_tokens=2, seed=None)
+            answers.append((began_s, time.monotonic()))
+
+    client, saves = service.training_client(rank=8), []
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(sample)
+        while len(saves) < 6:
+            stepped(client, len(saves))
+            began_s = time.monotonic()
+            done(client.save_weights_and_get_sampling_client())
+            saves.append((began_s, time.monotonic()))
+        ending.set()
+        sampling.result()
+    within = [any(save[0] < began and ended < save[1] for began, ended in answers) for save in saves]
+    assert sum(within) >= len(within) / 2, (saves, answers)
+
+
 def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
     client = service.training_client()
     path = done(client.save_weights_for_sampler("mine")).path
     with pytest.raises(tinker.NotFoundError):
         done(service.client("other").create_sampling_client(model_path=path))
-    with pytest.raises(tinker.TinkerError, match="save_weights_for_sampler"):
-        done(service.client().create_sampling_client(model_path=done(client.save_state("state")).path))
 
 
 def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Path) -> None:
