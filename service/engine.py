@@ -290,26 +290,27 @@ class Engine:
     ) -> Generator[None, None, Answer]:
         """Publishes the adapter, and lets others compute until the server has proved it."""
         path = self._path(command, _FOLDERS[command.kind], asked)
-        if self._publish is None and asked.get("sampling_session_seq_id") is not None:
+        number = asked.get("sampling_session_seq_id")
+        if self._publish is None and number is not None:
             raise Refused("this service was started without sampling (--no_sampling)")
         if (kind := asked.get("kind", "snapshot")) != "snapshot":
             raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
         self._base.use(model.policy)
-        size = model.save(self.checkpoint_folder(path), seq=command.seq)
+        if number is None:  # what a session alone samples from is no checkpoint
+            checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq)
         if self._publish is None:
-            self._checkpoint = path, size
+            self._checkpoint = checkpoint
             return _done({"type": command.kind, "path": path})
         proved = self._publish(model.policy, command, path)
         while not wait([proved], timeout=_POLL_S).done:
             yield
         version = proved.result()
-        self._checkpoint = path, size
-        answer: dict[str, Any] = {"type": command.kind, "path": path}
-        if (number := asked.get("sampling_session_seq_id")) is not None:
-            sampler = f"{command.target.partition(':train:')[0]}:sample:{int(number)}"
-            self._log.add_sampler(sampler, command.tenant, path, version)
-            answer |= {"path": None, "sampling_session_id": sampler}
-        return _done(answer)
+        if number is None:
+            self._checkpoint = checkpoint
+            return _done({"type": command.kind, "path": path})
+        sampler = f"{command.target.partition(':train:')[0]}:sample:{int(number)}"
+        self._log.add_sampler(sampler, command.tenant, None, version)
+        return _done({"type": command.kind, "path": None, "sampling_session_id": sampler})
 
     def _path(self, command: Command, kind: str, asked: dict[str, Any]) -> str:
         """Returns the path of a checkpoint that is to be written. Raises `Refused` for a name that cannot be one, or is

@@ -44,6 +44,8 @@ DIGEST_BYTES = 16
 _WAITING = "SELECT tenant, sum(length(body)) FROM commands WHERE state='waiting' GROUP BY tenant"
 MAX_WAITING_BYTES = 1 << 30
 """Of the requests of one tenant that wait to be answered."""
+SESSION_S = 3600.0
+"""A session that was not heard for so long has ended."""
 CLONE = 10**9
 """Numbers that each copy of a sampling session has for its requests."""
 
@@ -429,6 +431,21 @@ class CommandLog:
         """Returns the newest version that was published under this path."""
         rows = self._rows("SELECT max(version) FROM versions WHERE path=?", path)
         return None if rows[0][0] is None else int(rows[0][0])
+
+    def pins(self, *, heard_since: float) -> dict[int, dict[str, int]]:
+        """Returns how many of whom need each version that is needed: checkpoints, sampling sessions of sessions that
+        were heard since and are not finished, and commands that have not ended."""
+        query = """
+            SELECT version, 'checkpoint' FROM versions JOIN checkpoints USING(path)
+            UNION ALL SELECT version, 'session' FROM samplers JOIN sessions
+                ON session = substr(sampler, 1, instr(sampler, ':') - 1) WHERE version IS NOT NULL AND heard_at >= ?
+            UNION ALL SELECT version, 'command' FROM versions JOIN commands
+                ON commands.target = versions.model AND commands.seq = versions.seq WHERE state = 'waiting'"""
+        found: dict[int, dict[str, int]] = {}
+        for version, by in self._rows(query, heard_since):
+            of_version = found.setdefault(version, {})
+            of_version[by] = of_version.get(by, 0) + 1
+        return found
 
     def add_sampler(self, sampler: str, tenant: str, model_path: str | None, version: int | None) -> None:
         """Adds a sampling session of a version (None: the base model), unless it is there already."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 from grpo.service.engine import SAVE_FOR_SAMPLER, UNLOAD, Engine
 from grpo.service.errors import Refused
-from grpo.service.log import CLONE, Answer, Command, CommandLog, Received
+from grpo.service.log import CLONE, SESSION_S, Answer, Command, CommandLog, Received
 from grpo.service.sampling import MAX_SAMPLES, Sampling
 from grpo.service.training import saved_shape, shape_record
 from grpo.service.wire import MAX_BODY_BYTES, decompressed, parse, received
@@ -45,7 +45,6 @@ CONFIG = {
     "sample_cancel_enabled": True,
 }
 """What a client may use."""
-SESSION_S = 3600.0
 URL_S = 3600
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NOT_SERVED = {
