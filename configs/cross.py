@@ -71,12 +71,12 @@ def recorded(cls: type[S], fields: Mapping[str, Any]) -> LoadedSettings[S]:
     return LoadedSettings(settings=settings, given={key: (origin, key) for key in cls.model_fields}, file=origin)
 
 
-def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bool) -> int:
+def versions_at_once(orch: OrchSettings, *, norm_noise: bool) -> int:
     """Number of adapters that a server is asked for at once: of the `max_off_policy_steps` + 1 newest versions (at
-    least 2), one of which is being loaded, those that groups were started under; one that is evaluated. Each is there
-    once for each adapter, and once more with noise."""
-    times = max(1, len(train.lora_adapters)) * (2 if norm_noise else 1)
-    return times * (max(1, orch.max_off_policy_steps) + 2)
+    least 2), one of which is being loaded, those that groups were started under; one that is evaluated. With each come
+    the `max_opponents` that its games meet. Each is there once for each adapter, and once more with noise."""
+    times = max(1, len(orch.model.lora_adapters)) * (2 if norm_noise else 1)
+    return times * (max(1, orch.max_off_policy_steps) + 2) * (1 + orch.max_opponents)
 
 
 class AuxiliaryLoss(NamedTuple):
@@ -163,7 +163,7 @@ def _server_fits(
 ) -> Found:
     trainer, server, broadcast = train.settings, infer.settings, train.settings.weight_broadcast
     adapters = broadcast.format == "adapter"
-    needed = versions_at_once(trainer, orch.settings, norm_noise=server.norm_noise)
+    needed = versions_at_once(orch.settings, norm_noise=server.norm_noise)
     if server.enable_lora != adapters:
         message = f"must be {str(adapters).lower()} with {train.described('weight_broadcast.format')}"
         yield infer, "enable_lora", message
@@ -176,6 +176,7 @@ def _server_fits(
         yield infer, "base_quantization", f"must be {wanted}, as the trainer's qlora_* say; set that, or change them"
     elif adapters and server.max_loras < needed:
         why = f"the adapters in flight at once with {orch.described('max_off_policy_steps')}"
+        why += f" and {orch.described('max_opponents')}" if orch.settings.max_opponents else ""
         yield infer, "max_loras", f"must be at least {needed}, {why}"
     elif not adapters and server.dtype in ("bfloat16", "float16") and trainer.recipe == "fp32":
         yield infer, "dtype", "would round the trainer's float32 weights; set dtype: float32"

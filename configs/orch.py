@@ -111,6 +111,9 @@ class OrchSettings(ProcessSettings, Shared):
     oversampling_factor: float = Field(default=1.0, ge=1, le=100)
     """How many times as many groups are sampled as the next batches lack, so that no batch waits for slow groups; those
     ship later, within `max_off_policy_steps`."""
+    max_opponents: NonNegativeInt = 0
+    """How many earlier versions the games of one version may meet, where environments have pools of opponents. Servers
+    need slots for them: `grpo` sets their `max_loras` to 1 + `max_opponents` times what it is without."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are sampled."""
     buffer: BufferSettings = BufferSettings()
@@ -218,6 +221,9 @@ class OrchSettings(ProcessSettings, Shared):
             yield "oversampling_factor", "needs max_off_policy_steps above max_async_level: the rest ships later"
         elif self.oversampling_factor > 1 and self.max_async_level == 0:
             yield "oversampling_factor", "trains the rest one version late, which max_async_level: 0 forbids"
+        if self.max_opponents and (kind := self.weight_broadcast.format) != "adapter":
+            why = f"{kind} versions replace the model's own weights, so that servers hold no earlier one"
+            yield "max_opponents", f"must be 0 with weight_broadcast.format: {kind}: {why}; train adapters (lora: true)"
         if self.inflight_weight_updates and self.max_async_level == 0:
             yield "inflight_weight_updates", "has no effect with max_async_level: 0: nothing is sampled meanwhile"
         if self.sleep_mode and self.max_async_level > 0:

@@ -344,7 +344,7 @@ def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:
         train = train if "device" in train.model_fields_set else train.model_copy(update={"device": device})
         of_infer = {"device": device}
     if infer.enable_lora:
-        needed = versions_at_once(train, settings.orch, norm_noise=infer.norm_noise)
+        needed = versions_at_once(settings.orch, norm_noise=infer.norm_noise)
         of_infer["max_loras"] = needed
     return train, infer.model_copy(update={k: v for k, v in of_infer.items() if k not in infer.model_fields_set})
 

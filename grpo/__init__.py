@@ -73,6 +73,7 @@ __all__ = [
     "OwnClient",
     "Parsed",
     "Parser",
+    "Player",
     "Problem",
     "RemoteSandbox",
     "Reply",

@@ -122,17 +122,17 @@ def prove(folder: Path, *, limit_s: float = math.inf) -> Page:
     """Returns the page of the run in `folder`. Questions to the ledger may take `limit_s` seconds altogether. Raises
     `NoRun`, and `UserError` for a run of another release."""
     state = _state(folder)
-    files, digest, wrong = _files(folder, state)
+    files, digest, wrong = files_part(folder, state)
     run = _Run(folder=folder, file=_run_file(folder, wrong), state=state, records=metrics(folder))
     with ExitStack() as stack:
-        opened = _guarded("rollouts", lambda: _open(run, stack, limit_s))
+        opened = guarded("rollouts", lambda: _open(run, stack, limit_s))
         parts = [
-            _guarded("versions", lambda: _versions(run)),
-            _guarded("tokens", lambda: _tokens(run)),
-            _guarded("gradients", lambda: _gradients(run)),
-            _joined(_guarded("rollouts", lambda: _rollouts(run)), opened),
-            _guarded("batches", lambda: _batches(run)),
-            _guarded("code", lambda: _code(run)),
+            guarded("versions", lambda: _versions(run)),
+            guarded("tokens", lambda: _tokens(run)),
+            guarded("gradients", lambda: _gradients(run)),
+            _joined(guarded("rollouts", lambda: _rollouts(run)), opened),
+            guarded("batches", lambda: _batches(run)),
+            guarded("code", lambda: _code(run)),
             files,
         ]
     page = Page(
@@ -143,7 +143,11 @@ def prove(folder: Path, *, limit_s: float = math.inf) -> Page:
         digest=digest,
         parts=parts,
     )
-    # The same page comes of a copy at another path.
+    return without_path(page, folder)
+
+
+def without_path(page: Page, folder: Path) -> Page:
+    """Returns the page without the folder's own path: the same comes of a copy elsewhere."""
     return msgspec.convert(_renamed(msgspec.to_builtins(page, str_keys=True), f"{folder}/"), Page)
 
 
@@ -156,7 +160,7 @@ def _renamed(value: Any, path: str) -> Any:
     return [_renamed(one, path) for one in value] if isinstance(value, list) else value
 
 
-def _guarded(name: str, make: Callable[[], Part]) -> Part:
+def guarded(name: str, make: Callable[[], Part]) -> Part:
     """Returns a part, or one that says that what it reads is damaged: bytes that have changed may raise anything."""
     try:
         return make()
@@ -183,8 +187,8 @@ def _num(num: int, what: str) -> str:
     return f"{num:,} {what}" + ("" if num == 1 else "s")
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """Returns numbers as text. Example: ``_ranges([1, 2, 3, 7])`` is `1 to 3, 7`."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Returns numbers as text. Example: ``ranges([1, 2, 3, 7])`` is `1 to 3, 7`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -195,7 +199,7 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ", ".join(shown[:MAX_SHOWN]) + (f" and {len(shown) - MAX_SHOWN} more ranges" if shown[MAX_SHOWN:] else "")
 
 
-def _listed(found: Sequence[str]) -> list[str]:
+def listed(found: Sequence[str]) -> list[str]:
     more = len(found) - MAX_SHOWN
     return [*found[:MAX_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
 
@@ -231,7 +235,7 @@ def _run_file(folder: Path, wrong: Mapping[str, str]) -> RunFile:
     return file
 
 
-def _files(folder: Path, state: str) -> tuple[Part, str | None, Mapping[str, str]]:
+def files_part(folder: Path, state: str) -> tuple[Part, str | None, Mapping[str, str]]:
     """Returns the part, the digest that stands for all files, and what is wrong with which."""
     part = Part(name="files")
     try:
@@ -259,7 +263,7 @@ def _files(folder: Path, state: str) -> tuple[Part, str | None, Mapping[str, str
     for start in MAY_GO:
         if names := [name for name in gone if name.startswith(start)]:
             where = sorted({name.split("/")[1] for name in names})
-            part.unproved.append(f"{start.rstrip('/')}: {', '.join(_listed(where))} of the end of the run are gone")
+            part.unproved.append(f"{start.rstrip('/')}: {', '.join(listed(where))} of the end of the run are gone")
     return part, whole, wrong
 
 
@@ -281,7 +285,7 @@ def _open(run: _Run, stack: ExitStack, limit_s: float) -> Part:
 
 def _versions(run: _Run) -> Part:
     proofs = [] if run.ledger is None else run.ledger.proofs()
-    kept, broken = _kept(run, "broadcasts", PolicyManifest)
+    kept, broken = kept_folders(run.folder, run.file.run_id, "broadcasts", PolicyManifest)
     part, proved = Part(name="versions", broken=broken), {one["version"] for one in proofs}
     servers = Counter[str](one["server"] for one in proofs)
     for one in proofs:
@@ -294,20 +298,20 @@ def _versions(run: _Run) -> Part:
     snapshots = {(one["version"], one["snapshot"]) for one in proofs}
     other = [version for version, one in kept.items() if version in proved and (version, one.digest) not in snapshots]
     if other:
-        text = f"{_ranges(other)} on disk are other snapshots than those that servers have proved"
+        text = f"{ranges(other)} on disk are other snapshots than those that servers have proved"
         (part.broken if run.state == FINISHED else part.unproved).append(text)
-    part.broken = _listed(part.broken)
+    part.broken = listed(part.broken)
     sampled = set() if run.ledger is None else run.ledger.trained_versions().keys()
     gone = sorted((proved | sampled) - kept.keys())
     if unproved := sorted(sampled - proved):
         part.unproved.append(
-            f"no server has proved {_ranges(unproved)}, and rollouts that were sampled under are trained"
+            f"no server has proved {ranges(unproved)}, and rollouts that were sampled under are trained"
         )
     if gone:
         keep = "weight_broadcast.keep_last and keep_interval say which stay"
-        part.unproved.append(f"{_ranges(gone)} are gone from disk, and their files cannot be compared again ({keep})")
+        part.unproved.append(f"{ranges(gone)} are gone from disk, and their files cannot be compared again ({keep})")
     if sent := [version for version, manifest in kept.items() if manifest.sent]:
-        part.unproved.append(f"{_ranges(sent)} went to servers over NCCL: their weights are in no file")
+        part.unproved.append(f"{ranges(sent)} went to servers over NCCL: their weights are in no file")
     part.facts = {
         "proved": sorted(proved),
         "servers": dict(sorted(servers.items())),
@@ -336,18 +340,18 @@ class _Whole:
     """Whether the weights went another way."""
 
 
-def _kept(run: _Run, name: str, kind: type[Manifest]) -> tuple[dict[int, _Whole], list[str]]:
-    """Returns by step the folders in `batches` or `broadcasts` that agree with their manifests, and what is wrong with
-    the others. One that was removed or made anew meanwhile is left out."""
+def kept_folders(folder: Path, run_id: str, name: str, kind: type[Manifest]) -> tuple[dict[int, _Whole], list[str]]:
+    """Returns by step the folders in `batches` or `broadcasts` of a run that agree with their manifests, and what is
+    wrong with the others. One that was removed or made anew meanwhile is left out."""
     kept: dict[int, _Whole] = {}
     broken = []
-    for step in steps_in(run.folder / name, part=STABLE):
-        folder = step_folder(run.folder / name, step)
-        before = _stamp(folder)
+    for step in steps_in(folder / name, part=STABLE):
+        one = step_folder(folder / name, step)
+        before = _stamp(one)
         try:
-            kept[step] = _whole(folder, before, kind, run.file.run_id)
+            kept[step] = _whole(one, before, kind, run_id)
         except (TransportError, OSError) as error:
-            if _stamp(folder) == before:
+            if _stamp(one) == before:
                 broken.append(str(error))
     return kept, broken
 
@@ -393,7 +397,7 @@ def _tokens(run: _Run) -> Part:
         "by_step": {step: [one.num_tokens, one.num_proved_now, _in_spots(one)] for step, one in receipts.items()},
         "by_adapter": dict(sorted(Counter(spot.adapter for spot in held).items())),
     }
-    part.broken = _ended_by(run) + _listed([_failed(step, spot) for step, spot in failed])
+    part.broken = _ended_by(run) + listed([_failed(step, spot) for step, spot in failed])
     if dropped := [rollout for one in receipts.values() for rollout in one.dropped]:
         part.facts["dropped"] = dropped
     if held:
@@ -402,8 +406,8 @@ def _tokens(run: _Run) -> Part:
     if receipts:
         later = total - now
         part.summary = (
-            f"{total:,} trained: {now:,} ({_share(now, total)}) proved by the step that trained them, at lag 0; of the "
-            f"other {later:,}, {in_spots:,} ({_share(in_spots, later)}) in {_num(len(held), 'spot proof')}"
+            f"{total:,} trained: {now:,} ({share(now, total)}) proved by the step that trained them, at lag 0; of the "
+            f"other {later:,}, {in_spots:,} ({share(in_spots, later)}) in {_num(len(held), 'spot proof')}"
         )
         if held:
             part.summary += f", at most {getattr(worst, worst.measure):.2g} nats off (allowed: {worst.tolerance:.2g})"
@@ -434,10 +438,10 @@ def _in_spots(receipt: Receipt) -> int:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    return f"step{'' if len(steps) == 1 else 's'} {_ranges(steps)}"
+    return f"step{'' if len(steps) == 1 else 's'} {ranges(steps)}"
 
 
-def _share(part: int, whole: int) -> str:
+def share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "0%"
 
 
@@ -468,8 +472,8 @@ def _gradients(run: _Run) -> Part:
         if expected is None or receipt is None or receipt.witness is None:
             continue
         gaps[step] = gap = max(
-            _gap(expected.presence, receipt.witness.presence, expected.presence_size),
-            _gap(expected.content, receipt.witness.content, expected.content_size),
+            gap_of(expected.presence, receipt.witness.presence, expected.presence_size),
+            gap_of(expected.content, receipt.witness.content, expected.content_size),
         )
         if not gap <= TOLERANCE:
             part.broken.append(
@@ -478,7 +482,7 @@ def _gradients(run: _Run) -> Part:
             )
     part.facts = {"steps": len(run.steps), "gaps": gaps, "largest": max(gaps.values(), default=None)}
     right = len(gaps) - len(part.broken)
-    part.broken = _listed(part.broken)
+    part.broken = listed(part.broken)
     part.summary = f"{right:,} of {_num(len(run.steps), 'step')} bear the witness of just their batch"
     part.summary += f", at most {max(gaps.values()):.2g} of its size off" if gaps else ""
     if without := [step for step in run.steps if step not in gaps]:
@@ -486,7 +490,7 @@ def _gradients(run: _Run) -> Part:
     return part
 
 
-def _gap(expected: Sequence[float], found: Sequence[float], size: float) -> float:
+def gap_of(expected: Sequence[float], found: Sequence[float], size: float) -> float:
     """Returns the largest difference as a share of the size."""
     gap = max(abs(one - other) for one, other in zip(expected, found, strict=True))
     return gap / size if size else (math.inf if gap else 0.0)
@@ -514,13 +518,13 @@ def _rollouts(run: _Run) -> Part:
 
 
 def _batches(run: _Run) -> Part:
-    kept, broken = _kept(run, "batches", BatchManifest)
+    kept, broken = kept_folders(run.folder, run.file.run_id, "batches", BatchManifest)
     steps = run.receipts.keys() | set(run.steps)
     return Part(
         name="batches",
         summary=f"{len(kept):,} of {max(steps, default=0):,} on disk, as their manifests say",
         facts={"files": {step: one.digest for step, one in kept.items()}},
-        broken=_listed(broken),
+        broken=listed(broken),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo.configs.cross import versions_at_once
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.evaluate import held_out
 from grpo.orchestrator.workers.pool import WorkerPool
@@ -33,6 +34,13 @@ def check_server(
         raise Mismatch(
             f"{server} takes adapters up to max_lora_rank = {info.max_lora_rank}, expected at least model.lora_rank = "
             f"{settings.model.lora_rank}; raise max_lora_rank of grpo-infer"
+        )
+    needed = versions_at_once(settings, norm_noise=False)
+    if settings.max_opponents and info.num_slots is not None and info.num_slots < needed:
+        raise Mismatch(
+            f"{server} has slots for max_loras = {info.num_slots} adapters, expected at least {needed}: those in "
+            f"flight with max_off_policy_steps = {settings.max_off_policy_steps}, and with each max_opponents = "
+            f"{settings.max_opponents}; raise max_loras of grpo-infer, or lower one of the two"
         )
     if settings.sleep_mode and info.asleep is None:
         raise Mismatch(f"{server} cannot sleep, and sleep_mode is true; set sleep_mode: true for grpo-infer")

@@ -45,6 +45,12 @@ CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, re
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS games (
+    group_id INTEGER NOT NULL, number INTEGER NOT NULL, place TEXT NOT NULL, env TEXT NOT NULL,
+    role TEXT NOT NULL, player TEXT NOT NULL, digest TEXT NOT NULL,
+    other_role TEXT NOT NULL, other TEXT NOT NULL, other_digest TEXT NOT NULL, score REAL NOT NULL,
+    PRIMARY KEY (group_id, number, place, role, other_role)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS artifacts (
     store TEXT NOT NULL, id TEXT NOT NULL, weight REAL NOT NULL, data TEXT NOT NULL, PRIMARY KEY (store, id)
 );
@@ -100,6 +106,32 @@ class RolloutRow(msgspec.Struct, kw_only=True):
         return None if self.step is None else self.step - 1 - self.version
 
 
+class Game(msgspec.Struct, kw_only=True):
+    """How one side of a game came off against another: a row.
+    Example: ``Game(group_id=17, number=3, env="nim", role="first", player="v12", other="v5", score=1.0, ...)``"""
+
+    group_id: int
+    number: int
+    place: str
+    """Which of the sub-episodes it is, as `.0.2`; empty for the rollout itself."""
+    env: str
+    role: str
+    """The policy's own."""
+    player: str
+    digest: str
+    other_role: str
+    other: str
+    other_digest: str
+    score: float
+    """1 where `player` won, 0.5 after a draw, 0 where it lost."""
+
+
+GAMES = """
+SELECT player, other, sum(score = 1), sum(score = 0.5), sum(score = 0)
+FROM games JOIN rollouts ON games.group_id = rollouts.group_id AND games.number = rollouts.number
+WHERE step IS NOT NULL"""
+"""Counts games whose batch has left: what a killed process had begun is rolled out again, and counts once."""
+BY_PAIR = "GROUP BY player, other ORDER BY player, other"
 _COLUMNS = RolloutRow.__struct_fields__
 _UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _NOW = "UPDATE rollouts SET changed_at = max(?, changed_at),"  # a clock may go back
@@ -179,6 +211,18 @@ class Ledger:
         """A rollout has its reward."""
         row = self._advance(rollout_id, "scored")
         row.reward, row.num_tokens = reward, num_tokens
+
+    def played(self, games: Iterable["Game"]) -> None:
+        """Games of a rollout that has its reward. They count once its batch has left."""
+        rows = [msgspec.structs.astuple(game) for game in games]
+        if rows:
+            self._hand_over(f"INSERT OR REPLACE INTO games VALUES ({', '.join('?' * len(rows[0]))})", *rows)
+
+    def games(self, env: str, *, first: int = 0, last: int) -> dict[tuple[str, str], tuple[int, int, int]]:
+        """Returns how many games of an environment, in batches `first` to `last`, each player won, drew and lost, by
+        (player, other)."""
+        rows = self._read(f"{GAMES} AND games.env = ? AND step BETWEEN ? AND ? {BY_PAIR}", env, first, last)
+        return {(player, other): (won, drawn, lost) for player, other, won, drawn, lost in rows}
 
     def dropped(self, rollout_ids: Iterable[str], reason: str) -> None:
         """Rollouts are not trained."""

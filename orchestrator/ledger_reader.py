@@ -45,13 +45,32 @@ def open_ledger(folder: Path, *, limit_s: float = math.inf) -> Iterator["LedgerR
     path = folder / LEDGER_FILE
     if not path.is_file():
         raise NoRollouts(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
+    try:
+        with open_database(path, limit_s=limit_s) as database:
+            if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
+                raise NoRollouts(f"{path} has no rollouts yet; the orchestrator has only begun")
+            yield LedgerReader(database)
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):
+            raise
+        raise UserError(f"{path} is not a ledger of this release: {error}") from error
+
+
+@contextmanager
+def open_database(path: Path, *, limit_s: float = math.inf) -> Iterator[sqlite3.Connection]:
+    """Opens a database for reading, whether or not it is being written. Queries that take longer than `limit_s`
+    altogether raise sqlite3.OperationalError."""
     with ExitStack() as stack:
         # Without a writer there is no write-ahead log, and then nothing need be created for reading.
-        is_open = path.with_name(f"{LEDGER_FILE}-wal").exists()
-        if is_open and not os.access(folder, os.W_OK):  # a copy of a run that has not ended
+        is_open = path.with_name(f"{path.name}-wal").exists()
+        if is_open and not os.access(path.parent, os.W_OK):  # a copy of a run that has not ended
             path = _copied(path, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-ledger-"))))
         mode = "mode=ro" if is_open else "mode=ro&immutable=1"
-        yield from _opened(f"{path.absolute().as_uri()}?{mode}", path, limit_s)
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=_BUSY_S)
+        stack.callback(database.close)
+        deadline_s = time.monotonic() + limit_s
+        database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
+        yield database
 
 
 def _copied(path: Path, to: Path) -> Path:
@@ -60,22 +79,6 @@ def _copied(path: Path, to: Path) -> Path:
         if not file.name.endswith("-shm"):
             (to / file.name).write_bytes(file.read_bytes())
     return to / path.name
-
-
-def _opened(address: str, path: Path, limit_s: float) -> Iterator["LedgerReader"]:
-    database = sqlite3.connect(address, uri=True, timeout=_BUSY_S)
-    deadline_s = time.monotonic() + limit_s
-    database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
-    try:
-        if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
-            raise NoRollouts(f"{path} has no rollouts yet; the orchestrator has only begun")
-        yield LedgerReader(database)
-    except sqlite3.DatabaseError as error:
-        if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):
-            raise
-        raise UserError(f"{path} is not a ledger of this release: {error}") from error
-    finally:
-        database.close()
 
 
 class LedgerReader:

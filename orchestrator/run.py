@@ -35,6 +35,7 @@ from grpo.orchestrator.monitoring.summary import Summary
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.monitoring.trackers import Reporter, check_reports
+from grpo.orchestrator.opponents import Opponents
 from grpo.orchestrator.resuming import Progress, resume
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.stores import ArtifactStores
@@ -49,6 +50,7 @@ from grpo.transport.digests import write_digests
 from grpo.transport.hidden import hide_environment
 from grpo.transport.status import FINISHED, StatusFile, read_status
 from grpo.transport.weights.identity import base_identity, resolve_model
+from grpo.transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +162,15 @@ async def _train(
         # No sample gets longer than servers, trainer and hooks take.
         limits = [ready.context_len, *(hook.longest for hook in hooks if hook.longest is not None)]
         limits += [ready.server_len - hook.server_room for hook in hooks]
+        opponents = Opponents(
+            settings=settings,
+            pools={key: pool.loaded.pools for key, pool in environments.items()},
+            scheduler=scheduler,
+            sync=sync,
+            ledger=ledger,
+            reader=PolicyReader(run.broadcasts, run_id=run.run_id),
+            base_digest=ready.model_identity,
+        )
         engine = RolloutEngine(
             environments,
             client,
@@ -168,6 +179,7 @@ async def _train(
             seed=settings.seed,
             max_prompt_length=settings.buffer.max_prompt_length,
             stores=ArtifactStores(ledger, seed=f"{settings.seed}/{progress.num_groups}"),
+            opponents=opponents,
         )
         sink = RolloutSink(
             settings=settings,
@@ -189,7 +201,7 @@ async def _train(
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
         gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either
         try:
-            await _run_loops(sink, ready, watch, sync, environments, sender, progress)
+            await _run_loops(sink, ready, watch, sync, environments, sender, progress, opponents)
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)
             ledger.drop_unfinished("run_ended")  # what waits for a reward finds no batch any more
@@ -213,6 +225,7 @@ async def _run_loops(
     environments: Mapping[str, WorkerPool],
     sender: BatchSender,
     progress: Progress,
+    opponents: Opponents,
 ) -> None:
     """Runs all loops until the last version is live and evaluated."""
     settings, scheduler, fates = sink.settings, sink.scheduler, sink.fates
@@ -250,6 +263,7 @@ async def _run_loops(
         sleep=sleep,
         fates=fates,
         evaluating=evaluating,
+        opponents=opponents,
     )
     reporting = Reporting(
         settings=settings,

@@ -11,14 +11,14 @@ max_async_level batches ship in the order in which their groups were started.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.resuming import Progress
 
-NEWEST, GROUPS = "newest", "groups in flight"
+NEWEST, GROUPS, OPPONENTS = "newest", "groups in flight", "opponents"
 """Who needs a version, besides those that pin it."""
 
 
@@ -80,6 +80,8 @@ class Scheduler:
         self._num_complete: Counter[int] = Counter()
         self._pins: Counter[tuple[int, str]] = Counter()
         """By version and who has pinned it."""
+        self._opponents: dict[int, frozenset[int]] = {}
+        """Snapshots that the games of each version meet."""
         self._num_started = num_started
         self.blocks: Counter[str] = Counter()
         """How many block the start of groups now, by reason."""
@@ -136,6 +138,14 @@ class Scheduler:
             self._delayed.add(group)
             self._num_unshipped[self._in_flight[group]] -= 1
             self._notify()
+
+    def meets(self, version: int, opponents: Iterable[int]) -> None:
+        """Games that begin under `version`, which may be about to become live, meet these versions, which servers keep
+        for as long as it is needed."""
+        needed = self._with_opponents()
+        self._opponents = {one: some for one, some in self._opponents.items() if one in needed}
+        self._opponents[version] = self.opponents_of(version) | frozenset(opponents)
+        self._notify()
 
     @contextmanager
     def pin(self, version: int, *, by: str) -> Iterator[None]:
@@ -244,14 +254,32 @@ class Scheduler:
         """Nothing in flight, or what is goes on under any version; and nobody outside needs one."""
         return (self._follows or not self.num_in_flight) and not self._pins
 
-    def pinned(self) -> dict[int, dict[str, int]]:
-        """Returns the versions that servers must keep, and who needs each how many times: the newest for what starts
-        next, those that groups in flight began with and do not leave, and those that somebody has pinned."""
+    def opponents_of(self, version: int) -> frozenset[int]:
+        """Returns the versions that games of `version` meet."""
+        return self._opponents.get(version, frozenset())
+
+    def _needs(self) -> Counter[tuple[int, str]]:
+        """Returns who needs which versions, opponents left out."""
         needs = Counter(self._pins)
         if self.live is not None:
             needs[self.live, NEWEST] += 1
         if not self._follows:
             needs.update((version, GROUPS) for group, version in self._in_flight.items() if group not in self._delayed)
+        return needs
+
+    def _with_opponents(self) -> set[int]:
+        """Returns the versions whose games go on, or may begin."""
+        of_groups = {version for group, version in self._in_flight.items() if group not in self._delayed}
+        newest = -1 if self.live is None else self.live
+        return {one for one, _ in self._needs()} | of_groups | {one for one in self._opponents if one > newest}
+
+    def pinned(self) -> dict[int, dict[str, int]]:
+        """Returns the versions that servers must keep, and who needs each how many times: the newest for what starts
+        next, those that groups in flight began with and do not leave, those that somebody has pinned, and those that
+        games of any of these meet, or of those that groups in flight began with and have left."""
+        needs = self._needs()
+        for version in self._with_opponents():
+            needs.update((opponent, OPPONENTS) for opponent in self.opponents_of(version))
         by_version: dict[int, dict[str, int]] = {}
         for (version, by), num in sorted(needs.items()):
             by_version.setdefault(version, {})[by] = num

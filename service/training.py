@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from grpo.configs.train import TrainSettings
@@ -280,7 +281,7 @@ class TrainedModel:
             STATE_FILE: json.dumps(state).encode(),
         }
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(folder, files, lambda entries: json.dumps(sorted(entries)).encode(), replace=True)
+        write_folder(folder, files, msgspec.json.encode, replace=True)
         return sum(map(len, files.values()))
 
     @torch.no_grad()

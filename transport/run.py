@@ -169,7 +169,7 @@ def _holds_anything(path: Path) -> bool:
 def join_run(
     output_dir: str | Path,
     *,
-    role: Role,
+    role: Role | Literal["service"],
     record: Mapping[str, Any],
     compare: Callable[[Mapping[str, Any]], Sequence[tuple[str, Any, Any]]] = lambda earlier: (),
     run_id: str | None = None,

@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         ("drop_reason", pa.string()),  # why it was not trained
         ("reward", pa.float64()),
         ("rewards", pa.string()),  # JSON, by role
+        ("players", pa.string()),  # JSON, by role: `{"name": "v5", "digest": "xxh3_128:…"}`; null where none was bound
         ("measures", pa.string()),  # JSON, by name
         ("accuracy", pa.float64()),
         ("advantage", pa.float64()),  # mean over sampled tokens

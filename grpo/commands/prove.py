@@ -5,7 +5,8 @@ import json
 import textwrap
 from pathlib import Path
 
-from grpo.proofs import Page, prove
+from grpo.proofs import Page
+from grpo.service_proofs import prove
 from grpo.transport.logs import printable
 
 _WIDTH = 120

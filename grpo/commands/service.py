@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ from grpo.configs.loading import load
 from grpo.configs.train import TrainSettings
 from grpo.deploy.programs import Signals
 from grpo.server_process import server_process
+from grpo.service_folder import SERVICE
 from grpo.transport.cores import set_numeric_defaults
 from grpo.transport.errors import UserError
 from grpo.transport.logs import start_log
 from grpo.transport.ports import free_port, listening_socket, port_number
-from grpo.transport.run import only_one, open_run
-from grpo.transport.weights.identity import resolve_model
+from grpo.transport.run import RunFolder, join_run, only_one, open_run
+from grpo.transport.status import STOPPED, StatusFile
+from grpo.transport.weights.identity import base_identity, resolve_model
 
 MAX_RANK = 128
+JOIN_S = 10.0
 _KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,40}")
 EPILOG = """\
@@ -79,14 +83,22 @@ def main(options: argparse.Namespace) -> int:
     with Signals(), contextlib.ExitStack() as stack:
         stack.enter_context(only_one(options.output_dir, "launcher"))
         run = open_run(options.output_dir, resume="auto")
+        _join(run, settings, options.tenants, base_identity(folder))
+        status = stack.enter_context(_told(run))
         listening = stack.enter_context(contextlib.closing(listening_socket(options.host, options.port or 0)))
-        server, check = None, lambda: None
+        server, checks = None, list[Callable[[], None]]()
         if not options.no_sampling:
             os.environ[_KEY_VAR] = secrets.token_urlsafe(32)
             asked = _server_settings(options, settings)
             started = stack.enter_context(server_process(asked, run.logs / "infer.log", output_dir=run.path))
-            server, check = (started.url, started.key), started.check
+            server = started.url, started.key
+            checks.append(started.check)
         from grpo.service.run import serve
+
+        def serving() -> None:
+            status.set("serving")
+            for check in checks:
+                check()
 
         serve(
             settings,
@@ -96,9 +108,36 @@ def main(options: argparse.Namespace) -> int:
             tenants=options.tenants,
             max_rank=options.max_rank,
             server=server,
-            check=check,
+            check=serving,
         )
     return 0
+
+
+def _join(run: RunFolder, settings: TrainSettings, tenants: Sequence[str], base_model: str) -> None:
+    """Records in `run.json` what serves. Raises `UserError` where the models in the folder are of another base."""
+
+    def same_base(earlier: Mapping[str, Any]) -> Sequence[tuple[str, Any, Any]]:
+        if earlier.get("base_model", base_model) != base_model:
+            raise UserError(f"{run.path} has models on {earlier['base_model']}, and this base is {base_model}")
+        return ()
+
+    about = {"settings": settings.model_dump(mode="json"), "tenants": list(tenants), "base_model": base_model}
+    join_run(run.path, role=SERVICE, record=about, compare=same_base, run_id=run.run_id, timeout_s=JOIN_S)
+
+
+@contextlib.contextmanager
+def _told(run: RunFolder) -> Iterator[StatusFile]:
+    """Yields the service's status file, which says in the end how it has ended; those of earlier servers go."""
+    for file in run.status.glob("infer.*.json"):
+        file.unlink()
+    status = StatusFile(run.status / f"{SERVICE}.json")
+    status.set("starting")
+    try:
+        yield status
+    except BaseException as error:
+        status.failed(error)
+        raise
+    status.set(STOPPED)
 
 
 def _settings(options: argparse.Namespace) -> TrainSettings:

@@ -7,6 +7,7 @@ import json
 import sqlite3
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 from grpo.commands.ledger import states_of
 from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.run_files import REWARD, STEP, NoRun, ProgramStatus, metrics, orch_settings, read, read_run
+from grpo.service_folder import SERVICE, Model, ServiceReader, open_service, service_of
 from grpo.transport.checkpoints import TRAINER
 from grpo.transport.errors import UserError
 from grpo.transport.folders import steps_in
@@ -50,6 +52,8 @@ _TOLD_TO_END = {
     "CancelledError": "ended by a signal",
 }
 _ENDED = (FINISHED, FAILED, STOPPED)
+_COMMANDS = {"waiting": "waiting", "failed": "refused", "broken": "failed"}
+"""States of a service's commands that are told, and how."""
 _COLUMNS = (
     ("reward", REWARD, "{:.3f}"),
     ("tokens/s", "perf/generate_tokens_per_s", "{:,.0f}"),
@@ -101,6 +105,31 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """A model of a training service."""
+
+    name: str
+    tenant: str
+    id: str
+    steps: int
+    since_s: float | None
+    """Seconds since its last step."""
+    commands: Mapping[str, int]
+    """Its commands by state."""
+    datums: Mapping[str, int] | None
+    """By fate; None where they are not counted."""
+    ended: bool
+
+    def __str__(self) -> str:
+        """What a person asks first."""
+        parts = [f"step {self.steps}" + ("" if self.since_s is None else f", {duration(self.since_s)} ago")]
+        parts += [f"{num} {text}" for state, text in _COMMANDS.items() if (num := self.commands.get(state))]
+        if self.datums:
+            parts.append("datums: " + ", ".join(f"{num:,} {fate}" for fate, num in sorted(self.datums.items())))
+        return "; ".join([*parts, *(["ended"] if self.ended else [])])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """A run, as its folder shows it. None stands for what is not there (yet)."""
 
@@ -128,6 +157,8 @@ class RunStatus:
     """Number by state; None where they are not counted."""
     warnings: tuple[RunWarning, ...]
     """The warnings of the programs, each kind once."""
+    models: tuple[ModelStatus, ...] | None = None
+    """The models of a training service; None of any other run."""
 
 
 class _Held(msgspec.Struct):
@@ -143,6 +174,8 @@ class _InUse(msgspec.Struct):
 def run_status(folder: Path, *, count: bool = True) -> RunStatus:
     """Returns the state of the run by its folder, with the numbers of rollouts if `count`. Raises `NoRun`."""
     run = read_run(folder)
+    if (service := service_of(folder)) is not None:
+        return _service_status(folder, run.run_id, *service, count=count)
     processes = tuple(_processes(folder / "status", run.programs))
     state, reason = _state(processes, read(folder / "status" / LAUNCHER_FILE, ProgramStatus))
     if state in (FINISHED, STOPPED):
@@ -168,15 +201,68 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
     )
 
 
+def _service_status(folder: Path, run_id: str, service: Path, only: str | None, *, count: bool) -> RunStatus:
+    """Returns the state of a training service, or of one of its models."""
+    programs = read_run(service).programs
+    processes = tuple(_processes(service / "status", programs, roles=(SERVICE, "infer")))
+    own = processes[0]
+    state = own.state if own.state in _ENDED else FAILED if own.failed else "running"
+    if state in (STOPPED, FAILED):
+        processes = tuple(map(_ended_with_run, processes))
+    with open_service(service) as reader:
+        models = tuple(_model_status(reader, one, count=count) for one in reader.models(only))
+        failed = reader.failures(only)[-1:]
+        versions = [one.version for one in reader.canaries() if only in (None, one.model)]
+    waiting = sum(one.commands.get("waiting", 0) for one in models)
+    tenants = programs.get(SERVICE, {}).get("tenants", [])
+    told = [doing(own) + _for(own), f"{len(models)} models" if only is None else "", f"{waiting} commands wait"]
+    told += [f"tenants {', '.join(tenants)}"] if only is None else []
+    told += [f"{kind} {target}:{seq} failed: {text}" for target, seq, kind, text in failed]
+    steps = [one.steps for one in models]
+    return RunStatus(
+        folder=str(folder),
+        run_id=run_id,
+        state=state,
+        processes=processes,
+        waits="; ".join(filter(None, told)),
+        shipped=max(steps, default=None),
+        published=max(versions, default=None),
+        live=max(versions, default=None),
+        held={},
+        max_steps=None,
+        checkpoint=None,
+        rewards={},
+        rollouts=dict(sum((Counter(one.datums) for one in models), Counter())) if count else None,
+        warnings=tuple(run_warnings(service)),
+        models=models,
+    )
+
+
+def _model_status(reader: ServiceReader, model: Model, *, count: bool) -> ModelStatus:
+    newest = reader.newest_step(model.id)
+    return ModelStatus(
+        name=model.name,
+        tenant=model.tenant,
+        id=model.id,
+        steps=0 if newest is None else newest[0],
+        since_s=None if newest is None else max(0.0, time.time() - newest[1]),
+        commands=dict(reader.num_commands(model.id)),
+        datums=dict(reader.fates(model)) if count else None,
+        ended=model.ended,
+    )
+
+
 def _needed(held: _Held) -> str:
     by = ", ".join(name if num == 1 else f"{num} {name}" for name, num in held.pins.items())
     return f"{held.snapshot or 'no digest'}, pinned by {by}"
 
 
-def _processes(folder: Path, programs: Mapping[str, Mapping[str, Any]]) -> Iterator[ProcessStatus]:
-    """Returns at least one process for each program, in the order of `ROLES`, and a teacher's server where there is
+def _processes(
+    folder: Path, programs: Mapping[str, Mapping[str, Any]], *, roles: Sequence[str] = (*ROLES, TEACHER)
+) -> Iterator[ProcessStatus]:
+    """Returns at least one process for each program, in the order of `roles`, and a teacher's server where there is
     one."""
-    for role in (*ROLES, TEACHER):
+    for role in roles:
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, ProgramStatus)) is not None}
         if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
@@ -316,7 +402,19 @@ def text(status: RunStatus) -> str:
     """The answer for people."""
     width = max(len(process.name) for process in status.processes)
     of = "" if status.max_steps is None else f" of {status.max_steps}"
-    figures = {
+    figures = {model.name: str(model) for model in status.models or ()}
+    if status.models is None:
+        figures = _figures(status, of)
+    named = max([17, *map(len, figures)])
+    lines = [f"run {status.run_id} in {status.folder}: {status.state}", ""]
+    lines += [f"  {process.name:{width}}  {_line(process)}" for process in status.processes]
+    lines += ["", f"  {status.waits}", "", *(f"  {name:{named}}  {value}" for name, value in figures.items())]
+    lines += ["", *(f"  warning: {as_line(one)}" for one in status.warnings)] if status.warnings else []
+    return printable("\n".join(lines))
+
+
+def _figures(status: RunStatus, of: str) -> dict[str, str]:
+    return {
         "step shipped": "none" if status.shipped is None else f"{status.shipped}{of}",
         "version published": _shown(status.published),
         "version live": _shown(status.live),
@@ -327,11 +425,6 @@ def text(status: RunStatus) -> str:
         if status.rollouts is None
         else ", ".join(f"{num:,} {state}" for state, num in sorted(status.rollouts.items())) or "none yet",
     }
-    lines = [f"run {status.run_id} in {status.folder}: {status.state}", ""]
-    lines += [f"  {process.name:{width}}  {_line(process)}" for process in status.processes]
-    lines += ["", f"  {status.waits}", "", *(f"  {name:17}  {value}" for name, value in figures.items())]
-    lines += ["", *(f"  warning: {as_line(one)}" for one in status.warnings)] if status.warnings else []
-    return printable("\n".join(lines))
 
 
 def _line(process: ProcessStatus) -> str:

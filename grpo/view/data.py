@@ -11,8 +11,9 @@ from grpo.commands.status import as_fields, run_status
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import open_ledger
 from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
-from grpo.proofs import prove
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
+from grpo.service_folder import COMMANDS_FILE, MODELS, is_service
+from grpo.service_proofs import prove
 from grpo.transport.errors import UserError
 from grpo.transport.run import RUN_FILE, code_changes
 from grpo.transport.run_warnings import WARNINGS_FOLDER
@@ -26,7 +27,16 @@ _CHECK_S = 5.0
 _MAX_SPANS = 4_000
 """Spans of a timeline that are sent at once, the longest."""
 _WATCHED = (
-    *(METRICS_FILE, TIMELINE_FILE, f"{LEDGER_FILE}-wal", LEDGER_FILE, "status", "traces", "summary.json"),
+    *(
+        METRICS_FILE,
+        f"{COMMANDS_FILE}-wal",
+        TIMELINE_FILE,
+        f"{LEDGER_FILE}-wal",
+        LEDGER_FILE,
+        "status",
+        "traces",
+        "summary.json",
+    ),
     WARNINGS_FOLDER,
 )
 
@@ -38,12 +48,18 @@ def find_runs(folders: Iterable[Path]) -> dict[str, Path]:
         runs = (
             [folder] if (folder / RUN_FILE).is_file() else sorted(path.parent for path in folder.glob(f"*/{RUN_FILE}"))
         )
+        runs = [one for run in runs for one in (run, *_models(run))]
         for run in runs:
             name, number = run.resolve().name, 2
             while found.get(name, run) != run:
                 name, number = f"{run.resolve().name}-{number}", number + 1
             found[name] = run
     return found
+
+
+def _models(run: Path) -> list[Path]:
+    """Returns the folders of a training service's models, each of which is shown as a run."""
+    return sorted(path.parent for path in (run / MODELS).glob(f"*/{RUN_FILE}")) if is_service(run) else []
 
 
 def fingerprint(run: Path) -> tuple[tuple[int, int], ...]:

@@ -64,6 +64,8 @@ class WeightSync:
         """Answer of each server when it was brought in."""
         self.tolerances: dict[str, Tolerance] = {}
         """The widest that each server was held to for any part of its newest version."""
+        self._turn = asyncio.Lock()
+        """Held while versions are loaded or unloaded: one after the other."""
         self._has_begun = False
         self._loading: int | None = None
         self.snapshots: dict[int, str | None] = {}
@@ -95,6 +97,10 @@ class WeightSync:
 
         Raises ServerError where a server refuses the version or cannot prove it, or none is in service in time.
         """
+        async with self._turn:
+            return await self._load(version, snapshot=snapshot, noisy=noisy)
+
+    async def _load(self, version: int, *, snapshot: str | None, noisy: bool) -> CanaryReport:
         since_s, deadline_s = time.monotonic(), asyncio.get_running_loop().time() + self.client.timeout_s
         self._loading = version
         self.snapshots[version] = snapshot
@@ -147,6 +153,10 @@ class WeightSync:
     async def keep_only(self, pinned: Mapping[int, Mapping[str, int]]) -> dict[int, HeldVersion]:
         """Unloads the versions that nobody has pinned. Returns those that servers hold: the pinned ones, and those
         whose last requests have not ended, which a server may have to read from disk again."""
+        async with self._turn:
+            return await self._keep_only(pinned)
+
+    async def _keep_only(self, pinned: Mapping[int, Mapping[str, int]]) -> dict[int, HeldVersion]:
         unneeded = sorted(self.snapshots.keys() - pinned.keys())
         digests = dict(self.snapshots) | self._draining
         for version in unneeded:

@@ -15,6 +15,7 @@ from grpo.orchestrator.inference.sleep import SleepScheduler
 from grpo.orchestrator.inference.weight_sync import CanaryReport, WeightSync
 from grpo.orchestrator.loops.evaluate import Evaluating
 from grpo.orchestrator.monitoring.fates import Fates
+from grpo.orchestrator.opponents import Opponents, make_room
 from grpo.orchestrator.scheduler import Scheduler
 from grpo.orchestrator.startup import Ready
 from grpo.transport.errors import CorruptError, DeadlineError, ProofFailed
@@ -53,6 +54,7 @@ class Versions:
     """In sleep mode."""
     fates: Fates
     evaluating: Evaluating
+    opponents: Opponents
 
     def __post_init__(self) -> None:
         run = self.ready.run
@@ -92,8 +94,11 @@ class Versions:
             check_spec(self.settings, policy.manifest.spec, self.ready.model_identity)
             await self.sync.adopt(version)
         await self._drained()
-        await self._slots_for(version, noisy=NOISE_FILE in policy.manifest.files)
-        proof = await self._proved(version, noisy=NOISE_FILE in policy.manifest.files)
+        if version > self.first_version:
+            await self.opponents.prepare(version)
+        noisy, limit_s = NOISE_FILE in policy.manifest.files, self.settings.wait_timeout_s
+        await make_room(self.sync, self.scheduler, [version], noisy=noisy, limit_s=limit_s)
+        proof = await self._proved(version, noisy=noisy)
         self.scheduler.version_live(version)
         metrics = {} if version == 0 else {**trainer_metrics(policy), **woken}
         self.fates.live(proof, metrics, wait_trainer_s=waited_s)
@@ -133,27 +138,11 @@ class Versions:
         while self._one_version and not self.scheduler.drained:
             await self.scheduler.changed.wait()
 
-    async def _slots_for(self, version: int, *, noisy: bool) -> None:
-        """Returns when servers have room for one more version, which an evaluation may keep them from. Raises
-        DeadlineError."""
-        limit_s, sync, pinned = self.settings.wait_timeout_s, self.sync, self.scheduler.pinned
-        try:
-            async with asyncio.timeout(limit_s):
-                while not sync.has_slots(pinned().keys() | {version}, noisy=noisy):
-                    await self.scheduler.changed.wait()
-        except TimeoutError:
-            needs = "; ".join(f"version {one} by {', '.join(by)}" for one, by in pinned().items())
-            raise DeadlineError(
-                f"waited wait_timeout_s = {limit_s:g} s for slots for version {version} on the servers, which hold "
-                f"{needs}; set a higher max_loras for grpo-infer"
-            ) from None
-        if not sync.has_slots(sync.snapshots.keys() | {version}, noisy=noisy):
-            await sync.keep_only(pinned())
-
     def _say_what_is_in_use(self, versions: dict[int, HeldVersion], newest: int) -> None:
         """Writes down which versions servers hold and for whom, for whoever removes old ones. Where that fails, all
         stay."""
         run = self.ready.run
+        versions = self.opponents.kept(newest, versions)
         try:
             write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=versions, newest=newest))
         except OSError as error:

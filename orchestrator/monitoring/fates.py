@@ -1,14 +1,14 @@
 """Hands on what becomes of rollouts, batches and versions to all who keep it."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.doubles import Doubles
 from grpo.orchestrator.evaluate import Evaluation
 from grpo.orchestrator.inference.weight_sync import CanaryReport
-from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.ledger import Game, Ledger
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.monitoring.recorder import Recorder
 from grpo.orchestrator.monitoring.timeline import Timeline
@@ -70,6 +70,7 @@ class Fates:
         self.doubles.scored(result)
         self.recorder.sampled(num_tokens)
         self.ledger.scored(result.id, reward=result.reward, num_tokens=num_tokens)
+        self.ledger.played(games_of(result))
 
     def dropped(self, results: Iterable[EpisodeResult], reason: str) -> None:
         """Rollouts are not trained, and will be in no batch's trace of their own."""
@@ -151,3 +152,27 @@ class Fates:
         """A version has been evaluated."""
         self.recorder.evaluated(evaluation)
         self.traces.evaluated(evaluation.version, evaluation.results)
+
+
+def games_of(result: EpisodeResult) -> Iterator[Game]:
+    """Yields each game of a rollout and of those that it spawned: each of the policy's roles against each opponent. The
+    one with the higher reward has won; an opponent without a reward has the opposite of the policy's."""
+    root, group, number = result.id, *map(int, result.id.split("/"))
+    for one in result.walk():
+        for role in one.roles if one.players else ():
+            for other in one.players.keys() - set(one.roles):
+                gap = one.rewards[role] - one.rewards.get(other, -one.rewards[role])
+                player, opponent = one.players[role], one.players[other]
+                yield Game(
+                    group_id=group,
+                    number=number,
+                    place=one.id.removeprefix(root),
+                    env=one.task.env,
+                    role=role,
+                    player=player.name,
+                    digest=player.digest,
+                    other_role=other,
+                    other=opponent.name,
+                    other_digest=opponent.digest,
+                    score=1.0 if gap > 0 else 0.0 if gap < 0 else 0.5,
+                )

@@ -130,15 +130,16 @@ class Traces:
         rows = [row for group in groups for row in group_rows(step, group)]
         for result, reason in dropped:
             rows += [_row(step, result.id, one, number, reason=reason) for one, number in _numbered(result)]
+            rows += _opponents(step, result, reason)
         write_table(make_table(rows, SCHEMA), trace_path(self._run, step))
         self._make_room(step)
 
     def _write_evaluation(self, version: int, results: Sequence[EpisodeResult]) -> None:
-        rows = [
-            _row(version, root.id, one, number, reason=root.failure.reason if root.failure else None)
-            for root in results
-            for one, number in _numbered(root)
-        ]
+        rows = list[dict[str, Any]]()
+        for root in results:
+            reason = root.failure.reason if root.failure else None
+            rows += [_row(version, root.id, one, number, reason=reason) for one, number in _numbered(root)]
+            rows += _opponents(version, root, reason)
         write_table(make_table(rows, SCHEMA), trace_path(self._run, version, evaluation=True))
 
     def _make_room(self, newest: int) -> None:
@@ -166,6 +167,16 @@ def group_rows(step: int, group: ScoredGroup) -> Iterator[dict[str, Any]]:
         for result, number in _numbered(root):
             sample = next(samples) if reason is None and number is not None else None
             yield _row(step, root.id, result, number, reason=reason, sample=sample, hints=group.hint_texts)
+        yield from _opponents(step, root, reason)
+
+
+def _opponents(step: int, root: EpisodeResult, reason: str | None) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a game's opponents, behind those of the policy; they are not trained."""
+    for result in root.walk():
+        for number in range(len(result.opponent.rows) if result.opponent is not None else 0):
+            assert result.opponent is not None
+            row = _row(step, root.id, result.opponent, number, reason=reason)
+            yield row | {"row": len(result.rows) + number}
 
 
 def _numbered(root: EpisodeResult) -> Iterator[tuple[EpisodeResult, int | None]]:
@@ -204,6 +215,7 @@ def _row(
         "drop_reason": reason,
         "reward": None if result.failure is not None else result.reward,
         "rewards": _json(result.rewards),
+        "players": _json(result.players) if result.players else None,
         "measures": _json(result.metrics),
         "accuracy": result.accuracy,
         "num_tokens": sum(len(result.steps[index].completion.token_ids) for index in steps),

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import hashlib
+import inspect
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,8 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo.orchestrator.rollouts.clock import together, waiting
+from grpo.orchestrator.rollouts.clock import in_thread, together, waiting
 from grpo.orchestrator.rollouts.messages import Message, checked_messages, plain, shown
+from grpo.orchestrator.rollouts.players import DrawRule, Player, PlayerId, Pool, check_draw
 from grpo.orchestrator.rollouts.roles import Role, by_id, check_temperature
 from grpo.orchestrator.rollouts.state import EpisodeState, Reply
 from grpo.orchestrator.workers import protocol
@@ -21,6 +23,7 @@ MAX_DEPTH = 8
 
 
 NO_EPISODES: Mapping[str, Any] = {}
+NO_POOLS: Mapping[str, Pool] = {}
 MAX_CHILDREN = 4096
 """Sub-episodes of one `spawn`."""
 
@@ -130,12 +133,14 @@ class RolloutContext:
         seed: int | None = None,
         episodes: Mapping[str, Any] = NO_EPISODES,
         stores: Iterable[str] = (),
+        pools: Mapping[str, Pool] = NO_POOLS,
         score: bool = True,
         first_call: int = 0,
         parent: "RolloutContext | None" = None,
     ) -> None:
-        """`backend` answers calls, the first of which has the number `first_call`. `episodes`, by name, can be spawned.
-        `parent`: the context of the rollout that spawns this one; both count their calls together."""
+        """`backend` answers calls, the first of which has the number `first_call`. `episodes`, by name, can be
+        spawned; from `pools`, by name, opponents can be drawn. `parent`: the context of the rollout that spawns this
+        one; both count their calls together."""
         self.state = state
         self.roles: Mapping[str, Role] = by_id(roles)
         """The roles that may be called, by id."""
@@ -148,6 +153,9 @@ class RolloutContext:
         self.stores: Mapping[str, Store] = _Stores({name: Store(name, self._call) for name in stores})
         """Artifact stores by name."""
         self._backend, self._episodes, self._number = backend, episodes, state.number
+        self._pools = pools
+        self._bound: dict[str, Player] = {}
+        """Players by the role that they answer for."""
         self._root: RolloutContext = self if parent is None else parent._root
         self._depth: int = 0 if parent is None else parent._depth + 1
         self._num_calls, self._num_conversations, self._num_rollouts = first_call, 0, 1
@@ -171,7 +179,8 @@ class RolloutContext:
         raw: bool = False,
         logprobs: bool = False,
     ) -> Reply:
-        """A role's answer, which is trained, and appended to the state's trajectory. `tools` may be called, in the
+        """A role's answer, which is appended to the state's trajectory, and trained, unless the role is bound to a
+        player. `tools` may be called, in the
         OpenAI format; the model's chat template shows them. `max_tokens` and `temperature`: None for the role's; an
         evaluation has its own temperature. `raw`: the messages' texts are the prompt as they stand, control tokens
         included. `logprobs`: the reply is to have its tokens.
@@ -188,6 +197,9 @@ class RolloutContext:
         whole = checked_messages(messages)
         if not raw and (prompt := self.roles[role].system_prompt) and whole[0]["role"] != "system":
             whole = [{"role": "system", "content": prompt}, *whole]
+        player = self._bound.get(role)
+        if player is not None and player.answer is not None:
+            return await self._answer_here(role, player, whole)
         shown = None if tools is None else plain(list(tools), "tools")
         conversation = self._take((role, shown, raw), whole)
         new = whole[len(conversation.messages) :]
@@ -203,6 +215,7 @@ class RolloutContext:
             temperature=temperature,
             raw=raw,
             logprobs=logprobs,
+            drawn=None if player is None else player.drawn,
         )
         answer: protocol.Sampled = await self._call(call)
         conversation.answered(whole, answer.text)
@@ -218,9 +231,64 @@ class RolloutContext:
             tokens=tuple(answer.tokens),
             index=len(self.state.trajectory),
             call=call.call,
+            player=None if player is None else player.id,
         )
         self.state.trajectory.append(reply)
         return reply
+
+    async def _answer_here(self, role: str, player: Player, messages: list[dict[str, Any]]) -> Reply:
+        """Returns the answer of a player that answers in this process."""
+        assert player.answer is not None
+        is_async = inspect.iscoroutinefunction(player.answer)
+        answer = (
+            player.answer(self.state, messages) if is_async else await in_thread(player.answer, self.state, messages)
+        )
+        text = await answer if inspect.isawaitable(answer) else answer
+        if not isinstance(text, str):
+            raise ValueError(f"the player {player.id.name} answered {type(text).__name__}, expected a text")
+        reply = Reply(
+            role=role,
+            messages=tuple(messages),
+            text=text,
+            finish_reason="stop",
+            num_tokens=0,
+            index=len(self.state.trajectory),
+            player=player.id,
+        )
+        self.state.trajectory.append(reply)
+        return reply
+
+    async def opponent(
+        self,
+        pool: str,
+        *,
+        by: DrawRule = "uniform",
+        per: Literal["group", "game"] = "group",
+        adapter: str | None = None,
+    ) -> Player:
+        """Returns a player for this game, to be bound to a role: one of the environment's pools, drawn `by` a rule,
+        `base`, or `newest`, the policy as it is now, with several adapters the `adapter` of this name. All rollouts of
+        a group meet the same one, so that they can be compared, or with `per="game"` each its own. Before a pool has a
+        snapshot, it is `base`. Which it is follows from the run's seed, the policy's version and the example.
+
+        Raises CallFailed, and ValueError for what there is not.
+
+        Example: ``ctx.bind("Neg", await ctx.opponent("past", by="pfsp"))``
+        """
+        check_draw(pool, by=by, per=per, adapter=adapter, pools=self._pools)
+        call = protocol.Draw(pool=pool, by=by, per_game=per == "game", rollout=self._number, adapter=adapter)
+        drawn = (await self._call(call)).value
+        return Player(id=PlayerId(name=drawn["name"], digest=drawn["digest"]), drawn=call.call)
+
+    def bind(self, role: str, player: Player) -> None:
+        """Has `player` answer for a role in this rollout: what it says is not trained, and the record of the game names
+        it. Raises ValueError for a role that there is not, or that has answered already."""
+        if role not in self.roles:
+            raise ValueError(f"there is no role {role!r}; the episode's `roles` are {', '.join(self.roles)}")
+        if any(reply.role == role for reply in self.state.trajectory):
+            raise ValueError(f"role {role} has answered already; bind it to {player.id.name} before its first answer")
+        self._bound[role] = player
+        self.state.players[role] = player.id
 
     async def ask(
         self,
@@ -341,6 +409,7 @@ class RolloutContext:
             seed=seed,
             episodes=self._episodes,
             stores=self.stores,
+            pools=self._pools,
             score=self.score,
             parent=self,
         )

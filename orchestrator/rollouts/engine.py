@@ -13,6 +13,7 @@ from grpo.orchestrator.inference.client import PolicyClient, TimedOut
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.messages import num_characters
+from grpo.orchestrator.rollouts.players import PlayerId
 from grpo.orchestrator.rollouts.records import (
     EpisodeResult,
     Failure,
@@ -27,6 +28,7 @@ from grpo.orchestrator.rollouts.rollout import (
     CONTEXT_FULL,
     MAKE_ROOM,
     SERVER_TIMEOUT,
+    Drawing,
     Rollout,
 )
 from grpo.orchestrator.rollouts.stores import ArtifactStores
@@ -92,10 +94,13 @@ class RolloutEngine:
         seed: int,
         max_prompt_length: int | None = None,
         stores: ArtifactStores | None = None,
+        opponents: Drawing | None = None,
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
         and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
-        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some."""
+        of the training examples' own prompts (None: any). `stores`: of all environments, where any has some.
+        `opponents`: draws them (None: there are none)."""
+        self.opponents = opponents
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._seed = context_len, stores, seed
         self._pools = dict[str, EpisodePool]()
@@ -163,7 +168,42 @@ class RolloutEngine:
         finally:
             rollout.close()
         delays.settled(number, over=True)
-        return self._result(group, number, outcome, rollout.steps, rollout.rows())
+        result = self._result(group, number, outcome, rollout.steps, rollout.rows())
+        if isinstance(outcome, Failure) or result.failure is not None or not has_players(outcome):
+            return result
+        return self._with_players(group, result, outcome, rollout)
+
+    def _with_players(self, group: Group, result: EpisodeResult, outcome: Outcome, rollout: Rollout) -> EpisodeResult:
+        """Returns the result of a game, and of those that it spawned, with both sides by their names, and what
+        opponents said."""
+        rows = rollout.rows(of_opponents=True)
+
+        def named(one: EpisodeResult, of: Outcome) -> EpisodeResult:
+            children = tuple(map(named, one.children, of.children))
+            if not of.players:
+                return replace(one, children=children)
+            own = {role: self._own_player(group, role) for role in one.roles}
+            steps = tuple(rollout.opponent_steps.get(of.rollout, {}).values())
+            others = {step.role: one.rewards.get(step.role, 0.0) for step in steps}
+            players = {**of.players, **own}
+            opponent = None
+            if steps:
+                opponent = EpisodeResult(
+                    id=one.id,
+                    task=one.task,
+                    steps=steps,
+                    rows=tuple(rows.get(of.rollout, ())),
+                    rewards={**one.rewards, **others},
+                    players=players,
+                )
+            return replace(one, children=children, players=players, opponent=opponent)
+
+        return named(result, outcome)
+
+    def _own_player(self, group: Group, role: str) -> PlayerId:
+        if self.opponents is not None:
+            return self.opponents.player(group.version, group.adapters.name(role))
+        return PlayerId(name=f"v{group.version}")
 
     async def _run_single_turns(
         self, group: Group, sampled: Callable[[], None], delays: "_Delays"
@@ -351,6 +391,11 @@ def _result_tree(
 def marked(step: Step, mark: Mark | None) -> Step:
     """Returns a step with what the environment said about it."""
     return step if mark is None else replace(step, error=mark.error, observed=mark.observed)
+
+
+def has_players(outcome: Outcome) -> bool:
+    """Returns whether a role was bound to a player, in the rollout or in one that it spawned."""
+    return bool(outcome.players) or any(map(has_players, outcome.children))
 
 
 class _Delays:

@@ -3,9 +3,11 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+from grpo.orchestrator.rollouts.context import current_context
 from grpo.orchestrator.rollouts.episode import Episode, SingleTurnEpisode
+from grpo.orchestrator.rollouts.players import DrawRule, Player, Pool, checked_name
 from grpo.orchestrator.rollouts.roles import Role, all_roles
 from grpo.orchestrator.rollouts.rubric import Rubric
 
@@ -37,6 +39,8 @@ class Environment(ABC):
     """Sub-episodes by name, for `RolloutContext.spawn`."""
     stores: Mapping[str, int] = {}
     """Artifact stores by name, with the number of artifacts that each may hold."""
+    pools: Mapping[str, Pool] = {}
+    """Opponents by name, as `add_pool` made them."""
     made_with: Mapping[str, Any] = {}
     """The arguments of `__init__`, from which other processes make the environment again."""
 
@@ -56,6 +60,35 @@ class Environment(ABC):
             environment.made_with |= value if is_kwargs else {name: value}
         return environment
 
+    def add_pool(
+        self,
+        name: str,
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        members: Sequence[int | str] = (),
+        adapter: str | None = None,
+    ) -> None:
+        """Makes snapshots of the run opponents, under a name for `opponent`: each version that is a multiple of
+        `every`, of which the newest `keep` stay (None: all), or the `members` alone, versions or digests. With several
+        adapters `adapter` names the one that plays. To be called by `__init__`. Raises ValueError.
+
+        Example: ``self.add_pool("past", every=5, keep=16)``
+        """
+        pool = Pool(every=every, keep=keep, members=tuple(members), adapter=adapter)
+        self.pools = {**self.pools, checked_name(name, [*self.pools]): pool}
+
+    async def opponent(
+        self,
+        pool: str,
+        *,
+        by: DrawRule = "uniform",
+        per: Literal["group", "game"] = "group",
+        adapter: str | None = None,
+    ) -> Player:
+        """Returns the opponent of the game that calls it; see `RolloutContext.opponent`."""
+        return await current_context.get().opponent(pool, by=by, per=per, adapter=adapter)
+
     @abstractmethod
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         """Returns the examples of `train` or `eval`, the same at every call. Each has a `prompt`: a text, which becomes
@@ -72,7 +105,7 @@ def episode_of(environment: Environment) -> Episode:
     """Returns how an environment's examples are rolled out. Raises ValueError for an environment that cannot be."""
     if is_single_turn(environment):
         rubric = getattr(environment, "rubric", None)
-        if rubric is None or environment.episodes or environment.stores:
+        if rubric is None or environment.episodes or environment.stores or environment.pools:
             raise ValueError(f"{type(environment).__name__} has no episode: give it one, or a rubric and nothing else")
         return SingleTurnEpisode(rubric=rubric)
     episode = environment if isinstance(environment, Episode) else environment.episode

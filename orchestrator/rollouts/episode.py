@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo.orchestrator.rollouts.context import Backend, ContextFull, RolloutContext, current_context
+from grpo.orchestrator.rollouts.context import NO_POOLS, Backend, ContextFull, RolloutContext, current_context
 from grpo.orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
+from grpo.orchestrator.rollouts.players import Pool
 from grpo.orchestrator.rollouts.roles import POLICY, Role
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric
 from grpo.orchestrator.rollouts.state import EpisodeState, Reply
@@ -69,11 +70,12 @@ async def run_episode(
     seed: int | None,
     episodes: Mapping[str, Episode],
     stores: Iterable[str],
+    pools: Mapping[str, Pool] = NO_POOLS,
     score: bool = True,
     data: Mapping[str, Any] | None = None,
 ) -> EpisodeState:
-    """Rolls out an example and scores it; `backend` answers its calls. `episodes` can be spawned; `data` is the state's
-    at first. Raises what user code and the backend raise."""
+    """Rolls out an example and scores it; `backend` answers its calls. `episodes` can be spawned, opponents drawn from
+    `pools`; `data` is the state's at first. Raises what user code and the backend raise."""
     ctx = RolloutContext(
         backend,
         state=EpisodeState(example=example, data=dict(data or {})),
@@ -82,6 +84,7 @@ async def run_episode(
         seed=seed,
         episodes=episodes,
         stores=stores,
+        pools=pools,
         score=score,
     )
     return await episode.run(ctx)
@@ -125,7 +128,7 @@ def outcome_of(state: EpisodeState) -> Outcome:
             observed=None if reply.observed is None else [dict(message) for message in reply.observed],
         )
         for reply in state.trajectory
-        if reply.error is not None or reply.observed is not None
+        if reply.player is None and (reply.error is not None or reply.observed is not None)
     }
     return Outcome(
         rollout=state.number,
@@ -134,7 +137,8 @@ def outcome_of(state: EpisodeState) -> Outcome:
         metrics=state.metrics,
         extras=state.extras,
         truncated=state.truncated,
-        num_answers=len(state.trajectory),
+        num_answers=sum(reply.player is None for reply in state.trajectory),
+        players=state.players,
         marks=marks,
         children=[outcome_of(child) for child in state.children],
     )

@@ -25,7 +25,8 @@ async def play(
     asked: Answers = (),
 ) -> EpisodeState:
     """Rolls out and scores an example with the policy's `answers`, and those to `ctx.ask` in `asked`, where the
-    function gets `base` or `policy` for the role. Artifact stores are empty at first.
+    function gets `base` or `policy` for the role. Opponents that are drawn answer from `answers` too.
+    Artifact stores are empty at first.
 
     Raises what the environment raises, and ValueError where an answer more is asked for than there are.
 
@@ -39,6 +40,7 @@ async def play(
         seed=seed,
         episodes=environment.episodes,
         stores=environment.stores,
+        pools=environment.pools,
     )
 
 
@@ -59,6 +61,8 @@ class ScriptedBackend:
             except (KeyError, ValueError) as error:
                 raise CallFailed(str(error.args[0])) from None
             return protocol.StoreReply(value=value)
+        if isinstance(call, protocol.Draw):
+            return protocol.StoreReply(value={"name": call.pool, "digest": ""})
         if isinstance(call, protocol.Ask):
             return await self.answer(call, call.messages)
         if isinstance(call, protocol.ScoreAnswers):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from grpo.orchestrator.rollouts.players import PlayerId
 from grpo.orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from grpo.orchestrator.rollouts.state import StepError
 from grpo.transport.http import Choice
@@ -269,6 +270,10 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Ended by the episode because the context was full."""
     children: "tuple[EpisodeResult, ...]" = ()
     """Results of its sub-episodes."""
+    players: Mapping[str, PlayerId] = {}
+    """Who played, by role, the policy's own roles included; empty where nobody but the policy did."""
+    opponent: "EpisodeResult | None" = None
+    """The steps and rows of the opponents that our servers answered for, which are not trained."""
     failure: Failure | None = None
     """Why it has no reward; its steps are then those that are known."""
     seal: int | None = None

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, Ser
 from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
+from grpo.orchestrator.rollouts.players import PlayerId
 from grpo.orchestrator.rollouts.records import (
     Failure,
     Group,
@@ -27,6 +29,7 @@ from grpo.orchestrator.workers.protocol import (
     Ask,
     CallRefused,
     Delay,
+    Draw,
     Reply,
     Sample,
     Sampled,
@@ -48,6 +51,28 @@ FOR_ALL = (401, 403)
 MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The opponent of a game that our servers answer for."""
+
+    id: PlayerId
+    version: int | None
+    """None for the base model."""
+    adapter: str | None = None
+    follows: bool = False
+    """It is the newest policy where that changes meanwhile."""
+
+
+class Drawing(Protocol):
+    """Draws opponents, and names the policy's own side."""
+
+    def player(self, version: int | None, adapter: str | None) -> PlayerId: ...
+
+    async def draw(self, group: Group, number: int, call: Draw) -> Drawn:
+        """Returns the opponent of rollout `number` of a group, once all servers serve it. Raises ValueError for one
+        that there is not."""
+
+
 class EngineParts(Protocol):
     """The parts of the engine that answering calls needs."""
 
@@ -55,6 +80,7 @@ class EngineParts(Protocol):
     renderer: ChatRenderer
     templates: Templates
     stores: ArtifactStores | None
+    opponents: Drawing | None
     context_len: int
     max_characters: int
     long_texts: asyncio.Semaphore
@@ -87,6 +113,10 @@ class Rollout:
         """Begins from the first call, also once more."""
         self.steps: dict[int, dict[int, Step]] = {}
         """Steps by rollout of the tree, 0 for this one, and by call."""
+        self.opponent_steps: dict[int, dict[int, Step]] = {}
+        """The same of opponents."""
+        self._drawn: dict[int, Drawn] = {}
+        """Opponents by the call that drew them."""
         self._conversations: dict[tuple[int, int], Conversation] = {}
         """Conversations by rollout of the tree and number."""
         self._num_calls = 0
@@ -122,6 +152,8 @@ class Rollout:
                 return StoreReply(value=None)
             if isinstance(call, Sample):
                 return await self._sample(call)
+            if isinstance(call, Draw):
+                return await self._draw(call)
             if isinstance(call, ScoreAnswers):
                 return await self._score_answers(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
@@ -137,11 +169,18 @@ class Rollout:
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
-        steps = self.steps.setdefault(call.rollout, {})
-        if role is None or call.call in steps:
+        opponent = None if call.drawn is None else self._drawn.get(call.drawn)
+        steps = (self.steps if call.drawn is None else self.opponent_steps).setdefault(call.rollout, {})
+        if role is None or call.call in steps or (opponent is None and call.drawn is not None):
             raise _CallRefused(CALL_FAILED, f"call {call.call} of {call.role} is none that can be answered")
         own = (call.temperature or role.temperature) if group.task.split == "train" else None
         temperature = group.params.temperature if own is None else own
+        version: int | None = group.version
+        adapter, follow = group.adapters.name(call.role), self._follows
+        if opponent is not None:
+            version, adapter, follow = opponent.version, opponent.adapter, follow and opponent.follows
+            if group.task.split != "train":  # one that answers greedily is another player
+                temperature = call.temperature or role.temperature or 1.0
 
         conversations = self._conversations  # where this rollout begins once more, a thread goes on with the old ones
 
@@ -154,23 +193,22 @@ class Rollout:
         conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools, num_before=before)
         params = replace(
             group.params,
-            follow=self._follows,
+            follow=follow,
+            noisy=group.params.noisy and opponent is None,
             temperature=temperature,
             max_tokens=self._max_tokens(prompt, call.max_tokens or role.max_tokens or group.params.max_tokens),
-            adapter=group.adapters.name(call.role),
+            adapter=adapter,
         )
-        completion = await self._generate(prompt, params, group.version, call.call)
-        is_long = len(completion.token_ids) > MAX_TOKENS_ON_LOOP
+        completion = await self._generate(prompt, params, version, call.call)
+        is_long, recorded = len(completion.token_ids) > MAX_TOKENS_ON_LOOP, version or 0
         texts = await in_thread(conversation.texts_of, completion) if is_long else None
-        text = conversation.answer(
-            completion, version=group.version, temperature=temperature, call=call.call, texts=texts
-        )
+        text = conversation.answer(completion, version=recorded, temperature=temperature, call=call.call, texts=texts)
         steps[call.call] = Step(
             role=call.role,
             temperature=temperature,
             completion=completion,
             text=text,
-            version=group.version,
+            version=recorded,
             messages=tuple(call.messages),
             tools=conversation.tools,
             adapter=group.adapters.place(call.role),
@@ -181,6 +219,18 @@ class Rollout:
             written = await in_thread(lambda: [*map(self._engine.renderer.raw_text, zip(completion.token_ids))])
             reply.tokens = list(zip(written, completion.logprobs, strict=True))
         return reply
+
+    async def _draw(self, call: Draw) -> Reply:
+        """Draws an opponent."""
+        if (opponents := self._engine.opponents) is None:
+            raise _CallRefused(
+                CALL_FAILED, f"opponent {call.pool!r} is asked for, and only a run's environments have any"
+            )
+        try:
+            drawn = self._drawn[call.call] = await opponents.draw(self._group, self.number, call)
+        except ValueError as error:
+            raise _CallRefused(CALL_FAILED, str(error)) from None
+        return StoreReply(value={"name": drawn.id.name, "digest": drawn.id.digest})
 
     def _conversation(self, call: Sample, known: dict[tuple[int, int], Conversation]) -> Conversation:
         """Returns the conversation of a call, with its new messages."""
@@ -317,8 +367,10 @@ class Rollout:
         for (rollout, _), conversation in self._conversations.items():
             if conversation.calls[-1:] == [call]:
                 conversation.take_back()
-                del self.steps[rollout][call]
-        is_kept = any(call in steps for steps in self.steps.values())
+                for steps in (self.steps, self.opponent_steps):
+                    steps.get(rollout, {}).pop(call, None)
+        all_steps = (*self.steps.values(), *self.opponent_steps.values())
+        is_kept = any(call in steps for steps in all_steps)
         if not is_kept and (known := self._numbers.pop(call, None)) is not None:
             digest, num = known
             self._free.setdefault(digest, []).append(num)
@@ -335,12 +387,15 @@ class Rollout:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
         return StoreReply(value=value)
 
-    def rows(self) -> dict[int, list[TrainingRow]]:
-        """Returns what was sampled, for training, by rollout of the tree."""
-        rows = {} if self._presampled is None else {0: [self._presampled[1]]}
+    def rows(self, *, of_opponents: bool = False) -> dict[int, list[TrainingRow]]:
+        """Returns what was sampled, for training, by rollout of the tree; or what opponents answered."""
+        all_steps = self.opponent_steps if of_opponents else self.steps
+        rows = {} if self._presampled is None or of_opponents else {0: [self._presampled[1]]}
         for (rollout, _), conversation in self._conversations.items():
-            places = {call: place for place, call in enumerate(self.steps[rollout])}
-            rows.setdefault(rollout, []).extend(conversation.rows(places))
+            steps = all_steps.get(rollout, {})
+            if any(call in steps for call in conversation.calls):  # a conversation is of one role, and so of one player
+                places = {call: place for place, call in enumerate(steps)}
+                rows.setdefault(rollout, []).extend(conversation.rows(places))
         return rows
 
 

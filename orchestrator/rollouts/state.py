@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from grpo.orchestrator.rollouts.messages import Message
+from grpo.orchestrator.rollouts.players import PlayerId
 
 
 class StepError(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +24,7 @@ class StepError(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """One answer of the policy."""
+    """One answer, of the policy or of the player that a role was bound to."""
 
     role: str
     """The role that answered."""
@@ -48,6 +49,8 @@ class Reply:
     """The result of `ChatEpisode.observe` before it answered."""
     error: StepError | None = None
     """Set by `EpisodeState.mark_error`."""
+    player: PlayerId | None = None
+    """Who answered, untrained; None for the policy itself."""
 
     @property
     def message(self) -> dict[str, str]:
@@ -67,7 +70,9 @@ class EpisodeState:
     messages: list[Message] = field(default_factory=list)
     """The conversation so far, where the episode keeps one."""
     trajectory: list[Reply] = field(default_factory=list)
-    """All answers of the rollout's roles; its children's are theirs."""
+    """All answers of the rollout's roles, opponents' included; its children's are theirs."""
+    players: dict[str, PlayerId] = field(default_factory=dict)
+    """Opponents by the role that they are bound to."""
     role: str = ""
     """The role that acts now, or acted last."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -103,13 +108,13 @@ class EpisodeState:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that acted, in the order in which they did first."""
-        return tuple(dict.fromkeys(reply.role for reply in self.trajectory))
+        """The policy's roles that acted, in the order in which they did first; no opponents."""
+        return tuple(dict.fromkeys(reply.role for reply in self.trajectory if reply.player is None))
 
     @property
     def reward(self) -> float:
-        """The reward of the role that acted first; 0 if nobody acted, or before it is scored."""
-        return self.rewards.get(self.trajectory[0].role, 0.0) if self.trajectory else 0.0
+        """The reward of the policy's role that acted first; 0 if none acted, or before it is scored."""
+        return self.rewards.get(self.roles[0], 0.0) if self.roles else 0.0
 
     def mark_error(self, error_kind: str, hint_template_key: str, message: str = "", *, index: int = -1) -> None:
         """Marks an answer, the newest where no `index` is given, as one that went wrong. Raises ValueError where there

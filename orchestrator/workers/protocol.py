@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from grpo.orchestrator.rollouts.players import PlayerId, Pool
 from grpo.orchestrator.rollouts.records import check_numbers
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.state import StepError
@@ -56,6 +57,8 @@ class EnvironmentInfo(Job, kw_only=True):
     """The roles of all its episodes."""
     stores: dict[str, int]
     """Artifact stores by name, with the number of artifacts that each may hold."""
+    pools: dict[str, Pool] = {}
+    """Opponents by name."""
 
 
 class LoadDataset(Job, kw_only=True):
@@ -100,7 +103,8 @@ class Sampled(Call, kw_only=True):
 
 
 class StoreReply(Call, kw_only=True):
-    """Answers StoreCall, with what ArtifactStore.operate returns, ScoreAnswers, and Delay."""
+    """Answers StoreCall, with what ArtifactStore.operate returns, Draw, with `name` and `digest` of a player,
+    ScoreAnswers, and Delay."""
 
     value: Any
 
@@ -133,6 +137,23 @@ class Sample(Call, kw_only=True):
     """The messages' texts, one after the other, are the prompt, without a chat template."""
     logprobs: bool = False
     """True if the answer is to have its tokens."""
+    drawn: int | None = None
+    """The Draw whose player answers, untrained; None for the policy."""
+
+
+class Draw(Call, kw_only=True):
+    """Draw an opponent. Answered by StoreReply or CallRefused."""
+
+    pool: str
+    """One of the environment's, `base` or `newest`."""
+    by: str
+    """One of `players.RULES`."""
+    per_game: bool
+    """Each game draws for itself, and not each group."""
+    rollout: int = 0
+    """As in Sample."""
+    adapter: str | None = None
+    """Of `newest`."""
 
 
 class Ask(Call, kw_only=True):
@@ -229,6 +250,8 @@ class Outcome(Job, kw_only=True):
     """Answers of the policy that have arrived."""
     marks: dict[int, Mark] = {}
     """Remarks by call."""
+    players: dict[str, PlayerId] = {}
+    """Opponents by role."""
     children: "list[Outcome]" = []
     """The outcomes of the rollouts that it spawned; they have no `job`."""
 
@@ -268,7 +291,7 @@ class Left(msgspec.Struct, tag=True):
     """The worker was ended by a signal, or with its server."""
 
 
-AnyCall = Sample | Ask | ScoreAnswers | StoreCall | Delay | Withdraw
+AnyCall = Sample | Draw | Ask | ScoreAnswers | StoreCall | Delay | Withdraw
 Reply = Sampled | StoreReply | CallRefused
 Answer = EnvironmentInfo | Prompts | Outcome | Failed
 ToWorker = Load | LoadDataset | RunEpisode | Score | Cancel | Sampled | StoreReply | CallRefused | Alive | Left
@@ -278,6 +301,7 @@ FromWorker = (
     | Outcome
     | Failed
     | Sample
+    | Draw
     | Ask
     | ScoreAnswers
     | StoreCall

@@ -169,8 +169,10 @@ class Worker:
             limit_memory(load.memory_bytes)
         environment = self._environment = make_environment(load.env_id, load.args)
         self._episode, self._timeout_s = episode_of(environment), load.timeout_s
-        stores = dict(environment.stores)
-        return EnvironmentInfo(single_turn=is_single_turn(environment), roles=roles_of(environment), stores=stores)
+        stores, pools = dict(environment.stores), dict(environment.pools)
+        return EnvironmentInfo(
+            single_turn=is_single_turn(environment), roles=roles_of(environment), stores=stores, pools=pools
+        )
 
     def _prompts(self, request: LoadDataset) -> Prompts:
         examples = self._examples(request.split)
@@ -250,6 +252,7 @@ class Worker:
             seed=run.seed,
             episodes=self._environment.episodes,
             stores=self._environment.stores,
+            pools=self._environment.pools,
             score=run.score,
         )
 

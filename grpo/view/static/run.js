@@ -9,6 +9,7 @@ const CHARTS = [
   ["Groups of equal rewards, which teach nothing (share)", ["reward/groups_without_spread", "reward/groups_without_spread/"]],
   ["Entropy of the policy (nats)", ["policy/entropy", "policy/entropy/"]],
   ["Server against trainer, KL by lag (nats)", ["policy/mismatch_kl_lag"]],
+  ["Log-ratio now to when sampled, mean; and its KL (nats)", ["policy/log_ratio_mean", "policy/kl"]],
   ["Importance ratio", ["policy/ratio_mean", "policy/ratio_min", "policy/ratio_max"]],
   ["Tokens left out, share by mask", ["policy/masked", "policy/masked_"]],
   ["Answer length (tokens)", ["rollout/num_tokens_mean", "rollout/num_tokens_max"]],
@@ -203,14 +204,16 @@ export function ProofPage({ run }) {
   const state = useAnswer(`runs/${encodeURIComponent(run)}/proof`, run);
   const about = useAnswer(`runs/${encodeURIComponent(run)}`, run);
   return html`<h1>${run}: proof</h1><${Tabs} run=${run} here="proof" traced=${about.value?.traced} /><${Answer} state=${state}>${(page) => {
-    const facts = Object.fromEntries(page.parts.map((part) => [part.name, part.facts]));
+    // A training service has datums and checkpoints, where a run has rollouts and batches.
+    const names = { datums: "rollouts", checkpoints: "batches" };
+    const facts = Object.fromEntries(page.parts.map((part) => [names[part.name] ?? part.name, part.facts]));
     return html`<p class=${page.broken.length ? "bad" : page.unproved.length ? "" : "good"} role="status"><b>${page.verdict}</b></p>
       <p class="quiet">Run ${page.run_id}, ${page.state}, step ${figure(page.step)}${page.max_steps === null ? "" : ` of ${figure(page.max_steps)}`}. The same page: <code>grpo prove</code> on the run's folder or a copy of it.</p>
       <table class="proof"><tbody>${page.parts.map((part) => html`<tr key=${part.name}><th scope="row">${part.name}</th>
         <td class=${part.broken.length ? "bad" : part.unproved.length ? "quiet" : "good"}>${part.broken.length ? "✗" : part.unproved.length ? "○" : "✓"}<span class="hidden"> ${part.broken.length ? "broken" : part.unproved.length ? "in part" : "proved"}</span></td>
         <td>${part.summary}</td></tr>`)}</tbody></table>
       <${Found} title="Broken" what="broken" found=${page.broken} /><${Found} title="Unproved" what="quiet" found=${page.unproved} />
-      <h2>Fate of every rollout</h2>
+      <h2>Fate of every ${facts.rollouts.refused ? "datum" : "rollout"}</h2>
       <table><tbody>${Object.entries(facts.rollouts.states ?? {}).map(([name, num]) => html`<tr key=${name}><td>${name}</td><td>${figure(num)}</td></tr>`)}
       ${Object.entries(facts.rollouts.dropped ?? {}).map(([name, num]) => html`<tr key=${`dropped ${name}`}><td class="quiet">dropped: ${name}</td><td>${figure(num)}</td></tr>`)}</tbody></table>
       <h2>Checks of the ledger</h2><ul class="checks">${Object.entries(facts.rollouts.checks ?? {}).map(([name, found]) => html`<li key=${name} class=${found.length ? "bad" : "good"}>
