@@ -9,6 +9,7 @@ from typing import Any
 from grpo import (
     AlternatingRolesEpisode,
     ContextFull,
+    DrawRule,
     Environment,
     EpisodeState,
     Role,
@@ -71,7 +72,7 @@ class Debate(AlternatingRolesEpisode, Environment):
 
     Each held-out topic is debated twice, by the policy as the one role and the model before training as the other.
     The accuracy is the share that the policy wins, a tie being half, and `against_base/Aff` and `against_base/Neg` are
-    that of each role; in training it is always a half.
+    that of each role; in training it is the share against the `opponent`, and a half where there is none.
     """
 
     def __init__(
@@ -84,11 +85,17 @@ class Debate(AlternatingRolesEpisode, Environment):
         max_tokens: int = 256,
         aff_prompt: str = AFF_PROMPT,
         neg_prompt: str = NEG_PROMPT,
+        opponent: str | None = None,
+        every: int = 5,
+        keep: int = 16,
+        by: DrawRule = "uniform",
         seed: int = 0,
     ) -> None:
         """`judge`: `rule` names the side with more `points` and needs no model; else a model that is asked beside the
         policy, greedily: `base`, `policy`, or `{base_url, model, api_key_var}`. `num_eval` of the `topics` are kept for
-        evaluation (0: it is on those of training). `max_tokens`: of one speech."""
+        evaluation (0: it is on those of training). `max_tokens`: of one speech. `opponent`: who has the one side
+        in training, which side by chance: `past`, drawn `by` a rule from each version that is a multiple of `every`,
+        of which the newest `keep` stay; `base`; `newest` (None: the policy is trained in both)."""
         prompts = {AFF: aff_prompt, NEG: neg_prompt}
         roles = [Role(id=role, system_prompt=text, max_tokens=max_tokens) for role, text in prompts.items()]
         super().__init__(roles=roles, max_turns=2 * num_rounds)
@@ -97,6 +104,9 @@ class Debate(AlternatingRolesEpisode, Environment):
                 f"{len(topics)} topics and num_eval={num_eval}: expected different topics, more than num_eval"
             )
         self._prompts, self._max_tokens = prompts, max_tokens
+        self._opponent, self._by = opponent, by
+        if opponent == "past":
+            self.add_pool("past", every=every, keep=keep)
         self._judge = None if judge == "rule" else client_of(judge)
         counts = [self.points] if self._judge is None else []
         measures = [self.tie, self.no_verdict, self.against_base, *counts]
@@ -110,6 +120,8 @@ class Debate(AlternatingRolesEpisode, Environment):
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         if "plays" not in state.example:
+            if self._opponent is not None:
+                ctx.bind(ctx.rng.choice((AFF, NEG)), await self.opponent(self._opponent, by=self._by))
             await super().rollout(ctx, state)
             return
         state.messages = list(self.initial_messages(state))
@@ -154,7 +166,8 @@ class Debate(AlternatingRolesEpisode, Environment):
 
     def won(self, state: EpisodeState) -> float:
         """1 where the role that the policy plays has won, and a half after a tie and where it plays both."""
-        own, winner = state.example.get("plays"), state.data["verdict"]
+        bound = [role for role in ARGUMENTS if role not in state.players] if state.players else []
+        own, winner = state.example.get("plays", *bound), state.data["verdict"]
         return float(winner == own) if own is not None and winner in (AFF, NEG) else 0.5
 
     def against_base(self, state: EpisodeState) -> dict[str, float]:

@@ -53,6 +53,7 @@ __all__ = [
     "ChatEpisode",
     "ContextFull",
     "CreditAssigner",
+    "DrawRule",
     "Environment",
     "Episode",
     "EpisodeRequest",

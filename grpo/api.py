@@ -21,7 +21,7 @@ from grpo.orchestrator.rollouts.messages import Message, ModelResponse, messages
 from grpo.orchestrator.rollouts.openai_endpoint import endpoint_of, shared_endpoint
 from grpo.orchestrator.rollouts.parsers import BoxedParser, MarkerParser, Parsed, Parser, XMLParser
 from grpo.orchestrator.rollouts.play import play
-from grpo.orchestrator.rollouts.players import Player
+from grpo.orchestrator.rollouts.players import DrawRule, Player
 from grpo.orchestrator.rollouts.roles import Role
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric, Scores
 from grpo.orchestrator.rollouts.state import EpisodeState, Reply, StepError
@@ -45,6 +45,7 @@ __all__ = [
     "CallFailed",
     "ChatEpisode",
     "ContextFull",
+    "DrawRule",
     "Environment",
     "Episode",
     "EpisodeState",

@@ -27,6 +27,7 @@ COMMANDS = {
     "service": "a training service for loops that are written against the tinker client",
     "chat": "a conversation with a policy version and its base, side by side",
     "evaluate": "how good a model, a run or a checkpoint is at environments, without training",
+    "ratings": "how strong a run's versions and their opponents are, by all games that they played",
     "judge": "how far a policy is from one that nobody can beat at a game, exactly",
     "canary": "whether a server, of ours or not, serves a PEFT adapter",
     "data": "what a data set would ask, how long that is, and which rows cannot be used",

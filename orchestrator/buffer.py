@@ -11,7 +11,6 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
 ALL_ZERO, ALL_ONE, ALL_EQUAL = "all_rewards_0", "all_rewards_1", "all_rewards_equal"
 """Reasons why a group is not trained."""
@@ -30,61 +29,158 @@ MAX_REFILLS = 8
 """How many groups without spread may be dropped for each one with spread."""
 
 
+_ROUNDS = 6
+_FEW = 1024
+"""So many normal examples, or one in so many, are few: they are looked for by the place of each."""
+
+
 class NothingToAsk(ValueError):
     """All examples are easy or hard."""
 
 
-@dataclass(slots=True, kw_only=True)
+class Order:
+    """A seeded order of the numbers below `num`, which is computed where it is asked for: an epoch of a billion
+    examples begins at once, and takes no memory.
+
+    It is a Feistel network over the smallest power of two that holds them all. Numbers from `num` on are permuted again
+    until they are below it (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+
+    def __init__(self, seed: str, num: int) -> None:
+        bits = max(2, (num - 1).bit_length())
+        self._num, self._shift = num, np.uint64(bits // 2)
+        self._low, self._high = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
+        digest = hashlib.blake2b(seed.encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = list(enumerate(np.frombuffer(digest, np.uint64)))
+
+    def numbers(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Returns the numbers at the places from `begin` to before `end`."""
+        return self._walk(np.arange(begin, end, dtype=np.uint64), self._keys)
+
+    def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the places of these numbers."""
+        return self._walk(numbers.astype(np.uint64), self._keys[::-1])
+
+    def _walk(self, values: NDArray[np.uint64], keys: Sequence[tuple[int, np.uint64]]) -> NDArray[np.int64]:
+        values = self._permuted(values, keys)
+        while len(beyond := np.flatnonzero(values >= self._num)):
+            values[beyond] = self._permuted(values[beyond], keys)
+        return values.astype(np.int64)
+
+    def _permuted(self, values: NDArray[np.uint64], keys: Sequence[tuple[int, np.uint64]]) -> NDArray[np.uint64]:
+        left, right = values >> self._shift, values & self._low
+        for number, key in keys:
+            if number % 2:
+                right = right ^ (_mixed(left, key) & self._low)
+            else:
+                left = left ^ (_mixed(right, key) & self._high)
+        return (left << self._shift) | right
+
+
+def _mixed(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """Returns 64 bits that follow from the key and each value, by the finalizer of SplitMix64."""
+    values = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 class _Environment:
-    """The examples of one environment and where its order stands."""
+    """The examples of one environment and where its order stands. Examples are known by their number among those that
+    are no duplicates, in the dataset's order."""
 
-    label: str
-    ratio: float
-    seed: str
-    """The seed of the orders of all epochs."""
-    examples: dict[str, int]
-    """Indices in the dataset by key, without duplicates, in the dataset's order."""
-    keys: list[str] = field(init=False)
-    digest: str = field(init=False)
-    """A digest of what the orders follow from: the seed and the keys."""
-    epoch: int = 0
-    position: int = 0
-    """The next example's index in the epoch's order."""
-    credit: float = 0.0
-    """The share of turns that it has waited for."""
-    pools: dict[str, str] = field(default_factory=dict)
-    """The pools of examples that are not normal, by key."""
-    sizes: Counter[str] = field(init=False)
-    """Examples by pool."""
-    _order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-    """An epoch and its order."""
+    def __init__(
+        self, label: str, keys: NDArray[np.bytes_], others: "Sequence[_Environment]", *, ratio: float, seed: str
+    ) -> None:
+        """`keys`: the identity of each example. What `others` have, or it has before, is left out. `seed`: of the
+        orders of all epochs."""
+        by_key, first = np.unique(keys, return_index=True)
+        for other in others:
+            new = other.find(by_key) < 0
+            by_key, first = by_key[new], first[new]
+        self.label, self.ratio, self.seed = label, ratio, seed
+        self.indices: NDArray[np.int64] = np.sort(first)
+        """Indices in the dataset."""
+        self._sorted, self._by_key = by_key, np.searchsorted(self.indices, first)
+        """Keys in their own order, and the examples that they are of."""
+        self.keys = keys[self.indices]
+        digest = hashlib.sha256(f"{seed}\0".encode())
+        digest.update(np.ascontiguousarray(self.keys).data)
+        self.digest = digest.hexdigest()
+        """A digest of what the orders follow from: the seed and the keys."""
+        self.epoch = self.position = 0
+        """The next example's epoch, and its place in the epoch's order."""
+        self.credit = 0.0
+        """The share of turns that it has waited for."""
+        self.pools: NDArray[np.int8] = np.zeros(len(self.keys), np.int8)
+        """The pool of each example, by its index in POOLS."""
+        self.sizes = Counter({NORMAL: len(self.keys)})
+        """Examples by pool."""
+        self._order: tuple[int, Order] | None = None
+        """An epoch and its order."""
+        self._ahead = deque[tuple[int, int]]()
+        """The next examples that were normal when they were looked for: (place, number)."""
+        self._looked = 0
+        """The place up to which they were looked for."""
+        self._normal: set[int] | None = None
+        """The normal examples, where they are few among many."""
 
-    def __post_init__(self) -> None:
-        self.keys, self.sizes = list(self.examples), Counter({NORMAL: len(self.examples)})
-        self.digest = hashlib.sha256("\0".join((self.seed, *self.keys)).encode()).hexdigest()
+    def find(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
+        """Returns the number of each example by its key; -1 where it has none."""
+        if not len(self._sorted):
+            return np.full(len(keys), -1)
+        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
+        return np.where(self._sorted[at] == keys, self._by_key[at], -1)
 
-    def next(self) -> tuple[str, int]:
-        """Returns the next normal example, by its key, and the epoch. There must be one."""
+    def key(self, number: int) -> str:
+        """Returns the identity of an example."""
+        return bytes(self.keys[number]).decode()
+
+    def next(self) -> tuple[int, int]:
+        """Returns the next normal example and the epoch. There must be one."""
         while True:
-            if self.position == len(self.keys):
-                self.epoch, self.position = self.epoch + 1, 0
-            if self._order[0] != self.epoch:
-                draws = np.random.default_rng([*f"{self.seed}/{self.epoch}".encode()])
-                self._order = self.epoch, draws.permutation(len(self.keys))
-            key = self.keys[self._order[1][self.position]]
-            self.position += 1
-            if key not in self.pools:
-                return key, self.epoch
+            while self._ahead:
+                place, number = self._ahead.popleft()
+                if self.pools[number] == 0:
+                    self.position = place + 1
+                    return number, self.epoch
+            if max(self._looked, self.position) >= len(self.keys):
+                self.epoch, self.position, self._looked = self.epoch + 1, 0, 0
+            self._look_ahead()
 
-    def put(self, key: str, pool: str) -> bool:
+    def _look_ahead(self) -> None:
+        """Looks for normal examples further on in the epoch: where they are few, by the place of each, and otherwise
+        place by place."""
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = self.epoch, Order(f"{self.seed}/{self.epoch}", len(self.keys))
+        order, begin = self._order[1], max(self._looked, self.position)
+        num, num_normal = len(self.keys), self.sizes[NORMAL]
+        if num_normal <= max(_FEW, num // _FEW):
+            if self._normal is None:
+                self._normal = {*np.flatnonzero(self.pools == 0).tolist()}
+            numbers = np.fromiter(self._normal, np.int64, len(self._normal))
+            places = order.places(numbers)
+            by_place = np.argsort(places)
+            by_place = by_place[places[by_place] >= begin]
+            places, numbers, self._looked = places[by_place], numbers[by_place], num
+        else:
+            self._looked = min(num, begin + max(64, 2 * num // num_normal))
+            places, numbers = np.arange(begin, self._looked), order.numbers(begin, self._looked)
+        self._ahead.extend(zip(places.tolist(), numbers.tolist(), strict=True))
+
+    def put(self, number: int, pool: str) -> bool:
         """Puts an example into a pool. Returns whether it was in another one."""
-        if (old := self.pools.get(key, NORMAL)) == pool:
+        if (old := POOLS[self.pools[number]]) == pool:
             return False
         self.sizes[old] -= 1
         self.sizes[pool] += 1
-        self.pools[key] = pool
-        if pool == NORMAL:
-            del self.pools[key]
+        self.pools[number] = POOLS.index(pool)
+        if pool == NORMAL:  # it may stand in what was looked through
+            self._ahead.clear()
+            self._looked = 0
+        if self._normal is not None:
+            (self._normal.add if pool == NORMAL else self._normal.discard)(number)
+            if len(self._normal) > 2 * max(_FEW, len(self.keys) // _FEW):
+                self._normal = None
         return True
 
 
@@ -94,7 +190,7 @@ class Buffer:
 
     def __init__(
         self,
-        keys: Mapping[str, Sequence[str]],
+        keys: Mapping[str, Sequence[str] | NDArray[np.bytes_]],
         *,
         seed: int,
         env_ratios: Sequence[float] | None = None,
@@ -112,25 +208,20 @@ class Buffer:
         self._easy_threshold, self._hard_threshold = easy_threshold, hard_threshold
         self._filters_online = online_difficulty_filtering
         self._environments: dict[str, _Environment] = {}
-        self._env_of: dict[str, _Environment] = {}
-        """Environments by the keys of their examples."""
         self.num_duplicates: Counter[str] = Counter()
         """Examples that were left out, by environment."""
         for (label, known), ratio in zip(keys.items(), env_ratios or [1.0] * len(keys), strict=True):
-            own: dict[str, int] = {}
-            for index, key in enumerate(known):
-                if key not in self._env_of:
-                    own.setdefault(key, index)
-            if not own:
+            known = _as_keys(known)
+            others = list(self._environments.values())
+            env = _Environment(label, known, others, ratio=ratio, seed=f"{seed}/{label}")
+            if not len(env.keys):
                 raise ValueError(f"environment {label}: all {len(known)} examples are duplicates; see hash_keys")
-            self.num_duplicates += Counter({label: len(known) - len(own)})
-            env = _Environment(label=label, ratio=ratio, seed=f"{seed}/{label}", examples=own)
+            self.num_duplicates += Counter({label: len(known) - len(env.keys)})
             self._environments[label] = env
-            self._env_of |= dict.fromkeys(own, env)
-        self._open: dict[int, tuple[str, int]] = {}
-        """The key of the example of each open group, and the epoch that it was drawn in. A key is an example's
-        identity, which outlives a restart and a change of the dataset's order."""
-        self._again: deque[tuple[str, int]] = deque()
+        self._open: dict[int, tuple[_Environment, int, int]] = {}
+        """The example of each open group, as its environment and its number there, and the epoch that it was drawn
+        in."""
+        self._again: deque[tuple[_Environment, int, int]] = deque()
         self._moved: dict[str, str] = {}
         self._most_refills = self._num_refills = MAX_REFILLS * groups_per_batch
         """Groups that may still be dropped."""
@@ -144,9 +235,13 @@ class Buffer:
 
         Raises NothingToAsk where all examples are easy or hard.
         """
-        key, epoch = self._open[group] = self._again.popleft() if self._again else self._turn().next()
-        env = self._env_of[key]
-        return env.label, env.examples[key], epoch
+        if self._again:
+            chosen = self._again.popleft()
+        else:
+            env = self._turn()
+            chosen = env, *env.next()
+        self._open[group] = env, number, epoch = chosen
+        return env.label, int(env.indices[number]), epoch
 
     def _turn(self) -> _Environment:
         """Returns the environment whose turn it is: over time each gets its share, never off by more than a turn."""
@@ -175,7 +270,8 @@ class Buffer:
             pool = EASY
         elif self._hard_threshold is not None and mean <= self._hard_threshold:
             pool = HARD
-        self._put(self._open[group][0], pool)
+        env, number, _ = self._open[group]
+        self._put(env, number, pool)
         reason = None
         if self._filters_online and all(map(without_spread, of_roles)):
             reason = without_spread(rewards_G)
@@ -195,9 +291,18 @@ class Buffer:
         """The group was cancelled before it had rewards; its example comes again before any other."""
         self._again.append(self._open.pop(group))
 
-    def _put(self, key: str, pool: str) -> None:
-        if self._env_of[key].put(key, pool):
-            self._moved[key] = pool
+    def _put(self, env: _Environment, number: int, pool: str) -> None:
+        if env.put(number, pool):
+            self._moved[env.key(number)] = pool
+
+    def _find(self, keys: Sequence[str]) -> list[tuple[_Environment, int] | None]:
+        """Returns the environment of each key, and the number of its example; None where it is nobody's."""
+        found: list[tuple[_Environment, int] | None] = [None] * len(keys)
+        for env in self._environments.values() if keys else ():
+            for place, number in enumerate(env.find(_as_keys(keys)).tolist()):
+                if number >= 0:
+                    found[place] = env, number
+        return found
 
     # --- what others ask ---
 
@@ -221,7 +326,7 @@ class Buffer:
             "environments": {
                 label: {name: getattr(one, name) for name in fields} for label, one in self._environments.items()
             },
-            "open": [*self._open.values(), *self._again],
+            "open": [(env.key(number), epoch) for env, number, epoch in (*self._open.values(), *self._again)],
             "num_refills": self._num_refills,
         }
 
@@ -245,18 +350,19 @@ class Buffer:
             one.epoch, one.position = (saved["epoch"], saved["position"]) if same else (saved["epoch"] + 1, 0)
             one.credit = saved["credit"]
         thresholds = {EASY: self._easy_threshold, HARD: self._hard_threshold}
-        num_lost = 0
-        for key, pool in pools.items():
-            if pool != NORMAL and key not in self._env_of:
+        num_lost, chosen = 0, [key for key, pool in pools.items() if pool != NORMAL]
+        for key, found in zip(chosen, self._find(chosen), strict=True):
+            if found is None:
                 num_lost += 1
-            elif pool != NORMAL and thresholds[pool] is None:
+            elif thresholds[pools[key]] is None:
                 self._moved[key] = NORMAL
-            elif pool != NORMAL:
-                self._env_of[key].put(key, pool)
-        known = [(key, epoch) for key, epoch in state["open"] if key in self._env_of]
-        self._again.extend(known)
+            else:
+                found[0].put(found[1], pools[key])
+        known = self._find([key for key, _ in state["open"]])
+        again = [(*one, epoch) for one, (_, epoch) in zip(known, state["open"], strict=True) if one is not None]
+        self._again.extend(again)
         self._num_refills = min(state["num_refills"], self._most_refills)
-        return num_lost + len(state["open"]) - len(known)
+        return num_lost + len(state["open"]) - len(again)
 
     def forget(self, pools: Mapping[str, str]) -> None:
         """Makes the examples in `pools` normal that an earlier process has found easy or hard."""
@@ -269,11 +375,17 @@ class Buffer:
         for one in self._environments.values():
             draw = random.Random(f"{one.seed}/{one.epoch}/{one.position}/promote")
             for pool, fraction in ((EASY, easy_fraction), (HARD, hard_fraction)):
-                keys = sorted(key for key, of in one.pools.items() if of == pool)
-                for key in draw.sample(keys, round(fraction * len(keys))):
-                    self._put(key, NORMAL)
+                numbers = np.flatnonzero(one.pools == POOLS.index(pool))
+                numbers = numbers[np.argsort(one.keys[numbers])].tolist()  # whatever the dataset's order
+                for number in draw.sample(numbers, round(fraction * len(numbers))):
+                    self._put(one, number, NORMAL)
                     promoted += 1
         return promoted
+
+
+def _as_keys(keys: Sequence[str] | NDArray[np.bytes_]) -> NDArray[np.bytes_]:
+    """Returns identities as an array of bytes."""
+    return keys if isinstance(keys, np.ndarray) else np.array([key.encode() for key in keys], np.bytes_)
 
 
 def without_spread(rewards_G: Sequence[float]) -> str | None:
@@ -285,7 +397,9 @@ def without_spread(rewards_G: Sequence[float]) -> str | None:
     return reason or (ALL_EQUAL if len(rewards_G) > 1 else None)
 
 
-def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]], progress: Progress) -> Buffer:
+def make_buffer(
+    settings: OrchSettings, keys: Mapping[str, Sequence[str] | NDArray[np.bytes_]], progress: Progress
+) -> Buffer:
     """Returns the buffer of a run, which goes on where an earlier process stood; a share of the easy and of the hard
     examples is normal again. `keys`: the identities of each environment's examples."""
     chosen = settings.buffer

@@ -126,12 +126,15 @@ class Game(msgspec.Struct, kw_only=True):
     """1 where `player` won, 0.5 after a draw, 0 where it lost."""
 
 
-GAMES = """
-SELECT player, other, sum(score = 1), sum(score = 0.5), sum(score = 0)
+_COUNTS = "sum(score = 1), sum(score = 0.5), sum(score = 0)"
+_LEFT = """
 FROM games JOIN rollouts ON games.group_id = rollouts.group_id AND games.number = rollouts.number
 WHERE step IS NOT NULL"""
-"""Counts games whose batch has left: what a killed process had begun is rolled out again, and counts once."""
-BY_PAIR = "GROUP BY player, other ORDER BY player, other"
+"""Games count whose batch has left: what a killed process had begun is rolled out again, and counts once."""
+_OF_ENV = f"""
+SELECT player, other, {_COUNTS} {_LEFT} AND games.env = ? AND step BETWEEN ? AND ? GROUP BY 1, 2 ORDER BY 1, 2"""
+BY_ENV = f"SELECT games.env, player, other, {_COUNTS} {_LEFT} GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"
+"""Query of the games of all environments, counted by pair."""
 _COLUMNS = RolloutRow.__struct_fields__
 _UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _NOW = "UPDATE rollouts SET changed_at = max(?, changed_at),"  # a clock may go back
@@ -221,7 +224,7 @@ class Ledger:
     def games(self, env: str, *, first: int = 0, last: int) -> dict[tuple[str, str], tuple[int, int, int]]:
         """Returns how many games of an environment, in batches `first` to `last`, each player won, drew and lost, by
         (player, other)."""
-        rows = self._read(f"{GAMES} AND games.env = ? AND step BETWEEN ? AND ? {BY_PAIR}", env, first, last)
+        rows = self._read(_OF_ENV, env, first, last)
         return {(player, other): (won, drawn, lost) for player, other, won, drawn, lost in rows}
 
     def dropped(self, rollout_ids: Iterable[str], reason: str) -> None:

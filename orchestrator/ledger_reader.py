@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from grpo.orchestrator.ledger import LEDGER_FILE, STATES, RolloutRow
+from grpo.orchestrator.ledger import BY_ENV, LEDGER_FILE, STATES, RolloutRow
+from grpo.orchestrator.ratings import Pairs
 from grpo.transport.errors import CorruptError, UserError
 from grpo.transport.receipts import ExpectedWitness, Receipt
 
@@ -114,6 +115,28 @@ class LedgerReader:
         """Returns by step how the trainer's witness differed from the one that was expected, where it did, as it was
         found while the batch's samples were known."""
         return dict(self._rows("SELECT step, finding FROM receipts WHERE finding IS NOT NULL ORDER BY step"))
+
+    # --- games ---
+
+    def games(self) -> dict[str, Pairs]:
+        """Returns games by environment, counted by (player, other); none in a ledger of an earlier release."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'games'"):
+            return {}
+        found: dict[str, dict[tuple[str, str], tuple[int, int, int]]] = {}
+        for env, player, other, *counts in self._rows(BY_ENV):
+            won, drawn, lost = counts
+            found.setdefault(env, {})[player, other] = (won, drawn, lost)
+        return dict(found)
+
+    def newest_games(self, env: str, most: int) -> list[dict[str, Any]]:
+        """Returns the newest games of an environment, with the step of their batch."""
+        names = ("rollout", "step", "player", "other", "role", "other_role", "score", "digest", "other_digest")
+        query = (
+            "SELECT games.group_id || '/' || games.number || place, step, player, other, role, other_role, score, "
+            "digest, other_digest FROM games JOIN rollouts ON games.group_id = rollouts.group_id AND games.number = "
+            "rollouts.number WHERE step IS NOT NULL AND games.env = ? ORDER BY games.group_id DESC, 1 LIMIT ?"
+        )
+        return [dict(zip(names, row, strict=True)) for row in self._rows(query, env, most)]
 
     # --- fates ---
 

@@ -135,7 +135,7 @@ def _trainer_of(settings: OrchSettings) -> LoadedSettings[TrainSettings]:
     return recorded(TrainSettings, theirs or wait_for_settings(path, "train", timeout_s=settings.wait_timeout_s))
 
 
-async def _prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, list[Messages]]:
+async def _prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, Sequence[Messages]]:
     return {env.label: await environments[env.label].prompts("train") for env in settings.env}
 
 
@@ -153,10 +153,13 @@ async def _check_scoring(
             await environments[label].check_scoring(Task(env=label, split="train", index=0, messages=messages[0]))
 
 
-async def held_out_prompts(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> dict[str, list[Messages]]:
+async def held_out_prompts(
+    settings: OrchSettings, environments: Mapping[str, WorkerPool]
+) -> dict[str, Sequence[Messages]]:
     """Returns the held-out prompts by the key of their environment. Raises EnvironmentFailed."""
-    num = None if settings.eval.num_examples < 0 else settings.eval.num_examples
-    return {one.key: (await environments[one.key].prompts("eval"))[:num] for one in held_out(settings)}
+    num = settings.eval.num_examples
+    prompts = {one.key: await environments[one.key].prompts("eval") for one in held_out(settings)}
+    return prompts if num < 0 else {key: some[:num] for key, some in prompts.items()}
 
 
 # --- environments ---

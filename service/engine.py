@@ -281,7 +281,8 @@ class Engine:
             if asked.get("age_encryption_recipients"):
                 raise Refused("age_encryption_recipients: this service does not encrypt what it exports")
             path = self._path(command, _FOLDERS[command.kind], asked)
-            self._checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq)
+            self._base.use(model.policy)
+            self._checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq, canary=True)
             return _done({"type": command.kind, "path": path})
         return (yield from self._save_for_sampler(model, asked, command))
 
@@ -296,8 +297,9 @@ class Engine:
         if (kind := asked.get("kind", "snapshot")) != "snapshot":
             raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
         self._base.use(model.policy)
-        if number is None:  # what a session alone samples from is no checkpoint
-            checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq)
+        if number is None:  # what a session alone samples from is no checkpoint; a version has its canary itself
+            size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=self._publish is None)
+            checkpoint = path, size
         if self._publish is None:
             self._checkpoint = checkpoint
             return _done({"type": command.kind, "path": path})

@@ -26,10 +26,12 @@ from grpo.trainer.errors import NonFiniteError
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.optim import Optimizer
 from grpo.trainer.packing import PackedTokens, first_fit, pack, to_device
+from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
 from grpo.trainer.witness import GradientWitness
 from grpo.transport.folders import write_folder
-from grpo.transport.weights.store import ADAPTER_FILE
+from grpo.transport.records import Canary
+from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE
 from safetensors.torch import load_file, save
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -37,6 +39,7 @@ STATE_FILE = "state.json"
 ALPHA = 32
 """LoRA alpha of every adapter, as recipes for the protocol expect."""
 WITNESS = "witness"
+CANARY_SEED = 0
 _DEFAULT_ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,
@@ -271,15 +274,23 @@ class TrainedModel:
         assert isinstance(self.policy.weights, AdapterWeights)
         return self.policy.weights.files(self.policy.weights.snapshot())
 
-    def save(self, folder: Path, *, seq: int) -> int:
-        """Writes adapter and optimizer, whole or not at all, over what was there. `seq` is the last command that is in
-        them. Returns the bytes."""
+    def canary(self) -> Canary:
+        """Returns the trainer's log-probabilities of the canary, by which others see whether they compute the same. Its
+        adapter must be in use."""
+        ids = canary_ids(self.policy.causal_lm.config, seed=CANARY_SEED)
+        return CanaryMaker(self.policy, ids).begin(version=0, noise={})(self.policy.weights.snapshot())
+
+    def save(self, folder: Path, *, seq: int, canary: bool = False) -> int:
+        """Writes adapter and optimizer, and the canary if asked for, whole or not at all, over what was there. `seq` is
+        the last command that is in them. Returns the bytes."""
         state = {"seq": seq, "num_steps": self.num_steps, **shape_record(self.shape)}
         files: dict[str, Any] = {
             **self.files(),
             OPTIMIZER_FILE: save(self._optimizer.state_tensors()),
             STATE_FILE: json.dumps(state).encode(),
         }
+        if canary:
+            files[CANARY_FILE] = self.canary().to_json()
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_folder(folder, files, msgspec.json.encode, replace=True)
         return sum(map(len, files.values()))

@@ -1,7 +1,8 @@
 """What a run's files were when it came to its end: `digests.json`, with the SHA-256 of each file that stays.
 
-The orchestrator writes it last, and whoever joins the run removes it: a run that goes on has no final files. Logs,
-status files, settings of programs and checkpoints are not in it.
+The orchestrator writes it last, or a training service when it is told to end, and whoever joins the run removes it: a
+run that goes on has no final files. Logs, status files, settings of programs and checkpoints of the trainer are not in
+it.
 """
 
 import hashlib
@@ -15,11 +16,17 @@ from grpo.transport.folders import write_atomic
 from grpo.transport.records import SCHEMA_VERSION, FileEntry, Record
 
 DIGESTS_FILE = "digests.json"
-_FILES = ("run.json", "ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "timeline.jsonl", "summary.json")
+_FILES = (
+    *("run.json", "ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "timeline.jsonl", "summary.json"),
+    "commands.sqlite",
+)
 """Who reads the ledger just then keeps its `-wal` from being merged."""
 _LOG = ".sqlite-wal"
 _MAX_THREADS = 8
-_BELOW = ("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet")
+_BELOW = (
+    *("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet"),
+    *("checkpoints/*:train:*/**/*", "models/*/*.json*", "models/*/traces/*.parquet"),
+)
 MAY_GO = ("batches/", "broadcasts/", "traces/")
 """Beginnings of what may be removed later, or left out of a copy: the rest says what it was."""
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from grpo import proofs
+from grpo import service_proofs
 from grpo.commands.model_card import write_card
-from grpo.policy_version import CannotExport, Version, open_version, recorded_arguments
+from grpo.policy_version import CannotExport, Version, open_checkpoint, open_version, recorded_arguments
 from grpo.transport.folders import Content, chunks_of
 from grpo.transport.weights.chat_template import with_arguments
 from grpo.transport.weights.shards import Weight, checkpoint_files, shard_files
@@ -23,8 +23,9 @@ PROOF_FILE = "proof.json"
 PEFT_PREFIX = "base_model.model."
 EPILOG = """\
 The version of step N is in RUN/broadcasts as long as weight_broadcast.keep_last and keep_interval keep it; without
---step it is the newest one. What is exported is loaded with transformers (and PEFT), computes the canary, and appears
-only if it agrees with the trainer's numbers. Beside it lies proof.json, what grpo prove says of the run.
+--step it is the newest one. Of a training service --checkpoint names any checkpoint of any model. What is exported is
+loaded with transformers (and PEFT), computes the canary, and appears only if it agrees with the trainer's numbers.
+Beside it lies proof.json, what grpo prove says of the run.
 
   grpo export outputs/quickstart                         outputs/quickstart/export/step_60-adapter
   grpo export outputs/quickstart --step 58 --merged --output my-model --push-to me/my-model
@@ -35,7 +36,9 @@ exit codes: 0 done, 1 the version cannot be exported, 2 there is no run, or the 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
-    parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
+    which.add_argument("--checkpoint", metavar="PATH", help="of a training service: tinker://…, or the path's end")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--adapter", action="store_true", help="a PEFT adapter (the default where the run trains one)")
     kind.add_argument("--merged", action="store_true", help="a whole model, the adapter merged into its base")
@@ -50,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     kind = "merged" if options.merged else "adapter" if options.adapter else None
-    version = open_version(options.run, options.step, lora=options.lora)
+    if options.checkpoint is None:
+        version = open_version(options.run, options.step, lora=options.lora)
+    else:
+        version = open_checkpoint(options.run, options.checkpoint)
     folder = export(version, kind=kind, dtype=options.dtype, output=options.output)
     print(folder)
     if options.push_to is not None:
@@ -68,7 +74,7 @@ def export(version: Version, *, kind: str | None = None, dtype: str | None = Non
     if kind == "adapter" and dtype is not None:
         raise CannotExport("--dtype is of a whole model's weights, and an adapter has float32; give --merged with it")
     dtype = dtype or version.manifest.spec.dtype
-    output = output or version.run / "export" / f"step_{version.manifest.version}-{kind}"
+    output = output or version.run / "export" / f"{version.name}-{kind}"
     if output.exists():
         raise CannotExport(f"{output} is there already; remove it, or give another --output")
     temporary = output.with_name(f".{output.name}.tmp")
@@ -82,7 +88,7 @@ def export(version: Version, *, kind: str | None = None, dtype: str | None = Non
             with (temporary / name).open("wb") as file:
                 file.writelines(chunks_of(content))
         figures = prove(version, temporary, kind, dtype)
-        page = proofs.prove(version.run)
+        page = service_proofs.prove(version.run)
         (temporary / PROOF_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(page.as_fields()), indent=1))
         write_card(version, temporary, kind=kind, figures=figures, page=page)
         temporary.rename(output)

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.policy_version import Version, program_settings, recorded_arguments
+from grpo.policy_version import Version, recorded_arguments
 from grpo.proofs import Page
 from grpo.run import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
+from grpo.service_folder import is_service
 from grpo.transport.run import recorded_settings
 
 CURVE_FILE = "curve.png"
@@ -29,13 +30,14 @@ _NUM_ROWS = 10
 def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[str, float], page: Page) -> None:
     """Writes the card and its picture. `figures` are those of the export's own proof, `page` is that of the run."""
     run, step, spec = Run(version.run), version.manifest.version, version.manifest.spec
-    train, orch = program_settings(version.run, "train"), recorded_settings(version.run, "orch") or {}
+    train, orch = version.settings, recorded_settings(version.run, "orch") or {}
     rewards = _rewards(version.run, step)
     if rewards:
         run.plot().savefig(folder / CURVE_FILE)
     base = Path(version.base_name).name if Path(version.base_name).exists() else version.base_name
     environments = [str(one.get("id") or one.get("address")) for one in orch.get("env", [])]
-    how = f"reinforcement learning on {', '.join(environments)}" if environments else "supervised learning"
+    how = "a loop against the training service" if is_service(version.run) else "supervised learning"
+    how = f"reinforcement learning on {', '.join(environments)}" if environments else how
     settings = {key: train[key] for key in _TRAIN if train.get(key) is not None}
     settings |= {key: orch[key] for key in _ORCH if orch.get(key) is not None}
     if spec.quantization:
@@ -48,7 +50,7 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
     parts = [
         _front_matter(base, kind),
         f"# {base}, trained by {how}\n",
-        f"{what} `{base}`: version {step} of a run of `grpo`, {how}.\n",
+        f"{what} `{base}`: {version.name} of a run of `grpo`, {how}.\n",
         f"![Reward by step]({CURVE_FILE})\n" if rewards else "",
         _table(("step", "mean reward"), rewards) if rewards else "",
         "## Settings\n",

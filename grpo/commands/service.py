@@ -18,6 +18,7 @@ from grpo.deploy.programs import Signals
 from grpo.server_process import server_process
 from grpo.service_folder import SERVICE
 from grpo.transport.cores import set_numeric_defaults
+from grpo.transport.digests import write_digests
 from grpo.transport.errors import UserError
 from grpo.transport.logs import start_log
 from grpo.transport.ports import free_port, listening_socket, port_number
@@ -55,7 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_rank", type=_rank, default=32, metavar="R", help="highest LoRA rank (%(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train")
     parser.add_argument("--num_threads", metavar="N", help="the trainer's threads on a CPU")
-    parser.add_argument("--no_sampling", action="store_true", help="train only, without a grpo-infer")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--no_sampling", action="store_true", help="train only, without a grpo-infer")
+    where.add_argument(
+        "--server",
+        metavar="URL",
+        help=f"a grpo-infer with the same model and output_dir, instead of one of its own; {_KEY_VAR} has its API key",
+    )
 
 
 def _tenants(text: str) -> tuple[str, ...]:
@@ -83,11 +90,13 @@ def main(options: argparse.Namespace) -> int:
     with Signals(), contextlib.ExitStack() as stack:
         stack.enter_context(only_one(options.output_dir, "launcher"))
         run = open_run(options.output_dir, resume="auto")
-        _join(run, settings, options.tenants, base_identity(folder))
+        _join(run, settings, options, base_identity(folder))
         status = stack.enter_context(_told(run))
         listening = stack.enter_context(contextlib.closing(listening_socket(options.host, options.port or 0)))
         server, checks = None, list[Callable[[], None]]()
-        if not options.no_sampling:
+        if options.server is not None:
+            server = options.server.rstrip("/"), os.environ.get(_KEY_VAR)
+        elif not options.no_sampling:
             os.environ[_KEY_VAR] = secrets.token_urlsafe(32)
             asked = _server_settings(options, settings)
             started = stack.enter_context(server_process(asked, run.logs / "infer.log", output_dir=run.path))
@@ -110,10 +119,11 @@ def main(options: argparse.Namespace) -> int:
             server=server,
             check=serving,
         )
+        write_digests(run.path, run_id=run.run_id)
     return 0
 
 
-def _join(run: RunFolder, settings: TrainSettings, tenants: Sequence[str], base_model: str) -> None:
+def _join(run: RunFolder, settings: TrainSettings, options: argparse.Namespace, base_model: str) -> None:
     """Records in `run.json` what serves. Raises `UserError` where the models in the folder are of another base."""
 
     def same_base(earlier: Mapping[str, Any]) -> Sequence[tuple[str, Any, Any]]:
@@ -121,7 +131,8 @@ def _join(run: RunFolder, settings: TrainSettings, tenants: Sequence[str], base_
             raise UserError(f"{run.path} has models on {earlier['base_model']}, and this base is {base_model}")
         return ()
 
-    about = {"settings": settings.model_dump(mode="json"), "tenants": list(tenants), "base_model": base_model}
+    about: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "base_model": base_model}
+    about |= {"tenants": list(options.tenants), "samples": not options.no_sampling}
     join_run(run.path, role=SERVICE, record=about, compare=same_base, run_id=run.run_id, timeout_s=JOIN_S)
 
 

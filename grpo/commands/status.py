@@ -204,7 +204,8 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
 def _service_status(folder: Path, run_id: str, service: Path, only: str | None, *, count: bool) -> RunStatus:
     """Returns the state of a training service, or of one of its models."""
     programs = read_run(service).programs
-    processes = tuple(_processes(service / "status", programs, roles=(SERVICE, "infer")))
+    roles = (SERVICE, *(["infer"] if programs.get(SERVICE, {}).get("samples", True) else []))
+    processes = tuple(_processes(service / "status", programs, roles=roles))
     own = processes[0]
     state = own.state if own.state in _ENDED else FAILED if own.failed else "running"
     if state in (STOPPED, FAILED):

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo.commands.ratings import ratings_of
 from grpo.commands.status import as_fields, run_status
 from grpo.orchestrator.ledger import LEDGER_FILE
-from grpo.orchestrator.ledger_reader import open_ledger
+from grpo.orchestrator.ledger_reader import NoRollouts, open_ledger
 from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
 from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
 from grpo.service_folder import COMMANDS_FILE, MODELS, is_service
@@ -26,6 +27,8 @@ _CHECK_S = 5.0
 """Time limit of the checks of the ledger, and of questions to it."""
 _MAX_SPANS = 4_000
 """Spans of a timeline that are sent at once, the longest."""
+_MAX_GAMES = 200
+"""Games that are listed."""
 _WATCHED = (
     *(
         METRICS_FILE,
@@ -252,6 +255,16 @@ def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) ->
     right = [(len(rows), sum((row["accuracy"] or 0.0) >= 1.0 for row in rows)) for rows in examples.values()]
     ks = [2**power for power in range(fewest.bit_length())] if fewest else []
     return {k: sum(1.0 - math.comb(num - good, k) / math.comb(num, k) for num, good in right) / len(right) for k in ks}
+
+
+def games(run: Path) -> list[dict[str, Any]]:
+    """Returns for each environment with games what `grpo ratings` says, and its `newest` games."""
+    try:
+        with open_ledger(run, limit_s=_CHECK_S) as ledger:
+            tables = ratings_of(ledger, run)
+            return [table | {"newest": ledger.newest_games(table["env"], _MAX_GAMES)} for table in tables]
+    except NoRollouts:
+        return []
 
 
 def proof(run: Path) -> dict[str, Any]:

@@ -32,10 +32,11 @@ def export(runs: Mapping[str, Path]) -> str:
 def _answers(start: str, name: str, run: Path) -> dict[str, Any]:
     steps = traced_steps(run)[-NUM_STEPS:]
     answers: dict[str, Any] = {start: data.overview(name, run) | {"traced": steps}, f"{start}/curves": data.curves(run)}
-    asked: dict[str, Callable[[], dict[str, Any]]] = {
+    asked: dict[str, Callable[[], Any]] = {
         "settings": lambda: data.settings(run),
         "timeline": lambda: data.timeline(run, None, None),
         "evaluation": lambda: data.evaluation(run, None, None),
+        "games": lambda: data.games(run),
         "proof": lambda: data.proof(run),
     }
     for what, answer in asked.items():

@@ -30,6 +30,7 @@ STATIC: Mapping[str, str] = {
     "common.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
     "run.js": "text/javascript; charset=utf-8",
+    "games.js": "text/javascript; charset=utf-8",
     "rollouts.js": "text/javascript; charset=utf-8",
     "vendor/preact-htm.js": "text/javascript; charset=utf-8",
     "vendor/uplot.js": "text/javascript; charset=utf-8",
@@ -159,6 +160,10 @@ def _answers(runs: Callable[[], Mapping[str, Path]]) -> APIRouter:
     @router.get("/runs/{name}/evaluation")
     def evaluation(name: str, before: int | None = None, after: int | None = None) -> Response:
         return _answer(lambda: data.evaluation(run(name), before, after))
+
+    @router.get("/runs/{name}/games")
+    def games(name: str) -> Response:
+        return _answer(lambda: data.games(run(name)))
 
     @router.get("/runs/{name}/proof")
     def proof(name: str) -> Response:

@@ -86,7 +86,7 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """JSON texts as what they say, and numbers that are not finite as null."""
     plain: dict[str, Any] = {}
     for name, value in row.items():
-        if name in ("rewards", "measures", "messages"):
+        if name in ("rewards", "measures", "messages", "players"):
             plain[name] = json.loads(value) if value else [] if name == "messages" else {}
         else:
             plain[name] = _finite(value) if isinstance(value, float) else value

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+from grpo.orchestrator.background import start_in_thread
 from grpo.orchestrator.rollouts.clock import together
 from grpo.orchestrator.rollouts.records import Failure, Messages, Task
 from grpo.orchestrator.workers.failures import EnvironmentFailed
@@ -22,8 +24,10 @@ from grpo.orchestrator.workers.protocol import (
     Score,
 )
 from grpo.orchestrator.workers.session import START_TIMEOUT_S, Answerer, GivenUp, Session, WorkerLost
+from grpo.orchestrator.workers.stored import StoredValues
 from grpo.orchestrator.workers.trial import AWAY, BROKEN
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +72,9 @@ class WorkerPool:
         self._sessions = [self._session() for _ in range(num_workers)]
         self._alone = asyncio.Semaphore(MAX_ALONE)
         self._alone_sessions: set[Session] = set()
-        self.identities: list[str] = []
+        self.identities: NDArray[np.bytes_] = np.empty(0, "S24")
         """One for each training example, by `hash_keys`, once its prompts are there."""
-        self.solutions: list[str] = []
+        self.solutions: Sequence[str] = []
         """Each training example's own `solution`; none where no example has one."""
         self.num_restarted = 0
         """How often a rollout began again because its worker ended."""
@@ -91,18 +95,36 @@ class WorkerPool:
         self._loaded = await self._sessions[0].open()
         return self._loaded
 
-    async def prompts(self, split: str) -> list[Messages]:
-        """Returns the prompts of a split. Raises EnvironmentFailed."""
+    async def prompts(self, split: str) -> Sequence[Messages]:
+        """Returns the prompts of a split, which lie on disk. Raises EnvironmentFailed."""
         await self.load()
         hash_keys, what = self._hash_keys if split == "train" else (), f"dataset({split!r})"
-        answer = await self._sessions[0].request(LoadDataset(split=split, hash_keys=hash_keys, task=self.label), what)
-        assert isinstance(answer, Prompts)
-        if not answer.prompts:
+        prompts = StoredValues[Messages](list[dict[str, str]], tuple)
+        solutions, identities = StoredValues[str](str, str), list[bytes]()
+        num, num_examples, num_solution_bytes = 0, 1, 0
+
+        def add(part: Prompts) -> None:
+            prompts.add(part.prompts)
+            solutions.add(part.solutions)
+            identities.append(part.identities)
+
+        previous = start_in_thread(lambda: None)
+        while num < num_examples:
+            request = LoadDataset(split=split, begin=num, hash_keys=hash_keys, task=self.label)
+            part = await self._sessions[0].request(request, what)
+            assert isinstance(part, Prompts)
+            await previous  # is written while the worker makes the next part
+            previous = start_in_thread(partial(add, part))
+            num, num_examples = num + len(part.prompts.lengths) // 4, part.num_examples
+            num_solution_bytes += len(part.solutions.data)
+        await previous
+        if not len(prompts):
             mend = "examples" if split == "train" else "examples, or eval.num_examples: 0"
             raise EnvironmentFailed(f"environment {self.label}: {what} is empty, expected {mend}")
         if split == "train":
-            self.identities, self.solutions = answer.identities, answer.solutions
-        return [tuple(messages) for messages in answer.prompts]
+            self.identities = np.frombuffer(b"".join(identities), "S24")
+            self.solutions = solutions if num_solution_bytes > len(solutions) else []  # an empty text takes one
+        return prompts
 
     async def run(
         self,

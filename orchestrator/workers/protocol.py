@@ -62,9 +62,11 @@ class EnvironmentInfo(Job, kw_only=True):
 
 
 class LoadDataset(Job, kw_only=True):
-    """Construct a split. Answered by Prompts or Failed."""
+    """Construct a split, and send a part of it. Answered by Prompts or Failed."""
 
     split: str
+    begin: int = 0
+    """The first example of the part."""
     hash_keys: tuple[str, ...] = ()
     """Fields that make out an example's identity; none where nobody asks for it."""
     task: str = ""
@@ -72,13 +74,24 @@ class LoadDataset(Job, kw_only=True):
 
 
 class Prompts(Job, kw_only=True):
-    """The prompts of a split, as chat messages."""
+    """The prompts of some of a split's examples, from `begin` on."""
 
-    prompts: list[list[dict[str, str]]]
-    identities: list[str]
-    """Each example's identity, if `hash_keys` were given."""
-    solutions: list[str]
-    """Each example's own `solution`; none where no example has one."""
+    num_examples: int
+    """Of the whole split."""
+    prompts: "Values"
+    """Each example's messages."""
+    identities: bytes
+    """Each example's identity, 24 hexadecimal digits, if `hash_keys` were given."""
+    solutions: "Values"
+    """Each example's own `solution`; empty where it has none."""
+
+
+class Values(msgspec.Struct, kw_only=True):
+    """Values as MessagePack, one after the other: who passes them on need not look at them."""
+
+    data: bytes
+    lengths: bytes
+    """Bytes of each, as unsigned 32-bit integers, little-endian."""
 
 
 class Call(Job, kw_only=True):

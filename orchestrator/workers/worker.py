@@ -4,18 +4,19 @@ import asyncio
 import contextlib
 import copy
 import hashlib
-import json
 import logging
 import os
 import resource
 import signal
 import threading
 import traceback
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 import zmq
 import zmq.asyncio
@@ -45,6 +46,7 @@ from grpo.orchestrator.workers.protocol import (
     Score,
     StoreReply,
     ToWorker,
+    Values,
     Withdraw,
     decode_to_worker,
     encode,
@@ -61,6 +63,8 @@ STACK_BYTES = 2 << 20
 MAX_LEFT = 8
 """Rollouts and threads that nobody waits for and that do not end; a worker with so many ends."""
 MAX_MESSAGE_CHARACTERS = 20_000
+PART_BYTES = 4 << 20
+"""Bytes of prompts that are sent at once, or few more."""
 RESERVE_BYTES = 64 << 20
 """Memory beyond the limit, for the end of a worker that has used up its own."""
 IDENTITY_BYTES = 12
@@ -175,15 +179,26 @@ class Worker:
         )
 
     def _prompts(self, request: LoadDataset) -> Prompts:
-        examples = self._examples(request.split)
-        prompts = [messages_of(examples[index], index) for index in range(len(examples))]
-        identities = [
-            identity_of({"task": request.task, **examples[index], "prompt": prompt}, request.hash_keys, index)
-            for index, prompt in enumerate(prompts)
-            if request.hash_keys
-        ]
-        solutions = [str(examples[index].get("solution", "")) for index in range(len(examples))]
-        return Prompts(prompts=prompts, identities=identities, solutions=solutions if any(solutions) else [])
+        """Returns as many prompts as fit into a frame. Examples are looked at one by one: a dataset need not hold them
+        all in memory."""
+        examples, hash_keys = self._examples(request.split), request.hash_keys
+        prompts, solutions, identities, num_bytes = list[bytes](), list[bytes](), list[str](), 0
+        for index in range(request.begin, len(examples)):
+            example = examples[index]
+            prompt = messages_of(example, index)
+            prompts.append(_encode(prompt))
+            solutions.append(_encode(str(example["solution"])) if "solution" in example else _NO_TEXT)
+            if hash_keys:
+                identities.append(identity_of({"task": request.task, **example, "prompt": prompt}, hash_keys, index))
+            num_bytes += len(prompts[-1]) + len(solutions[-1])
+            if num_bytes > PART_BYTES:
+                break
+        return Prompts(
+            num_examples=len(examples),
+            prompts=_values(prompts),
+            identities="".join(identities).encode(),
+            solutions=_values(solutions),
+        )
 
     def _examples(self, split: str) -> Sequence[Mapping[str, Any]]:
         if (examples := self._splits.get(split)) is None:
@@ -283,6 +298,14 @@ class Worker:
         return Failed(job=job, reason=reason_of(error), message=_told(error))
 
 
+_encode, _encode_fields = msgspec.msgpack.Encoder().encode, msgspec.json.Encoder(order="deterministic").encode
+_NO_TEXT = _encode("")
+
+
+def _values(encoded: Sequence[bytes]) -> Values:
+    return Values(data=b"".join(encoded), lengths=array("I", map(len, encoded)).tobytes())
+
+
 _IMMUTABLE = (str, int, float, bool, type(None))
 
 
@@ -319,13 +342,13 @@ def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> 
             f"example {index} has no {missing[0]!r}, which buffer.hash_keys names; it has {', '.join(sorted(example))}"
         )
     try:
-        values = json.dumps({key: example[key] for key in keys}, sort_keys=True)
-    except (TypeError, ValueError) as error:
+        values = _encode_fields({key: example[key] for key in keys})
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise ValueError(
             f"example {index} cannot be known by {', '.join(keys)}: {error}; name fields of plain data in "
             "buffer.hash_keys"
         ) from None
-    return hashlib.blake2b(values.encode(), digest_size=IDENTITY_BYTES).hexdigest()
+    return hashlib.blake2b(values, digest_size=IDENTITY_BYTES).hexdigest()
 
 
 def serve(address: str, only: str) -> None:

@@ -270,3 +270,16 @@ async def test_questions_in_words_are_answered_in_words_and_a_model_says_what_is
 def test_a_seed_question_that_says_more_or_less_than_a_question_is_refused(seed: Any) -> None:
     with pytest.raises(ValueError, match="seed_questions"):
         ProposerSolver(seed_questions=["1+1", seed])
+
+
+async def test_one_side_of_a_debate_may_be_a_snapshot() -> None:
+    environment = Debate(opponent="past", every=2, num_rounds=1)
+    [topic, *_] = environment.dataset("train")
+    state = await play(environment, topic, lambda role, messages: {"Aff": "good", "Neg": "tea"}[role], seed=1)
+    [(bound, player)] = state.players.items()
+    [own] = state.roles
+    assert player.name == "past"
+    assert {own, bound} == {"Aff", "Neg"}
+    assert state.rewards == {"Aff": 1.0, "Neg": -1.0}
+    assert state.accuracy == float(own == "Aff")
+    assert state.reward == state.rewards[own]

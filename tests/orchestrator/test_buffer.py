@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo.orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, make_buffer
+from grpo.orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk, Order, make_buffer
 from grpo.orchestrator.resuming import Progress
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.orchestrator.fakes import settings_for
@@ -20,7 +20,8 @@ FOUR = {"a": ["p", "q", "r", "s"]}
 def issue(buffer: Buffer, group: int) -> str:
     """The key of the example that the group gets."""
     buffer.issue(group)
-    return buffer._open[group][0]
+    env, number, _ = buffer._open[group]
+    return env.key(number)
 
 
 def asked(buffer: Buffer, num: int) -> list[str]:
@@ -51,6 +52,39 @@ def test_environments_take_turns_and_every_epoch_has_every_example_once() -> Non
     first, second = keys[0:10:2], keys[10:20:2]
     assert sorted(first) == sorted(second) == KEYS["a"]
     assert first != second
+
+
+@given(st.integers(1, 300), st.integers(0, 9))
+def test_an_order_has_each_number_at_one_place_and_another_seed_gives_another_order(num: int, seed: int) -> None:
+    order = Order(f"seed {seed}", num)
+    numbers = order.numbers(0, num)
+    assert sorted(numbers) == [*range(num)]
+    assert order.places(numbers).tolist() == [*range(num)]
+    if num > 20:
+        assert numbers.tolist() != Order(f"seed {seed + 1}", num).numbers(0, num).tolist()
+
+
+@pytest.mark.parametrize("few", [1, 4, 100])
+@settings(max_examples=20)
+@given(st.data())
+def test_the_next_example_is_the_next_normal_one_however_few_those_are(few: int, data: st.DataObject) -> None:
+    num = data.draw(st.integers(1, 40))
+    buffer = Buffer({"a": [f"{number}" for number in range(num)]}, seed=1)
+    env, place = buffer._environments["a"], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo.orchestrator.buffer._FEW", few)
+        for group in range(30):
+            for number in data.draw(st.lists(st.integers(0, num - 1), max_size=4)):
+                pool = data.draw(st.sampled_from(["normal", "hard"]))
+                if pool == "normal" or env.sizes["normal"] > 1:
+                    env.put(number, pool)
+            while True:
+                epoch, at = divmod(place, num)
+                [expected] = Order(f"{env.seed}/{epoch}", num).numbers(at, at + 1).tolist()
+                place += 1
+                if env.pools[expected] == 0:
+                    break
+            assert buffer.issue(group)[1:] == (expected, epoch)
 
 
 def test_ratios_hold_over_every_stretch_of_turns() -> None:

@@ -1,6 +1,7 @@
 """User code in workers: whatever it does costs its own rollout, and others run beside it."""
 
 import asyncio
+import hashlib
 import signal
 import subprocess
 import sys
@@ -332,11 +333,45 @@ def test_what_user_code_sends_is_bounded() -> None:
 
 def test_an_identity_depends_on_the_fields_that_are_named_and_is_the_same_everywhere() -> None:
     example = {"task": "t", "prompt": [{"role": "user", "content": "hi"}], "answer": 3}
-    # blake2b with 12 bytes of {"answer": 3, "task": "t"}
-    assert identity_of(example, ("task", "answer"), 0) == "d6abf2451f9b11b8a08c07c5"
+    as_json = b'{"answer":3,"task":"t"}'
+    assert identity_of(example, ("task", "answer"), 0) == hashlib.blake2b(as_json, digest_size=12).hexdigest()
     for fields, changes in ((("task", "id"), {}), (("answer",), {"answer": object()})):
         with pytest.raises(ValueError, match=r"example 7|buffer\.hash_keys"):
             identity_of(example | changes, fields, 7)
+
+
+MANY = """
+from collections.abc import Sequence
+from grpo import Environment, Rubric
+
+class Numbers(Sequence):
+    def __len__(self):
+        return 9000
+    def __getitem__(self, number):
+        return {"prompt": f"{number} " + "x" * 1000} | ({"solution": f"s{number}"} if number % 2 else {})
+
+class Many(Environment):
+    rubric = Rubric([lambda state: 1.0])
+    def dataset(self, split):
+        return Numbers()
+"""
+
+
+async def test_prompts_come_in_parts_and_are_read_by_index(tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text(MANY)
+    async with pool_for(f"{tmp_path / 'many.py'}:Many", hash_keys=("task", "prompt")) as pool:
+        prompts = await pool.prompts("train")
+        assert (len(prompts), len(pool.solutions), len({*pool.identities.tolist()})) == (9000, 9000, 9000)
+        for index in (0, 1, 4711, 8999):
+            text = f"{index} " + "x" * 1000
+            assert prompts[index] == ({"role": "user", "content": text},)
+            assert pool.solutions[index] == (f"s{index}" if index % 2 else "")
+            example = {"prompt": [{"role": "user", "content": text}], "task": "e"}
+            assert pool.identities[index].decode() == identity_of(example, ("task", "prompt"), index)
+        assert prompts[-1] == prompts[8999:][0]
+        with pytest.raises(IndexError):
+            prompts[9000]
+        assert await pool.prompts("eval")
 
 
 # --- how many may fail ---

@@ -18,10 +18,13 @@ from grpo.transport.ports import free_port
 from tinker import types
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo.server_process import server_process
+from grpo.service_proofs import prove
 from tests.service.data import datum
 from tests.service.running import Running, done, running
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny" / "model"
+KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
 PROMPT = list(b"cab ")
 pytestmark = [
     pytest.mark.service,
@@ -280,8 +283,11 @@ def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
         done(service.client("other").create_sampling_client(model_path=path))
 
 
-def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Path) -> None:
-    """The reward is the share of the letters a to h. Killed with the second half of the steps to go."""
+def test_importance_sampling_raises_the_reward_and_survives_kill_9(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward is the share of the letters a to h. Killed with the second half of the steps to go; the server is
+    another program, and goes on."""
 
     def reward(tokens: list[int]) -> float:
         return sum(ord("a") <= token <= ord("h") for token in tokens) / 8
@@ -302,7 +308,13 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Pat
         return data, float(rewards.mean())
 
     curve = []
-    with running(tmp_path / "run", MODEL, "--port", str(free_port())) as service:
+    monkeypatch.setenv(KEY_VAR, "secret")
+    about = {"model": str(MODEL), "host": "127.0.0.1", "port": free_port(), "dtype": "float32", "device": "cpu"}
+    about |= {"max_model_len": 128, "max_lora_rank": 32, "api_key_var": KEY_VAR}
+    with (
+        server_process(about, tmp_path / "infer.log", output_dir=tmp_path / "run") as server,
+        running(tmp_path / "run", MODEL, "--port", str(free_port()), "--server", server.url) as service,
+    ):
         client = service.training_client(rank=8)
         for number in range(12):
             if number == 6:
@@ -314,3 +326,10 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Pat
             step = client.optim_step(types.AdamParams(learning_rate=1e-2))
             done(forward), done(step)
     assert np.mean(curve[-2:]) > curve[0] + 0.1, curve
+    page = prove(tmp_path / "run")
+    parts = {part.name: part for part in page.parts}
+    assert page.broken == []
+    assert parts["datums"].facts["states"] == {"trained": 12 * 32}
+    assert parts["gradients"].facts["steps"] == 12
+    assert parts["tokens"].facts["proved_at_lag_0"] == parts["tokens"].facts["trained"] > 0
+    assert len(parts["versions"].facts["proved"]) == 12

@@ -1,6 +1,7 @@
 // Which page an address shows, and what stands above all pages.
 import { Component, html, isReport, listen, onKey, render, useAddress, useAnswer, useEffect, useKeys, useLayoutEffect, address } from "./common.js";
 import { ComparePage, EvaluationPage, ProofPage, RunPage, RunsPage, SettingsPage, TimelinePage } from "./run.js";
+import { GamesPage } from "./games.js";
 import { PromptPage, RolloutPage, StepPage } from "./rollouts.js";
 
 function page({ parts, query }) {
@@ -11,7 +12,7 @@ function page({ parts, query }) {
     if (more === "rollout") return html`<${RolloutPage} key=${`${run} ${kind} ${number} ${rest}`} run=${run} kind=${kind} step=${number} rollout=${rest} query=${query} />`;
     return html`<${StepPage} key=${`${run} ${kind} ${number}`} run=${run} kind=${kind} step=${number} query=${query} />`;
   }
-  const pages = { timeline: TimelinePage, evaluation: EvaluationPage, proof: ProofPage, settings: SettingsPage };
+  const pages = { timeline: TimelinePage, games: GamesPage, evaluation: EvaluationPage, proof: ProofPage, settings: SettingsPage };
   if (kind === "prompt") return html`<${PromptPage} run=${run} env=${number} example=${more} />`;
   return html`<${pages[kind] ?? RunPage} key=${`${run} ${kind}`} run=${run} query=${query} />`;
 }

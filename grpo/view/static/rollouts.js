@@ -105,6 +105,7 @@ export function RolloutPage({ run, kind, step, rollout, query }) {
 
 function Row({ row, run, other, query }) {
   const facts = [["reward", figure(row.reward)], ...Object.entries(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, value]) => [`reward of ${name}`, figure(value)]) : [],
+    ...Object.entries(row.players ?? {}).map(([role, one]) => [`player of ${role}`, `${one.name} ${one.digest}`]),
     ["advantage", figure(row.advantage)], ["accuracy", figure(row.accuracy, 2)], ["tokens", figure(row.num_tokens)], ["temperature", figure(row.temperature, 2)],
     ["end", row.drop_reason ? `dropped: ${row.drop_reason}` : row.stop_reason], ["versions", [...new Set(row.versions ?? [])].map((one) => `v${one}`).join(", ")],
     ...Object.entries(row.measures).map(([name, value]) => [name, figure(value, 2)])];

@@ -68,7 +68,7 @@ export function RunsPage() {
 export function Tabs({ run, traced, here }) {
   const last = traced?.at(-1);
   const tabs = [["curves", ["run", run]], ["timeline", ["run", run, "timeline"]],
-    ...(last ? [["steps", ["run", run, "step", last]]] : []), ["evaluation", ["run", run, "evaluation"]], ["proof", ["run", run, "proof"]],
+    ...(last ? [["steps", ["run", run, "step", last]]] : []), ["evaluation", ["run", run, "evaluation"]], ["games", ["run", run, "games"]], ["proof", ["run", run, "proof"]],
     ["settings", ["run", run, "settings"]]];
   return html`<nav class="tabs" aria-label="pages of the run">${tabs.map(([name, parts]) => html`<a key=${name} href=${address(parts)}
     aria-current=${name === here ? "page" : undefined}>${name}</a>`)}</nav>`;

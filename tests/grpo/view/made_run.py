@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.ledger import Game, Ledger
 from grpo.transport.http import CanaryFigures, LoadReport
 from grpo.transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
 
@@ -139,6 +139,10 @@ def _ledger(folder: Path, steps: int, groups: int, size: int) -> None:
             for place in range(size):
                 ledger.scored(f"{number}/{place}", reward=0.5, num_tokens=3)
                 ids.append(f"{number}/{place}")
+                other = "base" if step == 1 else f"v{(number + place) % step}"
+                sides = {"player": f"v{step - 1}", "digest": "xxh3_128:a", "other": other, "other_digest": "xxh3_128:b"}
+                game = {"group_id": number, "number": place, "place": "", "role": "first", "other_role": "second"}
+                ledger.played([Game(env="reverse-text", score=(0.0, 0.5, 1.0, 1.0)[place % 4], **game, **sides)])
         ledger.shipping(ids, step, state={}, metrics={})()
         ledger.shipped(step)
         ledger.trained(step)

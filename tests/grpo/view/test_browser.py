@@ -107,6 +107,7 @@ PAGES = {
     "run/one/prompt/reverse-text/1": "td.answer",
     "run/one/evaluation": "table",
     "run/one/proof": ".checks li",
+    "run/one/games": ".ratings circle",
     "run/one/settings": "nav.tabs a:has-text('steps')",
     "compare?runs=one,hostile": ".u-over",
     "run/hostile/step/1/rollout/0%2F0": ".message.assistant button",

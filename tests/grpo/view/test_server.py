@@ -70,6 +70,14 @@ def test_evaluations_are_compared_by_example(view: Served) -> None:
         assert by_k["2"] >= by_k["1"]
 
 
+def test_ratings_and_the_newest_games_are_told(view: Served) -> None:
+    [table] = view.json("runs/one/games")
+    assert table["env"] == "reverse-text"
+    assert {"v1", "v2", "base"} <= {one["name"] for one in table["players"]}
+    assert table["newest"][0]["step"] == 6
+    assert table["newest"][0]["player"] == "v5"
+
+
 def test_timeline_and_proof_are_told(view: Served) -> None:
     told = view.json("runs/one/timeline")
     assert [lane["who"] for lane in told["lanes"]] == ["grpo-infer http://127.0.0.1:1", "grpo-train"]
