@@ -9,7 +9,8 @@ two, at the product's own settings. Then it is seen what noticed the fault (an e
 the part that says it, then by `grpo prove`), in which step, and what it said.
 
 Claims (`--check`): a fault that touches every rollout is noticed within 2 steps from where it acts; one that touches a
-share p of them within the steps that the share of proofs promises with 99 % (docs/proofs.md).
+share p of them within the steps that the share of proofs promises with 99 % (docs/proofs.md). A run that fails for
+another reason has noticed nothing.
 
 With `--healthy` N steps are made of runs without any fault, short ones of many kinds and a long one, of which none may
 be warned of.
@@ -116,6 +117,8 @@ PARTS = (
     ("codec", r"CorruptError|ValidationError"),
 )
 """Which part of the product says what, by its words; the first that fits."""
+UNNAMED = "exit code"
+"""A run has failed, and no part has said that this fault was the reason: it is not noticed."""
 SHARE_OF_PROOFS_PER_STEP = 2
 """Samples that are proved in each step, at least."""
 CONFIDENCE = 0.99
@@ -191,7 +194,7 @@ def noticed(folder: Path, code: int, said: str) -> dict[str, Any]:
         if line := next((line for line in lines if re.search(pattern, line)), None):
             return {"by": part, "step": step_in(line, done), "said": sentence(line)}
     if code:
-        return {"by": "exit code", "step": done + 1, "said": said[-2000:]}
+        return {"by": UNNAMED, "step": done + 1, "said": said[-2000:]}
     exit_code, page = grpo(["prove", str(folder)], {})
     if exit_code == 1:
         line = page.partition("BROKEN:")[2].strip().partition("\n")[0].removeprefix("- ")
@@ -324,7 +327,7 @@ def healthy(num_steps: int, parent: Path) -> Iterator[tuple[str, int, dict[str, 
         killed = list(killed_run(folder, settings, ("infer", "train", "orch", "engine", "launcher"), random.Random(0)))
         found = noticed(folder, 0, "")
     except AssertionError as error:
-        killed, found = [], {"by": "exit code", "said": str(error)[-2000:]}
+        killed, found = [], {"by": UNNAMED, "said": str(error)[-2000:]}
     yield f"kill -9 of {', '.join(killed)}", (done := steps_done(folder)), found
     if (left := left - done) > 0:
         arguments = ["configs/quickstart", *words(parent / "long", SMALL | TINY | {"max_steps": left})]
@@ -436,7 +439,12 @@ def main() -> int:
         if given.results is not None:
             merged = json.loads(given.results.read_text()) if given.results.exists() else {}
             given.results.write_text(json.dumps(merged | {fault.name: found}, indent=1))
-    late = [fault.name for fault in chosen if results[fault.name].get("steps", math.inf) > steps_promised(fault.share)]
+    late = [
+        fault.name
+        for fault in chosen
+        if results[fault.name]["by"] in (None, UNNAMED)
+        or results[fault.name].get("steps", math.inf) > steps_promised(fault.share)
+    ]
     figures = {"faults": float(len(chosen)), "noticed": float(sum(bool(results[one.name]["by"]) for one in chosen))}
     figures["late or unnoticed"] = float(len(late))
     if late:

@@ -27,16 +27,6 @@ _WEIGHTS = {"adv_tau", "kl_tau", "teacher_tau", "entropy_tau", "alpha_sdpo", "be
 _WITH_CUSTOM = {"import_path", "normaliser", "constant_tokens", "entropy_tau", "teacher_tau"}
 
 
-def ramped(weight: float, step: int, warmup_steps: int, decay_steps: int | None) -> float:
-    """Returns weight · step / warmup_steps while it rises, with steps from 1, and then
-    weight · max(0, 1 - (step - 1 - warmup_steps) / decay_steps), or `weight` where it does not fall."""
-    if step <= warmup_steps:
-        return weight * step / warmup_steps
-    if decay_steps is None:
-        return weight
-    return weight * max(0.0, 1 - (step - 1 - warmup_steps) / decay_steps)
-
-
 class SdpoSettings(Section):
     """Self-distillation: the policy without a hint learns from itself with the hint."""
 

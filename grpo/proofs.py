@@ -4,6 +4,7 @@ Each part of the page is made by itself: a file that is damaged is named, and th
 Nothing here needs torch or a network, and the folder's own path is not on the page.
 """
 
+import json
 import math
 import os
 import sqlite3
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,11 +22,13 @@ import msgspec
 from grpo.commands.ledger_check import check
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
+from grpo.orchestrator.witness import Expectation, expected_witness, sentence, unpacked
 from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
+from grpo.transport.batches.store import StepStore
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
 from grpo.transport.errors import CorruptError, ProofFailed, TransportError, UserError
 from grpo.transport.folders import STABLE, check_file, digest_of, read_manifest, step_folder, steps_in
-from grpo.transport.receipts import ExpectedWitness, Receipt, SpotProof
+from grpo.transport.receipts import REFUSED, ExpectedWitness, Receipt, SpotProof, Witness
 from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Manifest, PolicyManifest
 from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
@@ -32,6 +36,9 @@ from grpo.transport.weights.nccl import ANNOUNCEMENT_FILE
 from grpo.transport.weights.store import snapshot_of
 from grpo.transport.witness import TOLERANCE
 
+SAME = 1e-8
+"""Share of its size by which the witness of the same samples may differ, in another order of the same sums and with its
+nine digits."""
 MAX_SHOWN = 10
 """Findings of one kind that are listed; the rest are counted."""
 _NOT_NOW = {
@@ -397,7 +404,11 @@ def _tokens(run: _Run) -> Part:
         "by_step": {step: [one.num_tokens, one.num_proved_now, _in_spots(one)] for step, one in receipts.items()},
         "by_adapter": dict(sorted(Counter(spot.adapter for spot in held).items())),
     }
-    part.broken = _ended_by(run) + listed([_failed(step, spot) for step, spot in failed])
+    refused = {step: [_failed(step, spot) for spot in one.spots] for step, one in _refused(run).items()}
+    stopped = [told for step, found in refused.items() if step not in receipts for told in found]
+    part.broken = (_ended_by(run) or listed(stopped)) + listed([_failed(step, spot) for step, spot in failed])
+    for step in sorted(refused.keys() & receipts.keys()):
+        part.unproved.append(f"a proof failed before the step was tried again: {refused[step][0]}")
     if dropped := [rollout for one in receipts.values() for rollout in one.dropped]:
         part.facts["dropped"] = dropped
     if held:
@@ -433,6 +444,12 @@ def _ended_by(run: _Run) -> list[str]:
     return [f"the run has ended: {one.removeprefix(start)}" for one in messages if one.startswith(start)][:1]
 
 
+def _refused(run: _Run) -> dict[int, Receipt]:
+    """Returns the receipts of steps that were not applied, because a proof of them had failed."""
+    read = [Receipt.from_json(path.read_bytes()) for path in sorted((run.folder / REFUSED).glob("step_*.json"))]
+    return {one.step: one for one in read}
+
+
 def _in_spots(receipt: Receipt) -> int:
     return sum(spot.num_tokens for spot in receipt.spots if spot.failed_at is None)
 
@@ -465,29 +482,68 @@ def _why(run: _Run) -> str:
 
 
 def _gradients(run: _Run) -> Part:
-    part, gaps = Part(name="gradients"), dict[int, float]()
+    part, gaps, again = Part(name="gradients"), dict[int, float](), list[int]()
     findings = {} if run.ledger is None else run.ledger.findings()
     for step in run.steps:
         expected, receipt = run.receipts.get(step, (None, None))
         if expected is None or receipt is None or receipt.witness is None:
             continue
-        gaps[step] = gap = max(
-            gap_of(expected.presence, receipt.witness.presence, expected.presence_size),
-            gap_of(expected.content, receipt.witness.content, expected.content_size),
-        )
+        gaps[step] = gap = _witness_gap(expected, receipt.witness)
+        if (batch := _of_batch(run, step, receipt)) is not None:
+            again.append(step)
+            if not (other := _witness_gap(batch.witness, expected)) <= SAME:
+                part.broken.append(
+                    f"the ledger expects another witness of step {step} than the batch on disk gives: they differ by "
+                    f"{other:.3g} of its size"
+                )
         if not gap <= TOLERANCE:
             part.broken.append(
                 f"the witness in the gradient of step {step} differs from that of its batch by {gap:.3g} of its size, "
-                f"allowed are {TOLERANCE:.2g}: {findings.get(step, 'other samples, or other weights of them')}"
+                f"allowed are {TOLERANCE:.2g}: {findings.get(step) or _explained(batch, receipt.witness)}"
             )
-    part.facts = {"steps": len(run.steps), "gaps": gaps, "largest": max(gaps.values(), default=None)}
-    right = len(gaps) - len(part.broken)
+    part.facts = {"steps": len(run.steps), "gaps": gaps, "largest": max(gaps.values(), default=None), "again": again}
+    right = sum(gap <= TOLERANCE for gap in gaps.values())
     part.broken = listed(part.broken)
     part.summary = f"{right:,} of {_num(len(run.steps), 'step')} bear the witness of just their batch"
     part.summary += f", at most {max(gaps.values()):.2g} of its size off" if gaps else ""
+    part.summary += f"; {len(again):,} computed again from the batches on disk" if again else ""
     if without := [step for step in run.steps if step not in gaps]:
         part.unproved.append(f"there is no witness of {_steps(without)}")
     return part
+
+
+def _of_batch(run: _Run, step: int, receipt: Receipt) -> Expectation | None:
+    """Returns what the gradients of a step's batch must show, computed from that on disk without what the trainer has
+    dropped; None where there is none, or one that is damaged, which another part of the page tells."""
+    loss = run.settings("train").get("loss")
+    if not loss or step not in steps_in(run.folder / "batches", part=STABLE):
+        return None
+    folder = step_folder(run.folder / "batches", step)
+    found = _expectation(folder, _stamp(folder), run.file.run_id, step, msgspec.json.encode(loss))
+    return None if found is None else (found.without(receipt.dropped) if receipt.dropped else found)
+
+
+@lru_cache(maxsize=256)
+def _expectation(folder: Path, _stamp: object, run_id: str, step: int, loss: bytes) -> Expectation | None:
+    settings: Any = json.loads(loss, object_hook=lambda fields: SimpleNamespace(**fields))
+    settings.trains_policy = settings.adv_tau or settings.teacher_tau or settings.kl_tau or settings.entropy_tau
+    try:
+        batches = StepStore(folder.parent, run_id=run_id).read(step, rank=0, num_ranks=1)
+    except (TransportError, OSError):
+        return None
+    return None if batches is None else expected_witness(*unpacked(batches), settings, step=step)
+
+
+def _explained(batch: Expectation | None, witness: Witness) -> str:
+    return "other samples, or other weights of them" if batch is None else sentence(batch.explain(witness))
+
+
+def _witness_gap(expected: ExpectedWitness, found: Witness) -> float:
+    """Returns the largest difference of a component as a share of its size."""
+    return max(
+        gap_of(expected.presence, found.presence, expected.presence_size),
+        gap_of(expected.content, found.content, expected.content_size),
+    )
 
 
 def gap_of(expected: Sequence[float], found: Sequence[float], size: float) -> float:

@@ -110,9 +110,17 @@ def _tokens(models: Sequence[Of], only: str | None) -> Part:
     receipts = {(model.id, step.step): step.receipt for model, steps, _ in models for step in steps}
     total = sum(one.num_tokens for one in receipts.values())
     now = sum(one.num_proved_now for one in receipts.values())
-    part = Part(name="tokens", facts={"trained": total, "proved_at_lag_0": now})
+    spots = [spot for one in receipts.values() for spot in one.spots]
+    in_spots = sum(spot.num_tokens for spot in spots)
+    part = Part(name="tokens", facts={"trained": total, "proved_at_lag_0": now, "proved_in_spots": in_spots})
+    for (model, step), one in receipts.items():
+        failed = [spot.rollout for spot in one.spots if not getattr(spot, spot.measure) <= spot.tolerance]
+        part.broken += [f"{model}: datum {rollout} of step {step} is not of its version" for rollout in failed]
     if only is not None:
-        rows = {step: [one.num_tokens, one.num_proved_now, 0] for (_, step), one in receipts.items()}
+        rows = {
+            step: [one.num_tokens, one.num_proved_now, sum(spot.num_tokens for spot in one.spots)]
+            for (_, step), one in receipts.items()
+        }
         part.facts["by_step"] = rows
     part.summary = (
         f"{total:,} trained: {now:,} ({proofs.share(now, total)}) proved by the step that trained them, at lag 0: a "

@@ -150,6 +150,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def _compact(record: msgspec.Struct) -> str:
+    """Returns the record as JSON without spaces: there is one for each step."""
+    return msgspec.json.encode(record).decode()
+
+
 class Ledger:
     """Rollouts are named `group/number`. States only ever advance, but for a run that goes back to a checkpoint."""
 
@@ -316,9 +321,7 @@ class Ledger:
     def expects(self, step: int, witness: ExpectedWitness) -> None:
         """Batch `step` is about to leave, in whose transaction this is written: the witness that its gradients must
         show."""
-        self._hand_over(
-            "INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, witness.to_json().decode())
-        )
+        self._hand_over("INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, _compact(witness)))
 
     def received(
         self, receipt: Receipt, *, finding: str | None = None, expected: ExpectedWitness | None = None
@@ -331,9 +334,9 @@ class Ledger:
             "finding = iif(excluded.finding IS NULL, NULL, coalesce(finding, excluded.finding))",  # the first knew more
             (
                 receipt.step,
-                receipt.to_json().decode(),
+                _compact(receipt),
                 finding,
-                None if expected is None else expected.to_json().decode(),
+                None if expected is None else _compact(expected),
             ),
         )
 

@@ -6,14 +6,16 @@ Legend: `N` samples of a batch by id (rollouts, hints, preference pairs), `K` lo
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from grpo.configs.loss import LossSettings, ramped
-from grpo.transport.receipts import ExpectedWitness, Witness
+from grpo.transport.receipts import NOT_FINITE, ExpectedWitness, Witness
 from grpo.transport.records import MicroBatch, PreferencePair, TrainingSample
-from grpo.transport.witness import TOLERANCE, hint_id, pair_id, signs, token_values
+from grpo.transport.witness import TOLERANCE, hint_id, pair_id, ramped, signs, token_values
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # who checks a run's folder has no pydantic
+    from grpo.configs.loss import LossSettings
 
 Numbers = NDArray[np.float64]
 _NAMED = 8
@@ -21,7 +23,7 @@ _NAMED = 8
 
 
 def expected_witness(
-    samples: Sequence[TrainingSample], pairs: Sequence[PreferencePair], settings: LossSettings, *, step: int
+    samples: Sequence[TrainingSample], pairs: Sequence[PreferencePair], settings: "LossSettings", *, step: int
 ) -> "Expectation":
     """Returns what the gradients of these samples must show, by the trainer's settings of the loss."""
     parts: list[_Tokens] = []
@@ -43,7 +45,7 @@ def expected_witness(
 
 
 def _witness(ids: Sequence[str], sums: Numbers, sizes: tuple[float, float]) -> ExpectedWitness:
-    presence, content = (tuple(row.tolist()) for row in sums.T @ signs(ids))
+    presence, content = (tuple(float(f"{value:.9g}") for value in row) for row in (sums.T @ signs(ids)).tolist())
     return ExpectedWitness(presence=presence, content=content, presence_size=sizes[0], content_size=sizes[1])
 
 
@@ -58,7 +60,7 @@ class _Tokens(NamedTuple):
     """Sums of |weight| and of |weight · advantage| of all their tokens."""
 
 
-def _policy_tokens(samples: Sequence[TrainingSample], settings: LossSettings) -> _Tokens:
+def _policy_tokens(samples: Sequence[TrainingSample], settings: "LossSettings") -> _Tokens:
     lengths = np.array([len(sample.token_ids) for sample in samples])
     token_ids = np.concatenate([sample.token_ids for sample in samples]).astype(np.int64)
     targets = np.flatnonzero(np.concatenate([sample.loss_mask for sample in samples]))
@@ -194,7 +196,7 @@ class Expectation:
         if not differs(self.witness, found):
             return []
         gaps, limits = _gaps(self.witness, found)
-        if not np.isfinite(gaps).all():
+        if not (np.abs(gaps) < NOT_FINITE / 2).all():
             return [Finding("unexplained", "the witness is not finite")]
         scale = np.maximum(limits, 1e-30) / TOLERANCE
         own = signs(self.ids)
@@ -255,6 +257,34 @@ class Expectation:
                 if abs(factor) > 8 * TOLERANCE and title not in named
             ]
         return found
+
+
+def unpacked(batches: Sequence[MicroBatch]) -> tuple[list[TrainingSample], list[PreferencePair]]:
+    """Returns samples and preference pairs that give the same witness as those that were packed into these."""
+    samples = []
+    for batch in batches:
+        hints, advantages = dict(batch.hints), batch.per_token(batch.advantages)
+        for index, start in enumerate(batch.starts.tolist()):
+            length = int(batch.sequence_lengths[index])
+            own = slice(start, start + length)
+            samples.append(
+                TrainingSample(
+                    token_ids=batch.token_ids[own],
+                    loss_mask=batch.loss_mask[own],
+                    inference_logprobs=batch.inference_logprobs[own],
+                    advantages=advantages[own],
+                    temperatures=1.0,
+                    policy_versions=((0, length),),
+                    hint=hints.get(index),
+                    env="",
+                    group_id="",
+                    rollout_id=batch.rollout_ids[index],
+                    reward=0.0,
+                    stop_reason="",
+                    adapter=0 if batch.adapters is None else int(batch.adapters[index]),
+                )
+            )
+    return samples, [pair for batch in batches for pair in batch.pairs]
 
 
 def placed(batches: Sequence[Sequence[MicroBatch]]) -> dict[str, tuple[int, int]]:

@@ -1,18 +1,21 @@
-"""Works through the commands of all models, in one thread, a micro-batch of one model at a time.
+"""Works through the commands of all models, in one thread, a pass at a time, which is a micro-batch of one model or of
+several that wait together.
 
-Each model's commands are done in the order of their numbers. A model is made from its last state on disk and the
+Whoever's turn was longest ago is next, tenants first and then their models. Each model's commands are done in the order
+of their numbers. A model is made from its last state on disk and the
 commands since, so that a killed service goes on where it was, and a model that rests can leave the memory.
 """
 
+import itertools
 import json
 import logging
 import re
 import shutil
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Generator
-from concurrent.futures import Future, wait
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from typing import Any
 from grpo.service.errors import Refused
 from grpo.service.log import Answer, Command, CommandLog, StepRow
 from grpo.service.recorder import Recorder
-from grpo.service.training import AdapterShape, Base, TrainedModel, saved_shape
+from grpo.service.training import AdapterShape, Base, Pass, TrainedModel, saved_shape
 from grpo.service.wire import parse, read_forward_backward
 from grpo.trainer.model import Policy
 from grpo.transport.errors import StorageError
@@ -50,10 +53,22 @@ _FOLDERS = {
     SAVE_FOR_SAMPLER: "sampler_weights",
 }
 """Kinds of commands that write a checkpoint, and the kind that its path names."""
-_POLL_S = 0.01
+JOIN_S = 0.02
+"""How long a pass waits for models that were in the last ones and have nothing to do yet."""
+RECENT_S = 0.5
+"""How long after its last pass a model is waited for."""
 Publish = Callable[[Policy, Command, str], Future[int]]
 """Writes a policy, which is in use, as a version with its canary, and begins to load it. The future is the version,
 once the server has proved it."""
+
+
+def _nothing() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+_Work = Generator[Pass | Future[Any], Any, Answer]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +76,7 @@ class _Queue:
     """The commands of one model."""
 
     model_id: str
+    tenant: str
     model: TrainedModel | None = None
     replayed: deque[Command] = field(default_factory=deque)
     """Answered ones since the model's last state, which are done again."""
@@ -69,8 +85,27 @@ class _Queue:
     next_seq: int = 0
     since: float = field(default_factory=time.monotonic)
     """When something last came or was done."""
-    work: tuple[Command, bool, Generator[None, None, Answer]] | None = None
+    work: tuple[Command, bool, _Work] | None = None
+    waits_for: Pass | Future[Any] | None = None
+    """What its work has asked for."""
+    since_pass: float = 0.0
+    """When it was last in a pass."""
+    turn: int = 0
+    """Number of its last turn."""
+    last_step: Future[None] = field(default_factory=_nothing)
+    """Done once its last step is on the disk, where the next one counts on from it."""
     steps_on_disk: int = 0
+
+    def is_ready(self) -> bool:
+        """Returns whether there is something to do."""
+        if self.work is None and not self.replayed:
+            command = self.waiting.get(self.next_seq)
+            return command is not None and (command.kind != "optim_step" or self.last_step.done())
+        return self.work is None or not isinstance(self.waits_for, Future) or self.waits_for.done()
+
+    def begins_pass(self) -> bool:
+        """Returns whether its next command asks for passes."""
+        return self.work is None and not self.replayed and self.waiting[self.next_seq].kind == "forward_backward"
 
 
 class Engine:
@@ -90,10 +125,14 @@ class Engine:
         ended, in the engine's thread. Without `publish` nothing is sampled."""
         self._base, self._log, self._folder = base, commands, folder
         self._recorder, self._finished, self._publish = recorder, finished, publish
-        self._queues: OrderedDict[str, _Queue] = OrderedDict()
+        self._queues: dict[str, _Queue] = {}
         self._changed = threading.Condition()
         self._ending = False
         self._checkpoint: tuple[str, int] | None = None
+        self._numbers = itertools.count(1)
+        self._turns: dict[str, int] = {}
+        """Number of the last turn of each tenant."""
+        self._last_end = _nothing()
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
     def start(self) -> None:
@@ -114,7 +153,7 @@ class Engine:
         with self._changed:
             queue = self._queues.get(command.target)
             if queue is None:
-                queue = self._queues[command.target] = self._queue_of(command.target)
+                queue = self._queues[command.target] = self._queue_of(command)
             if command.seq not in queue.waiting and (queue.work is None or queue.work[0].seq != command.seq):
                 queue.waiting[command.seq] = command
             queue.since = time.monotonic()
@@ -128,9 +167,10 @@ class Engine:
         """Returns where the checkpoint `tinker://MODEL/KIND/NAME` is."""
         return self._folder / "checkpoints" / path.removeprefix("tinker://")
 
-    def _queue_of(self, model_id: str) -> _Queue:
+    def _queue_of(self, command: Command) -> _Queue:
         """Returns the commands since the model's last state, of which the finished ones are done again."""
-        queue, state = _Queue(model_id), self.state_folder(model_id)
+        model_id = command.target
+        queue, state = _Queue(model_id, command.tenant), self.state_folder(model_id)
         if (state / "state.json").exists():
             queue.next_seq = json.loads((state / "state.json").read_text())["seq"] + 1
         dropped = self._log.dropped(model_id)
@@ -146,20 +186,24 @@ class Engine:
         return queue
 
     def _run(self) -> None:
-        """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`. Ends when the
-        engine is closed."""
+        """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`, and for what
+        servers have been asked. Ends when the engine is closed."""
         looked_s = -EXPIRED_S
         while True:
-            with self._changed:
-                if (queue := self._next()) is None and not self._ending:
-                    self._changed.wait(EXPIRED_S)
-                if self._ending:
-                    return
-            if queue is not None:
-                self._turn(queue)
             if time.monotonic() > looked_s + EXPIRED_S:
                 self._remove_expired()
                 looked_s = time.monotonic()
+            with self._changed:
+                if not (ready := self._ready()) and not self._ending:
+                    self._changed.wait(EXPIRED_S)
+                if self._ending:
+                    return
+            if not ready:
+                continue
+            if not isinstance(ready[0].waits_for, Pass):
+                self._turn(ready[0])
+            if isinstance(ready[0].waits_for, Pass):
+                self._pass(ready[0])
 
     def _remove_expired(self) -> None:
         """Removes checkpoints whose time is over, in the thread that also writes and reads them."""
@@ -167,37 +211,82 @@ class Engine:
             shutil.rmtree(self.checkpoint_folder(path), ignore_errors=True)
             self._log.forget_checkpoint(path)
 
-    def _next(self) -> _Queue | None:
-        """Returns the first model with something to do, and puts it last."""
-        for queue in list(self._queues.values()):
-            if queue.work is None and not queue.replayed and queue.next_seq not in queue.waiting:
+    def _ready(self) -> list[_Queue]:
+        """Returns the models with something to do, by whose turn was longest ago."""
+        ready = []
+        for queue in self._queues.values():
+            if queue.is_ready():
+                ready.append(queue)
+            elif queue.work is None:
                 self._give_up(queue)
-                continue
-            self._queues.move_to_end(queue.model_id)
-            if queue.work is None:
-                again = bool(queue.replayed)
-                command = queue.replayed.popleft() if again else queue.waiting.pop(queue.next_seq)
-                queue.work = command, again, self._work(queue, command)
-            return queue
-        return None
+        return sorted(ready, key=lambda queue: (self._turns.get(queue.tenant, 0), queue.turn))
+
+    def _pass(self, first: _Queue) -> None:
+        """Computes the pass that a model waits for, together with those of others that fit into it."""
+        assert isinstance(first.waits_for, Pass)
+        joined, asked = [first], [first.waits_for]
+        until_s = time.monotonic() + JOIN_S
+        while True:
+            for queue in self._ready_to_join(joined):
+                if queue.waits_for is None:
+                    self._turn(queue)
+                if isinstance(queue.waits_for, Pass) and self._base.can_join(asked, queue.waits_for):
+                    joined.append(queue)
+                    asked.append(queue.waits_for)
+            with self._changed:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or self._ending or not self._is_expected(joined):
+                    break
+                self._changed.wait(left_s)
+        try:
+            results: list[Any] = self._base.compute(asked)
+        except Exception as error:
+            results = [error] * len(joined)
+        for queue, result in zip(joined, results, strict=True):
+            queue.since_pass = time.monotonic()
+            self._turn(queue, result)
+
+    def _ready_to_join(self, joined: Sequence[_Queue]) -> list[_Queue]:
+        with self._changed:
+            others = [queue for queue in self._ready() if queue not in joined]
+        return [queue for queue in others if isinstance(queue.waits_for, Pass) or queue.begins_pass()]
+
+    def _is_expected(self, joined: Sequence[_Queue]) -> bool:
+        """Returns whether a model that is not among these may soon ask for a pass: one that was in a pass just now, and
+        has nothing to do."""
+        recent_s = time.monotonic() - RECENT_S
+        return any(
+            queue.since_pass > recent_s and queue.work is None and not queue.is_ready()
+            for queue in self._queues.values()
+            if queue not in joined
+        )
 
     def _give_up(self, queue: _Queue) -> None:
         """Fails commands that have waited too long for one with a lower number."""
         if not queue.waiting or time.monotonic() - queue.since < MISSING_S:
             return
+        self._checkpoint = None
         for seq, command in sorted(queue.waiting.items()):
             message = f"seq_id {queue.next_seq} did not come within {MISSING_S:g} s, and seq_id {seq} follows it"
             self._end(command, _failed(message, state=MISSING))
         queue.next_seq = max(queue.waiting) + 1
         queue.waiting.clear()
 
-    def _turn(self, queue: _Queue) -> None:
-        """Computes one micro-batch of the model's command, or all of one that has none."""
-        assert queue.work is not None
+    def _turn(self, queue: _Queue, result: Any = None) -> None:
+        """Does a model's command up to the next pass, or to its end. `result` is that of the pass that it has waited
+        for, or its error."""
+        with self._changed:
+            if queue.work is None:
+                again = bool(queue.replayed)
+                command = queue.replayed.popleft() if again else queue.waiting.pop(queue.next_seq)
+                queue.work = command, again, self._work(queue, command)
+            self._turns[queue.tenant] = queue.turn = next(self._numbers)
         command, again, work = queue.work
-        self._checkpoint = None
+        self._checkpoint, queue.waits_for = None, None
         try:
-            next(work)
+            queue.waits_for = work.throw(result) if isinstance(result, Exception) else work.send(result)
+            if isinstance(queue.waits_for, Future):
+                queue.waits_for.add_done_callback(self._notify)
             return
         except StopIteration as done:
             answer: Answer = done.value
@@ -212,6 +301,9 @@ class Engine:
             queue.next_seq = command.seq + 1
             step = self._recorder.row(command, queue.model, answer)
             self._end(command, answer, step)
+            if command.kind == "optim_step":
+                queue.last_step = self._last_end
+                queue.last_step.add_done_callback(self._notify)
         if queue.model is not None and command.kind == "optim_step":
             self._recorder.stepped(command, queue.model, step)
         try:
@@ -220,24 +312,33 @@ class Engine:
             log.exception("the state of %s is not kept; its commands stay in the log", command.target)
         self._close_resting()
 
+    def _notify(self, _: Future[Any]) -> None:
+        with self._changed:
+            self._changed.notify()
+
     def _keep_state(self, queue: _Queue, command: Command) -> None:
         """Writes the model's state to disk after some steps, and after what it has loaded, which may change there."""
         model = queue.model
         if model is None or model.has_gradients or command.kind not in ("optim_step", "load_weights"):
             return
         if command.kind == "load_weights" or model.num_steps >= queue.steps_on_disk + CHECKPOINT_STEPS:
+            self._last_end.result()
             model.save(self.state_folder(command.target), seq=command.seq)
             self._log.forget_bodies(command.target, up_to=command.seq)
             queue.steps_on_disk = model.num_steps
 
     def _end(self, command: Command, answer: Answer, step: StepRow | None = None) -> None:
-        self._log.finish(command, answer, checkpoint=self._checkpoint, step=step)
-        self._finished(command.request_id)
+        """Records the answer. Whoever waits for it is told once it is on the disk."""
+        self._last_end = self._log.finish(command, answer, checkpoint=self._checkpoint, step=step)
+        self._last_end.add_done_callback(lambda _: self._finished(command.request_id))
+        if self._checkpoint is not None:
+            self._last_end.result()
 
     def _close_resting(self) -> None:
         """Closes models beyond `MAX_OPEN`, those that have rested longest first."""
         with self._changed:
             open_queues = [queue for queue in self._queues.values() if queue.model is not None]
+            open_queues.sort(key=lambda queue: queue.turn)
             for queue in open_queues[: max(0, len(open_queues) - MAX_OPEN)]:
                 if queue.work is None and not queue.waiting and queue.model is not None:
                     queue.model.close()
@@ -245,7 +346,7 @@ class Engine:
 
     # --- the commands ---
 
-    def _work(self, queue: _Queue, command: Command) -> Generator[None, None, Answer]:
+    def _work(self, queue: _Queue, command: Command) -> _Work:
         if command.kind == "create_model":
             asked = json.loads(command.body)
             if (kind := (asked.get("optimizer_config") or {}).get("type", "adamw")) != "adamw":
@@ -272,7 +373,7 @@ class Engine:
             if "adam_params" not in asked:
                 raise Refused(f"optim_step has {sorted(asked)}, expected adam_params; this service has AdamW alone")
             try:
-                self._recorder.prove(command, model.computed)
+                self._recorder.prove(command, model, again=queue.work is not None and queue.work[1])
             except Refused:
                 model.drop_gradients()
                 raise
@@ -286,9 +387,7 @@ class Engine:
             return _done({"type": command.kind, "path": path})
         return (yield from self._save_for_sampler(model, asked, command))
 
-    def _save_for_sampler(
-        self, model: TrainedModel, asked: dict[str, Any], command: Command
-    ) -> Generator[None, None, Answer]:
+    def _save_for_sampler(self, model: TrainedModel, asked: dict[str, Any], command: Command) -> _Work:
         """Publishes the adapter, and lets others compute until the server has proved it."""
         path = self._path(command, _FOLDERS[command.kind], asked)
         number = asked.get("sampling_session_seq_id")
@@ -304,8 +403,7 @@ class Engine:
             self._checkpoint = checkpoint
             return _done({"type": command.kind, "path": path})
         proved = self._publish(model.policy, command, path)
-        while not wait([proved], timeout=_POLL_S).done:
-            yield
+        yield proved
         version = proved.result()
         if number is None:
             self._checkpoint = checkpoint

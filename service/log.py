@@ -6,14 +6,17 @@ request's id is that of whom it addresses and its number there, so that asking t
 
 import hashlib
 import json
+import queue
 import sqlite3
 import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +51,9 @@ SESSION_S = 3600.0
 """A session that was not heard for so long has ended."""
 CLONE = 10**9
 """Numbers that each copy of a sampling session has for its requests."""
+
+
+_Write = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +139,61 @@ class CheckpointRow(NamedTuple):
 
 
 class CommandLog:
-    """One SQLite file, written through before a command is acknowledged. Threads may share it."""
+    """One SQLite file, written through before a command is acknowledged. Threads may share it.
+
+    Commands and their ends are written by a thread of the log's own, all that have come meanwhile in one transaction:
+    a disk takes milliseconds for each, however much is in it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._read_lock = threading.RLock(), threading.Lock()
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+        self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         [(self._num_ended,)] = self._rows("SELECT coalesce(max(ended), 0) FROM commands")
         """Numbers the ends of commands."""
         self._waiting = Counter[str](dict(self._rows(_WAITING)))
         """By tenant, the bytes of the requests that wait."""
+        self._to_write: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, name="command log", daemon=True)
+        self._writer.start()
 
     def close(self) -> None:
-        """Closes the file."""
-        with self._lock:
-            self._db.close()
+        """Writes what was handed over, and closes the file."""
+        self._to_write.put(None)
+        self._writer.join()
+        self._reader.close()
+        self._db.close()
+
+    def _written(self, work: Callable[[sqlite3.Connection], Any]) -> Future[Any]:
+        """Returns what `work` returns, or its `Refused`, once it is on the disk."""
+        future: Future[Any] = Future()
+        self._to_write.put((work, future))
+        return future
+
+    def _write_all(self) -> None:
+        """The loop that writes. Consumes what `_written` hands over, and waits for it. Ends when the log is closed."""
+        closing = False
+        while not closing:
+            handed_over = [self._to_write.get()]
+            while not self._to_write.empty():
+                handed_over.append(self._to_write.get())
+            closing = None in handed_over
+            self._write([one for one in handed_over if one is not None and one[1].set_running_or_notify_cancel()])
+
+    def _write(self, together: "Sequence[_Write]") -> None:
+        ends: list[Callable[[], None]] = []
+        try:
+            with self._transaction() as db:
+                for work, future in together:
+                    try:
+                        ends.append(partial(future.set_result, work(db)))
+                    except Refused as error:
+                        ends.append(partial(future.set_exception, error))
+        except Exception as error:  # a full disk, for instance; whoever has handed it over is told
+            ends = [partial(future.set_exception, error) for _, future in together]
+        for end in ends:
+            end()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -161,17 +207,18 @@ class CommandLog:
             self._db.execute("COMMIT")
 
     def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
+        with self._read_lock:
+            return self._reader.execute(query, values).fetchall()
 
     # --- commands ---
 
-    def add(self, command: Command, received: Received | None = None) -> bool:
-        """Adds a command, with its datums where it has any; returns False where it is there already. Raises `Refused`
-        where another one has its number."""
+    def add(self, command: Command, received: Received | None = None) -> Future[bool]:
+        """Adds a command, with its datums where it has any; the result is False where it is there already. Raises
+        `Refused` where another one has its number."""
         digest = hashlib.sha256(command.kind.encode() + b"\0" + command.body).digest()
-        with self._transaction() as db:
-            where = (command.target, command.seq)
+        where = (command.target, command.seq)
+
+        def work(db: sqlite3.Connection) -> bool:
             found = db.execute("SELECT digest FROM commands WHERE target=? AND seq=?", where).fetchone()
             if found is None:
                 waiting = self._waiting[command.tenant] + len(command.body)
@@ -185,10 +232,11 @@ class CommandLog:
                     lengths = array("i", received.lengths).tobytes()
                     datums = (*where, received.forward_only, lengths, b"".join(received.digests))
                     db.execute("INSERT INTO datums VALUES (?,?,?,?,?)", datums)
-                return True
-        if found[0] != digest:
-            raise Refused(f"seq_id {command.seq} of {command.target} is another command already; count on from it")
-        return False
+            elif found[0] != digest:
+                raise Refused(f"seq_id {command.seq} of {command.target} is another command already; count on from it")
+            return found is None
+
+        return self._written(work)
 
     def finish(
         self,
@@ -198,10 +246,11 @@ class CommandLog:
         checkpoint: tuple[str, int] | None = None,
         step: StepRow | None = None,
         samples: Sequence[Sample] = (),
-    ) -> None:
+    ) -> Future[None]:
         """Records the end of a command, with the `checkpoint` (path and bytes) that it has written, the `step` that it
         was, and the `samples` in its answer."""
-        with self._transaction() as db:
+
+        def work(db: sqlite3.Connection) -> None:
             self._num_ended += 1
             where = (command.target, command.seq)
             query = "SELECT length(body) FROM commands WHERE target=? AND seq=? AND state='waiting'"
@@ -222,6 +271,8 @@ class CommandLog:
                 db.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?)", (command.target, command.seq, *about))
             rows = [(one.tokens, one.logprobs, one.num_tokens, one.version) for one in samples]
             db.executemany("INSERT INTO samples VALUES (?,?,?,?)", rows)
+
+        return self._written(work)
 
     def answer(self, request_id: str, tenant: str) -> Answer | None:
         """Returns the end of a request of this tenant; None while it waits. Raises `Refused` for one that it has not

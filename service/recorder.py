@@ -1,12 +1,14 @@
 """Writes each model's folder, `models/TENANT-SESSION-NUMBER`: a run of its own for the commands that look at runs, with
 `run.json`, `metrics.jsonl` and `traces/`. What decides anything is in the command log; these files follow from it."""
 
+import hashlib
 import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +20,12 @@ from grpo.service.log import Answer, Command, CommandLog, Sample, StepRow, token
 from grpo.service.steps import Computed, Step, is_taught, values_of
 from grpo.service.training import TrainedModel
 from grpo.service.wire import Datum
-from grpo.trainer.proofs import allowed, described
-from grpo.transport.folders import write_atomic
+from grpo.trainer.proofs import EAGER_STEPS, LEAST_DRAWN, MOST_STEPS, allowed, described
+from grpo.transport.folders import step_folder, write_atomic
 from grpo.transport.http import LoadReport
 from grpo.transport.receipts import Receipt, SpotProof
 from grpo.transport.records import Float32, Tolerance
-from grpo.transport.run import RUN_FILE, RunFile
+from grpo.transport.run import KEY_FILE, RUN_FILE, RunFile
 from grpo.transport.traces import (
     FOLDER,
     SCHEMA,
@@ -34,6 +36,7 @@ from grpo.transport.traces import (
     traced_steps,
     write_table,
 )
+from grpo.transport.weights.store import ADAPTER_FILE
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,8 @@ class Proved(NamedTuple):
 
     num_tokens: int = 0
     """Tokens that the very weights had sampled by which they were computed."""
-    num_later: int = 0
-    """Tokens of the service's own samples that earlier weights had sampled: unproved."""
+    spots: tuple[SpotProof, ...] = ()
+    """Samples of earlier weights that were computed again."""
     versions: Mapping[str, int] = {}
     """The version that sampled a datum, by the datum's id."""
 
@@ -66,9 +69,10 @@ def model_folder(run: Path, model_id: str, tenant: str) -> Path:
 class Recorder:
     """Tells of steps, in the thread that trains, and writes traces in a thread of its own."""
 
-    def __init__(self, run: Path, commands: CommandLog) -> None:
-        """`run` is the service's folder."""
-        self._run, self._log = run, commands
+    def __init__(self, run: Path, commands: CommandLog, *, share: float) -> None:
+        """`run` is the service's folder, `share` that of the samples that are computed again."""
+        self._run, self._log, self._share = run, commands, share
+        self._key = bytes.fromhex((run / KEY_FILE).read_text())
         self._made: dict[str, Path] = {}
         self._proved = Proved()
         self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[None]]()
@@ -87,29 +91,52 @@ class Recorder:
 
     # --- the end of a step ---
 
-    def prove(self, command: Command, computed: Sequence[Computed]) -> None:
-        """Compares the log-probabilities of samples of ours with those of the passes that are about to be applied,
-        where the same weights have computed both. Raises `Refused` for a sample that is not of its version."""
-        now, later, versions = 0, 0, dict[str, int]()
-        for part in computed:
+    def prove(self, command: Command, model: TrainedModel, *, again: bool) -> None:
+        """Compares the log-probabilities of samples of ours with the trainer's, before the step that trains them: of
+        all that the same weights have sampled with those of its passes, and of a share of the others, unless the step
+        is done `again`, with those under the version that sampled them. Raises `Refused` for a sample that is not of
+        its version."""
+        now, versions, later = 0, dict[str, int](), list[_Later]()
+        for part in model.computed:
             for datum, logprobs in zip(part.data, part.logprobs, strict=True):
                 for sample in self._samples(datum):
-                    if sample.version is None:
+                    if sample.version is None or (report := self._log.canary(sample.version)) is None:
                         continue
                     versions[datum.id] = sample.version
-                    seq = int(datum.id.partition("/")[0])
-                    report = self._log.canary(sample.version)
-                    if self._log.lag(sample.version, command.target, seq) != 0 or report is None:
-                        later += sample.num_tokens
-                    elif (failed := _compared(datum, logprobs, sample, LoadReport.from_json(report.encode()))) is None:
+                    lag = self._log.lag(sample.version, command.target, int(datum.id.partition("/")[0]))
+                    if lag:
+                        later.append(_Later(sample.version, datum, sample, LoadReport.from_json(report.encode())))
+                    elif lag == 0:
+                        _hold(_spot(datum, logprobs, sample, LoadReport.from_json(report.encode())))
                         now += sample.num_tokens
-                    else:
-                        raise Refused(
-                            f"{described(failed)} (the rollout is seq_id/number of the datum). The gradient was "
-                            "dropped, and the weights are as before; this is a fault of the service or its server, "
-                            "none of yours"
-                        )
-        self._proved = Proved(now, later, versions)
+        drawn = [] if again else self._drawn(command, later)
+        spots = []
+        for version in sorted({one.version for one in drawn}):
+            of_version = [one for one in drawn if one.version == version]
+            found = model.logprobs_under(self._adapter(version), [one.datum for one in of_version])
+            spots += [_spot(one.datum, found[at], one.sample, one.report) for at, one in enumerate(of_version)]
+        for spot in spots:
+            _hold(spot)
+        self._proved = Proved(now, tuple(spots), versions)
+
+    def _adapter(self, version: int) -> Path:
+        return step_folder(self._run / "broadcasts", version) / ADAPTER_FILE
+
+    def _drawn(self, command: Command, later: Sequence["_Later"]) -> list["_Later"]:
+        """Returns `proofs.share` of the samples of earlier weights, by a keyed hash that no server can foresee; two at
+        least in each of a model's first steps, and in one of `MOST_STEPS` later ones."""
+
+        def drawn(text: str) -> float:
+            digest = hashlib.blake2b(f"{command.target}/{text}".encode(), digest_size=7, key=self._key).digest()
+            return int.from_bytes(digest) / 2**56
+
+        there = [one for one in later if self._adapter(one.version).exists()]
+        in_order = sorted(there, key=lambda one: drawn(one.datum.id))
+        num = sum(drawn(one.datum.id) < self._share for one in there)
+        before = self._log.last_step(command.target)
+        if self._share and (before is None or before[0] < EAGER_STEPS or drawn(f"{command.seq}") < 1 / MOST_STEPS):
+            num = max(num, LEAST_DRAWN)
+        return in_order[:num]
 
     def _samples(self, datum: Datum) -> Sequence[Sample]:
         """Returns the sample of ours that the datum is, with its log-probabilities; none where it is none."""
@@ -134,11 +161,13 @@ class Recorder:
         metrics = {STEP: number, **step.metrics(), "time/step_s": now_s - since_s}
         if self._proved.versions:
             metrics["proofs/tokens_now"] = self._proved.num_tokens
+            metrics["proofs/tokens"] = sum(spot.num_tokens for spot in self._proved.spots)
         receipt = Receipt(
             step=number,
             num_tokens=step.num_tokens,
             num_proved_now=self._proved.num_tokens,
             witness=step.witness,
+            spots=self._proved.spots,
         )
         return StepRow(
             step=number,
@@ -223,18 +252,24 @@ class Recorder:
             trace_path(folder, oldest).unlink(missing_ok=True)
 
 
-def _compared(datum: Datum, logprobs: Float32, sample: Sample, report: LoadReport) -> SpotProof | None:
-    """Returns the proof of a sample where it does not hold: the trainer's log-probabilities [K] are too far from the
-    server's."""
+class _Later(NamedTuple):
+    """A sample of weights that have changed since."""
+
+    version: int
+    datum: Datum
+    sample: Sample
+    report: LoadReport
+
+
+def _spot(datum: Datum, logprobs: Float32, sample: Sample, report: LoadReport) -> SpotProof:
+    """Returns how far the trainer's log-probabilities [K] are from the server's, with the token that differs most where
+    that is too far."""
     num, canary = sample.num_tokens, report.canary
     served = datum.inputs["logprobs"][-num:]
     gaps = np.abs(logprobs[-num:].astype(np.float64) - served)
     limit = allowed(Tolerance(gap=canary.tolerance, measure=canary.measure), num)
-    largest, mean = float(gaps.max()), float(gaps.mean())
-    if (largest if canary.measure == "max_abs" else mean) <= limit:
-        return None
-    at = int(gaps.argmax())
-    return SpotProof(
+    largest, mean, at = float(gaps.max()), float(gaps.mean()), int(gaps.argmax())
+    spot = SpotProof(
         rollout=datum.id,
         server="grpo-infer",
         version=report.version,
@@ -243,16 +278,31 @@ def _compared(datum: Datum, logprobs: Float32, sample: Sample, report: LoadRepor
         mean_abs=mean,
         tolerance=limit,
         measure=canary.measure,
-        failed_at=len(logprobs) - num + 1 + at,
-        trained_logprob=float(logprobs[-num:][at]),
-        served_logprob=float(served[at]),
     )
+    if (largest if canary.measure == "max_abs" else mean) <= limit:
+        return spot
+    trained, own = float(logprobs[-num:][at]), float(served[at])
+    place = len(logprobs) - num + 1 + at
+    return msgspec.structs.replace(spot, failed_at=place, trained_logprob=trained, served_logprob=own)
+
+
+def _hold(spot: SpotProof) -> None:
+    """Raises `Refused` for a proof that does not hold."""
+    if spot.failed_at is not None:
+        raise Refused(
+            f"{described(spot)} (the rollout is seq_id/number of the datum). The gradient was dropped, and the weights "
+            "are as before; this is a fault of the service or its server, none of yours"
+        )
 
 
 def _row(number: int, part: Computed, datum: Datum, logprobs: Float32, version: int | None) -> dict[str, Any]:
     """Returns a datum as a row of the trace. Values of a target stand at its place in the sequence, one after that of
     the token before it; where a target is no context, it is what is shown there."""
     request, number_of = datum.id.split("/")
+    if datum.candidates > 1:  # the first of each token's stands for all
+        first = slice(None, None, datum.candidates)
+        inputs = {name: values[first] for name, values in datum.inputs.items()}
+        datum, logprobs = replace(datum, targets=datum.targets[first], candidates=1, inputs=inputs), logprobs[first]
     mask, values = is_taught(datum), values_of(datum.inputs)
     ids = np.append(datum.token_ids, datum.targets[-1:])
     ids[1:][mask] = datum.targets[mask]

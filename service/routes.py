@@ -250,9 +250,9 @@ class Routes:
         if (name := asked.get("base_model")) != self._model:
             raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
         _object(asked, "optimizer_config")
-        return self._add_model(tenant, asked, "create_model", body, _object(asked, "lora_config"))
+        return await self._add_model(tenant, asked, "create_model", body, _object(asked, "lora_config"))
 
-    def _add_model(
+    async def _add_model(
         self, tenant: str, asked: Mapping[str, Any], kind: str, body: bytes, lora_config: Mapping[str, Any]
     ) -> dict[str, Any]:
         session = _text(asked, "session_id")
@@ -263,13 +263,13 @@ class Routes:
             if number >= MAX_MODELS:
                 raise Refused(f"you have {number} models in sessions of the last hour, of at most {MAX_MODELS}")
             self._log.add_model(model_id, session, tenant, {"lora_config": dict(lora_config)})
-        return self._submit(Command(target=model_id, seq=0, tenant=tenant, kind=kind, body=body))
+        return await self._submit(Command(target=model_id, seq=0, tenant=tenant, kind=kind, body=body))
 
     async def _unload(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         """Ends a model after what was asked of it before."""
         model_id = _text(_json(body), "model_id")
         seq = self._log.unload(model_id, tenant)
-        return self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=UNLOAD, body=b"{}"))
+        return await self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=UNLOAD, body=b"{}"))
 
     async def _get_info(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         model_id = _text(_json(body), "model_id")
@@ -295,7 +295,7 @@ class Routes:
             return plain, message, received(message)
 
         plain, message, datums = await asyncio.to_thread(read)
-        return self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain, datums)
+        return await self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain, datums)
 
     async def _of_model(self, tenant: str, body: bytes, kind: str, **_: Any) -> dict[str, Any]:
         asked = _json(body)
@@ -306,7 +306,7 @@ class Routes:
         metadata = _object(asked, "user_metadata")
         if not all(isinstance(value, str) for value in metadata.values()):
             raise Refused(f"user_metadata is {metadata!r:.80}, expected texts by name")
-        return self._submit_to_model(tenant, kind, _text(asked, "model_id"), _number(asked, "seq_id"), body)
+        return await self._submit_to_model(tenant, kind, _text(asked, "model_id"), _number(asked, "seq_id"), body)
 
     async def _load_weights(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         asked = _json(body)
@@ -315,24 +315,31 @@ class Routes:
             raise Refused(f"optimizer is {optimizer!r:.40}, expected true or false")
         if asked.get("model_id") is not None:
             seq = _number(asked, "seq_id")
-            return self._submit_to_model(tenant, "load_weights", _text(asked, "model_id"), seq, body)
+            return await self._submit_to_model(tenant, "load_weights", _text(asked, "model_id"), seq, body)
         if (name := asked.get("base_model")) not in (None, self._model):
             raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
-        return self._add_model(tenant, asked, "load_weights", body, shape_record(saved_shape(folder)))
+        return await self._add_model(tenant, asked, "load_weights", body, shape_record(saved_shape(folder)))
 
-    def _submit_to_model(
+    async def _submit_to_model(
         self, tenant: str, kind: str, model_id: str, seq: int, body: bytes, datums: Received | None = None
     ) -> dict[str, Any]:
         if seq < 1:
             raise Refused(f"seq_id is {seq}, expected 1 or more")
         if seq >= self._log.model(model_id, tenant).get("unloaded", seq + 1):
             raise Refused(f"{model_id} was unloaded", status=410)
-        return self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body), datums)
+        command = Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body)
+        return await self._submit(command, datums)
 
-    def _submit(self, command: Command, datums: Received | None = None) -> dict[str, Any]:
-        if self._log.add(command, datums):
-            self._engine.submit(command)
+    async def _submit(self, command: Command, datums: Received | None = None) -> dict[str, Any]:
+        await asyncio.shield(self._accept(command, self._engine.submit, datums))
         return {"request_id": command.request_id, "model_id": command.target}
+
+    async def _accept(
+        self, command: Command, submit: Callable[[Command], None], datums: Received | None = None
+    ) -> None:
+        """Begins a command once it is in the log, also if whoever sent it does not wait."""
+        if await asyncio.wrap_future(self._log.add(command, datums)):
+            submit(command)
 
     # --- sampling ---
 
@@ -361,7 +368,7 @@ class Routes:
         bodies = {"load_weights": {"path": path, "optimizer": False}, SAVE_FOR_SAMPLER: {}, UNLOAD: {}}
         for seq, (kind, body) in enumerate(bodies.items()):
             content = json.dumps(body).encode()
-            self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=content))
+            await self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=content))
         answer = await self._ended(f"{model_id}:1", tenant)
         if answer is None:
             raise Refused(f"{path} is being made ready for sampling; ask again", status=503)
@@ -385,8 +392,7 @@ class Routes:
         sampler, seq = _text(asked, "sampling_session_id"), _number(asked, "seq_id")
         self._log.sampler(sampler, tenant)
         command = Command(target=sampler, seq=seq, tenant=tenant, kind="asample", body=body)
-        if self._log.add(command):
-            self._sampler_of().submit(command)
+        await asyncio.shield(self._accept(command, self._sampler_of().submit))
         number = asked.get("num_samples", 1)
         is_number = isinstance(number, int) and 0 <= number <= MAX_SAMPLES
         ids = [f"{command.request_id}:{index}" for index in range(number if is_number else 0)]

@@ -85,7 +85,7 @@ async def _serve(
             finished=futures.finished,
         )
     publish = None if sampling is None else sampling.publish
-    recorder = Recorder(run.path, commands)
+    recorder = Recorder(run.path, commands, share=base.settings.proofs.share)
     engine = Engine(base, commands, run.path, recorder=recorder, finished=futures.finished, publish=publish)
     routes = Routes(
         model=base.settings.model,

@@ -235,8 +235,8 @@ class Sampling:
         self._end(command, answer, samples)
 
     def _end(self, command: Command, answer: Answer, samples: Sequence[Sample] = ()) -> None:
-        self._log.finish(command, answer, samples=samples)
-        self._finished(command.request_id)
+        ended = self._log.finish(command, answer, samples=samples)
+        ended.add_done_callback(lambda _: self._finished(command.request_id))
 
     def _samples(self, command: Command, answer: Answer) -> list[Sample]:
         """Returns the samples whose log-probabilities are those of the whole distribution at temperature 1, which the

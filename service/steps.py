@@ -159,7 +159,7 @@ def is_taught(datum: Datum) -> NDArray[np.bool_]:
 
 def witness_sums(batch: Sequence[Datum], packed: PackedTokens, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Returns [2, 64] what a pass over these datums adds to the witness's gradient, by the pass's own tensors."""
-    device, lengths = packed.targets.device, np.array([len(datum.token_ids) for datum in batch])
+    device, lengths = packed.targets.device, np.array([len(datum.targets) for datum in batch])
     values = values_of(inputs).double()
     witnessing = Witnessing(device)
     witnessing.add(
@@ -184,10 +184,11 @@ class Expected:
 
     def add(self, data: Sequence[Datum]) -> None:
         """Adds the datums of a request."""
-        lengths = np.array([len(datum.token_ids) for datum in data])
+        lengths = np.array([len(datum.targets) for datum in data])
         starts = np.cumsum(lengths) - lengths
-        ids, targets = (np.concatenate([getattr(one, name) for one in data]) for name in ("token_ids", "targets"))
-        places = np.arange(len(ids)) - np.repeat(starts, lengths)
+        ids = np.concatenate([np.repeat(one.token_ids, one.candidates) for one in data])
+        targets = np.concatenate([one.targets for one in data])
+        places = np.concatenate([np.repeat(np.arange(len(one.token_ids)), one.candidates) for one in data])
         values = np.concatenate([values_of(datum.inputs) for datum in data]).astype(np.float64)
         content = values * token_values(targets.astype(np.int64), ids.astype(np.int64), places)
         self.ids += [datum.id for datum in data]

@@ -1,12 +1,13 @@
 """Trains adapters of several tenants on one frozen base, each with gradients, an optimizer and checkpoints of its own.
 
-One adapter is computed with at a time, by the trainer's own packing, model, losses and optimizer, so that its numbers
-do not depend on who else trains. A forward_backward is a generator that rests after each micro-batch, when another
-tenant may compute.
+All is done by the trainer's own packing, model, losses and optimizer. A forward_backward is a generator that asks for
+one pass after the other. Passes that several ask for are computed as one, in which each has a segment and numbers that
+do not depend on the others' to the bit.
 """
 
 import itertools
 import json
+import logging
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -19,26 +20,32 @@ import numpy as np
 import torch
 from grpo.configs.train import TrainSettings
 from grpo.service.errors import Refused
-from grpo.service.losses import clip_bounds, loss_and_values
+from grpo.service.losses import check_config, loss_and_values
 from grpo.service.steps import Computed, Expected, Step, computed, witness_sums
 from grpo.service.wire import Datum, ForwardBackward, forward_backward_answer
 from grpo.trainer.errors import NonFiniteError
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.optim import Optimizer
-from grpo.trainer.packing import PackedTokens, first_fit, pack, to_device
+from grpo.trainer.packing import PackedTokens, first_fit, joined, pack, to_device
 from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
 from grpo.trainer.witness import GradientWitness
 from grpo.transport.folders import write_folder
-from grpo.transport.records import Canary
+from grpo.transport.records import Canary, Float32
 from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE
 from safetensors.torch import load_file, save
+
+log = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 ALPHA = 32
 """LoRA alpha of every adapter, as recipes for the protocol expect."""
 WITNESS = "witness"
+_VECTORS = 32
+"""Elements that torch computes at a time on a CPU: two vectors of 512 bits."""
+_SHARED = 1 << 15
+"""Elements from which on its threads share a tensor."""
 CANARY_SEED = 0
 _DEFAULT_ADAM = {
     "learning_rate": 1e-4,
@@ -84,6 +91,9 @@ class Base:
         self._weights: AdapterWeights = self._resting.weights
         self._numbers = itertools.count()
         self._in_use: AdapterWeights | None = self._weights
+        self._joins = self._resting.can_join and self._has_whole_vectors()
+        if not self._joins:
+            log.warning("models are computed one after the other: not every size of %s is whole vectors", folder)
         self.vocab_size = self._resting.vocab_size
         self.max_tokens = settings.sequence_len - 1
         """Tokens of a datum at most: the last target comes besides."""
@@ -110,6 +120,47 @@ class Base:
         options: Any = {"rank": shape.rank, "alpha": ALPHA, "targets": targets, "seed": shape.seed}
         return self._resting.beside(self._weights.beside(name, **options))
 
+    def compute(self, passes: "Sequence[Pass]") -> list["Results"]:
+        """Computes passes, all with gradients or all without, as one. Gradients are added to those that the parameters
+        have."""
+        packs = [packed(one.batch, one.model.policy.device) for one in passes]
+        segments: list[tuple[AdapterWeights, int]] = []
+        for one, tokens in zip(passes, packs, strict=True):
+            assert isinstance(one.model.policy.weights, AdapterWeights)
+            segments.append((one.model.policy.weights, len(tokens.token_ids)))
+            for parameter in one.model.policy.parameters:
+                parameter.requires_grad_()
+        started_s, forward_only = time.perf_counter(), passes[0].request.forward_only
+        results, total = [], None
+        with self._weights.in_segments(segments), torch.set_grad_enabled(not forward_only):
+            whole = self._resting.logprobs(joined(packs))
+            each = whole.split([len(tokens.targets) for tokens in packs])
+            for one, tokens, logprobs in zip(passes, packs, each, strict=True):
+                loss, values = one.loss(tokens, logprobs)
+                total = loss if total is None else total + loss
+                results.append((logprobs.detach().cpu().numpy(), values.cpu().numpy()))
+            if not forward_only and total is not None:
+                total.backward()
+        each_s = (time.perf_counter() - started_s) / sum(one.num_tokens for one in passes)
+        return [(*result, each_s * one.num_tokens) for one, result in zip(passes, results, strict=True)]
+
+    def can_join(self, passes: "Sequence[Pass]", another: "Pass") -> bool:
+        """Returns whether a pass can be computed with these: they fit into a micro-batch together."""
+        num_tokens = sum(one.num_tokens for one in (*passes, another))
+        alike = another.request.forward_only == passes[0].request.forward_only
+        return self._joins and alike and num_tokens <= self.settings.pack_tokens
+
+    def _has_whole_vectors(self) -> bool:
+        """Returns whether no element's place decides how it is computed. On a CPU torch computes the last ones of a
+        tensor that do not fill its vectors, and of each thread's share of it, by other instructions than the rest."""
+        config, threads = self._resting.causal_lm.config.get_text_config(), torch.get_num_threads()
+        widths = [getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads]
+        widths += [config.hidden_size, config.intermediate_size]
+        shares = _VECTORS * math.lcm(*range(1, threads + 1))
+        return self._resting.device.type != "cpu" or all(
+            not width % (_VECTORS if width * self.settings.pack_tokens < _SHARED else shares) for width in widths
+        )
+
     def use(self, policy: Policy) -> None:
         """Makes this policy's adapter the one that is computed with."""
         assert isinstance(policy.weights, AdapterWeights)
@@ -124,18 +175,50 @@ class Base:
         policy.weights.remove()
 
 
-Work = Generator[None, None, bytes]
-"""A piece of work that rests between micro-batches and returns its answer."""
+Results = tuple[Any, Any, float]
+"""[K] log-probabilities and [K] losses of a pass, and its seconds, by its tokens where others shared it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch of a model that waits to be computed."""
+
+    model: "TrainedModel"
+    batch: Sequence[Datum]
+    request: ForwardBackward
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens as they are packed, prompts in common included."""
+        return sum(len(datum.token_ids) + 1 for datum in self.batch)
+
+    def loss(self, pack: PackedTokens, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss [], with what it adds to the witness, and the protocol's losses [K]."""
+        first, device = self.batch[0], logprobs.device
+        inputs = {
+            name: to_device(np.concatenate([datum.inputs[name] for datum in self.batch]), device)
+            for name in first.inputs
+        }
+        lengths = np.array([len(datum.targets) for datum in self.batch])
+        datum_ids = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
+        loss, values = loss_and_values(self.request.loss_fn, logprobs, inputs, self.request.config, datum_ids)
+        if not self.request.forward_only:
+            loss = loss + self.model.witness(witness_sums(self.batch, pack, inputs))
+        return loss, values
+
+
+Work = Generator[Pass, Results, bytes]
+"""A piece of work that asks for passes, one after the other, and returns its answer."""
 
 
 class TrainedModel:
     """One tenant's adapter in training."""
 
     def __init__(self, base: Base, shape: AdapterShape) -> None:
-        self._base, self.shape = base, shape
+        self.base, self.shape = base, shape
         self.policy = base.add(shape)
         self._optimizer = self._new_optimizer()
-        self._witness = GradientWitness(self.policy.device)
+        self.witness = GradientWitness(self.policy.device)
         self._gradients: dict[str, torch.Tensor] = {}
         """The sums of the gradients since the last step, by parameter; none of parameters that had none."""
         self._expected = Expected()
@@ -148,7 +231,7 @@ class TrainedModel:
     @property
     def _differentiated(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by name, and the witness of their gradients, which goes all their ways."""
-        return {**self.policy.named_parameters, WITNESS: self._witness.zeros}
+        return {**self.policy.named_parameters, WITNESS: self.witness.zeros}
 
     @property
     def computed(self) -> Sequence[Computed]:
@@ -160,7 +243,7 @@ class TrainedModel:
         self._gradients, self._expected, self._computed = {}, Expected(), []
 
     def _new_optimizer(self) -> Optimizer:
-        return Optimizer(self._base.settings, self.policy.named_parameters)
+        return Optimizer(self.base.settings, self.policy.named_parameters)
 
     @property
     def has_gradients(self) -> bool:
@@ -169,7 +252,7 @@ class TrainedModel:
 
     def close(self) -> None:
         """Frees the adapter."""
-        self._base.remove(self.policy)
+        self.base.remove(self.policy)
 
     # --- gradients ---
 
@@ -177,9 +260,8 @@ class TrainedModel:
         """Computes the loss of each datum, and adds the gradient of their sum to what the next `optim_step` applies;
         nothing is added if the loss or the gradient is not finite, which raises `Refused`, or if the generator is
         closed early."""
-        if request.loss_fn in ("ppo", "cispo"):
-            clip_bounds(request.config)
-        data, capacity = request.data, self._base.settings.pack_tokens
+        check_config(request.loss_fn, request.config)
+        data, capacity = request.data, self.base.settings.pack_tokens
         logprobs: list[Any] = [None] * len(data)
         losses: list[Any] = [None] * len(data)
         seconds = 0.0
@@ -188,14 +270,12 @@ class TrainedModel:
         try:
             for chosen in first_fit([len(datum.token_ids) + 1 for datum in data], capacity=capacity):
                 batch = [data[index] for index in chosen]
-                ends = np.cumsum([len(datum.token_ids) for datum in batch])[:-1]
-                started_s = time.perf_counter()
-                both = self._pass(batch, request)
-                seconds += time.perf_counter() - started_s
+                ends = np.cumsum([len(datum.targets) for datum in batch])[:-1]
+                *both, own_s = yield Pass(self, batch, request)
+                seconds += own_s
                 for whole, parts in zip(both, (logprobs, losses), strict=True):
                     for index, part in zip(chosen, np.split(whole, ends), strict=True):
                         parts[index] = part
-                yield
             total = float(sum(part.sum(dtype=np.float64) for part in losses))
             found = {name: p.grad for name, p in self._differentiated.items() if p.grad is not None}
             if not math.isfinite(total) or not all(bool(gradient.isfinite().all()) for gradient in found.values()):
@@ -212,22 +292,7 @@ class TrainedModel:
         outputs = {"logprobs": logprobs}
         if request.loss_fn == "cross_entropy":
             outputs["elementwise_loss"] = losses
-        return forward_backward_answer(outputs, {"loss:sum": total})
-
-    def _pass(self, batch: Sequence[Datum], request: ForwardBackward) -> tuple[Any, Any]:
-        """Computes one micro-batch; returns [K] log-probabilities and [K] losses."""
-        self._base.use(self.policy)
-        device = self.policy.device
-        inputs = {
-            name: to_device(np.concatenate([datum.inputs[name] for datum in batch]), device) for name in batch[0].inputs
-        }
-        with torch.set_grad_enabled(not request.forward_only):
-            tokens = packed(batch, device)
-            logprobs = self.policy.logprobs(tokens)
-            loss, values = loss_and_values(request.loss_fn, logprobs, inputs, request.config)
-        if not request.forward_only:
-            (loss + self._witness(witness_sums(batch, tokens, inputs))).backward()
-        return logprobs.detach().cpu().numpy(), values.cpu().numpy()
+        return forward_backward_answer(outputs, {"loss:sum": total}, candidates=data[0].candidates)
 
     def optim_step(self, given: Mapping[str, Any]) -> dict[str, float]:
         """Applies the gradients since the last step by AdamW and drops them; without any it changes nothing. Returns
@@ -267,6 +332,30 @@ class TrainedModel:
         )
         return {"grad_norm": norm}
 
+    @torch.no_grad()
+    def logprobs_under(self, adapter: Path, data: Sequence[Datum]) -> list[Float32]:
+        """Returns the log-probabilities of each datum's targets with the weights of an earlier version of this model,
+        in the file `adapter`. Its own are the same afterwards, bit for bit."""
+        own = {name: parameter.clone() for name, parameter in self.policy.named_parameters.items()}
+        found: list[Any] = [None] * len(data)
+        self.base.use(self.policy)
+        try:
+            self._put(load_file(adapter))
+            sizes, capacity = [len(datum.token_ids) + 1 for datum in data], self.base.settings.pack_tokens
+            for chosen in first_fit(sizes, capacity=capacity):
+                batch = [data[index] for index in chosen]
+                values = self.policy.logprobs(packed(batch, self.policy.device)).cpu().numpy()
+                ends = np.cumsum([len(datum.targets) for datum in batch])[:-1]
+                for index, part in zip(chosen, np.split(values, ends), strict=True):
+                    found[index] = part
+        finally:
+            self._put(own)
+        return found
+
+    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.policy.named_parameters.items():
+            parameter.copy_(tensors[name])
+
     # --- checkpoints ---
 
     def files(self) -> dict[str, bytes]:
@@ -302,9 +391,7 @@ class TrainedModel:
         state = json.loads((folder / STATE_FILE).read_text())
         if (shape := saved_shape(folder)) != replace(self.shape, seed=shape.seed):
             raise Refused(f"the checkpoint has {shape}, and this model {self.shape}; create a model from its state")
-        tensors = load_file(folder / ADAPTER_FILE)
-        for name, parameter in self.policy.named_parameters.items():
-            parameter.copy_(tensors[name])
+        self._put(load_file(folder / ADAPTER_FILE))
         self.drop_gradients()
         self._optimizer = self._new_optimizer()
         if optimizer:
@@ -331,8 +418,14 @@ def packed(batch: Sequence[Datum], device: torch.device) -> PackedTokens:
     mask = np.ones(len(ids), np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
     tokens = pack(ids, lengths, loss_mask=mask, device=device)
-    targets = np.concatenate([datum.targets for datum in batch]).astype(np.int64)
-    return replace(tokens, targets=to_device(targets, device))
+    targets, candidates = np.concatenate([datum.targets for datum in batch]).astype(np.int64), batch[0].candidates
+    before, temperatures = tokens.before_targets, tokens.temperatures
+    return replace(
+        tokens,
+        targets=to_device(targets, device),
+        before_targets=before if candidates == 1 else before.repeat_interleave(candidates),
+        temperatures=temperatures if candidates == 1 else temperatures.repeat_interleave(candidates),
+    )
 
 
 def adam_params(given: Mapping[str, Any]) -> dict[str, float]:

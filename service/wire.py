@@ -17,6 +17,8 @@ from tinker.proto import tinker_public_pb2 as schema
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Largest body of a request, after decompression; a client sends at most 5 MB of data in one by itself."""
+MAX_CANDIDATES = 256
+"""Targets of one token at most."""
 _NUMPY: dict[int, np.dtype[Any]] = {
     schema.DTYPE_FLOAT32: np.dtype("<f4"),
     schema.DTYPE_INT64: np.dtype("<i8"),
@@ -27,22 +29,30 @@ INPUTS = {
     "importance_sampling": ("target_tokens", "logprobs", "advantages"),
     "ppo": ("target_tokens", "logprobs", "advantages"),
     "cispo": ("target_tokens", "logprobs", "advantages"),
+    "gspo": ("target_tokens", "logprobs", "advantages"),
+    "dro": ("target_tokens", "logprobs", "advantages"),
 }
 """The losses that are served, and the arrays that each takes for every datum, all as long as its tokens."""
+_CLIPPED = ("clip_low_threshold", "clip_high_threshold")
+CONFIG = {"ppo": _CLIPPED, "cispo": _CLIPPED, "gspo": _CLIPPED, "dro": ("beta",)}
+"""What `loss_fn_config` may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One sequence. Example: tokens [5, 6, 7] with targets [6, 7, 8]; target i is predicted from tokens 0 … i."""
+    """One sequence. Example: tokens [5, 6, 7] with targets [6, 7, 8]; target i is predicted from tokens 0 … i. Where
+    each token has several candidates, those of token 0 come first."""
 
     id: str = ""
     """Number of its request and its own in that, as `4/0`."""
     token_ids: Int32
     """[L]"""
     targets: Int32
-    """[L]"""
+    """[L · candidates]"""
+    candidates: int = 1
+    """Targets of each token."""
     inputs: Mapping[str, Float32]
-    """The loss's other arrays, each [L]."""
+    """The loss's other arrays, each [L · candidates]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +117,7 @@ def read_forward_backward(message: Any, *, vocab_size: int, max_tokens: int) -> 
         if value.WhichOneof("value") == "text":
             raise Refused(f"loss_fn_config has {key} = {value.text!r:.60}, expected a number")
         config[key] = value.number
-    known = ("clip_low_threshold", "clip_high_threshold") if message.loss_fn in ("ppo", "cispo") else ()
+    known = CONFIG.get(message.loss_fn, ())
     if unknown := sorted(config.keys() - set(known)):
         expected = ", ".join(known) or "nothing"
         raise Refused(f"loss_fn_config has {unknown[0]}, and {message.loss_fn} takes {expected}")
@@ -120,6 +130,8 @@ def read_forward_backward(message: Any, *, vocab_size: int, max_tokens: int) -> 
             data.append(replace(one, id=f"{message.seq_id}/{number}"))
         except Refused as error:
             raise Refused(f"datum {number}: {error}") from error
+    if len(numbers := {datum.candidates for datum in data}) > 1:
+        raise Refused(f"target_tokens have {sorted(numbers)} candidates a token, expected one number in a request")
     return ForwardBackward(data=data, loss_fn=message.loss_fn, config=config, forward_only=message.forward_only)
 
 
@@ -135,7 +147,11 @@ def _datum(datum: Any, names: Sequence[str], loss_fn: str, *, vocab_size: int, m
     given = datum.loss_fn_inputs
     if set(given) != set(names):
         raise Refused(f"loss_fn_inputs are {sorted(given)}, and {loss_fn} takes {sorted(names)}")
-    arrays = {name: _tensor(given[name], name, len(token_ids)) for name in names}
+    shape = list(given["target_tokens"].shape)
+    candidates = shape[1] if loss_fn == "cross_entropy" and len(shape) == 2 else 1
+    if not 1 <= candidates <= MAX_CANDIDATES:
+        raise Refused(f"target_tokens have {candidates} candidates a token, expected 1 to {MAX_CANDIDATES}")
+    arrays = {name: _tensor(given[name], name, len(token_ids), candidates) for name in names}
     targets = arrays.pop("target_tokens")
     for name, ids in (("model_input", token_ids), ("target_tokens", targets)):
         if ids.dtype.kind != "i":
@@ -147,17 +163,19 @@ def _datum(datum: Any, names: Sequence[str], loss_fn: str, *, vocab_size: int, m
         if not np.isfinite(values).all():
             raise Refused(f"{name} has the value {values[~np.isfinite(values)][0]}, expected finite ones")
     floats = {name: values.astype(np.float32) for name, values in arrays.items()}
-    return Datum(token_ids=token_ids.astype(np.int32), targets=targets.astype(np.int32), inputs=floats)
+    whole: Any = {"token_ids": token_ids.astype(np.int32), "targets": targets.astype(np.int32)}
+    return Datum(**whole, candidates=candidates, inputs=floats)
 
 
-def _tensor(tensor: Any, name: str, length: int) -> Any:
-    """Returns [L] of a tensor message."""
-    if tensor.WhichOneof("encoding") != "dense" or len(tensor.shape) > 1:
+def _tensor(tensor: Any, name: str, length: int, candidates: int) -> Any:
+    """Returns [L · candidates] of a tensor message of shape [L], or [L, candidates]."""
+    is_flat = len(tensor.shape) <= 1 and candidates == 1
+    if tensor.WhichOneof("encoding") != "dense" or not (is_flat or list(tensor.shape) == [length, candidates]):
         raise Refused(f"{name} has the shape {list(tensor.shape)} or is sparse; expected one value for each token")
     if (dtype := _NUMPY.get(tensor.dtype)) is None:
         raise Refused(f"{name} has the type {tensor.dtype}, expected float32 or int64")
     values = _array(tensor.dense, dtype, name)
-    if len(values) != length:
+    if len(values) != length * candidates:
         raise Refused(f"{name} has {len(values)} values for {length} tokens of model_input")
     return values
 
@@ -168,9 +186,11 @@ def _array(data: bytes, dtype: "np.dtype[Any]", name: str) -> Any:
     return np.frombuffer(data, dtype)
 
 
-def forward_backward_answer(outputs: Mapping[str, Sequence[Float32]], metrics: Mapping[str, float]) -> bytes:
-    """Returns the answer's bytes: `outputs` are the arrays of each datum by name; a metric's name ends with how several
-    answers are to be reduced, as `loss:sum`."""
+def forward_backward_answer(
+    outputs: Mapping[str, Sequence[Float32]], metrics: Mapping[str, float], *, candidates: int = 1
+) -> bytes:
+    """Returns the answer's bytes: `outputs` are the arrays of each datum by name, with `candidates` for each token; a
+    metric's name ends with how several answers are to be reduced, as `loss:sum`."""
     message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics.update(metrics)
     record = message.loss_fn_outputs.add()
@@ -178,6 +198,8 @@ def forward_backward_answer(outputs: Mapping[str, Sequence[Float32]], metrics: M
         record.num_datums = len(arrays)
         field = record.fields[name]
         field.dtype = schema.DTYPE_FLOAT32
+        if candidates > 1:
+            field.trailing_shape.append(candidates)
         field.data = np.concatenate(arrays).astype("<f4").tobytes()
         field.offsets = np.cumsum([0, *(4 * len(one) for one in arrays)]).astype("<i8").tobytes()
     content: bytes = message.SerializeToString(deterministic=True)

@@ -26,8 +26,8 @@ from grpo.trainer.traces import TrainedTokens
 from grpo.trainer.witness import Shares, shares_of, witness_of
 from grpo.transport.batches.filesystem import BatchReceiver
 from grpo.transport.errors import ProofFailed
-from grpo.transport.folders import step_folder
-from grpo.transport.receipts import WITNESS_SIZE, Receipt
+from grpo.transport.folders import step_folder, write_atomic
+from grpo.transport.receipts import REFUSED, WITNESS_SIZE, Receipt
 from grpo.transport.records import MicroBatch, PolicySpec
 from grpo.transport.run import RunFolder, recorded_program
 from grpo.transport.shared_base import ImportedBase
@@ -367,6 +367,10 @@ class Trainer:
                 "--proofs.on_failure drop goes on without such samples"
             )
             try:
+                if self._ranks.is_main:
+                    refused = step_folder(self._run_folder.path / REFUSED, step).with_suffix(".json")
+                    refused.parent.mkdir(exist_ok=True)
+                    write_atomic(refused, Receipt(step=step, num_tokens=0, spots=tuple(failed)).to_json())
                 self._checkpoints.now(step - 1, self._metrics)
             except OSError as failure:
                 message += f"; the state before it could not be kept: {failure}"

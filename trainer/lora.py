@@ -6,18 +6,23 @@ the step. The adapter's float32 weights are rounded to the type of computation, 
 Several adapters, K of rank r, are computed as one of rank K r whose block k is 0 for the tokens of all others:
 y = x Wᵀ + s (gate ∘ (x Aᵀ)) Bᵀ, A [K r, in] and B [out, K r] being theirs side by side. So one pass serves tokens of
 all of them, and a token gives the adapters that are not its own a gradient of exactly 0.
+
+Where a pass is divided into segments, runs of tokens with an adapter each, every one is computed with its own A and B
+and rank, and its numbers, gradients included, are to the bit those of a pass of this segment alone.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from itertools import groupby
+from typing import Any, NamedTuple, cast
 
 import torch
 from grpo.configs.train import LowPrecision, TrainSettings
 from grpo.trainer.errors import ModelError
 from grpo.trainer.low_precision import backward_product, forward_product
-from grpo.trainer.matmul import linear, product, product_in_float32
+from grpo.trainer.matmul import by_rows, linear, product, product_in_float32
 from grpo.trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
@@ -70,6 +75,26 @@ def adapter_mask(adapters: torch.Tensor, num_adapters: int) -> torch.Tensor:
     return adapters[:, None] != torch.arange(num_adapters, device=adapters.device)
 
 
+class Segment(NamedTuple):
+    """A run of a pass's tokens that have the same adapter."""
+
+    adapter: str
+    """PEFT's name of it; layers without it are the base's for these tokens."""
+    size: int
+
+
+@contextmanager
+def by_segment(layers: Sequence["FusedLoraLinear"], segments: Sequence[Segment]) -> Iterator[None]:
+    """Divides the passes within the block, backward passes too, into these segments."""
+    for layer in layers:
+        layer.segments = segments
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.segments = ()
+
+
 class FusedLoraLinear(Linear):  # type: ignore[misc]
     """PEFT's LoRA layer (no dropout, no merging) with a fused forward and backward. All adapters that are active have
     the same rank and scaling."""
@@ -77,12 +102,16 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
     adapter_mask: torch.Tensor | None = None
     """[T, K] bool of the tokens in the pass at hand: True for the adapters that are not the token's. None with one
     adapter."""
+    segments: Sequence[Segment] = ()
+    """The segments of the pass at hand; none where all active adapters are for all tokens."""
     low_precision: LowPrecision | None = None
     """The low-precision recipe of the base's product in passes with a gradient. Passes without one compute as a server
     does."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns [..., out] of [..., in]."""
+        if self.segments:
+            return _in_segments(self, x)
         base = self.get_base_layer()
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or not names:
@@ -93,6 +122,27 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         recipe = self.low_precision if torch.is_grad_enabled() else None
         inputs = (x, dequantize, base.bias, a, b, self.adapter_mask, self.scaling[names[0]], recipe)
         output: torch.Tensor = _LoraLinear.apply(*inputs, *tensors)  # type: ignore[no-untyped-call]
+        return output
+
+    def by_segment(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [..., out] of [..., in] where the pass has segments. Runs of those with an adapter here are computed
+        in one step each."""
+        base, flat, outputs = self.get_base_layer(), x.flatten(0, -2), list[torch.Tensor]()
+        segments = self.segments if len(self.segments) > 1 else (Segment(self.segments[0].adapter, len(flat)),)
+        runs = [list(run) for _, run in groupby(segments, lambda segment: segment.adapter in self.lora_A)]
+        for run, rows in zip(runs, flat.split([sum(one.size for one in run) for run in runs]), strict=True):
+            sizes = [segment.size for segment in run]
+            if run[0].adapter not in self.lora_A:
+                outputs += [base(own) for own in rows.split(sizes)]
+                continue
+            dequantize, tensors = frozen_weight(base, x.dtype)
+            matrices = [matrix[name].weight for name, _ in run for matrix in (self.lora_A, self.lora_B)]
+            scalings = [self.scaling[name] for name, _ in run]
+            recipe = self.low_precision if torch.is_grad_enabled() else None
+            inputs = (rows, dequantize, base.bias, sizes, scalings, recipe)
+            outputs.append(_SegmentedLora.apply(*inputs, *tensors, *matrices))  # type: ignore[no-untyped-call]
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        output: torch.Tensor = whole.unflatten(0, x.shape[:-1])
         return output
 
     def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
@@ -118,6 +168,11 @@ def takes_adapter_mask(layer: torch.nn.Module, forward: Callable[..., Any]) -> C
 def _side_by_side(part: torch.nn.ModuleDict, names: Sequence[str], dim: int) -> torch.Tensor:
     weights = [cast(torch.Tensor, part[name].weight) for name in names]
     return weights[0] if len(weights) == 1 else torch.cat(weights, dim)
+
+
+_in_segments: Callable[[FusedLoraLinear, torch.Tensor], torch.Tensor] = torch.compiler.disable(
+    FusedLoraLinear.by_segment  # whose sizes change from pass to pass
+)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -158,6 +213,55 @@ class _LoraLinear(torch.autograd.Function):
         grad_a = product_in_float32(grad_down.T, flat)
         grad_b = product_in_float32(down.T, flat_grad).mul_(ctx.scaling).T
         return grad_x, None, None, grad_a, grad_b, None, None, None, *(None for _ in tensors)
+
+
+class _SegmentedLora(torch.autograd.Function):
+    """What `_LoraLinear` computes of [T, in], for runs of `sizes` rows, each with A and B of its own and in products of
+    its own shape; the base's are computed for all at once where no row's bits depend on the others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dequantize: Dequantize,
+        bias: torch.Tensor | None,
+        sizes: list[int],
+        scalings: list[float],
+        recipe: LowPrecision | None,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        num_matrices = 2 * len(sizes)
+        frozen, matrices = tensors[:-num_matrices], [one.to(x.dtype) for one in tensors[-num_matrices:]]
+        output = by_rows(lambda rows, weight: _base_product(rows, weight, bias, recipe), x, dequantize(*frozen), sizes)
+        downs = []
+        for index, (rows, own) in enumerate(zip(x.split(sizes), output.split(sizes), strict=True)):
+            downs.append(linear(rows, matrices[2 * index]))
+            own.addmm_(downs[-1], matrices[2 * index + 1].T, alpha=scalings[index])
+        ctx.save_for_backward(x, *downs, *matrices, *frozen)
+        ctx.dequantize, ctx.sizes, ctx.scalings, ctx.recipe = dequantize, sizes, scalings, recipe
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        number = len(ctx.sizes)
+        x, downs = ctx.saved_tensors[0], ctx.saved_tensors[1 : 1 + number]
+        matrices, frozen = ctx.saved_tensors[1 + number : 1 + 3 * number], ctx.saved_tensors[1 + 3 * number :]
+        grad_x = None
+        parts = list(zip(x.split(ctx.sizes), grad.split(ctx.sizes), downs, ctx.scalings, strict=True))
+        if ctx.needs_input_grad[0]:
+            multiply = product if ctx.recipe is None else backward_product
+            grad_x = by_rows(multiply, grad, ctx.dequantize(*frozen), ctx.sizes)
+            grads_x = grad_x.split(ctx.sizes)
+        grads = []
+        for index, (rows, own, down, scaling) in enumerate(parts):
+            a, b = matrices[2 * index : 2 * index + 2]
+            grad_down = product(own, b).mul_(scaling)
+            if grad_x is not None:
+                grads_x[index].addmm_(grad_down, a)
+            grads.append(product_in_float32(grad_down.T, rows))
+            grads.append(product_in_float32(down.T, own).mul_(scaling).T)
+        return grad_x, None, None, None, None, None, *(None for _ in frozen), *grads
 
 
 def _base_product(

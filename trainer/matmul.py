@@ -7,8 +7,11 @@ on an AMD EPYC.
 No function here is differentiable: they are used inside autograd functions.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MAX_SMALL = 1 << 19
 """Products of up to so many multiplications are left to MKL, because a call of oneDNN takes 13 µs more."""
 
@@ -34,6 +37,29 @@ def product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return output
     result = product(left, right)
     return result.to(torch.promote_types(result.dtype, torch.float32))
+
+
+def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Returns `product` or `linear` (`multiply`) of [T, k], in which each run of rows of the `sizes` has the bits that
+    it has alone.
+
+    oneDNN computes a row alike among any others, from two rows on, and MKL does not: on a CPU the runs whose product
+    alone is oneDNN's are one product, and each other one is its own. On a GPU all are one.
+    """
+    if not x.is_cpu:
+        return multiply(x, weight)
+    together: list[int] = []
+    last_joins = False
+    for size, rows in zip(sizes, x.split(list(sizes)), strict=True):
+        joins = size > 1 and _is_for_onednn(rows, weight)
+        if joins and last_joins:
+            together[-1] += size
+        else:
+            together.append(size)
+        last_joins = joins
+    if len(together) == 1:
+        return multiply(x, weight)
+    return torch.cat([multiply(rows, weight) for rows in x.split(together)])
 
 
 def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:

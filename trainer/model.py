@@ -52,19 +52,27 @@ class PackedModel(torch.nn.Module):
         super().__init__()
         self.causal_lm, self.num_adapters = causal_lm, num_adapters
         self.witness = GradientWitness(device)
-        self._packed, self._fp32_head = packed, fp32_head
+        self.packed, self._fp32_head = packed, fp32_head
 
     def forward(self, tokens: PackedTokens, *, output: Output) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns, at the tokens before the targets, [K, H] final hidden states, or [K] log-probabilities of the
         targets and [K] entropies, which have a gradient with "differentiable entropy" only."""
-        every_token = self._packed_states(tokens) if self._packed else self._row_states(tokens)
+        every_token = self._packed_states(tokens) if self.packed else self._row_states(tokens)
         hidden, head = every_token.index_select(0, tokens.before_targets), self.head
         if self._fp32_head:
             hidden, head = hidden.float(), head.float()
         if output == "hidden":
             return hidden
-        inputs = hidden, head, tokens.targets, tokens.temperatures
-        return logprobs_and_entropy(*inputs, differentiable=output == "differentiable entropy")
+        differentiable = output == "differentiable entropy"
+        if not tokens.parts:
+            inputs = hidden, head, tokens.targets, tokens.temperatures
+            return logprobs_and_entropy(*inputs, differentiable=differentiable)
+        found = [
+            logprobs_and_entropy(own, head, part.targets, part.temperatures, differentiable=differentiable)
+            for part, own in zip(tokens.parts, hidden.split([len(one.targets) for one in tokens.parts]), strict=True)
+        ]
+        logprobs, entropies = (torch.cat(values) for values in zip(*found, strict=True))
+        return logprobs, entropies
 
     def _packed_states(self, tokens: PackedTokens) -> torch.Tensor:
         """Returns [U, H] computed as one sequence of all samples."""
@@ -152,6 +160,11 @@ class Policy:
             dtype=self.dtype,
             shards=self._shards,
         )
+
+    @property
+    def can_join(self) -> bool:
+        """True if one pass can have packs of several parts (`grpo.trainer.packing.joined`)."""
+        return self._model.packed
 
     @property
     def trains_adapters(self) -> bool:

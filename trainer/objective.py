@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings, ramped
+from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings
 from grpo.trainer.batch import StepCounts, by_signal, counts_of, tokens_by_adapter
 from grpo.trainer.custom_loss import custom_loss, loss_function
 from grpo.trainer.distributed import Ranks, full_tensor
@@ -24,7 +24,7 @@ from grpo.trainer.model import Policy
 from grpo.trainer.packing import PackedTokens, first_fit, pack_rows, packed_tokens, to_device
 from grpo.trainer.witness import WHOLE, Shares, Witnessing
 from grpo.transport.records import Hint, Int32, MicroBatch, PreferencePair
-from grpo.transport.witness import hint_id, pair_id, signs
+from grpo.transport.witness import hint_id, pair_id, ramped, signs
 
 Pass = Callable[[], Loss]
 

@@ -40,6 +40,9 @@ class Buckets:
 class Layout:
     """The positions of a packed sequence's samples."""
 
+    _parts: "Sequence[Layout]" = ()
+    """Those that it was joined of; samples of different ones are in one bucket only where these are equally long."""
+
     def __init__(
         self, lengths: NDArray[np.integer[Any]], unique: Indices, inverse: Indices, device: torch.device
     ) -> None:
@@ -57,9 +60,25 @@ class Layout:
         self.inverse = to_device(inverse, device)
         """[T] i64 the computed token that each packed token is equal to."""
 
+    @staticmethod
+    def joined(parts: "Sequence[Layout]") -> "Layout":
+        """Returns the layout of packed sequences one after the other."""
+        num_packed = np.cumsum([0, *(len(part._inverse) for part in parts)])
+        num_computed = np.cumsum([0, *(len(part._unique) for part in parts)])
+        whole = Layout(
+            np.concatenate([part._lengths for part in parts]),
+            np.concatenate([part._unique + start for part, start in zip(parts, num_packed, strict=False)]),
+            np.concatenate([part._inverse + start for part, start in zip(parts, num_computed, strict=False)]),
+            parts[0]._device,
+        )
+        whole._parts = tuple(parts)
+        return whole
+
     @cached_property
     def buckets(self) -> Buckets:
         """The samples as padded rows, for attention or models that need them; made when first asked for."""
+        if self._parts:
+            return _joined_buckets([part.buckets for part in self._parts])
         order = np.argsort(-self._lengths, kind="stable")
         shapes = _bucket_shapes(self._lengths[order])
         widths = np.repeat([length for _, length in shapes], [count for count, _ in shapes])
@@ -92,6 +111,32 @@ class PackedTokens:
     """[K] i64 ids of the tokens whose log-probability is wanted."""
     temperatures: torch.Tensor
     """[K] f32"""
+    parts: "Sequence[PackedTokens]" = ()
+    """Those that it was joined of, whose numbers do not depend on each other."""
+
+
+def joined(parts: Sequence[PackedTokens]) -> PackedTokens:
+    """Returns packs one after the other, for one pass in which each has the same results, to the bit, as alone."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [len(part.token_ids) for part in parts]
+    starts = torch.tensor([sum(counts[:number]) for number in range(len(parts))]).repeat_interleave(
+        torch.tensor([len(part.before_targets) for part in parts])
+    )
+    token_ids, position_ids, before_targets, targets, temperatures = (
+        torch.cat([getattr(part, name) for part in parts])
+        for name in ("token_ids", "position_ids", "before_targets", "targets", "temperatures")
+    )
+    return PackedTokens(
+        token_ids=token_ids,
+        position_ids=position_ids,
+        adapters=None,
+        layout=Layout.joined([part.layout for part in parts]),
+        before_targets=before_targets + starts.to(before_targets.device),
+        targets=targets,
+        temperatures=temperatures,
+        parts=tuple(parts),
+    )
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -216,3 +261,29 @@ def _bucket_shapes(descending: Indices) -> tuple[tuple[int, int], ...]:
         shapes.append((end - start, longest))
         start = end
     return tuple(shapes)
+
+
+def _joined_buckets(parts: Sequence[Buckets]) -> Buckets:
+    """Returns the buckets of several layouts, longest first; those of the same length are one."""
+    pieces = []  # (length, samples, part, first slot there)
+    for number, part in enumerate(parts):
+        start = 0
+        for count, length in part.shapes:
+            pieces.append((length, count, number, start))
+            start += count * length
+    pieces.sort(key=lambda piece: -piece[0])  # stable: a part's own stay in their order
+    shapes: list[tuple[int, int]] = []
+    moved = [part.slot_of.clone() for part in parts]
+    computed = np.cumsum([0, *(len(part.slot_of) for part in parts)])
+    slots, start = [], 0
+    for length, count, number, old in pieces:
+        size = count * length
+        slots.append(parts[number].slots[old : old + size] + int(computed[number]))
+        inside = (parts[number].slot_of >= old) & (parts[number].slot_of < old + size)
+        moved[number][inside] += start - old
+        start += size
+        if shapes and shapes[-1][1] == length:
+            shapes[-1] = shapes[-1][0] + count, length
+        else:
+            shapes.append((count, length))
+    return Buckets(torch.cat(slots), torch.cat(moved), tuple(shapes))

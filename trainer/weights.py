@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from grpo.trainer.distributed import Ranks, host_copies, local_tensor, shard_like
 from grpo.trainer.errors import ModelError
-from grpo.trainer.lora import FusedLoraLinear, add_adapter
+from grpo.trainer.lora import FusedLoraLinear, Segment, add_adapter, by_segment
 from grpo.transport.weights.shards import Weight
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_adapter_config
 from peft import PeftModel
@@ -50,6 +50,12 @@ class AdapterWeights:
     def use(self) -> None:
         """Makes these adapters those that the model computes with and that get gradients."""
         self._model.base_model.set_adapter(list(self._folders.values()))
+
+    def in_segments(self, segments: Sequence[tuple["AdapterWeights", int]]) -> AbstractContextManager[None]:
+        """Divides passes within the block into runs of so many tokens, each with the adapter of weights that are
+        `beside` these. They must be computed with by nobody else."""
+        named = [Segment(next(iter(weights._folders.values())), size) for weights, size in segments]
+        return by_segment(list(_adapted(self._model).values()), named)
 
     def remove(self) -> None:
         """Takes these adapters from the model. Others must be in use."""

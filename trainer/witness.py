@@ -10,7 +10,7 @@ from grpo.configs.loss import LossSettings
 from grpo.trainer.batch import StepCounts, counts_of
 from grpo.trainer.distributed import Ranks, full_tensor
 from grpo.trainer.packing import PackedTokens, to_device
-from grpo.transport.receipts import WITNESS_SIZE, Witness
+from grpo.transport.receipts import NOT_FINITE, WITNESS_SIZE, Witness
 from grpo.transport.records import MicroBatch
 from grpo.transport.witness import signs, token_values
 
@@ -108,5 +108,6 @@ def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 def witness_of(sums: torch.Tensor) -> Witness:
     """Returns [2, 64] sums as a record, with the nine digits that tell float32 numbers apart."""
-    presence, content = (tuple(float(f"{value:.9g}") for value in row) for row in sums.tolist())
+    whole = torch.nan_to_num(sums, nan=NOT_FINITE, posinf=NOT_FINITE, neginf=-NOT_FINITE)
+    presence, content = (tuple(float(f"{value:.9g}") for value in row) for row in whole.tolist())
     return Witness(presence=presence, content=content)

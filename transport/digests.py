@@ -24,7 +24,7 @@ _FILES = (
 _LOG = ".sqlite-wal"
 _MAX_THREADS = 8
 _BELOW = (
-    *("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet"),
+    *("batches/step_*/**/*", "broadcasts/step_*/**/*", "traces/*.parquet", "refused/*.json"),
     *("checkpoints/*:train:*/**/*", "models/*/*.json*", "models/*/traces/*.parquet"),
 )
 MAY_GO = ("batches/", "broadcasts/", "traces/")

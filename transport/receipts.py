@@ -11,8 +11,14 @@ import msgspec
 from grpo.transport.records import Natural, Record
 
 RECEIPT_FILE = "receipt.json"
+REFUSED = "refused"
+"""The folder in the run's with the receipts of steps that were not applied because a proof had failed,
+`step_000012.json` and so on."""
 WITNESS_SIZE = 64
 """Components of a witness."""
+
+NOT_FINITE = 1e30
+"""Stands for what is no finite number, which JSON does not hold."""
 
 Components = Annotated[tuple[float, ...], msgspec.Meta(min_length=WITNESS_SIZE, max_length=WITNESS_SIZE)]
 

@@ -45,6 +45,17 @@ def token_values(ids: Any, before: Any, places: Any, adapters: Any = 0) -> Any:
     return ((mixed >> 40) & 0xFFFFFF) / 2.0**23 - 1.0
 
 
+def ramped(weight: float, step: int, warmup_steps: int, decay_steps: int | None) -> float:
+    """Returns a loss term's weight at a step, from 1: weight · step / warmup_steps while it rises, and then
+    weight · max(0, 1 - (step - 1 - warmup_steps) / decay_steps), or `weight` where it does not fall. A term of weight 0
+    is not in the witness."""
+    if step <= warmup_steps:
+        return weight * step / warmup_steps
+    if decay_steps is None:
+        return weight
+    return weight * max(0.0, 1 - (step - 1 - warmup_steps) / decay_steps)
+
+
 def hint_id(rollout_id: str) -> str:
     """Returns the id under which the hint of a rollout's sample counts."""
     return f"hint of {rollout_id}"

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -132,18 +133,28 @@ def changed(record: Any, **fields: Any) -> Any:
 # --- the server: what samples ---
 
 
-def base_sampled(share: float = 1.0, *, one_server: bool = False, route: str = "") -> Callable[[Any], Any]:
-    """Samples from the base; of two servers in one alone, or on one route (`follow`: of answers that go on)."""
+def base_sampled(
+    share: float = 1.0, *, one_server: bool = False, route: str = "", since: int = 0
+) -> Callable[[Any], Any]:
+    """Samples from the base; of two servers in one alone, or on one route (`follow`: of answers that go on), or from
+    version `since` on."""
 
     def make(original):
         async def generate(self, wanted, adapter, **how):
             on_route = not route or (how.get("may_end") is not None) == (route == "follow")
             here = on_route and DRAW.random() < share and (not one_server or only_here("server"))
+            here = here and adapter is not None and version_of(adapter) >= since
             return await original(self, wanted, None if here else adapter, **how)
 
         return generate
 
     return make
+
+
+def version_of(adapter):
+    """Returns the version of an adapter by its folder, as `step_000012`."""
+    found = re.search(r"step_(\d+)", str(adapter.path))
+    return int(found[1]) if found else 0
 
 
 KNOWN: dict[int, Any] = {}
@@ -545,10 +556,9 @@ def passes(change: Callable[[list[Any]], list[Any]], *, rank: int | None = None)
     """Computes other passes of the policy loss."""
 
     def make(original):
-        def policy_passes(self, batches, counts, *, silent=False):
-            found = original(self, batches, counts, silent=silent)
-            here = not silent and rank in (None, self._ranks.rank)
-            return change(found) if here else found
+        def policy_passes(self, batches, counts):
+            found = original(self, batches, counts)
+            return change(found) if rank in (None, self._ranks.rank) else found
 
         return policy_passes
 
@@ -679,6 +689,14 @@ FAULTS: tuple[Fault, ...] = (
         patches=(engine("Engine.generate", base_sampled(0.1)),),
         acts="version 1",
         share=0.1,
+        elsewhere="verl #7495",
+    ),
+    Fault(
+        name="base-from-version-12",
+        about="from version 12 on, when samples are no longer drawn from every batch, the server samples from the base",
+        patches=(engine("Engine.generate", base_sampled(since=12)),),
+        acts="version 12",
+        settings={"max_steps": 24},
         elsewhere="verl #7495",
     ),
     Fault(

@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo.orchestrator.evaluate import Evaluation
 from grpo.orchestrator.inference.weight_sync import CanaryReport
 from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.monitoring.collapse import CollapseWatch
 from grpo.orchestrator.monitoring.metrics import REWARD, STEP, Figures, MetricsFile, all_figures, dropped_figures
 from grpo.orchestrator.monitoring.summary import Summary, summarise
 from grpo.orchestrator.monitoring.trackers import Reporter
@@ -27,6 +28,7 @@ class Recorder:
         """`reporter` gets what is written."""
         self._folder, self._run_id, self._began_s = folder, run_id, began_s
         self._file, self._reporter = MetricsFile(folder / "metrics.jsonl"), reporter or Reporter(None, None)
+        self._collapse = CollapseWatch()
         self._pending: dict[int, dict[str, float]] = {}
         """Metrics of steps whose version is not live yet."""
         self._evaluated: set[int] = set()
@@ -117,12 +119,14 @@ class Recorder:
             log.info("version %d is live after %.1f s", proof.version, step_s)
         if proof.version in self._pending:
             metrics = self._pending.pop(proof.version) | proved | {"time/step_s": step_s}
+            self._collapse.step(metrics)
             self._write(metrics)
             shown = (REWARD, "reward/accuracy", "perf/generate_tokens_per_s", "policy/lag_max", "time/step_s")
             log.info("step %d: %s", proof.version, ", ".join(f"{key} {metrics[key]:.4g}" for key in shown))
 
     def batch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """A batch leaves: trackers get its rollouts, where they are due."""
+        self._collapse.batch(step, [result for group in groups for result in group.results])
         self._reporter.batch(step, groups)
 
     def evaluated(self, evaluation: Evaluation) -> None:

@@ -14,16 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo.configs.loss import LossSettings
+from grpo.configs.train import TrainSettings
 from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.witness import expected_witness
+from grpo.transport.batches.store import StepStore
+from grpo.transport.codec import encode
 from grpo.transport.digests import DIGESTS_FILE, read_digests
 from grpo.transport.http import CanaryFigures, LoadReport
-from grpo.transport.receipts import WITNESS_SIZE, ExpectedWitness, Receipt, SpotProof, Witness
+from grpo.transport.receipts import REFUSED, WITNESS_SIZE, ExpectedWitness, Receipt, SpotProof, Witness
 from grpo.transport.run import join_run
+from msgspec.structs import replace
 
 from grpo.proofs import Page, Part, prove
 from tests.grpo.run_folder import finish, found, gone_pid, grpo, says, write_ledger, write_metrics
 from tests.orchestrator.fakes import FakeServer, FakeTrainer
 from tests.orchestrator.running import run as run_once
+from tests.trainer import witness_cases
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ("grpo", "msgspec", "numpy", "pyarrow", "xxhash")
@@ -301,6 +308,18 @@ def test_a_spot_proof_that_has_failed_names_rollout_server_version_and_both_numb
     assert grpo("prove", run).returncode == 1
 
 
+def test_a_step_that_a_proof_has_stopped_is_broken_until_it_is_trained(run: Path) -> None:
+    failed = replace(SPOT, max_abs=0.75, failed_at=3, trained_logprob=-1.5, served_logprob=-0.75)
+    (run / REFUSED).mkdir()
+    (run / REFUSED / "step_000002.json").write_bytes(Receipt(step=2, num_tokens=0, spots=(failed,)).to_json())
+    [told] = part_of(prove(run), "tokens").broken
+    assert "step 2: rollout 0/1" in told
+    receive(run, Receipt(step=2, num_tokens=100, num_proved_now=100, witness=RIGHT))
+    tokens = part_of(prove(run), "tokens")
+    assert tokens.broken == []
+    assert any("step 2: rollout 0/1" in one for one in tokens.unproved)
+
+
 def test_a_mismatch_that_the_policy_does_not_explain_and_a_proof_that_ended_the_run_are_broken(run: Path) -> None:
     receive(run, Receipt(step=1, num_tokens=9, witness=RIGHT, unexplained={"1": 0.71}, moved={"1": 0.001}))
     says(run, "train", "failed", message="ProofFailed: a spot proof does not hold: rollout 9/9", pid=gone_pid())
@@ -356,3 +375,31 @@ def test_a_version_that_a_server_has_not_proved_within_the_tolerance_is_broken(r
     [told] = part_of(prove(run), "versions").broken
     assert "version 1" in told
     assert "http://b" in told
+
+
+def test_a_ledger_that_expects_another_witness_than_the_batch_on_disk_is_found(run: Path) -> None:
+    loss = {"normaliser": "sequence", "alpha_sdpo": 0.5, "beta_replay": 0.3}
+    settings = TrainSettings.model_validate({"model": "m", "loss": loss}).model_dump(mode="json")
+    file = json.loads((run / "run.json").read_text())
+    file["programs"]["train"]["settings"] = settings
+    (run / "run.json").write_text(json.dumps(file))
+    samples = witness_cases.samples(8, hints=True)
+    pairs = witness_cases.PAIRS
+    [batches] = witness_cases.packed(samples, pairs=pairs)
+    batches = [replace(batch, run_id="5f0c") for batch in batches]
+    StepStore(run / "batches", run_id="5f0c").write(1, [encode(batches)])
+    right = expected_witness(samples, pairs, LossSettings.model_validate(loss), step=1).witness
+    witness = Witness(presence=right.presence, content=right.content)
+    forged = replace(right, content=right.content[1:] + right.content[:1])
+    for expected, borne, num_broken in ((right, witness, 0), (forged, Witness(**fields_of(forged)), 1)):
+        ledger = Ledger(run / "ledger.sqlite")
+        ledger.expects(1, expected)
+        ledger.received(Receipt(step=1, num_tokens=100, num_proved_now=100, witness=borne))
+        ledger.close()
+        gradients = part_of(prove(run), "gradients")
+        assert gradients.facts["again"] == [1]
+        assert len(gradients.broken) == num_broken
+
+
+def fields_of(witness: Witness) -> dict[str, Any]:
+    return {"presence": witness.presence, "content": witness.content}

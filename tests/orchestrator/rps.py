@@ -21,8 +21,11 @@ class Rps(Episode, Environment):
     roles = (Role(id="a", max_tokens=4), Role(id="b", max_tokens=4))
     rubric = Rubric([outcome])
 
-    def __init__(self, *, opponent: str = "past", by: str = "uniform", per: str = "group", **pool: Any) -> None:
-        self._opponent, self._by, self._per = opponent, by, per
+    def __init__(
+        self, *, opponent: str = "past", by: str = "uniform", per: str = "group", of: str | None = None, **pool: Any
+    ) -> None:
+        """`of`: the adapter of the newest version that is met."""
+        self._opponent, self._by, self._per, self._of = opponent, by, per, of
         if pool:
             self.add_pool("past", **pool)
 
@@ -33,7 +36,7 @@ class Rps(Episode, Environment):
         if self._opponent == "script":
             player = Player.script(lambda state, messages: "r", name="rock")
         else:
-            player = await self.opponent(self._opponent, by=self._by, per=self._per)
+            player = await self.opponent(self._opponent, by=self._by, per=self._per, adapter=self._of)
         ctx.bind("b", player)
         for role in ("a", "b"):
             await ctx.sample(role, [{"role": "user", "content": f"{role} {state.example['prompt']}"}])

@@ -4,20 +4,28 @@ import asyncio
 import json
 import multiprocessing
 from collections import Counter
+from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
 from grpo.configs.orch import OrchSettings
 from grpo.orchestrator.checks import Mismatch
+from grpo.orchestrator.ledger import Ledger
+from grpo.orchestrator.opponents import Opponents
+from grpo.orchestrator.rollouts.players import Pool
+from grpo.orchestrator.rollouts.records import Group, SamplingParams, Task
 from grpo.orchestrator.run import orchestrate
 from grpo.orchestrator.scheduler import Scheduler
+from grpo.orchestrator.workers.protocol import Draw
 from grpo.transport.traces import trace_path
 from grpo.transport.weights.store import IN_USE_FILE
 
 from grpo import play
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.grpo.test_ratings import write_games
+from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.rps import Rps
 from tests.orchestrator.running import rows_of, run
 
@@ -144,6 +152,14 @@ async def test_what_pools_there_cannot_be_is_said_at_the_start(tmp_path: Path, p
         await run(tmp_path / "b", players, env=of_rps(every=1), **SETTINGS)
 
 
+def test_opponents_need_adapters(tmp_path: Path) -> None:
+    broadcast = {"type": "filesystem", "format": "full"}
+    settings = settings_for(
+        tmp_path, max_opponents=2, weight_broadcast=broadcast, client={"base_url": ["http://127.0.0.1:1/v1"]}
+    )
+    assert "max_opponents" in {key for key, _ in settings.conflicts()}
+
+
 async def test_a_script_plays_and_is_named(tmp_path: Path, players: FakeServer) -> None:
     await run(tmp_path, players, env=of_rps(opponent="script"), **SETTINGS)
     games = rows_of(tmp_path, "SELECT DISTINCT other, other_digest != '' FROM games")
@@ -157,6 +173,23 @@ async def test_the_newest_version_plays_without_being_trained(tmp_path: Path, pl
         (f"v{version}", f"v{version}") for version in range(6)
     }
     assert made.summary.rollouts_trained == 6 * 16
+
+
+async def test_an_exploiter_meets_the_newest_main(tmp_path: Path, players: FakeServer) -> None:
+    names = ["main", "exploiter"]
+    players.adapters = ("exploiter",)
+    main, exploiter = of_rps(opponent="base"), of_rps(opponent="newest", of="main")
+    exploiter[0] |= {"name": "exploit", "adapters": {"a": "exploiter"}}
+    model = {"name": str(MODEL), "lora_adapters": names}
+    trainer = {"settings": {"lora_adapters": names}, "adapters": tuple(names)}
+    await run(tmp_path, players, trainer=trainer, env=[*main, *exploiter], **SETTINGS | {"model": model})
+    games = rows_of(tmp_path, "SELECT DISTINCT env, player, other FROM games")
+    assert {game for game in games if game[0] == "exploit"} == {
+        ("exploit", f"v{version}/exploiter", f"v{version}/main") for version in range(6)
+    }
+    assert {game[2] for game in games if game[0] == "rps"} == {"base"}
+    asked = {(one["version"], one["adapter"]) for one in players.requests}
+    assert asked == {(None, None)} | {(version, name) for version in range(6) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +211,73 @@ async def test_play_answers_for_both_sides() -> None:
     assert state.reward == 1.0
     assert state.players["b"].name == "past"
     assert state.roles == ("a",)
+
+
+class Served:
+    """Servers that hold whatever is asked for, and snapshots that are there."""
+
+    def __init__(self) -> None:
+        self.snapshots: dict[int, str | None] = {}
+
+    def has_slots(self, versions: Collection[int], *, noisy: bool) -> bool:
+        return True
+
+    async def load(self, version: int, **_: Any) -> None:
+        self.snapshots[version] = f"digest {version}"
+
+    def snapshot(self, version: int) -> str:
+        return f"digest {version}"
+
+    def poll(self, version: int) -> None:
+        return None
+
+
+async def drawn(folder: Path, by: str, *, versions: range, members: tuple[int, ...]) -> Counter[str]:
+    """How often games of these versions meet whom."""
+    settings = settings_for(
+        folder, max_opponents=4, env=of_rps(every=1), client={"base_url": ["http://127.0.0.1:1/v1"]}
+    )
+    scheduler = Scheduler(
+        groups_per_batch=1, max_async_level=0, max_off_policy_steps=0, max_in_flight=4, max_steps=None
+    )
+    served, met = Served(), Counter[str]()
+    with closing(Ledger(folder / "ledger.sqlite")) as ledger:
+        opponents = Opponents(
+            settings=settings,
+            pools={"nim": {"past": Pool(members=members)}},
+            scheduler=scheduler,
+            sync=cast(Any, served),
+            ledger=ledger,
+            reader=cast(Any, served),
+            base_digest="sha256:base",
+        )
+        for version in versions:
+            for index in range(8):
+                task = Task(env="nim", split="train", index=index, messages=())
+                params = SamplingParams(temperature=1.0, max_tokens=4)
+                group = Group(task=task, id="0", num=1, version=version, params=params)
+                draw = Draw(pool="past", by=by, per_game=False)
+                player = await opponents.draw(group, 0, draw)
+                assert player.id.digest == f"digest {player.version}"
+                assert player.version in served.snapshots
+                met[player.id.name] += 1
+    return met
+
+
+async def test_each_rule_meets_whom_it_says(tmp_path: Path) -> None:
+    results = {("v9", "v1"): "w" * 40, ("v9", "v2"): "wl" * 20, ("v9", "v3"): "l" * 40}
+    write_games(tmp_path, results)  # batches 1 to 3
+    some = range(20, 34)
+    num = len(some) * 8
+    uniform = await drawn(tmp_path, "uniform", versions=some, members=(1, 2, 3))
+    assert uniform.keys() == {"v1", "v2", "v3"}
+    pfsp = await drawn(tmp_path, "pfsp", versions=some, members=(1, 2, 3))
+    assert pfsp["v3"] > 0.6 * num  # 0.79 by (1 - x)²
+    assert pfsp["v1"] < 0.05 * num
+    assert await drawn(tmp_path, "newest", versions=some, members=(1, 2, 3)) == {"v3": num}
+    nearest = await drawn(tmp_path, "nearest", versions=some, members=(1, 2, 3, 4, 5, 6))
+    assert "v2" in nearest  # as strong as v9
+    assert not nearest.keys() & {"v1", "v3"}
 
 
 def test_snapshots_are_pinned_as_long_as_the_version_whose_games_meet_them() -> None:

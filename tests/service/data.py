@@ -52,14 +52,16 @@ def request_of(
 
 
 def finished(work: Any) -> Any:
-    """The answer of a piece of work, done without rest."""
+    """The answer of a piece of work, each pass alone."""
+    results = None
     while True:
         try:
-            next(work)
+            asked = work.send(results)
         except StopIteration as done:
             answer = schema.ForwardBackwardOutput()
             answer.ParseFromString(done.value)
             return answer
+        (results,) = asked.model.base.compute([asked])
 
 
 def trained(model: TrainedModel, *, steps: int, seed: int) -> None:

@@ -51,7 +51,7 @@ class Service:
 
     def __init__(self, base: Base, run: RunFolder) -> None:
         self.log = CommandLog(run.path / "commands.sqlite")
-        self.recorder = Recorder(run.path, self.log)
+        self.recorder = Recorder(run.path, self.log, share=0.01)
         ended: list[str] = []
         self.engine = Engine(base, self.log, run.path, recorder=self.recorder, finished=ended.append, publish=None)
         self.recorder.start(lambda: ["a", "b"])
@@ -60,7 +60,7 @@ class Service:
     def send(self, seq: int, kind: str, body: bytes, *, model: str = MODEL) -> Command:
         command = Command(target=model, seq=seq, tenant="ann", kind=kind, body=body)
         datums = received(parse(body)) if kind == "forward_backward" else None
-        if self.log.add(command, datums):
+        if self.log.add(command, datums).result():
             self.engine.submit(command)
         return command
 
@@ -226,21 +226,34 @@ def test_samples_of_the_very_weights_are_proved_or_refuse_the_step(run: RunFolde
     figures: Any = dict.fromkeys(("max_abs", "mean_abs", "base_max_abs", "base_mean_abs"), 0.0)
     canary = CanaryFigures(**figures, tolerance=1e-4, measure="max_abs")
     ids = [*plain.model_input.to_ints(), int(plain.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
-    for seq, logprobs, end in ((18, right[4:] - 0.5, "failed"), (21, right[4:], "done")):
-        version = log.new_version(replace(command, seq=seq - 1), "tinker://x")
-        report = LoadReport(version=version, name="x", snapshot="x", canary=canary, load_s=0.0, canary_s=0.0)
-        log.add_canary(version, report.to_json().decode())
+    cases = (18, right[4:] - 0.5, "failed"), (21, right[4:], "done"), (24, right[4:], "done"), (27, right[4:], "failed")
+    for seq, logprobs, end in cases:
+        if seq < 24:  # the later ones are sampled by the version before the step
+            version = log.new_version(replace(command, seq=seq - 1), "tinker://x")
+            report = LoadReport(version=version, name="x", snapshot="x", canary=canary, load_s=0.0, canary_s=0.0)
+            log.add_canary(version, report.to_json().decode())
+            (adapter,) = run.path.glob("checkpoints/*/weights/000016/adapter_model.safetensors")
+            (run.broadcasts / f"step_{version:06d}").mkdir()
+            (run.broadcasts / f"step_{version:06d}" / adapter.name).write_bytes(adapter.read_bytes())
+        service.done(seq - 1, "save_weights", b"{}")
+        if seq == 27:  # a version that is not what sampled
+            (other,) = run.path.glob("checkpoints/*/weights/000026/adapter_model.safetensors")
+            (run.broadcasts / f"step_{version:06d}" / adapter.name).write_bytes(other.read_bytes())
         content = schema.SampleResponse()
         content.sequences.add(tokens=np.array(ids[5:], "<i4").tobytes(), logprobs=logprobs.astype("<f4").tobytes())
         samples = samples_of(ids[:5], content.SerializeToString(), version=version)
-        log.finish(replace(command, target="x:sample:0"), Answer(state="proto", content=b""), samples=samples)
+        ended = Answer(state="proto", content=b"")
+        log.finish(replace(command, target="x:sample:0"), ended, samples=samples).result()
         changes: Any = {"target_tokens": np.array(ids[1:]), "advantages": np.array([0] * 4 + [1] * 5, np.float32)}
         given = datum(9, 20, "importance_sampling", logprobs=np.append(np.zeros(4, np.float32), logprobs), **changes)
-        service.done(seq - 1, "save_weights", b"{}")
         assert service.forward(seq, [given], "importance_sampling") == "proto"
         assert service.step(seq + 1) == end
-    assert "spot proof" in log.answer(f"{MODEL}:19", "ann").content.decode()
+    for seq in (19, 28):
+        assert "spot proof" in log.answer(f"{MODEL}:{seq}", "ann").content.decode()
     service.close()
     log.close()
     with open_service(run.path) as reader:
-        assert reader.steps(MODEL)[-1].receipt.num_proved_now == 5
+        now, later = (step.receipt for step in reader.steps(MODEL)[-2:])
+    assert (now.num_proved_now, len(now.spots)) == (5, 0)
+    assert (later.num_proved_now, [(spot.rollout, spot.num_tokens) for spot in later.spots]) == (0, [("24/0", 5)])
+    assert later.spots[0].max_abs < 1e-4

@@ -63,11 +63,12 @@ def test_a_snapshot_is_pinned_by_checkpoints_sessions_and_what_makes_it(tmp_path
         log.add_session(session, "t")
     for seq, path in enumerate(("kept", "ephemeral", "expired", "waiting"), start=1):
         command = Command(target="a:train:0", seq=seq, tenant="t", kind="save", body=b"{}")
-        log.add(command)
+        log.add(command).result()
         versions[path] = log.new_version(command, path)
         if path != "waiting":
             is_checkpoint = path in ("kept", "expired")
-            log.finish(command, Answer(state="done", content=b""), checkpoint=(path, 1) if is_checkpoint else None)
+            done = Answer(state="done", content=b"")
+            log.finish(command, done, checkpoint=(path, 1) if is_checkpoint else None).result()
     log.add_sampler("b:sample:0", "t", None, versions["ephemeral"])
     log.add_sampler("b:sample:1", "t", None, versions["ephemeral"])
     log.expire("expired", at=0.0)

@@ -1,6 +1,6 @@
 """Adapters of several tenants on one base, without a service around them."""
 
-import itertools
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from grpo.configs.loss import LossSettings
 from grpo.service.errors import Refused
 from grpo.service.training import WITNESS, AdapterShape, Base, TrainedModel
+from grpo.service.wire import ForwardBackward
 from grpo.trainer.distributed import ONE
 from grpo.trainer.objective import Objective
 from grpo.trainer.optim import Optimizer
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from tests.service.data import SHAPE, datum, finished, request_of, tiny_base, trained
-from tests.trainer.models import tiny_batch, tiny_policy, tiny_settings
+from tests.trainer.models import save_tiny_model, tiny_batch, tiny_policy, tiny_settings
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,32 @@ def test_targets_need_not_be_the_next_tokens(model: TrainedModel, model_folder: 
     np.testing.assert_allclose(found[1], expected[:, 5].numpy(), atol=1e-4)
 
 
+def test_several_candidates_of_a_token_are_as_many_targets(model: TrainedModel) -> None:
+    """A loss and a gradient that are the sums of those with one candidate each."""
+    draw, one = np.random.default_rng(0), datum(9, 1)
+    targets, weights = draw.integers(2, 64, (9, 3)), draw.random((9, 3)).astype(np.float32)
+    found = finished(model.forward_backward(request_of([datum(9, 1, target_tokens=targets, weights=weights)])))
+    both = gradients(model)
+    model.drop_gradients()
+    losses, logprobs = 0.0, []
+    for k in range(3):
+        inputs = {"target_tokens": targets[:, k].copy(), "weights": weights[:, k].copy()}
+        answer = finished(model.forward_backward(request_of([datum(9, 1, **inputs)])))
+        losses += answer.metrics["loss:sum"]
+        logprobs.append(np.frombuffer(answer.loss_fn_outputs[0].fields["logprobs"].data, np.float32))
+    assert found.metrics["loss:sum"] == pytest.approx(losses, rel=1e-6)
+    field = found.loss_fn_outputs[0].fields["logprobs"]
+    assert list(field.trailing_shape) == [3]
+    np.testing.assert_allclose(np.frombuffer(field.data, np.float32).reshape(9, 3), np.stack(logprobs, 1), atol=1e-5)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(both[name], gradient, rtol=1e-4, atol=1e-5)
+    model.drop_gradients()
+    finished(model.forward_backward(request_of([datum(9, 1, target_tokens=targets, weights=weights)])))
+    model.optim_step({"learning_rate": 1e-3})
+    with pytest.raises(Refused, match="one number in a request"):
+        request_of([one, datum(9, 1, target_tokens=targets, weights=weights)])
+
+
 def test_forward_alone_leaves_no_gradient(model: TrainedModel) -> None:
     request = request_of([datum(9, 1)])
     finished(
@@ -140,18 +167,20 @@ def test_a_step_is_the_trainers(model: TrainedModel) -> None:
     assert not model.has_gradients
 
 
-def test_a_tenant_has_the_same_bytes_alone_and_beside_others(base: Base, tmp_path: Path) -> None:
-    """Four models of different ranks and layers: each alone, then all with their micro-batches interleaved."""
+def test_a_tenant_has_the_same_bytes_alone_and_beside_seven_others(tmp_path: Path) -> None:
+    """Models of different ranks, layers, losses and sizes: each alone, then all in passes of random company."""
+    widths = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    save_tiny_model(tmp_path / "model", **widths)
+    base = Base(
+        tiny_settings(tmp_path / "model", micro_batch_tokens=512), tmp_path / "model", torch.device("cpu"), max_rank=64
+    )
+    draw = np.random.default_rng(0)
+    layers = [(True, True), (True, False), (False, True)]
     shapes = [
-        AdapterShape(rank=rank, seed=rank, attn=attn, mlp=mlp)
-        for rank, (attn, mlp) in zip(
-            (1, 4, 8, 16), ((True, True), (True, False), (False, True), (True, True)), strict=True
-        )
+        AdapterShape(rank=int(draw.choice([1, 3, 8, 32])), seed=number, attn=attn, mlp=mlp)
+        for number, (attn, mlp) in enumerate(draw.choice(layers, 8).tolist())
     ]
-    requests = [
-        [request_of([datum(20 + step, 7 * number + index) for index in range(12)]) for step in range(3)]
-        for number in range(len(shapes))
-    ]
+    requests = [[_random_request(draw) for _ in range(3)] for _ in shapes]
 
     def steps(model: TrainedModel, number: int) -> Any:
         for request in requests[number]:
@@ -159,21 +188,45 @@ def test_a_tenant_has_the_same_bytes_alone_and_beside_others(base: Base, tmp_pat
             model.optim_step({"learning_rate": 1e-2})
 
     def saved(model: TrainedModel, name: str) -> list[bytes]:
-        folder = tmp_path / name
-        model.save(folder, seq=1)
+        model.save(tmp_path / name, seq=1)
         model.close()
-        return [file.read_bytes() for file in sorted(folder.glob("*.safetensors"))]
+        return [file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))]
 
     alone = []
     for number, shape in enumerate(shapes):
         model = TrainedModel(base, shape)
-        assert sum(1 for _ in steps(model, number)) > 3, "a request has several micro-batches"
+        _computed_in_company([steps(model, number)], base, draw)
         alone.append(saved(model, f"alone{number}"))
     models = [TrainedModel(base, shape) for shape in shapes]
-    for _ in itertools.zip_longest(*(steps(model, number) for number, model in enumerate(models))):
-        pass
+    sizes = _computed_in_company([steps(model, number) for number, model in enumerate(models)], base, draw)
+    assert max(sizes) >= 4, "passes are shared"
     assert [saved(model, f"together{number}") for number, model in enumerate(models)] == alone
     assert len(set(map(tuple, alone))) == len(alone)
+
+
+def _random_request(draw: np.random.Generator) -> ForwardBackward:
+    """A few datums of 1 to 100 tokens."""
+    loss_fn, longest = str(draw.choice(["cross_entropy", "ppo", "gspo"])), int(draw.choice([3, 12, 100]))
+    lengths = draw.integers(1, longest + 1, int(draw.integers(1, 7)))
+    return request_of([datum(int(length), int(draw.integers(1 << 30)), loss_fn) for length in lengths], loss_fn)
+
+
+def _computed_in_company(works: list[Any], base: Base, draw: np.random.Generator) -> list[int]:
+    """Computes until all have ended, each pass with as many others as a throw of the dice lets join. Returns how many
+    were in each pass."""
+    asked = {work: next(work) for work in works}
+    sizes = []
+    while asked:
+        joined: list[Any] = []
+        for work in draw.permutation(np.array(list(asked), object)):
+            if not joined or (draw.random() < 0.7 and base.can_join([asked[one] for one in joined], asked[work])):
+                joined.append(work)
+        sizes.append(len(joined))
+        results = base.compute([asked.pop(work) for work in joined])
+        for work, result in zip(joined, results, strict=True):
+            with contextlib.suppress(StopIteration):
+                asked[work] = work.send(result)
+    return sizes
 
 
 def test_a_model_goes_on_from_its_state_with_the_same_bytes(base: Base, model: TrainedModel, tmp_path: Path) -> None:

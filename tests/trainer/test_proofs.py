@@ -114,6 +114,9 @@ def test_a_sample_that_its_version_did_not_sample_stops_the_run_before_the_step(
         steps.take(faked(old, 2))
     assert files_of(steps.policy)["adapter_model.safetensors"] == before
     assert CheckpointStore(RunFolder(path=tmp_path, run_id="run")).steps() == [lag]
+    [refused] = (tmp_path / "refused").iterdir()
+    [spot] = Receipt.from_json(refused.read_bytes()).spots
+    assert (spot.rollout, spot.failed_at) == ("0/2", place)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
