@@ -24,7 +24,8 @@ PRESETS: Mapping[LossName, Mapping[str, Any]] = {
 }
 """The settings that each name stands for, where they are not the defaults. Each may be given beside the name."""
 _WEIGHTS = {"adv_tau", "kl_tau", "teacher_tau", "entropy_tau", "alpha_sdpo", "beta_replay"}
-_WITH_CUSTOM = {"import_path", "normaliser", "constant_tokens", "entropy_tau", "teacher_tau"}
+_ENTROPY = {"entropy_tau", "entropy_tau_end", "entropy_decay_steps"}
+_WITH_CUSTOM = {"import_path", "normaliser", "constant_tokens", "teacher_tau"} | _ENTROPY
 
 
 class SdpoSettings(Section):
@@ -95,6 +96,12 @@ class LossSettings(Section):
     loss, as in GRPO's paper."""
     entropy_tau: Weight = 0.0
     """Weight of the policy's entropy, in nats a token: above 0 it is kept from becoming certain too early."""
+    entropy_tau_end: Annotated[float, Field(gt=0, le=1e3), OnlyWith("entropy_decay_steps")] = 1e-3
+    """The weight that `entropy_tau` falls to."""
+    entropy_decay_steps: Annotated[PositiveInt | None, OnlyWith("entropy_tau")] = None
+    """Steps over which `entropy_tau` falls to `entropy_tau_end`, by the same factor at each step (null: it stays). In
+    self-play a policy without it circles around the equilibrium instead of coming to it (Sokota et al. 2022,
+    arXiv:2206.05825)."""
     token_mask_low: Annotated[NonNegativeFloat, OnlyWith("importance", "mask", "ppo")] = 0.125
     """Lower bound of the importance ratio; see `importance`."""
     token_mask_high: Annotated[PositiveFloat, OnlyWith("importance", "mask", "clip", "ppo")] = 8.0
@@ -129,6 +136,14 @@ class LossSettings(Section):
         presets: dict[str, Mapping[str, Any]] = {key: preset for key, preset in PRESETS.items()}  # noqa: C416
         return {**presets[name], **given} if isinstance(name, str) and name in presets else given
 
+    def at_step(self, step: int) -> "LossSettings":
+        """Returns the settings of a step, from 1: with the weight that the entropy has there."""
+        if self.entropy_decay_steps is None:
+            return self
+        share = min(1.0, (step - 1) / self.entropy_decay_steps)
+        weight = self.entropy_tau * (self.entropy_tau_end / self.entropy_tau) ** share
+        return self.model_copy(update={"entropy_tau": weight})
+
     @property
     def changed(self) -> set[str]:
         """Names of the fields that were set to another value than `name` stands for."""
@@ -155,6 +170,8 @@ class LossSettings(Section):
                 "importance",
                 f"{self.importance} bounds a ratio, and ratio_type is none; use importance: none or mask",
             )
+        if self.entropy_decay_steps is not None and self.entropy_tau_end >= self.entropy_tau:
+            yield "entropy_tau", f"must be above entropy_tau_end = {self.entropy_tau_end:g}, to which it falls"
         for name in ("token_mask", "geo_mask", "sequence_mask"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             if high is not None and low >= high:

@@ -8,6 +8,7 @@ BUILT_IN = {
     "proposer-solver": "grpo.environments.proposer_solver:ProposerSolver",
     "critique": "grpo.environments.critique.critique:Critique",
     "game": "grpo.environments.games.environment:Games",
+    "textarena": "grpo.environments.games.textarena:TextArena",
     "dataset": "grpo.environments.data.dataset:Dataset",
     "verifiers": "grpo.environments.verifiers:Verifiers",
     "openenv": "grpo.environments.openenv:OpenEnv",

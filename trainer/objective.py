@@ -72,7 +72,9 @@ class Objective:
         self._witness = Witnessing(policy.device)
         self._slope = torch.zeros(2, dtype=torch.float64, device=policy.device)
         """What `_watch_slope` has added up."""
-        self._settings, self._pack_tokens, self._device = settings, pack_tokens, policy.device
+        self._all_steps, self._settings = settings, settings
+        """The settings, and those of the step that is computed."""
+        self._pack_tokens, self._device = pack_tokens, policy.device
         self._loss_of = policy_loss
         if settings.import_path is not None:
             self._loss_of = partial(custom_loss, loss_function(settings.import_path))
@@ -99,7 +101,7 @@ class Objective:
         its own micro-batches, if any. An adapter for which no rank has tokens is left without gradients.
         """
         counts = StepCounts(*self._ranks.all_reduce_sum(counts_of(batches)))
-        self._witness.shares = shares
+        self._witness.shares, self._settings = shares, self._all_steps.at_step(step)
         work = [(term, term.prepare(batches, counts) if term.weight_at(step) else []) for term in self._terms]
         num_passes = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}

@@ -10,22 +10,22 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import tinker
 
-UP_S = 300.0
+UP_S = 1200.0
 
 
 class Running:
     """A service that can be killed and started again by the same command."""
 
-    def __init__(self, folder: Path, model: Path, *options: str) -> None:
+    def __init__(self, folder: Path, model: Path | str, *options: str, cwd: Path | None = None) -> None:
         self.folder, self.model = folder, str(model)
         command = [sys.executable, "-m", "grpo.cli", "service", "--model", self.model, "--output_dir", str(folder)]
         self._command = [*command, "--sequence_len", "128", "--num_threads", "1", "--device", "cpu", *options]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._cwd, self._process = cwd, cast("subprocess.Popen[bytes] | None", None)
         self.about: dict[str, Any] = {}
         self._clients: list[tinker.ServiceClient] = []
 
@@ -34,7 +34,7 @@ class Running:
         file, log = self.folder / "service.json", self.folder.with_suffix(".log")
         file.unlink(missing_ok=True)
         with log.open("ab") as output:
-            self._process = subprocess.Popen(self._command, stdout=output, stderr=output)
+            self._process = subprocess.Popen(self._command, stdout=output, stderr=output, cwd=self._cwd)
         deadline_s = time.monotonic() + UP_S
         while not file.exists():
             assert self._process.poll() is None, log.read_text()[-3000:]
@@ -89,8 +89,8 @@ def done(given: Any) -> Any:
 
 
 @contextmanager
-def running(folder: Path, model: Path, *options: str) -> Iterator[Running]:
-    service = Running(folder, model, *options)
+def running(folder: Path, model: Path | str, *options: str, cwd: Path | None = None) -> Iterator[Running]:
+    service = Running(folder, model, *options, cwd=cwd)
     service.start()
     try:
         yield service

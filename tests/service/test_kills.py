@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.service_kills import TARGETS, differences, run
 
-pytestmark = [pytest.mark.service, pytest.mark.chaos]
+pytestmark = [pytest.mark.service, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 
 def test_a_loop_with_kills_comes_to_the_bytes_of_one_without(tmp_path: Path) -> None:

@@ -431,6 +431,15 @@ def test_a_sample_that_teaches_nothing_and_is_not_finite_still_refuses_its_step(
     assert np.isnan(accumulated(tiny_policy(tiny_model), [batch], {"silent_share": 1.0}).metrics["loss/total"])
 
 
+def test_the_weight_of_the_entropy_falls_by_the_same_factor_at_each_step(tiny_model: Path, step: MicroBatch) -> None:
+    batch, falling = replace(step, hints=()), {"entropy_tau_end": 0.1, "entropy_decay_steps": 2}
+    # From 0.4 over two steps to 0.1: 0.4, 0.2, 0.1, and 0.1 from there on.
+    for number, weight in ((1, 0.4), (2, 0.2), (3, 0.1), (9, 0.1)):
+        own = accumulated(tiny_policy(tiny_model), [replace(batch, step=number)], {"entropy_tau": 0.4, **falling})
+        plain = accumulated(tiny_policy(tiny_model), [replace(batch, step=number)], {"entropy_tau": weight})
+        assert_close(own.gradients, plain.gradients, tolerance=1e-6)
+
+
 @pytest.mark.parametrize("options", [{"kl_tau": 0.1}, {"teacher_tau": 0.1}, {"entropy_tau": 0.1}])
 def test_a_sample_without_an_advantage_teaches_by_what_else_has_a_weight(
     tiny_model: Path, step: MicroBatch, options: dict[str, Any]

@@ -1,0 +1,416 @@
+"""Recipes of tinker-cookbook 0.6.1 against `grpo service`, with the embedded model.
+
+    python -m benchmarks.service_recipes [--only math_rl,shorter] [--check]
+
+The package is not installed with ours: this needs it on PYTHONPATH, with what the recipes import (docs/service.md).
+Its code is not touched. A recipe gets model, renderer and sizes by its own options, base URL and key from the
+environment, and where it names a data set of the hub, a folder of that name in the working directory. The model is
+configs/tiny/model, which reads 512 bytes, with `max_position_embeddings` raised to 4,096, in a folder that has the name
+of a model that the cookbook knows. It can do none of these tasks, so that most recipes begin with a checkpoint of a
+short supervised stage of the cookbook's, `load_checkpoint_path`; where the command has no such option (`CHANGED`), a
+line of Python sets it.
+
+A curve is said to rise or fall by the means of its first and last quarter.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import parser, report
+from tests.service.running import Running, running
+
+TINY = Path(__file__).parents[1] / "configs/tiny/model"
+MODEL, ANSWERER = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B"
+"""Names that recipes look up renderers by; both are folders with the embedded model."""
+POSITIONS = 4096
+RENDERER = "qwen3_instruct"
+LIMIT_S = 1800.0
+CHANGED = """
+import asyncio, sys, chz
+from importlib import import_module
+from tinker_cookbook.rl import train
+
+recipe, changes, words = sys.argv[1], dict(word.split("=", 1) for word in sys.argv[2].split()), sys.argv[3:]
+recipe = import_module(recipe)
+config = recipe.build_config(chz.entrypoint(recipe.CLIConfig, argv=words))
+of_data = {name.removeprefix("data."): changes.pop(name) for name in list(changes) if name.startswith("data.")}
+if of_data:
+    changes["dataset_builder"] = chz.replace(config.dataset_builder, **of_data)
+if "lora_rank" in changes:
+    changes["lora_rank"] = int(changes["lora_rank"])
+asyncio.run(train.main(chz.replace(config, **changes)))
+"""
+"""Runs a recipe's own configuration, with a few fields of the trainer replaced that its command line lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What a recipe has logged."""
+
+    metric: str
+    values: Sequence[float]
+    rises: bool
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The means of the first and of the last quarter."""
+        part = max(1, len(self.values) // 4)
+        return sum(self.values[:part]) / part, sum(self.values[-part:]) / part
+
+    @property
+    def gain(self) -> float:
+        """How far it has come in the wanted direction."""
+        first, last = self.ends
+        return last - first if self.rises else first - last
+
+
+class Workplace:
+    """A folder with a service, in which recipes are run as a person would run them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._num_runs = folder, 0
+        for name in (MODEL, ANSWERER):
+            place_model(folder / name)
+        examples = cookbook() / "example_data/conversations.jsonl"
+        for split in ("train", "test"):
+            place(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", examples.read_text())
+        self.service = Running(folder / "service", MODEL, "--sequence_len", str(POSITIONS), cwd=folder)
+        self.service.start()
+
+    def recipe(self, module: str, *options: str, **named: object) -> Path:
+        """Runs `tinker_cookbook.recipes.MODULE`; returns its folder of logs. `named` are its options, `changes` apart:
+        fields of the trainer's configuration and their values, with spaces between them."""
+        changes = str(named.pop("changes", ""))
+        log = self.folder / "logs" / f"{self._num_runs}_{module.replace('.', '_')}"
+        self._num_runs += 1
+        words = [f"{name}={value}" for name, value in named.items()] + [f"log_path={log}", *options]
+        path = f"tinker_cookbook.recipes.{module}"
+        command = [sys.executable, *(("-c", CHANGED, path, changes) if changes else ("-m", path)), *words]
+        about = self.service.about
+        where = {"TINKER_BASE_URL": about["base_url"], "TINKER_API_KEY": about["api_key"]}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.folder / "cache"), "WANDB_MODE": "disabled"}
+        log.parent.mkdir(exist_ok=True)
+        with log.with_suffix(".log").open("wb") as output:
+            environment = os.environ | where | offline | {"PYTHONPATH": python_path()}
+            done = subprocess.run(
+                command, cwd=self.folder, env=environment, stdout=output, stderr=output, timeout=LIMIT_S, check=False
+            )
+        assert done.returncode == 0, log.with_suffix(".log").read_text()[-4000:]
+        return log
+
+    def taught(self, name: str, conversations: Iterable[Sequence[tuple[str, str]]], **sizes: object) -> str:
+        """Returns the checkpoint of a supervised stage on the last messages of conversations of roles and texts, by
+        the cookbook's trainer."""
+        file = self.folder / f"{name}.jsonl"
+        rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in conversations]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings: dict[str, object] = {"batch_size": 16, "learning_rate": 5e-3, "num_epochs": 1, "lora_rank": 32}
+        log = self.recipe(
+            "prompt_distillation.train",
+            f"file_path={file}",
+            f"model_name={MODEL}",
+            f"renderer_name={RENDERER}",
+            f"max_length={POSITIONS}",
+            "train_on_what=last_assistant_message",
+            "eval_every=0",
+            "save_every=0",
+            **settings | sizes,
+        )
+        return str(lines(log / "checkpoints.jsonl")[-1]["state_path"])
+
+    def close(self) -> None:
+        """Ends the service."""
+        if self.service.is_up():
+            self.service.end()
+
+
+def cookbook() -> Path:
+    """Returns where the package is."""
+    import tinker_cookbook
+
+    return Path(tinker_cookbook.__file__).parent
+
+
+def python_path() -> str:
+    """Returns this process's path, for a recipe in a folder of its own."""
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+def place(file: Path, text: str) -> None:
+    """Writes a file, and its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def place_model(folder: Path) -> None:
+    """Writes the embedded model, which reads `POSITIONS` tokens there."""
+    folder.mkdir(parents=True)
+    for file in TINY.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {key: POSITIONS}))
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def curve(log: Path, metric: str, *, rises: bool) -> Curve:
+    """Returns a metric's values by step."""
+    found = [line[metric] for line in lines(log / "metrics.jsonl") if metric in line]
+    return Curve(metric=metric, values=found, rises=rises)
+
+
+REWARD = "env/all/reward/total"
+COMMON = {"model_name": MODEL, "renderer_name": RENDERER, "behavior_if_log_dir_exists": "delete"}
+WITHOUT_EXTRAS = {"eval_every": 0, "save_every": 0}
+
+
+# --- the recipes ---
+
+
+def sl_basic(work: Workplace) -> Curve:
+    """Its data set is a batch of 128 conversations."""
+    log = work.recipe("sl_basic", model_name=MODEL, learning_rate=5e-3, num_epochs=12, eval_every=0, lora_rank=8)
+    return curve(log, "train_mean_nll", rises=False)
+
+
+def sl_loop(work: Workplace) -> Curve:
+    """A bare loop, on the cookbook's example data."""
+    sizes = {"batch_size": 8, "max_length": 512, "learning_rate": 1e-2, "lora_rank": 8, "save_every": 0}
+    return curve(work.recipe("sl_loop", model_name=MODEL, **sizes), "train_mean_nll", rises=False)
+
+
+def _sums(work: Workplace) -> str:
+    draw, told = random.Random(0), (("user", "What is 4 + 5?"), ("assistant", "9"))
+    numbers = [(draw.randint(0, 100), draw.randint(0, 100)) for _ in range(64 * 128)]
+    rows = [(*told, ("user", f"What is {a} + {b}?"), ("assistant", str(a + b))) for a, b in numbers]
+    return work.taught("sums", rows, batch_size=64, learning_rate=2e-3)
+
+
+def math_rl(work: Workplace, loss_fn: str) -> Curve:
+    """Sums of numbers to 100, after a stage that answers a sixth of them when it samples."""
+    file = work.folder / "sums_checkpoint"
+    if not file.exists():
+        file.write_text(_sums(work))
+    sizes = {"learning_rate": 5e-4, "group_size": 8, "groups_per_batch": 32, "max_steps": 24, "lora_rank": 32}
+    options = {"env": "arithmetic", "loss_fn": loss_fn, "load_checkpoint_path": file.read_text()}
+    return curve(work.recipe("math_rl.train", **COMMON, **WITHOUT_EXTRAS, **sizes, **options), REWARD, rises=True)
+
+
+def guess_number(work: Workplace) -> Curve:
+    """Ten turns, after a stage in which the guess's form is learnt half."""
+    from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import FAIL_TO_PARSE, SYSTEM_PROMPT
+
+    draw, rows = random.Random(0), list[list[tuple[str, str]]]()
+    for _ in range(16 * 60):
+        row = [("system", SYSTEM_PROMPT)]
+        for _ in range(draw.choice((0, 0, 1, 1, 2, 3, 5, 9))):
+            said = draw.choice(("Too low", "Too high", FAIL_TO_PARSE))
+            guess = f"Guess: {draw.randint(0, 1024)}" if said != FAIL_TO_PARSE else f"Guess {draw.randint(0, 99)}"
+            row += [("player", guess), ("user", said)]
+        rows.append([*row, ("assistant", f"Guess: {draw.randint(0, 1024)}" + draw.choice(("", "", ".", " or so")))])
+    start = work.taught("guesses", rows)
+    sizes = {"learning_rate": 3e-4, "group_size": 4, "batch_size": 8, "max_tokens": 16, "max_steps": 12}
+    log = work.recipe(
+        "multiplayer_rl.guess_number.train",
+        changes=f"load_checkpoint_path={start}",
+        **COMMON,
+        **WITHOUT_EXTRAS,
+        **sizes,
+    )
+    return curve(log, REWARD, rises=True)
+
+
+def twenty_questions(work: Workplace) -> Curve:
+    """The player has learnt the form of a guess and some words; the answerer is another model of ours on another
+    service, which has learnt to say yes and no."""
+    from tinker_cookbook.recipes.multiplayer_rl.twenty_questions import env
+
+    draw, words = random.Random(0), env._load_words_from_file()
+    players, answerers = list[list[tuple[str, str]]](), list[list[tuple[str, str]]]()
+    for _ in range(16 * 60):
+        row = [("system", env.PLAYER_SYSTEM_PROMPT)]
+        for word in draw.sample(words, draw.choice((0, 0, 1, 2, 3, 6))):
+            row += [("assistant", f"Guess: {word}"), ("user", "no")]
+        players.append([*row, ("assistant", f"Guess: {draw.choice(words)}")])
+    for _ in range(16 * 40):
+        secret, guess = draw.choice(words), draw.choice(words)
+        guess = draw.choice((secret, guess))
+        system = env.ANSWERER_SYSTEM_PROMPT.format(answer=secret)
+        says = "yes" if guess == secret else "no"
+        answerers.append([("system", system), ("user", f"Guess: {guess}"), ("assistant", says)])
+    start, answering = work.taught("players", players), work.taught("answerers", answerers)
+    merge(work, answering, work.folder / ANSWERER)
+    options = "--sequence_len", "1024"
+    folder = work.folder / "answerer"
+    folder.mkdir()
+    (folder / "service.keys.json").write_bytes((work.service.folder / "service.keys.json").read_bytes())
+    with running(folder, ANSWERER, *options, cwd=work.folder) as answerer:
+        sizes = {"learning_rate": 3e-4, "group_size": 8, "batch_size": 8, "max_tokens": 20, "max_steps": 10}
+        log = work.recipe(
+            "multiplayer_rl.twenty_questions.train",
+            changes=f"load_checkpoint_path={start} data.base_url={answerer.about['base_url']}",
+            **COMMON,
+            **WITHOUT_EXTRAS,
+            **sizes,
+        )
+    return curve(log, REWARD, rises=True)
+
+
+def merge(work: Workplace, checkpoint: str, output: Path) -> None:
+    """Writes the model of a checkpoint over the one in `output`."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapter = work.service.folder / "checkpoints" / checkpoint.removeprefix("tinker://")
+    base = AutoModelForCausalLM.from_pretrained(output, dtype="float32")
+    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(output)
+
+
+def text_arena(work: Workplace) -> Curve:
+    """Tic-tac-toe against itself, after a stage in which some moves are illegal."""
+    import textarena
+
+    draw, rows = random.Random(0), list[list[tuple[str, str]]]()
+    while len(rows) < 16 * 50:
+        game = textarena.make(env_id="TicTacToe-v0")
+        game.reset(num_players=2)
+        for _ in range(draw.randint(1, 8)):
+            seen = str(game.get_observation()[1])
+            free = re.findall(r"'(\[\d\])'", seen)
+            rows.append([("user", seen), ("assistant", draw.choice((*free, f"[{draw.randint(0, 9)}]")) + "\n")])
+            if game.step(draw.choice(free))[0]:
+                break
+    start = work.taught("moves", rows)
+    sizes = {"learning_rate": 3e-4, "batch_size": 64, "max_tokens": 8, "max_steps": 12, "test_opponent": "random"}
+    counts = {"num_train_datapoints": 64 * 12, "num_test_datapoints": 2}
+    log = work.recipe(
+        "multiplayer_rl.text_arena.train",
+        changes=f"load_checkpoint_path={start}",
+        **COMMON,
+        **WITHOUT_EXTRAS,
+        **sizes,
+        **counts,
+    )
+    return curve(log, REWARD, rises=True)
+
+
+def shorter(work: Workplace) -> Curve:
+    """Of two answers the shorter one is preferred."""
+    sizes = {"learning_rate": 1e-3, "group_size": 8, "batch_size": 8, "max_tokens": 64, "max_steps": 12}
+    log = work.recipe("preference.shorter.train", **COMMON, **sizes, eval_every=0)
+    return curve(log, "env/all/ac_tokens_per_turn", rises=False)
+
+
+def prompt_distillation(work: Workplace) -> Curve:
+    """Its second half, on sentences of the cookbook whose language is told by their script."""
+    scripts = {"ru": "[а-я]", "el": "[α-ω]", "hi": "[ऀ-ॿ]", "ar": "[؀-ۿ]", "zh": "[一-鿿]", "vi": "[ạ-ỹ]"}
+    rows = []
+    for sentence in (cookbook() / "example_data/multilingual.txt").read_text().splitlines():
+        label = next((name for name, letters in scripts.items() if re.search(letters, sentence)), "en")
+        rows.append({"messages": [{"role": "user", "content": sentence}, {"role": "assistant", "content": label}]})
+    file = work.folder / "languages.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:768]))
+    sizes = {"batch_size": 32, "learning_rate": 2e-3, "num_epochs": 1, "max_length": 512, "lora_rank": 16}
+    log = work.recipe("prompt_distillation.train", f"file_path={file}", **COMMON, **WITHOUT_EXTRAS, **sizes)
+    return curve(log, "train_mean_nll", rises=False)
+
+
+def rl_numerics_check(work: Workplace) -> Curve:
+    """Counts a word in a page of the cookbook's own text, after a stage that guesses."""
+    from tinker_cookbook.recipes.rl_numerics_check import env
+    from tinker_cookbook.renderers import get_renderer
+    from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+    text = "\n".join(file.read_text() for file in sorted(cookbook().rglob("*.md")))
+    hub = work.folder / "Salesforce/wikitext"
+    files = "configs:\n- config_name: wikitext-103-raw-v1\n  data_files: train.jsonl\n"
+    place(hub / "README.md", f"---\n{files}---\n")
+    place(hub / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
+    task = {"num_pages_min": 1, "num_pages_max": 1, "page_chars": 600, "reward_tolerance": 1.0}
+    chosen = env.CountingTaskConfig(words=("the",), **task)
+    renderer = get_renderer(RENDERER, get_tokenizer(str(work.folder / MODEL)))
+    tools = [env.PageReader((), env.EpisodeState()).read_page.to_spec()]
+    prefix = renderer.create_conversation_prefix_with_tools(tools=tools, system_prompt=env.SYSTEM_PROMPT)
+    before = [(str(one["role"]), str(one["content"])) for one in prefix]
+    asked = ("user", env.build_prompt(chosen, "the", 1))
+    draw = random.Random(0)
+    rows = [[*before, asked, ("assistant", f"Answer: {draw.randint(0, 15)}")] for _ in range(8 * 40)]
+    start = work.taught("counts", rows, batch_size=8)
+    sizes = {"learning_rate": 5e-4, "group_size": 16, "groups_per_batch": 4, "max_tokens": 16, "max_steps": 12}
+    log = work.recipe(
+        "rl_numerics_check.train",
+        "task.words=the",
+        f"max_trajectory_tokens={POSITIONS - 64}",
+        *(f"task.{name}={value}" for name, value in task.items()),
+        changes=f"load_checkpoint_path={start}",
+        **COMMON,
+        **WITHOUT_EXTRAS,
+        **sizes,
+    )
+    return curve(log, REWARD, rises=True)
+
+
+RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
+    "sl_basic": (sl_basic, 1.0),
+    "sl_loop": (sl_loop, 1.0),
+    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.02),
+    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.02),
+    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.02),
+    "guess_number": (guess_number, 0.5),
+    "twenty_questions": (twenty_questions, 0.02),
+    "text_arena": (text_arena, 0.1),
+    "shorter": (shorter, 1.0),
+    "prompt_distillation": (prompt_distillation, 1.0),
+    "rl_numerics_check": (rl_numerics_check, 0.05),
+}
+"""The recipes, and by how much their curves rise or fall at least."""
+
+
+def main() -> int:
+    """The command."""
+    command = parser(__doc__)
+    command.add_argument("--only", help="names that begin so, with commas between them")
+    given = command.parse_args()
+    wanted = tuple(given.only.split(",")) if given.only else ("",)
+    figures, targets, told = dict[str, float](), dict[str, tuple[str, float]](), dict[str, Any]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the service would stay
+    with tempfile.TemporaryDirectory() as parent:
+        work = Workplace(Path(parent))
+        try:
+            for name, (recipe, least) in RECIPES.items():
+                if not name.startswith(wanted):
+                    continue
+                since_s = time.monotonic()
+                try:
+                    found = recipe(work)
+                except (AssertionError, subprocess.TimeoutExpired) as failure:
+                    print(f"{name}: {failure}", file=sys.stderr)
+                    figures[name], told[name] = -1.0, str(failure)[-400:]
+                else:
+                    figures[name], told[name] = found.gain, [round(value, 3) for value in found.values]
+                    first, last = found.ends
+                    seconds = time.monotonic() - since_s
+                    print(f"{name}: {found.metric} {first:.3f} -> {last:.3f} in {seconds:.0f} s", flush=True)
+                    print("   " + " ".join(f"{value:.2f}" for value in found.values), flush=True)
+                targets[name] = (">=", least)
+        finally:
+            work.close()
+    return report("service_recipes", figures, targets, check=given.check, curves=told)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
