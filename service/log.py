@@ -11,7 +11,6 @@ import sqlite3
 import threading
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ CREATE INDEX IF NOT EXISTS samples_by_tokens ON samples(tokens);
 CREATE TABLE IF NOT EXISTS commands(
     target TEXT, seq INTEGER, tenant TEXT, kind TEXT, body BLOB, digest BLOB,
     state TEXT DEFAULT 'waiting', answer BLOB, ended INTEGER, PRIMARY KEY(target, seq));
+CREATE INDEX IF NOT EXISTS waiting ON commands(tenant) WHERE state='waiting';
 CREATE INDEX IF NOT EXISTS ends ON commands(target, ended);
 CREATE TABLE IF NOT EXISTS datums(
     target TEXT, seq INTEGER, forward_only INTEGER, lengths BLOB, digests BLOB, PRIMARY KEY(target, seq));
@@ -44,9 +44,6 @@ CREATE TABLE IF NOT EXISTS steps(
     PRIMARY KEY(target, seq));
 """
 DIGEST_BYTES = 16
-_WAITING = "SELECT tenant, sum(length(body)) FROM commands WHERE state='waiting' GROUP BY tenant"
-MAX_WAITING_BYTES = 1 << 30
-"""Of the requests of one tenant that wait to be answered."""
 SESSION_S = 3600.0
 """A session that was not heard for so long has ended."""
 CLONE = 10**9
@@ -152,8 +149,6 @@ class CommandLog:
         self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         [(self._num_ended,)] = self._rows("SELECT coalesce(max(ended), 0) FROM commands")
         """Numbers the ends of commands."""
-        self._waiting = Counter[str](dict(self._rows(_WAITING)))
-        """By tenant, the bytes of the requests that wait."""
         self._to_write: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="command log", daemon=True)
         self._writer.start()
@@ -221,11 +216,6 @@ class CommandLog:
         def work(db: sqlite3.Connection) -> bool:
             found = db.execute("SELECT digest FROM commands WHERE target=? AND seq=?", where).fetchone()
             if found is None:
-                waiting = self._waiting[command.tenant] + len(command.body)
-                if waiting > MAX_WAITING_BYTES:
-                    what = f"you have {waiting} bytes of requests that wait, of at most {MAX_WAITING_BYTES}"
-                    raise Refused(f"{what}; wait for answers", status=429)
-                self._waiting[command.tenant] = waiting
                 row = (*where, command.tenant, command.kind, command.body, digest)
                 db.execute("INSERT INTO commands(target, seq, tenant, kind, body, digest) VALUES (?,?,?,?,?,?)", row)
                 if received is not None:
@@ -252,13 +242,9 @@ class CommandLog:
 
         def work(db: sqlite3.Connection) -> None:
             self._num_ended += 1
-            where = (command.target, command.seq)
-            query = "SELECT length(body) FROM commands WHERE target=? AND seq=? AND state='waiting'"
-            for (size,) in db.execute(query, where).fetchall():
-                self._waiting[command.tenant] -= size
             db.execute(
                 "UPDATE commands SET state=?, answer=?, ended=? WHERE target=? AND seq=?",
-                (answer.state, answer.content, self._num_ended, *where),
+                (answer.state, answer.content, self._num_ended, command.target, command.seq),
             )
             if checkpoint is not None:
                 now, asked = time.time(), json.loads(command.body)
@@ -312,6 +298,12 @@ class CommandLog:
             (Command(target=t, seq=seq, tenant=tenant, kind=kind, body=body), state)
             for t, seq, tenant, kind, body, state in self._rows(query, target, after)
         ]
+
+    def num_waiting(self, tenant: str) -> tuple[int, int]:
+        """Returns how many datums and bytes of the tenant's requests wait."""
+        query = "SELECT sum(length(lengths)), sum(length(body)) FROM commands LEFT JOIN datums USING(target, seq)"
+        ((lengths, size),) = self._rows(f"{query} WHERE tenant=? AND state='waiting'", tenant)
+        return (lengths or 0) // 4, size or 0
 
     def forget_bodies(self, target: str, *, up_to: int) -> None:
         """Empties the bodies of the target's commands up to this number, which a checkpoint has made superfluous."""

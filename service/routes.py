@@ -45,6 +45,8 @@ CONFIG = {
     "sample_cancel_enabled": True,
 }
 """What a client may use."""
+MAX_WAITING_DATUMS, MAX_WAITING_BYTES = 100_000, 512 * 1024 * 1024
+"""Datums and bytes of one tenant's requests that wait. One more is refused, and the client sends it again later."""
 URL_S = 3600
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NOT_SERVED = {
@@ -295,7 +297,20 @@ class Routes:
             return plain, message, received(message)
 
         plain, message, datums = await asyncio.to_thread(read)
+        self._check_waiting(tenant, message, len(plain))
         return await self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain, datums)
+
+    def _check_waiting(self, tenant: str, message: Any, size: int) -> None:
+        """Raises `Refused` for a request beyond what may wait, unless it is what its model waits for."""
+        num_datums, num_bytes = self._log.num_waiting(tenant)
+        fits = num_datums + len(message.data) <= MAX_WAITING_DATUMS and num_bytes + size <= MAX_WAITING_BYTES
+        if not fits and not self._engine.is_next(message.model_id, message.seq_id):
+            raise Refused(
+                f"{num_datums} datums in {num_bytes} bytes of yours wait, and this request has {len(message.data)} "
+                f"in {size}; at most {MAX_WAITING_DATUMS} datums and {MAX_WAITING_BYTES} bytes of a tenant may wait: "
+                "send it again when some are done",
+                status=429,
+            )
 
     async def _of_model(self, tenant: str, body: bytes, kind: str, **_: Any) -> dict[str, Any]:
         asked = _json(body)
@@ -391,6 +406,8 @@ class Routes:
         asked = _json(body)
         sampler, seq = _text(asked, "sampling_session_id"), _number(asked, "seq_id")
         self._log.sampler(sampler, tenant)
+        if (num_bytes := self._log.num_waiting(tenant)[1] + len(body)) > MAX_WAITING_BYTES:
+            raise Refused(f"{num_bytes} bytes of your requests wait, of at most {MAX_WAITING_BYTES}", status=429)
         command = Command(target=sampler, seq=seq, tenant=tenant, kind="asample", body=body)
         await asyncio.shield(self._accept(command, self._sampler_of().submit))
         number = asked.get("num_samples", 1)
