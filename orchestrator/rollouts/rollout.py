@@ -184,7 +184,7 @@ class Rollout:
 
         conversations = self._conversations  # where this rollout begins once more, a thread goes on with the old ones
 
-        def tokenized() -> tuple[Conversation, list[int]]:
+        def tokenized() -> tuple[Conversation, Sequence[int]]:
             conversation = self._conversation(call, conversations)
             return conversation, conversation.prompt_ids()
 
@@ -216,8 +216,9 @@ class Rollout:
         reply = reply_of(text, completion)
         reply.num_prompt_tokens, reply.opening = len(prompt), conversation.opening
         if call.logprobs:
-            written = await in_thread(lambda: [*map(self._engine.renderer.raw_text, zip(completion.token_ids))])
-            reply.tokens = list(zip(written, completion.logprobs, strict=True))
+            raw_text, ids = self._engine.renderer.raw_text, completion.token_ids.tolist()
+            written = await in_thread(lambda: [raw_text([one]) for one in ids])
+            reply.tokens = list(zip(written, completion.logprobs.tolist(), strict=True))
         return reply
 
     async def _draw(self, call: Draw) -> Reply:
@@ -399,9 +400,14 @@ class Rollout:
         rows = {} if self._presampled is None or of_opponents else {0: [self._presampled[1]]}
         for (rollout, _), conversation in self._conversations.items():
             steps = all_steps.get(rollout, {})
-            if any(call in steps for call in conversation.calls):  # a conversation is of one role, and so of one player
-                places = {call: place for place, call in enumerate(steps)}
-                rows.setdefault(rollout, []).extend(conversation.rows(places))
+            if not any(call in steps for call in conversation.calls):  # one is of one role, and so of one player
+                continue
+            made = conversation.rows({call: place for place, call in enumerate(steps)})
+            rows.setdefault(rollout, []).extend(made)
+            for row in made:
+                for turn in row.turns:
+                    call = conversation.calls[turn.index]
+                    steps[call] = steps[call].within(row, turn)
         return rows
 
 
