@@ -249,7 +249,7 @@ class Expectation:
         if np.abs(rest).max() > TOLERANCE:
             contents = _fit(rest, own, units=True)
             if contents is None:
-                return [*found, Finding("content", "more samples than their signs tell apart")] if found else []
+                return [*found, Finding("content", "more samples than their signs tell apart")]
             named = {one.who for one in found}
             found += [
                 Finding("content", title)

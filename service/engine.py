@@ -155,6 +155,12 @@ class Engine:
             queue.since = time.monotonic()
             self._changed.notify()
 
+    def is_next(self, model_id: str, seq: int) -> bool:
+        """Returns whether a command of this number is what the model waits for."""
+        with self._changed:
+            queue = self._queues.get(model_id)
+            return queue is None or (queue.work is None and queue.next_seq == seq)
+
     def state_folder(self, model_id: str) -> Path:
         """Returns where a model's last state is."""
         return self._folder / "states" / model_id

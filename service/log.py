@@ -33,6 +33,7 @@ CREATE INDEX IF NOT EXISTS samples_by_tokens ON samples(tokens);
 CREATE TABLE IF NOT EXISTS commands(
     target TEXT, seq INTEGER, tenant TEXT, kind TEXT, body BLOB, digest BLOB,
     state TEXT DEFAULT 'waiting', answer BLOB, PRIMARY KEY(target, seq));
+CREATE INDEX IF NOT EXISTS waiting ON commands(tenant) WHERE state='waiting';
 CREATE TABLE IF NOT EXISTS datums(
     target TEXT, seq INTEGER, forward_only INTEGER, lengths BLOB, digests BLOB, PRIMARY KEY(target, seq));
 CREATE TABLE IF NOT EXISTS steps(
@@ -252,6 +253,12 @@ class CommandLog:
             (Command(target=t, seq=seq, tenant=tenant, kind=kind, body=body), state)
             for t, seq, tenant, kind, body, state in self._rows(query, target, after)
         ]
+
+    def num_waiting(self, tenant: str) -> tuple[int, int]:
+        """Returns how many datums and bytes of the tenant's requests wait."""
+        query = "SELECT sum(length(lengths)), sum(length(body)) FROM commands LEFT JOIN datums USING(target, seq)"
+        ((lengths, size),) = self._rows(f"{query} WHERE tenant=? AND state='waiting'", tenant)
+        return (lengths or 0) // 4, size or 0
 
     def forget_bodies(self, target: str, *, up_to: int) -> None:
         """Empties the bodies of the target's commands up to this number, which a checkpoint has made superfluous."""

@@ -31,6 +31,8 @@ LONG_POLL_S = 30.0
 BODY_S = 60.0
 MAX_MODELS = 256
 """Models of one tenant in sessions that were heard in the last hour."""
+MAX_WAITING_DATUMS, MAX_WAITING_BYTES = 100_000, 512 * 1024 * 1024
+"""Datums and bytes of one tenant's requests that wait. One more is refused, and the client sends it again later."""
 SESSION_S = 3600.0
 URL_S = 3600
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -241,7 +243,20 @@ class Routes:
             return plain, message, received(message)
 
         plain, message, datums = await asyncio.to_thread(read)
+        self._check_waiting(tenant, message, len(plain))
         return await self._submit_to_model(tenant, "forward_backward", message.model_id, message.seq_id, plain, datums)
+
+    def _check_waiting(self, tenant: str, message: Any, size: int) -> None:
+        """Raises `Refused` for a request beyond what may wait, unless it is what its model waits for."""
+        num_datums, num_bytes = self._log.num_waiting(tenant)
+        fits = num_datums + len(message.data) <= MAX_WAITING_DATUMS and num_bytes + size <= MAX_WAITING_BYTES
+        if not fits and not self._engine.is_next(message.model_id, message.seq_id):
+            raise Refused(
+                f"{num_datums} datums in {num_bytes} bytes of yours wait, and this request has {len(message.data)} "
+                f"in {size}; at most {MAX_WAITING_DATUMS} datums and {MAX_WAITING_BYTES} bytes of a tenant may wait: "
+                "send it again when some are done",
+                status=429,
+            )
 
     async def _of_model(self, tenant: str, body: bytes, kind: str, **_: Any) -> dict[str, Any]:
         asked = _json(body)

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -278,7 +278,7 @@ class TrainedModel:
                         parts[index] = part
             total = float(sum(part.sum(dtype=np.float64) for part in losses))
             found = {name: p.grad for name, p in self._differentiated.items() if p.grad is not None}
-            if not math.isfinite(total) or not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            if not math.isfinite(total) or not _are_finite(found.values()):
                 raise Refused(f"the loss is {total} or its gradient is not finite; the gradient was not added")
             for name, gradient in found.items():
                 earlier = self._gradients.get(name)
@@ -398,6 +398,12 @@ class TrainedModel:
             self._optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))
             self.num_steps = state["num_steps"]
         return int(state["seq"])
+
+
+def _are_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Returns whether all values are finite."""
+    largest = torch._foreach_norm(list(gradients), ord=math.inf)
+    return not largest or bool(torch.stack(largest).isfinite().all())
 
 
 def shape_record(shape: AdapterShape) -> dict[str, Any]:

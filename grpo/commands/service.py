@@ -111,7 +111,6 @@ def main(options: argparse.Namespace) -> int:
             server=server,
             check=serving,
         )
-        write_digests(run.path, run_id=run.run_id)
     return 0
 
 
@@ -130,7 +129,8 @@ def _join(run: RunFolder, settings: TrainSettings, options: argparse.Namespace, 
 
 @contextlib.contextmanager
 def _told(run: RunFolder) -> Iterator[StatusFile]:
-    """Yields the service's status file, which says in the end how it has ended; those of earlier servers go."""
+    """Yields the service's status file, which says in the end how it has ended; those of earlier servers go. A service
+    that was told to end leaves the digests of its files."""
     for file in run.status.glob("infer.*.json"):
         file.unlink()
     status = StatusFile(run.status / f"{SERVICE}.json")
@@ -139,8 +139,11 @@ def _told(run: RunFolder) -> Iterator[StatusFile]:
         yield status
     except BaseException as error:
         status.failed(error)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            write_digests(run.path, run_id=run.run_id)
         raise
     status.set(STOPPED)
+    write_digests(run.path, run_id=run.run_id)
 
 
 def _settings(options: argparse.Namespace) -> TrainSettings:

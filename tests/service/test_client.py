@@ -151,7 +151,6 @@ def test_layers_can_be_chosen(service: Running) -> None:
         ({"weights": np.full(9, np.nan, np.float32)}, "cross_entropy", "weights has the value nan"),
         ({"mask": np.ones(9, np.float32)}, "cross_entropy", "mask"),
         ({}, "ppo", "loss_fn_inputs"),
-        ({}, "gspo", "gspo"),
         ({}, "stable_reinforce", "stable_reinforce"),
     ],
 )

@@ -351,6 +351,14 @@ def test_what_ranks_do_wrong_is_named(of_ranks: dict[str, Witness]) -> None:
     assert {f"rollout {one}" for one in lost} <= {one.who for one in dropped if one.kind == "missing"}
 
 
+def test_many_samples_with_other_advantages_are_all_there(policy: Policy) -> None:
+    chosen = [replace(one, teacher_logprobs=None) for one in samples(80)]
+    shifted = [replace(one, advantages=1.5) for one in chosen]
+    expectation = expected(chosen, LossSettings(), packed(chosen))
+    [finding] = expectation.explain(found(policy, packed(shifted)[0], LossSettings()))
+    assert finding.kind == "content"
+
+
 def break_by(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Applies a fault of the benchmark's within a test."""
     patch: Patch
