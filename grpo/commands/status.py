@@ -216,7 +216,11 @@ def _service_status(folder: Path, run_id: str, service: Path, only: str | None, 
         versions = [one.version for one in reader.canaries() if only in (None, one.model)]
     waiting = sum(one.commands.get("waiting", 0) for one in models)
     tenants = programs.get(SERVICE, {}).get("tenants", [])
-    told = [doing(own) + _for(own), f"{len(models)} models" if only is None else "", f"{waiting} commands wait"]
+    told = [
+        doing(own) + _for(own),
+        f"{len(models)} model{'' if len(models) == 1 else 's'}" if only is None else "",
+        f"{waiting} commands wait" if waiting else "no command waits",
+    ]
     told += [f"tenants {', '.join(tenants)}"] if only is None else []
     told += [f"{kind} {target}:{seq} failed: {text}" for target, seq, kind, text in failed]
     steps = [one.steps for one in models]
