@@ -38,7 +38,7 @@ class TwoSlots:
 
 async def test_a_snapshot_takes_the_slot_of_the_one_that_was_used_longest_ago(tmp_path: Path) -> None:
     server, options = TwoSlots(), {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
-    log: Any = SimpleNamespace()
+    log: Any = SimpleNamespace(add_canary=print)
     sampling = Sampling(log, create_run(tmp_path), finished=print, **options)
     sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(server))
     async with asyncio.timeout(60):
