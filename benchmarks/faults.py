@@ -220,9 +220,8 @@ def step_in(line: str, done: int) -> int:
 
 def sentence(line: str) -> str:
     """Returns a line without its time and its logger's name, and no more than a sentence of it."""
-    plain = re.sub(
-        r"^.*? (?:WARNING|ERROR|CRITICAL) \S+: |^.*?\berror: |^grpo-\w+ ended with exit code \d+: ", "", line.strip()
-    )
+    plain = re.sub(r"^.*? (?:WARNING|ERROR|CRITICAL) \S+: |^.*?\berror: ", "", line.strip())
+    plain = re.sub(r"^grpo-\w+ ended with exit code \d+: ", "", plain)
     plain = re.sub(r"/\S*?/run/", "RUN/", re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", plain))
     first = re.split(r"\. (?=[A-Z])|; see |; so are ", plain)[0]
     return first if len(first) < MAX_SAID else first[: MAX_SAID - 3] + "..."
@@ -359,7 +358,14 @@ METRIC = "a metric"
 TRL = {
     **dict.fromkeys(
         (
-            *("base-for-all", "base-for-a-tenth", "base-when-decoding", "version-before", "slot-taken-over"),
+            *(
+                "base-for-all",
+                "base-for-a-tenth",
+                "base-from-version-12",
+                "base-when-decoding",
+                "version-before",
+                "slot-taken-over",
+            ),
             *("temperature-ignored", "top-p-applied", "logprobs-shifted", "answer-of-another", "zero-modules"),
             *("q-and-k-swapped", "scale-lost", "scale-doubled", "scale-of-rslora", "rank-dropped", "another-base"),
             *("last-layer-missing", "bf16-for-fp32", "mask-shifted", "logprobs-bf16", "prompt-retokenised"),

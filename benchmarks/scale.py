@@ -32,6 +32,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import psutil
 from grpo.orchestrator.inference.client import PolicyClient
 from grpo.orchestrator.inference.pool import ServerPool
@@ -40,6 +41,7 @@ from grpo.orchestrator.inference.weight_sync import WeightSync
 from grpo.orchestrator.rollouts.records import SamplingParams
 from grpo.orchestrator.scheduler import Scheduler
 from grpo.transport.http import CanaryFigures, Choice, Generated, LoadReport, ServerInfo, ServerLoad, Unloaded
+from grpo.transport.records import MESSAGE_TYPE, to_body
 
 SLOTS, GROUP, GROUPS_A_SERVER = 64, 16, 7
 """Sequences that a server decodes at once; rollouts of a group; groups in flight for each server."""
@@ -116,7 +118,8 @@ class Network:
         self.servers = {f"http://s{n}": Server(f"http://s{n}", random.Random(n)) for n in range(num_servers)}
         self.num_loading = 0
         tokens = [*range(int(MEDIAN_TOKENS * math.exp(SIGMA**2 / 2)))]
-        choice = Choice(token_ids=tokens, logprobs=[-0.123456789] * len(tokens), finish_reason="stop")
+        logprobs = np.full(len(tokens), -0.123456789, np.float32)
+        choice = Choice(token_ids=np.array(tokens, np.int32), logprobs=logprobs, finish_reason="stop")
         self.choices = [choice] * GROUP
         self._bodies: dict[int, bytes] = {}
 
@@ -127,7 +130,7 @@ class Network:
         server = self.servers[base]
         await asyncio.sleep(0.001)
         status, content = await self._answered(server, path, data)
-        yield SimpleNamespace(status=status, read=_returns(content))
+        yield SimpleNamespace(status=status, read=_returns(content), content_type=MESSAGE_TYPE)
 
     async def _answered(self, server: Server, path: str, data: bytes | None) -> tuple[int, bytes]:
         life = server.lives
@@ -137,7 +140,7 @@ class Network:
             load = ServerLoad(num_running=SLOTS - server.free, num_waiting=len(server.waiting), kv_use=0.5)
             live = dict.fromkeys(server.live, "s")
             info = ServerInfo(base_model="m", max_model_len=8192, max_lora_rank=16, run_id="r", live=live, load=load)
-            return 200, msgspec.json.encode(info)
+            return 200, to_body(info, MESSAGE_TYPE)
         asked = msgspec.json.decode(data or b"{}")
         version = asked["version"]
         if path == "load":
@@ -145,15 +148,15 @@ class Network:
             server.live.add(version)
             canary = CanaryFigures(max_abs=0.0, mean_abs=0.0, base_max_abs=0.0, base_mean_abs=0.0, tolerance=1.0)
             report = LoadReport(version=version, name="p", snapshot="s", canary=canary, load_s=0.0, canary_s=0.0)
-            return self._unless_dead(server, life, msgspec.json.encode(report))
+            return self._unless_dead(server, life, to_body(report, MESSAGE_TYPE))
         if path == "unload":
             server.live.discard(version)
-            return 200, msgspec.json.encode(Unloaded(version=version, in_flight=0))
+            return 200, to_body(Unloaded(version=version, in_flight=0), MESSAGE_TYPE)
         if version not in server.live:
             return 409, b'{"error": {"type": "not_live", "message": "it is not loaded"}}'
         await asyncio.gather(*(server.answer() for _ in range(GROUP)))
         if version not in self._bodies:
-            self._bodies[version] = msgspec.json.encode(Generated(version=version, choices=self.choices))
+            self._bodies[version] = to_body(Generated(version=version, choices=self.choices), MESSAGE_TYPE)
         return self._unless_dead(server, life, self._bodies[version])
 
     def _unless_dead(self, server: Server, life: int, content: bytes) -> tuple[int, bytes]:

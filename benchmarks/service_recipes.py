@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import parser, report
-from tests.service.running import Running, running
+from tests.service.running import Running
 
 TINY = Path(__file__).parents[1] / "configs/tiny/model"
-MODEL, ANSWERER = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B"
-"""Names that recipes look up renderers by; both are folders with the embedded model."""
+MODEL = "Qwen/Qwen3-8B"
+"""A name by which recipes look up their renderer; a folder with the embedded model."""
 POSITIONS = 4096
 RENDERER = "qwen3_instruct"
 LIMIT_S = 1800.0
@@ -44,11 +44,6 @@ from tinker_cookbook.rl import train
 recipe, changes, words = sys.argv[1], dict(word.split("=", 1) for word in sys.argv[2].split()), sys.argv[3:]
 recipe = import_module(recipe)
 config = recipe.build_config(chz.entrypoint(recipe.CLIConfig, argv=words))
-of_data = {name.removeprefix("data."): changes.pop(name) for name in list(changes) if name.startswith("data.")}
-if of_data:
-    changes["dataset_builder"] = chz.replace(config.dataset_builder, **of_data)
-if "lora_rank" in changes:
-    changes["lora_rank"] = int(changes["lora_rank"])
 asyncio.run(train.main(chz.replace(config, **changes)))
 """
 """Runs a recipe's own configuration, with a few fields of the trainer replaced that its command line lacks."""
@@ -80,8 +75,7 @@ class Workplace:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._num_runs = folder, 0
-        for name in (MODEL, ANSWERER):
-            place_model(folder / name)
+        place_model(folder / MODEL)
         examples = cookbook() / "example_data/conversations.jsonl"
         for split in ("train", "test"):
             place(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", examples.read_text())
@@ -234,52 +228,6 @@ def guess_number(work: Workplace) -> Curve:
     return curve(log, REWARD, rises=True)
 
 
-def twenty_questions(work: Workplace) -> Curve:
-    """The player has learnt the form of a guess and some words; the answerer is another model of ours on another
-    service, which has learnt to say yes and no."""
-    from tinker_cookbook.recipes.multiplayer_rl.twenty_questions import env
-
-    draw, words = random.Random(0), env._load_words_from_file()
-    players, answerers = list[list[tuple[str, str]]](), list[list[tuple[str, str]]]()
-    for _ in range(16 * 60):
-        row = [("system", env.PLAYER_SYSTEM_PROMPT)]
-        for word in draw.sample(words, draw.choice((0, 0, 1, 2, 3, 6))):
-            row += [("assistant", f"Guess: {word}"), ("user", "no")]
-        players.append([*row, ("assistant", f"Guess: {draw.choice(words)}")])
-    for _ in range(16 * 40):
-        secret, guess = draw.choice(words), draw.choice(words)
-        guess = draw.choice((secret, guess))
-        system = env.ANSWERER_SYSTEM_PROMPT.format(answer=secret)
-        says = "yes" if guess == secret else "no"
-        answerers.append([("system", system), ("user", f"Guess: {guess}"), ("assistant", says)])
-    start, answering = work.taught("players", players), work.taught("answerers", answerers)
-    merge(work, answering, work.folder / ANSWERER)
-    options = "--sequence_len", "1024"
-    folder = work.folder / "answerer"
-    folder.mkdir()
-    (folder / "service.keys.json").write_bytes((work.service.folder / "service.keys.json").read_bytes())
-    with running(folder, ANSWERER, *options, cwd=work.folder) as answerer:
-        sizes = {"learning_rate": 3e-4, "group_size": 8, "batch_size": 8, "max_tokens": 20, "max_steps": 10}
-        log = work.recipe(
-            "multiplayer_rl.twenty_questions.train",
-            changes=f"load_checkpoint_path={start} data.base_url={answerer.about['base_url']}",
-            **COMMON,
-            **WITHOUT_EXTRAS,
-            **sizes,
-        )
-    return curve(log, REWARD, rises=True)
-
-
-def merge(work: Workplace, checkpoint: str, output: Path) -> None:
-    """Writes the model of a checkpoint over the one in `output`."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    adapter = work.service.folder / "checkpoints" / checkpoint.removeprefix("tinker://")
-    base = AutoModelForCausalLM.from_pretrained(output, dtype="float32")
-    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(output)
-
-
 def text_arena(work: Workplace) -> Curve:
     """Tic-tac-toe against itself, after a stage in which some moves are illegal."""
     import textarena
@@ -329,41 +277,6 @@ def prompt_distillation(work: Workplace) -> Curve:
     return curve(log, "train_mean_nll", rises=False)
 
 
-def rl_numerics_check(work: Workplace) -> Curve:
-    """Counts a word in a page of the cookbook's own text, after a stage that guesses."""
-    from tinker_cookbook.recipes.rl_numerics_check import env
-    from tinker_cookbook.renderers import get_renderer
-    from tinker_cookbook.tokenizer_utils import get_tokenizer
-
-    text = "\n".join(file.read_text() for file in sorted(cookbook().rglob("*.md")))
-    hub = work.folder / "Salesforce/wikitext"
-    files = "configs:\n- config_name: wikitext-103-raw-v1\n  data_files: train.jsonl\n"
-    place(hub / "README.md", f"---\n{files}---\n")
-    place(hub / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
-    task = {"num_pages_min": 1, "num_pages_max": 1, "page_chars": 600, "reward_tolerance": 1.0}
-    chosen = env.CountingTaskConfig(words=("the",), **task)
-    renderer = get_renderer(RENDERER, get_tokenizer(str(work.folder / MODEL)))
-    tools = [env.PageReader((), env.EpisodeState()).read_page.to_spec()]
-    prefix = renderer.create_conversation_prefix_with_tools(tools=tools, system_prompt=env.SYSTEM_PROMPT)
-    before = [(str(one["role"]), str(one["content"])) for one in prefix]
-    asked = ("user", env.build_prompt(chosen, "the", 1))
-    draw = random.Random(0)
-    rows = [[*before, asked, ("assistant", f"Answer: {draw.randint(0, 15)}")] for _ in range(8 * 40)]
-    start = work.taught("counts", rows, batch_size=8)
-    sizes = {"learning_rate": 5e-4, "group_size": 16, "groups_per_batch": 4, "max_tokens": 16, "max_steps": 12}
-    log = work.recipe(
-        "rl_numerics_check.train",
-        "task.words=the",
-        f"max_trajectory_tokens={POSITIONS - 64}",
-        *(f"task.{name}={value}" for name, value in task.items()),
-        changes=f"load_checkpoint_path={start}",
-        **COMMON,
-        **WITHOUT_EXTRAS,
-        **sizes,
-    )
-    return curve(log, REWARD, rises=True)
-
-
 RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
     "sl_basic": (sl_basic, 1.0),
     "sl_loop": (sl_loop, 1.0),
@@ -371,11 +284,9 @@ RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
     "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.02),
     "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.02),
     "guess_number": (guess_number, 0.5),
-    "twenty_questions": (twenty_questions, 0.02),
     "text_arena": (text_arena, 0.1),
     "shorter": (shorter, 1.0),
     "prompt_distillation": (prompt_distillation, 1.0),
-    "rl_numerics_check": (rl_numerics_check, 0.05),
 }
 """The recipes, and by how much their curves rise or fall at least."""
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts.engine import RolloutEngine
 from grpo.orchestrator.rollouts.records import Group, SamplingParams, Task
@@ -68,7 +69,8 @@ class SlowServer:
     async def generate(self, prompt: Sequence[int], **_: Any) -> list[Choice]:
         text = self._bad if next(self._numbers) % ONE_IN == 0 else "fine"
         await asyncio.sleep(self._draw.uniform(2.0, 6.0))
-        return [Choice(token_ids=[*text.encode()], logprobs=[0.0] * len(text), finish_reason="stop")]
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        return [Choice(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish_reason="stop")]
 
 
 async def measure(bad: str) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from grpo.configs.infer import InferSettings
 from grpo.infer import engine_process, score_temperature
 from grpo.infer.arguments import device_of, first_module, make_args, vllm_version
@@ -153,11 +154,11 @@ class Engine:
 
     async def _scored(self, wanted: GenerateRequest, choice: Choice, adapter: Adapter | None) -> Choice:
         """Returns an answer with the log-probabilities of the whole distribution."""
-        start, ids = len(wanted.prompt_token_ids) - 1, [*wanted.prompt_token_ids, *choice.token_ids]
+        start, ids = len(wanted.prompt_token_ids) - 1, [*wanted.prompt_token_ids, *choice.token_ids.tolist()]
         options: dict[str, Any] = {"temperature": wanted.temperature, "num_top": wanted.num_top}
         found = await self.score_top(ids, adapter, **options)
         top = found.top and Top(token_ids=found.top.token_ids[start:], logprobs=found.top.logprobs[start:])
-        return replace(choice, logprobs=found.logprobs[start:], top=top)
+        return replace(choice, logprobs=np.asarray(found.logprobs[start:], np.float32), top=top)
 
     async def generate_until(
         self, requests: Sequence[GenerateRequest], adapter: Adapter | None, superseded: asyncio.Event
@@ -432,11 +433,11 @@ def _checked(found: Any, num_expected: int, *, num_top: int = 0) -> tuple[list[f
 
 def _sampled(output: Any, *, num_top: int = 0) -> Choice:
     """Our record of one of vLLM's CompletionOutputs."""
-    token_ids = list(output.token_ids)
+    token_ids = list(output.token_ids)  # vLLM has lists
     logprobs, top = _checked(output.logprobs, len(token_ids), num_top=num_top)
     return Choice(
-        token_ids=token_ids,
-        logprobs=logprobs,
+        token_ids=np.asarray(token_ids, np.int32),
+        logprobs=np.asarray(logprobs, np.float32),
         finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,
         stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
         mark=secrets.randbits(53),

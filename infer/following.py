@@ -6,12 +6,13 @@ which gets prompt and answer so far as a prompt. Nothing computed under the earl
 
 import hashlib
 
+import numpy as np
 from grpo.infer.engine import Engine
 from grpo.infer.versions import VersionTable
 from grpo.transport.http import Choice, GenerateRequest
 from msgspec.structs import replace
 
-_NOTHING = Choice(token_ids=[], logprobs=[], finish_reason="superseded")
+_NOTHING = Choice(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason="superseded")
 
 
 async def follow(engine: Engine, table: VersionTable, wanted: GenerateRequest) -> list[Choice]:
@@ -36,7 +37,7 @@ def _rest(wanted: GenerateRequest, place: int, begun: Choice, version: int) -> G
     return replace(
         wanted,
         n=1,
-        prompt_token_ids=[*wanted.prompt_token_ids, *begun.token_ids],
+        prompt_token_ids=[*wanted.prompt_token_ids, *begun.token_ids.tolist()],
         max_tokens=wanted.max_tokens - num,
         min_tokens=max(0, wanted.min_tokens - num),
         seed=seed if seed is None or num == 0 else continued_seed(seed, version),
@@ -45,15 +46,15 @@ def _rest(wanted: GenerateRequest, place: int, begun: Choice, version: int) -> G
 
 def _joined(begun: Choice, part: Choice, version: int, max_tokens: int) -> Choice:
     """Returns an answer, extended by what a version has sampled."""
-    token_ids, versions = [*begun.token_ids, *part.token_ids], list(begun.versions or ())
-    if part.token_ids:
+    token_ids, versions = np.concatenate([begun.token_ids, part.token_ids]), list(begun.versions or ())
+    if len(part.token_ids):
         before = versions.pop()[1] if versions and versions[-1][0] == version else 0
         versions.append((version, before + len(part.token_ids)))
     is_full = part.finish_reason == "superseded" and len(token_ids) >= max_tokens
     return replace(
         part,
         token_ids=token_ids,
-        logprobs=[*begun.logprobs, *part.logprobs],
+        logprobs=np.concatenate([begun.logprobs, part.logprobs]),
         versions=tuple(versions),
         finish_reason="length" if is_full else part.finish_reason,
     )

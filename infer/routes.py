@@ -32,6 +32,7 @@ from grpo.transport.http import (
     Unloaded,
     UnloadRequest,
 )
+from grpo.transport.records import MESSAGE_TYPE, from_body, to_body
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FAILED, FINISHED, StatusFile, server_file
 from msgspec.structs import replace
@@ -101,7 +102,8 @@ class PolicyRoutes:
 
         async def answer(request: Request) -> Response:
             try:
-                given = [] if body is None else [decode(await request.body(), body)]
+                sent_as = request.headers.get("content-type", "")
+                given = [] if body is None else [decode(await request.body(), body, sent_as)]
                 if self.engine.ended.is_set():
                     raise self.engine.fault()
                 if body is not None and self.engine.asleep:
@@ -110,7 +112,9 @@ class PolicyRoutes:
                 done = await (unless_disconnected(request, work) if cancels else work)
             except Exception as error:
                 return answer_to(error)
-            return Response(status_code=CLIENT_CLOSED_REQUEST) if done is None else as_json(done)
+            if done is None:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return as_body(done, request.headers.get("accept", ""))
 
         router.add_route(f"/{name}", answer, methods=[method or ("GET" if body is None else "POST")])
 
@@ -239,16 +243,22 @@ class PolicyRoutes:
                 StatusFile(self._status_path).set(state, step=step, message=message)
 
 
-def decode(data: bytes, body: type[Any]) -> Any:
+def decode(data: bytes, body: type[Any], media_type: str = "") -> Any:
     """Returns the request's body as a record. Raises `BadRequest`."""
     try:
-        return msgspec.json.decode(data, type=body)
+        return from_body(data, body, media_type)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(str(error)) from error
 
 
-def as_json(content: object, status: int = 200) -> Response:
-    """Returns the content as a response."""
+def as_body(content: object, wanted: str) -> Response:
+    """Returns the content as a response of the media type that is wanted, MessagePack or else JSON."""
+    media_type = MESSAGE_TYPE if wanted == MESSAGE_TYPE else "application/json"
+    return Response(to_body(content, media_type), media_type=media_type)
+
+
+def as_json(content: object, status: int) -> Response:
+    """Returns an error's response."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 

@@ -90,16 +90,16 @@ def equal_answers(results: Sequence[EpisodeResult]) -> tuple[int, float]:
     would be on average if each were sampled for itself: Σ over rollouts of the probability, by the server's numbers,
     of any of the earlier ones' answers. An environment that answers at random makes it fewer. Greedy ones do not
     count."""
-    earlier: dict[tuple[tuple[int, ...], ...], float] = {}
+    earlier: dict[tuple[bytes, ...], float] = {}
     equal, by_chance = 0, 0.0
     for result in results:
         steps = [step for one in walk_all([result]) for step in one.steps]
         if not steps or any(step.temperature == 0 for step in steps):
             continue
-        answers = tuple(tuple(step.completion.token_ids) for step in steps)
+        answers = tuple(step.completion.token_ids.tobytes() for step in steps)
         by_chance += min(1.0, sum(earlier.values()))
         equal += answers in earlier
-        earlier[answers] = math.exp(min(0.0, sum(sum(step.completion.logprobs) for step in steps)))
+        earlier[answers] = math.exp(min(0.0, sum(float(step.completion.logprobs.sum(dtype="f8")) for step in steps)))
     return equal, by_chance
 
 

@@ -15,8 +15,9 @@ from grpo.configs.rollouts import FilterSettings
 from grpo.orchestrator.rollouts.messages import shown
 from grpo.transport.errors import UserError
 from grpo.transport.importing import FunctionFailed, called, load_object
+from grpo.transport.records import Float32, Int32
 
-Finds = Callable[[Sequence[int], Sequence[float]], bool]
+Finds = Callable[[Int32, Float32], bool]
 """`(token ids [L], natural log-probabilities [L], as sampled) -> whether it shows in this answer`"""
 
 
@@ -32,8 +33,8 @@ class Filter:
 
 
 def is_gibberish(
-    token_ids_L: Sequence[int],
-    logprobs_L: Sequence[float],
+    token_ids_L: Int32,
+    logprobs_L: Float32,
     *,
     token_id_threshold: int,
     logprob_offset: float,
@@ -51,9 +52,7 @@ def is_gibberish(
     return bool(np.any(rare & unlikely))
 
 
-def is_repetition(
-    token_ids_L: Sequence[int], logprobs_L: Sequence[float], *, window: int, prob_threshold: float
-) -> bool:
+def is_repetition(token_ids_L: Int32, logprobs_L: Float32, *, window: int, prob_threshold: float) -> bool:
     """Whether `window` tokens in a row have each a probability above `prob_threshold`: the policy only copies what is
     there."""
     certain = np.asarray(logprobs_L, np.float64) > math.log(prob_threshold)
@@ -87,9 +86,9 @@ def _custom(import_path: str, kwargs: dict[str, object]) -> Finds:
     if not callable(function):
         raise UserError(f"filters.import_path = {import_path!r} is {function!r}, expected a function")
 
-    def finds(token_ids_L: Sequence[int], logprobs_L: Sequence[float]) -> bool:
+    def finds(token_ids_L: Int32, logprobs_L: Float32) -> bool:
         name = f"filters.import_path = {import_path!r}"
-        found = called(name, partial(function, **kwargs), list(token_ids_L), list(logprobs_L))
+        found = called(name, partial(function, **kwargs), token_ids_L.tolist(), logprobs_L.tolist())
         if not isinstance(found, bool | np.bool_):
             raise FunctionFailed(f"{name} returned {shown(found)}, expected a bool")
         return bool(found)

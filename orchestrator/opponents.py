@@ -123,7 +123,7 @@ class Opponents:
     async def _slate(self, version: int, env: str, pool: str, by: str) -> Slate:
         key = version, env, pool, by
         if key not in self._slates:
-            oldest = min(self.scheduler.pinned(), default=version)
+            oldest = version - self.settings.max_off_policy_steps - 1  # an older one that is asked again is drawn again
             self._slates = {one: task for one, task in self._slates.items() if one[0] >= oldest}
             self._slates[key] = asyncio.create_task(self._drawn(*key))
         return await asyncio.shield(self._slates[key])

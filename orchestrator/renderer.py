@@ -10,9 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from grpo.orchestrator.rollouts.records import Messages
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
+from grpo.transport.records import Int32
 from grpo.transport.weights.chat_template import check_arguments
 
 MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP = 1 << 14, 1 << 12
@@ -81,7 +83,7 @@ class ChatRenderer:
 
     def texts(self, completions: Sequence[Choice]) -> list[str]:
         """Each completion without special tokens."""
-        ids = [completion.token_ids for completion in completions]
+        ids = [completion.token_ids.tolist() for completion in completions]
         if self._backend is not None and sum(map(len, ids)) <= MAX_TOKENS_ON_LOOP:
             return [self._backend.decode(one, skip_special_tokens=True) for one in ids]
         decode = self._tokenizer.batch_decode if self._backend is None else self._backend.decode_batch
@@ -136,12 +138,12 @@ class ChatRenderer:
         num = len(ids_before)
         return ids[num:] if ids[:num] == ids_before else self.ids_of(text)
 
-    def raw_text(self, ids: Sequence[int]) -> str:
+    def raw_text(self, ids: Sequence[int] | Int32) -> str:
         """Text of ids, special tokens included."""
         if self._backend is not None:
             if len(ids) <= MAX_TOKENS_ON_LOOP:
-                return str(self._backend.decode(list(ids), skip_special_tokens=False))
-            return str(self._backend.decode_batch([list(ids)], skip_special_tokens=False)[0])
+                return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+            return str(self._backend.decode_batch([np.asarray(ids).tolist()], skip_special_tokens=False)[0])
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 

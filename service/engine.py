@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import re
+import shutil
 import threading
 import time
 from collections import deque
@@ -41,6 +42,9 @@ REPLAYED = frozenset({"create_model", "forward_backward", "optim_step", "load_we
 DROP = "drop_gradients"
 """Stands in a replay for an `optim_step` that has dropped its gradients."""
 SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+UNLOAD = "unload_model"
+EXPIRED_S = 1.0
+"""Between two looks for checkpoints whose time is over."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDERS = {
     "save_weights": "weights",
@@ -132,7 +136,7 @@ class Engine:
 
     def start(self) -> None:
         """Starts the thread, with what was waiting when the service ended."""
-        for command in self._log.waiting((*sorted(REPLAYED), *_FOLDERS)):
+        for command in self._log.waiting((*sorted(REPLAYED), *_FOLDERS, UNLOAD)):
             self.submit(command)
         self._thread.start()
 
@@ -189,16 +193,28 @@ class Engine:
     def _run(self) -> None:
         """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`, and for what
         servers have been asked. Ends when the engine is closed."""
+        looked_s = -EXPIRED_S
         while True:
+            if time.monotonic() > looked_s + EXPIRED_S:
+                self._remove_expired()
+                looked_s = time.monotonic()
             with self._changed:
-                while not (ready := self._ready()) and not self._ending:
-                    self._changed.wait(1.0)
+                if not (ready := self._ready()) and not self._ending:
+                    self._changed.wait(EXPIRED_S)
                 if self._ending:
                     return
+            if not ready:
+                continue
             if not isinstance(ready[0].waits_for, Pass):
                 self._turn(ready[0])
             if isinstance(ready[0].waits_for, Pass):
                 self._pass(ready[0])
+
+    def _remove_expired(self) -> None:
+        """Removes checkpoints whose time is over, in the thread that also writes and reads them."""
+        for path in self._log.expired():
+            shutil.rmtree(self.checkpoint_folder(path), ignore_errors=True)
+            self._log.forget_checkpoint(path)
 
     def _ready(self) -> list[_Queue]:
         """Returns the models with something to do, by whose turn was longest ago."""
@@ -342,6 +358,11 @@ class Engine:
                 raise Refused(f"optimizer_config.type is {kind!r:.40}; this service has adamw")
             queue.model = TrainedModel(self._base, AdapterShape.of(asked.get("lora_config") or {}))
             return _done({"type": "create_model", "model_id": command.target})
+        if command.kind == UNLOAD:
+            if queue.model is not None:
+                queue.model.close()
+                queue.model = None
+            return _done({"type": UNLOAD, "model_id": command.target})
         if command.kind == "load_weights":
             return self._load(queue, json.loads(command.body), command)
         model = self._model(queue)
@@ -374,26 +395,34 @@ class Engine:
     def _save_for_sampler(self, model: TrainedModel, asked: dict[str, Any], command: Command) -> _Work:
         """Publishes the adapter, and lets others compute until the server has proved it."""
         path = self._path(command, _FOLDERS[command.kind], asked)
-        if self._publish is None and asked.get("sampling_session_seq_id") is not None:
+        number = asked.get("sampling_session_seq_id")
+        if self._publish is None and number is not None:
             raise Refused("this service was started without sampling (--no_sampling)")
         if (kind := asked.get("kind", "snapshot")) != "snapshot":
             raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
         self._base.use(model.policy)
+<<<<<<< HEAD
         if self._publish is None:
             size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=True, optimizer=False)
             self._checkpoint = path, size
+=======
+        if number is None:  # what a session alone samples from is no checkpoint; a version has its canary itself
+            size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=self._publish is None)
+            checkpoint = path, size
+        if self._publish is None:
+            self._checkpoint = checkpoint
+>>>>>>> main
             return _done({"type": command.kind, "path": path})
         proved = self._publish(model, command, path)  # with its canary, and loaded while the checkpoint is written
         size = model.save(self.checkpoint_folder(path), seq=command.seq, optimizer=False)
         yield proved
         version = proved.result()
-        self._checkpoint = path, size
-        answer: dict[str, Any] = {"type": command.kind, "path": path}
-        if (number := asked.get("sampling_session_seq_id")) is not None:
-            sampler = f"{command.target.partition(':train:')[0]}:sample:{int(number)}"
-            self._log.add_sampler(sampler, command.tenant, path, version)
-            answer |= {"path": None, "sampling_session_id": sampler}
-        return _done(answer)
+        if number is None:
+            self._checkpoint = checkpoint
+            return _done({"type": command.kind, "path": path})
+        sampler = f"{command.target.partition(':train:')[0]}:sample:{int(number)}"
+        self._log.add_sampler(sampler, command.tenant, None, version)
+        return _done({"type": command.kind, "path": None, "sampling_session_id": sampler})
 
     def _path(self, command: Command, kind: str, asked: dict[str, Any]) -> str:
         """Returns the path of a checkpoint that is to be written. Raises `Refused` for a name that cannot be one, or is

@@ -17,23 +17,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo.service.errors import Refused
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(session TEXT PRIMARY KEY, tenant TEXT, heard_at REAL);
 CREATE TABLE IF NOT EXISTS models(model TEXT PRIMARY KEY, session TEXT, tenant TEXT, config TEXT, created_at REAL);
-CREATE TABLE IF NOT EXISTS checkpoints(path TEXT PRIMARY KEY, model TEXT, tenant TEXT, bytes INTEGER, created_at REAL);
-CREATE TABLE IF NOT EXISTS samplers(sampler TEXT PRIMARY KEY, tenant TEXT, model_path TEXT, version INTEGER);
+CREATE TABLE IF NOT EXISTS checkpoints(
+    path TEXT PRIMARY KEY, model TEXT, tenant TEXT, bytes INTEGER, created_at REAL, expires_at REAL, metadata TEXT);
+CREATE TABLE IF NOT EXISTS samplers(
+    sampler TEXT PRIMARY KEY, tenant TEXT, model_path TEXT, version INTEGER, clones INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS versions(version INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT, path TEXT, seq INTEGER);
 CREATE TABLE IF NOT EXISTS canaries(version INTEGER, at REAL, report TEXT);
 CREATE TABLE IF NOT EXISTS samples(tokens BLOB, logprobs BLOB, num_tokens INTEGER, version INTEGER);
 CREATE INDEX IF NOT EXISTS samples_by_tokens ON samples(tokens);
 CREATE TABLE IF NOT EXISTS commands(
     target TEXT, seq INTEGER, tenant TEXT, kind TEXT, body BLOB, digest BLOB,
-    state TEXT DEFAULT 'waiting', answer BLOB, PRIMARY KEY(target, seq));
+    state TEXT DEFAULT 'waiting', answer BLOB, ended INTEGER, PRIMARY KEY(target, seq));
 CREATE INDEX IF NOT EXISTS waiting ON commands(tenant) WHERE state='waiting';
+CREATE INDEX IF NOT EXISTS ends ON commands(target, ended);
 CREATE TABLE IF NOT EXISTS datums(
     target TEXT, seq INTEGER, forward_only INTEGER, lengths BLOB, digests BLOB, PRIMARY KEY(target, seq));
 CREATE TABLE IF NOT EXISTS steps(
@@ -41,6 +44,10 @@ CREATE TABLE IF NOT EXISTS steps(
     PRIMARY KEY(target, seq));
 """
 DIGEST_BYTES = 16
+SESSION_S = 3600.0
+"""A session that was not heard for so long has ended."""
+CLONE = 10**9
+"""Numbers that each copy of a sampling session has for its requests."""
 
 
 _Write = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
@@ -117,6 +124,17 @@ class Answer:
     content: bytes
 
 
+class CheckpointRow(NamedTuple):
+    """A checkpoint; times on the wall clock in seconds."""
+
+    path: str
+    num_bytes: int
+    created_at: float
+    expires_at: float | None
+    metadata: str
+    """JSON of the tenant's own."""
+
+
 class CommandLog:
     """One SQLite file, written through before a command is acknowledged. Threads may share it.
 
@@ -129,6 +147,8 @@ class CommandLog:
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
         self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        [(self._num_ended,)] = self._rows("SELECT coalesce(max(ended), 0) FROM commands")
+        """Numbers the ends of commands."""
         self._to_write: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="command log", daemon=True)
         self._writer.start()
@@ -221,13 +241,17 @@ class CommandLog:
         was, and the `samples` in its answer."""
 
         def work(db: sqlite3.Connection) -> None:
+            self._num_ended += 1
             db.execute(
-                "UPDATE commands SET state=?, answer=? WHERE target=? AND seq=?",
-                (answer.state, answer.content, command.target, command.seq),
+                "UPDATE commands SET state=?, answer=?, ended=? WHERE target=? AND seq=?",
+                (answer.state, answer.content, self._num_ended, command.target, command.seq),
             )
             if checkpoint is not None:
-                row = (checkpoint[0], command.target, command.tenant, checkpoint[1], time.time())
-                db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?,?,?)", row)
+                now, asked = time.time(), json.loads(command.body)
+                ttl_s, metadata = asked.get("ttl_seconds"), json.dumps(asked.get("user_metadata"))
+                expires_at = None if ttl_s is None else now + ttl_s
+                row = (checkpoint[0], command.target, command.tenant, checkpoint[1], now, expires_at, metadata)
+                db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?,?,?,?,?)", row)
             if step is not None:
                 about = (step.step, time.time(), step.metrics, step.expected, step.receipt)
                 db.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?)", (command.target, command.seq, *about))
@@ -239,12 +263,33 @@ class CommandLog:
     def answer(self, request_id: str, tenant: str) -> Answer | None:
         """Returns the end of a request of this tenant; None while it waits. Raises `Refused` for one that it has not
         made."""
-        target, _, seq = request_id.rpartition(":")
-        query = "SELECT state, answer FROM commands WHERE target=? AND seq=? AND tenant=?"
-        if not seq.isdecimal() or not (rows := self._rows(query, target, int(seq), tenant)):
-            raise Refused(f"request_id is {request_id!r:.120}, and no such request was made", status=404)
-        state, content = rows[0]
+        _, state, content = self._request(request_id, tenant)
         return None if state == "waiting" else Answer(state=state, content=content)
+
+    def command(self, request_id: str, tenant: str) -> Command:
+        """Returns a request of this tenant, without its body. Raises `Refused` for one that it has not made."""
+        target, _, seq = request_id.rpartition(":")
+        kind, _, _ = self._request(request_id, tenant)
+        return Command(target=target, seq=int(seq), tenant=tenant, kind=kind, body=b"")
+
+    def _request(self, request_id: str, tenant: str) -> tuple[str, str, bytes]:
+        target, _, seq = request_id.rpartition(":")
+        query = "SELECT kind, state, answer FROM commands WHERE target=? AND seq=? AND tenant=?"
+        number = int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 19 else -1
+        if not (rows := self._rows(query, target, number, tenant)):
+            raise Refused(f"request_id is {request_id!r:.120}, and no such request was made", status=404)
+        kind, state, content = rows[0]
+        return kind, state, content
+
+    def ends(self, target: str, *, clone: int, after: int) -> list[tuple[str, str, int, int]]:
+        """Returns id, state, bytes of the answer and number of the ends after this number, at most 1,000, the oldest
+        first, of the requests of one copy of a sampling session."""
+        query = (
+            "SELECT seq, state, length(answer), ended FROM commands WHERE target=? AND ended>? AND seq>=? AND seq<? "
+            "ORDER BY ended LIMIT 1000"
+        )
+        rows = self._rows(query, target, after, clone * CLONE, (clone + 1) * CLONE)
+        return [(f"{target}:{seq}", state, size, number) for seq, state, size, number in rows]
 
     def commands(self, target: str, *, after: int = -1) -> list[tuple[Command, str]]:
         """Returns the target's commands with higher numbers than `after` and their states, in order."""
@@ -310,6 +355,17 @@ class CommandLog:
         config: dict[str, Any] = json.loads(rows[0][0])
         return config
 
+    def unload(self, model: str, tenant: str) -> int:
+        """Records that a model takes no more commands, and returns the number of the command that ends it, which is the
+        same when asked again. Raises `Refused` for one that the tenant does not have."""
+        with self._transaction() as db:
+            config = self.model(model, tenant)
+            if "unloaded" not in config:
+                query = "SELECT coalesce(max(seq), -1) + 1 FROM commands WHERE target=?"
+                config["unloaded"] = db.execute(query, (model,)).fetchone()[0]
+                db.execute("UPDATE models SET config=? WHERE model=?", (json.dumps(config), model))
+            return int(config["unloaded"])
+
     def tenants_of_models(self) -> dict[str, str]:
         """Returns the tenant of each model, the oldest first."""
         return dict(self._rows("SELECT model, tenant FROM models ORDER BY rowid"))
@@ -320,19 +376,45 @@ class CommandLog:
 
     def num_open_models(self, tenant: str, *, heard_since: float) -> int:
         """Returns how many models the tenant has in sessions that were heard since."""
-        query = "SELECT count(*) FROM models JOIN sessions USING(session) WHERE models.tenant=? AND heard_at>=?"
+        query = (
+            "SELECT count(*) FROM models JOIN sessions USING(session) WHERE models.tenant=? AND heard_at>=? "
+            "AND json_extract(config, '$.unloaded') IS NULL"
+        )
         return int(self._rows(query, tenant, heard_since)[0][0])
 
-    def checkpoints(self, tenant: str, model: str | None = None) -> list[tuple[str, int, float]]:
-        """Returns path, bytes and time of a tenant's checkpoints, of this model where one is named."""
+    def sessions(self, tenant: str, *, heard_since: float = 0.0) -> list[str]:
+        """Returns a tenant's sessions that were heard since, the newest first."""
+        query = "SELECT session FROM sessions WHERE tenant=? AND heard_at>=? ORDER BY rowid DESC"
+        return [session for (session,) in self._rows(query, tenant, heard_since)]
+
+    def checkpoints(self, tenant: str, model: str | None = None) -> list[CheckpointRow]:
+        """Returns a tenant's checkpoints, of this model where one is named, the oldest first; none of models that the
+        tenant has not made itself."""
         query = (
-            "SELECT path, bytes, created_at FROM checkpoints WHERE tenant=? AND (? IS NULL OR model=?) ORDER BY rowid"
+            "SELECT path, bytes, created_at, expires_at, metadata FROM checkpoints WHERE tenant=? "
+            "AND (? IS NULL OR model=?) AND coalesce(expires_at > ?, true) AND model IN (SELECT model FROM models) "
+            "ORDER BY rowid"
         )
-        return [(path, size, at) for path, size, at in self._rows(query, tenant, model, model)]
+        return [CheckpointRow(*row) for row in self._rows(query, tenant, model, model, time.time())]
 
     def has_checkpoint(self, path: str, tenant: str) -> bool:
         """Returns whether the tenant has a checkpoint of this path."""
-        return bool(self._rows("SELECT 1 FROM checkpoints WHERE path=? AND tenant=?", path, tenant))
+        query = "SELECT 1 FROM checkpoints WHERE path=? AND tenant=? AND coalesce(expires_at > ?, true)"
+        return bool(self._rows(query, path, tenant, time.time()))
+
+    def expire(self, path: str, *, at: float | None) -> None:
+        """Records when a checkpoint is to be removed, on the wall clock in seconds; None: never."""
+        with self._transaction() as db:
+            db.execute("UPDATE checkpoints SET expires_at=? WHERE path=?", (at, path))
+
+    def expired(self) -> list[str]:
+        """Returns the paths of the checkpoints that are to be removed."""
+        return [path for (path,) in self._rows("SELECT path FROM checkpoints WHERE expires_at<=?", time.time())]
+
+    def forget_checkpoint(self, path: str) -> None:
+        """Removes a checkpoint's row, whose files are gone."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM checkpoints WHERE path=?", (path,))
 
     def new_version(self, command: Command, path: str) -> int:
         """Returns the number of the next version that servers are given, and records of which model it is, before which
@@ -393,10 +475,34 @@ class CommandLog:
         rows = self._rows("SELECT max(version) FROM versions WHERE path=?", path)
         return None if rows[0][0] is None else int(rows[0][0])
 
+    def pins(self, *, heard_since: float) -> dict[int, dict[str, int]]:
+        """Returns how many of whom need each version that is needed: checkpoints, sampling sessions of sessions that
+        were heard since and are not finished, and commands that have not ended."""
+        query = """
+            SELECT version, 'checkpoint' FROM versions JOIN checkpoints USING(path)
+            UNION ALL SELECT version, 'session' FROM samplers JOIN sessions
+                ON session = substr(sampler, 1, instr(sampler, ':') - 1) WHERE version IS NOT NULL AND heard_at >= ?
+            UNION ALL SELECT version, 'command' FROM versions JOIN commands
+                ON commands.target = versions.model AND commands.seq = versions.seq WHERE state = 'waiting'"""
+        found: dict[int, dict[str, int]] = {}
+        for version, by in self._rows(query, heard_since):
+            of_version = found.setdefault(version, {})
+            of_version[by] = of_version.get(by, 0) + 1
+        return found
+
     def add_sampler(self, sampler: str, tenant: str, model_path: str | None, version: int | None) -> None:
         """Adds a sampling session of a version (None: the base model), unless it is there already."""
         with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO samplers VALUES (?,?,?,?)", (sampler, tenant, model_path, version))
+            row = (sampler, tenant, model_path, version)
+            db.execute("INSERT OR IGNORE INTO samplers(sampler, tenant, model_path, version) VALUES (?,?,?,?)", row)
+
+    def join_sampler(self, sampler: str, tenant: str) -> int:
+        """Returns the number of one more copy of a sampling session, from 1. Raises `Refused` for one that the tenant
+        does not have."""
+        self.sampler(sampler, tenant)
+        with self._transaction() as db:
+            query = "UPDATE samplers SET clones=clones+1 WHERE sampler=? RETURNING clones"
+            return int(db.execute(query, (sampler,)).fetchone()[0])
 
     def sampler(self, sampler: str, tenant: str) -> tuple[str | None, int | None]:
         """Returns path and version of a sampling session. Raises `Refused` for one that the tenant does not have."""

@@ -5,6 +5,7 @@ what it asks for cannot be: the future then says why. All else is answered here.
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
 import time
@@ -13,27 +14,39 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from grpo.service.engine import Engine
+from grpo.service.engine import SAVE_FOR_SAMPLER, UNLOAD, Engine
 from grpo.service.errors import Refused
-from grpo.service.log import Command, CommandLog, Received
-from grpo.service.sampling import Sampling
+from grpo.service.log import CLONE, SESSION_S, Answer, Command, CommandLog, Received
+from grpo.service.sampling import MAX_SAMPLES, Sampling
 from grpo.service.training import saved_shape, shape_record
 from grpo.service.wire import MAX_BODY_BYTES, decompressed, parse, received
 from grpo.transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 LONG_POLL_S = 30.0
 """A client gives a poll 45 s."""
 BODY_S = 60.0
-MAX_MODELS = 256
-"""Models of one tenant in sessions that were heard in the last hour."""
+CLONED = "cloned_sampler_id"
+DEFAULTS = {"offset": 0, "limit": 20}
+T = TypeVar("T")
+MAX_MODELS, MAX_SESSIONS = 256, 1024
+"""Models of one tenant in sessions that were heard in the last hour, and such sessions."""
+MAX_TTL_S = 10 * 365 * 86400
+MAX_HELD_BYTES = 1 << 29
+"""Bodies of requests that are read or handled at once, of all tenants together."""
+CONFIG = {
+    "proto_compress_fwdbwd": True,
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
+    "sample_cancel_enabled": True,
+}
+"""What a client may use."""
 MAX_WAITING_DATUMS, MAX_WAITING_BYTES = 100_000, 512 * 1024 * 1024
 """Datums and bytes of one tenant's requests that wait. One more is refused, and the client sends it again later."""
-SESSION_S = 3600.0
 URL_S = 3600
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NOT_SERVED = {
@@ -42,13 +55,10 @@ NOT_SERVED = {
     "audit": "the audit log",
     "copy_weights": "copies of weights between projects",
     "create_custom_loss": "losses that are traced to the server; forward_backward_custom runs on the client",
-    "retrieve_futures": "polls of a whole sampling session",
-    "cancel_future": "cancelled requests",
-    "join_sampling_session": "numbered copies of a sampling session",
-    "sessions": "lists of sessions",
-    "unload_model": "models that are unloaded by hand",
+    "sessions": "searches, projects and traces of sessions",
 }
 """Routes of the client that are refused, and what they are for."""
+CHECKPOINT = "training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 
 class Futures:
@@ -63,12 +73,13 @@ class Futures:
         self._loop.call_soon_threadsafe(self._wake, request_id)
 
     def _wake(self, request_id: str) -> None:
-        for future in self._ends.pop(request_id, ()):
-            if not future.done():
-                future.set_result(None)
+        for name in (request_id, request_id.rpartition(":")[0]):
+            for future in self._ends.pop(name, ()):
+                if not future.done():
+                    future.set_result(None)
 
     def expect(self, request_id: str) -> "asyncio.Future[None]":
-        """Returns what is done once this request ends after this call."""
+        """Returns what is done once this request ends after this call, or any request of this sampling session."""
         future = self._loop.create_future()
         self._ends[request_id].add(future)
         return future
@@ -99,6 +110,7 @@ class Routes:
         by name."""
         self._model, self._tokenizer, self._max_tokens, self._keys = model, tokenizer, max_tokens, dict(keys)
         self._log, self._engine, self._sampling, self._futures = commands, engine, sampling, futures
+        self._held = 0
 
     def app(self) -> FastAPI:
         """Returns the application."""
@@ -121,22 +133,30 @@ class Routes:
             "load_weights": self._load_weights,
             "create_sampling_session": self._create_sampling_session,
             "asample": self._asample,
+            "join_sampling_session": self._join_sampling_session,
+            "unload_model": self._unload,
             "retrieve_future": self._retrieve,
+            "retrieve_futures": self._retrieve_many,
+            "cancel_future": self._cancel,
         }
         for name, handler in post.items():
             app.add_route(f"/api/v1/{name}", self._answering(handler, name), methods=["POST"])
         get: dict[str, Callable[..., Awaitable[Any]]] = {
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._get_sampler,
+            "sessions": self._list_sessions,
             "sessions/{session_id}": self._get_session,
             "training_runs": self._list_runs,
             "training_runs/{model_id}": self._get_run,
             "training_runs/{model_id}/checkpoints": self._list_checkpoints,
-            "training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls": self._urls,
+            f"{CHECKPOINT}/external_weights_urls": self._urls,
             "checkpoints": self._list_checkpoints,
         }
         for name, handler in get.items():
             app.add_route(f"/api/v1/{name}", self._answering(handler, name, body=False), methods=["GET"])
+        delete, put = self._answering(self._delete, "delete", body=False), self._answering(self._set_ttl, "ttl")
+        app.add_route(f"/api/v1/{CHECKPOINT}", delete, methods=["DELETE"])
+        app.add_route(f"/api/v1/{CHECKPOINT}/ttl", put, methods=["PUT"])
         app.add_route("/api/v1/healthz", _healthz, methods=["GET"])
         app.add_route("/files/{model_id}/{kind}/{name}/{file}", self._file, methods=["GET"])
         app.add_route("/api/v1/{rest:path}", self._not_served, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
@@ -146,12 +166,15 @@ class Routes:
         self, handler: Callable[..., Awaitable[Any]], name: str, *, body: bool = True
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
+            held: list[bytes] = []
             try:
                 tenant = self._tenant(request)
-                given = [await _body(request)] if body else []
+                given = [await self._body(request, held)] if body else []
                 done = await handler(tenant, *given, request=request, kind=name)
             except Refused as error:
                 return _refusal(error)
+            finally:
+                self._held -= sum(map(len, held))
             return done if isinstance(done, Response) else JSONResponse(done)
 
         return answer
@@ -165,6 +188,25 @@ class Routes:
                 return name
         raise Refused("the API key is not one of this service's; service.json in its output_dir has them", status=401)
 
+    async def _body(self, request: Request, held: list[bytes]) -> bytes:
+        """Returns the whole body, whose parts it adds to `held`. Raises `Refused` for one that is too long or too
+        slow, and where others have too much."""
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    held.append(part)
+                    self._held, size = self._held + len(part), size + len(part)
+                    if size > MAX_BODY_BYTES:
+                        raise Refused(f"the body has more than {MAX_BODY_BYTES} bytes; send fewer datums", status=413)
+                    if self._held > MAX_HELD_BYTES:
+                        raise Refused("too many requests are read at once; ask again", status=429)
+        except TimeoutError:
+            raise Refused(f"the body did not come within {BODY_S:g} s") from None
+        except ClientDisconnect as error:
+            raise Refused("the client has gone") from error
+        return b"".join(held)
+
     async def _not_served(self, request: Request) -> Response:
         rest = str(request.path_params["rest"])
         what = next((what for route, what in NOT_SERVED.items() if rest.startswith(route)), f"/api/v1/{rest:.80}")
@@ -173,7 +215,7 @@ class Routes:
     # --- clients, sessions and models ---
 
     async def _config(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
-        return {"proto_compress_fwdbwd": True}
+        return CONFIG
 
     async def _telemetry(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         return {"status": "accepted"}
@@ -183,6 +225,8 @@ class Routes:
         return {"supported_models": [{"model_name": self._model, "max_context_length": self._max_tokens + 1, **can}]}
 
     async def _create_session(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        if len(self._log.sessions(tenant, heard_since=time.time() - SESSION_S)) >= MAX_SESSIONS:
+            raise Refused(f"you have {MAX_SESSIONS} sessions of the last hour, which is the most", status=429)
         session = uuid.uuid4().hex
         self._log.add_session(session, tenant)
         return {"type": "create_session", "session_id": session}
@@ -200,11 +244,15 @@ class Routes:
         models = [model for model in self._log.models(tenant) if model.startswith(f"{session}:")]
         return {"training_run_ids": models, "sampler_ids": self._log.samplers(tenant, session)}
 
+    async def _list_sessions(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        return {"sessions": _page(request, self._log.sessions(tenant))}
+
     async def _create_model(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         asked = _json(body)
         if (name := asked.get("base_model")) != self._model:
             raise Refused(f"base_model is {name!r:.120}; this service has {self._model!r}")
-        return await self._add_model(tenant, asked, "create_model", body, asked.get("lora_config") or {})
+        _object(asked, "optimizer_config")
+        return await self._add_model(tenant, asked, "create_model", body, _object(asked, "lora_config"))
 
     async def _add_model(
         self, tenant: str, asked: Mapping[str, Any], kind: str, body: bytes, lora_config: Mapping[str, Any]
@@ -218,6 +266,12 @@ class Routes:
                 raise Refused(f"you have {number} models in sessions of the last hour, of at most {MAX_MODELS}")
             self._log.add_model(model_id, session, tenant, {"lora_config": dict(lora_config)})
         return await self._submit(Command(target=model_id, seq=0, tenant=tenant, kind=kind, body=body))
+
+    async def _unload(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        """Ends a model after what was asked of it before."""
+        model_id = _text(_json(body), "model_id")
+        seq = self._log.unload(model_id, tenant)
+        return await self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=UNLOAD, body=b"{}"))
 
     async def _get_info(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         model_id = _text(_json(body), "model_id")
@@ -260,11 +314,20 @@ class Routes:
 
     async def _of_model(self, tenant: str, body: bytes, kind: str, **_: Any) -> dict[str, Any]:
         asked = _json(body)
+        _ttl(asked)
+        _object(asked, "adam_params")
+        if asked.get("sampling_session_seq_id") is not None:
+            _number(asked, "sampling_session_seq_id")
+        metadata = _object(asked, "user_metadata")
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise Refused(f"user_metadata is {metadata!r:.80}, expected texts by name")
         return await self._submit_to_model(tenant, kind, _text(asked, "model_id"), _number(asked, "seq_id"), body)
 
     async def _load_weights(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         asked = _json(body)
         folder = self._checkpoint(_text(asked, "path"), tenant)
+        if not isinstance(optimizer := asked.get("optimizer"), bool):
+            raise Refused(f"optimizer is {optimizer!r:.40}, expected true or false")
         if asked.get("model_id") is not None:
             seq = _number(asked, "seq_id")
             return await self._submit_to_model(tenant, "load_weights", _text(asked, "model_id"), seq, body)
@@ -277,7 +340,8 @@ class Routes:
     ) -> dict[str, Any]:
         if seq < 1:
             raise Refused(f"seq_id is {seq}, expected 1 or more")
-        self._log.model(model_id, tenant)
+        if seq >= self._log.model(model_id, tenant).get("unloaded", seq + 1):
+            raise Refused(f"{model_id} was unloaded", status=410)
         command = Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=body)
         return await self._submit(command, datums)
 
@@ -301,23 +365,54 @@ class Routes:
         path = asked.get("model_path")
         if path is None and asked.get("base_model") != self._model:
             raise Refused(f"base_model is {asked.get('base_model')!r:.120}; this service has {self._model!r}")
+        self._sampler_of()
+        version = None if path is None else await self._version(_text(asked, "model_path"), tenant)
         sampler = f"{session}:sample:{number}"
-        self._sampler_of().open(sampler, tenant, path)
+        self._log.add_sampler(sampler, tenant, path, version)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    async def _version(self, path: str, tenant: str) -> int:
+        """Returns the version that servers have of a checkpoint. Of a training checkpoint it is made when it is first
+        asked for, by a model that is loaded from it, saved for samplers and unloaded, as anybody else's."""
+        self._checkpoint(path, tenant)
+        if (version := self._log.version_of(path)) is not None:
+            return version
+        row = next(row for row in self._log.checkpoints(tenant) if row.path == path)
+        digest = hashlib.sha256(f"{path}\n{row.created_at}".encode()).hexdigest()[:16]
+        model_id = f"{path.removeprefix('tinker://').partition('/')[0]}:of:{digest}"
+        bodies = {"load_weights": {"path": path, "optimizer": False}, SAVE_FOR_SAMPLER: {}, UNLOAD: {}}
+        for seq, (kind, body) in enumerate(bodies.items()):
+            content = json.dumps(body).encode()
+            await self._submit(Command(target=model_id, seq=seq, tenant=tenant, kind=kind, body=content))
+        answer = await self._ended(f"{model_id}:1", tenant)
+        if answer is None:
+            raise Refused(f"{path} is being made ready for sampling; ask again", status=503)
+        if answer.state != "done":
+            raise Refused(answer.content.decode(), status=500 if answer.state == "broken" else 400)
+        published = self._log.version_of(json.loads(answer.content)["path"])
+        assert published is not None
+        return published
 
     async def _get_sampler(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
         sampler = str(request.path_params["sampler_id"])
         path = self._log.sampler(sampler, tenant)[0]
         return {"sampler_id": sampler, "base_model": self._model, "model_path": path}
 
+    async def _join_sampling_session(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        number = self._log.join_sampler(_text(_json(body), "sampling_session_id"), tenant)
+        return {"type": "join_sampling_session", "client_counter": number}
+
     async def _asample(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
         asked = _json(body)
         sampler, seq = _text(asked, "sampling_session_id"), _number(asked, "seq_id")
         self._log.sampler(sampler, tenant)
+        if (num_bytes := self._log.num_waiting(tenant)[1] + len(body)) > MAX_WAITING_BYTES:
+            raise Refused(f"{num_bytes} bytes of your requests wait, of at most {MAX_WAITING_BYTES}", status=429)
         command = Command(target=sampler, seq=seq, tenant=tenant, kind="asample", body=body)
         await asyncio.shield(self._accept(command, self._sampler_of().submit))
         number = asked.get("num_samples", 1)
-        ids = [f"{command.request_id}:{index}" for index in range(number if isinstance(number, int) else 0)]
+        is_number = isinstance(number, int) and 0 <= number <= MAX_SAMPLES
+        ids = [f"{command.request_id}:{index}" for index in range(number if is_number else 0)]
         return {"request_id": command.request_id, "sample_sequence_ids": ids}
 
     def _sampler_of(self) -> Sampling:
@@ -330,14 +425,7 @@ class Routes:
     async def _retrieve(self, tenant: str, body: bytes, **_: Any) -> Response:
         """Answers once the request has ended, or asks to try again after `LONG_POLL_S`."""
         request_id = _text(_json(body), "request_id")
-        end = self._futures.expect(request_id)
-        try:
-            if (answer := self._log.answer(request_id, tenant)) is None:
-                await asyncio.wait((end,), timeout=LONG_POLL_S)
-                answer = self._log.answer(request_id, tenant)
-        finally:
-            self._futures.forget(request_id, end)
-        if answer is None:
+        if (answer := await self._ended(request_id, tenant)) is None:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         if answer.state == "proto":
             return Response(answer.content, media_type="application/x-protobuf")
@@ -346,13 +434,58 @@ class Routes:
         category = "server" if answer.state == "broken" else "user"
         return JSONResponse({"error": answer.content.decode(), "category": category})
 
+    async def _ended(self, request_id: str, tenant: str) -> Answer | None:
+        """Returns the end of a request, for which it waits up to `LONG_POLL_S`; None if it has not ended by then."""
+        end = self._futures.expect(request_id)
+        try:
+            if (answer := self._log.answer(request_id, tenant)) is None:
+                await asyncio.wait((end,), timeout=LONG_POLL_S)
+                answer = self._log.answer(request_id, tenant)
+            return answer
+        finally:
+            self._futures.forget(request_id, end)
+
+    async def _retrieve_many(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        """Answers once requests of a sampling session have ended after those that the client knows of."""
+        asked = _json(body)
+        target = _object(asked, "target")
+        sampler, clone = _text(target, "sampling_session_id"), _number({CLONED: 0} | target, CLONED)
+        if clone > CLONE:
+            raise Refused(f"{CLONED} is {clone}, expected at most {CLONE}")
+        after, timeout_s = _number({"prev_cursor": 0} | asked, "prev_cursor"), asked.get("timeout")
+        if timeout_s is not None and not isinstance(timeout_s, int | float):
+            raise Refused(f"timeout is {timeout_s!r:.40}, expected seconds")
+        self._log.sampler(sampler, tenant)
+        end = self._futures.expect(sampler)
+        try:
+            if not (ends := self._log.ends(sampler, clone=clone, after=after)):
+                await asyncio.wait((end,), timeout=LONG_POLL_S if timeout_s is None else min(timeout_s, LONG_POLL_S))
+                ends = self._log.ends(sampler, clone=clone, after=after)
+        finally:
+            self._futures.forget(sampler, end)
+        completions = [
+            {"state": "finished", "request_id": request_id, "response_payload_uncompressed_size": size}
+            if state == "proto"
+            else {"state": "failed", "request_id": request_id}
+            for request_id, state, size, _ in ends
+        ]
+        return {"completions": completions, "cursor": max([after, *(number for *_, number in ends)])}
+
+    async def _cancel(self, tenant: str, body: bytes, **_: Any) -> dict[str, Any]:
+        """Ends a request for samples. One that has ended stays as it is."""
+        command = self._log.command(_text(_json(body), "request_id"), tenant)
+        if command.kind != "asample":
+            raise Refused(f"request_id is of {command.kind}, and only requests for samples can be cancelled")
+        self._sampler_of().cancel(command)
+        return {}
+
     # --- what there is ---
 
     async def _list_runs(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
-        offset, limit = (_query(request, name, default) for name, default in (("offset", 0), ("limit", 20)))
-        runs = [self._run(tenant, model, config) for model, config in self._log.models(tenant).items()]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
-        return {"training_runs": runs[offset : offset + limit], "cursor": cursor}
+        models = self._log.models(tenant)
+        runs = [self._run(tenant, model, config) for model, config in _page(request, list(models.items()))]
+        cursor = {name: _query(request, name, DEFAULTS[name]) for name in DEFAULTS}
+        return {"training_runs": runs, "cursor": {**cursor, "total_count": len(models)}}
 
     async def _get_run(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
         model_id = str(request.path_params["model_id"])
@@ -375,20 +508,24 @@ class Routes:
 
     async def _list_checkpoints(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
         model_id = request.path_params.get("model_id")
-        if model_id is not None:
-            self._log.model(model_id, tenant)
-        return {"checkpoints": self._checkpoints(tenant, model_id)}
+        found = self._checkpoints(tenant, model_id)
+        if model_id is None:
+            return {"checkpoints": _page(request, found, limit=100)}
+        self._log.model(model_id, tenant)
+        return {"checkpoints": found}
 
     def _checkpoints(self, tenant: str, model_id: str | None) -> list[dict[str, Any]]:
         return [
             {
-                "checkpoint_id": path.removeprefix("tinker://").partition("/")[2],
-                "checkpoint_type": CHECKPOINT_TYPES[path.split("/")[-2]],
-                "time": datetime.fromtimestamp(at, UTC).isoformat(),
-                "tinker_path": path,
-                "size_bytes": size,
+                "checkpoint_id": row.path.removeprefix("tinker://").partition("/")[2],
+                "checkpoint_type": CHECKPOINT_TYPES[row.path.split("/")[-2]],
+                "time": _date(row.created_at),
+                "tinker_path": row.path,
+                "size_bytes": row.num_bytes,
+                "user_metadata": json.loads(row.metadata),
+                "expires_at": None if row.expires_at is None else _date(row.expires_at),
             }
-            for path, size, at in self._log.checkpoints(tenant, model_id)
+            for row in self._log.checkpoints(tenant, model_id)
         ]
 
     def _checkpoint(self, path: str, tenant: str) -> Path:
@@ -399,14 +536,30 @@ class Routes:
 
     async def _urls(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
         """Returns addresses of the files of PEFT's folder, which need no key for an hour."""
-        parts = [str(request.path_params[name]) for name in ("model_id", "kind", "name")]
-        self._checkpoint(f"tinker://{'/'.join(parts)}", tenant)
+        parts = self._path(request, tenant).removeprefix("tinker://").split("/")
         expires = int(time.time()) + URL_S
         urls = {}
         for file in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
             place = "/".join([*parts, file])
             urls[file] = f"{request.base_url}files/{place}?expires={expires}&signature={self._signed(place, expires)}"
-        return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
+        return {"urls": urls, "expires": _date(expires)}
+
+    def _path(self, request: Request, tenant: str) -> str:
+        """Returns the path of the checkpoint that an address names. Raises `Refused`."""
+        path = "tinker://" + "/".join(str(request.path_params[name]) for name in ("model_id", "kind", "name"))
+        self._checkpoint(path, tenant)
+        return path
+
+    async def _delete(self, tenant: str, request: Request, **_: Any) -> dict[str, Any]:
+        """Removes a checkpoint. What samples from it goes on."""
+        self._log.expire(self._path(request, tenant), at=0.0)
+        return {}
+
+    async def _set_ttl(self, tenant: str, body: bytes, request: Request, **_: Any) -> dict[str, Any]:
+        """Sets when a checkpoint is to be removed, from now on."""
+        ttl_s = _ttl(_json(body))
+        self._log.expire(self._path(request, tenant), at=None if ttl_s is None else time.time() + ttl_s)
+        return {}
 
     def _signed(self, place: str, expires: int) -> str:
         secret = "\n".join(self._keys.values()).encode()
@@ -414,8 +567,8 @@ class Routes:
 
     async def _file(self, request: Request) -> Response:
         parts = [str(request.path_params[name]) for name in ("model_id", "kind", "name", "file")]
-        expires, signature = (request.query_params.get(name, "") for name in ("expires", "signature"))
-        due = int(expires) if expires.isdecimal() else 0
+        signature = request.query_params.get("signature", "")
+        due = _query(request, "expires", 0)
         if not hmac.compare_digest(self._signed("/".join(parts), due).encode(), signature.encode()):
             return _refusal(Refused("the address is not one that this service has given", status=403))
         if due < time.time():
@@ -425,20 +578,6 @@ class Routes:
 
 async def _healthz(_: Request) -> Response:
     return JSONResponse({"status": "ok"})
-
-
-async def _body(request: Request) -> bytes:
-    """Returns the whole body. Raises `Refused` for one that is too long or too slow."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                parts.append(part)
-                if (size := size + len(part)) > MAX_BODY_BYTES:
-                    raise Refused(f"the body has more than {MAX_BODY_BYTES} bytes; send fewer datums", status=413)
-    except TimeoutError:
-        raise Refused(f"the body did not come within {BODY_S:g} s", status=400) from None
-    return b"".join(parts)
 
 
 def _json(body: bytes) -> dict[str, Any]:
@@ -454,6 +593,17 @@ def _json(body: bytes) -> dict[str, Any]:
 def _text(asked: Mapping[str, Any], key: str) -> str:
     if not isinstance(value := asked.get(key), str):
         raise Refused(f"{key} is {value!r:.80}, expected a text")
+    if not value.isprintable():  # a lone surrogate is in no encoding
+        raise Refused(f"{key} is {value!r:.80}, expected letters, digits and signs")
+    return value
+
+
+def _object(asked: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the object of this name, which is empty where there is none."""
+    if (value := asked.get(key)) is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Refused(f"{key} is {value!r:.80}, expected an object")
     return value
 
 
@@ -464,9 +614,28 @@ def _number(asked: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def _ttl(asked: Mapping[str, Any]) -> int | None:
+    """Returns the `ttl_seconds` of a request; None: for ever. Raises `Refused`."""
+    if asked.get("ttl_seconds") is None:
+        return None
+    if not 1 <= (ttl_s := _number(asked, "ttl_seconds")) <= MAX_TTL_S:
+        raise Refused(f"ttl_seconds is {ttl_s}, expected 1 to {MAX_TTL_S}")
+    return ttl_s
+
+
+def _date(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat()
+
+
+def _page(request: Request, items: list[T], *, limit: int = DEFAULTS["limit"]) -> list[T]:
+    """Returns the items from the request's `offset` on, at most its `limit`."""
+    offset, limit = _query(request, "offset", 0), _query(request, "limit", limit)
+    return items[offset : offset + limit]
+
+
 def _query(request: Request, name: str, default: int) -> int:
     value = request.query_params.get(name, str(default))
-    if not value.isdecimal():
+    if not (value.isascii() and value.isdecimal()) or len(value) > 18:
         raise Refused(f"{name} is {value!r:.40}, expected a whole number")
     return int(value)
 

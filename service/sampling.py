@@ -17,10 +17,16 @@ import httpx
 import msgspec
 import numpy as np
 from grpo.service.errors import Refused
+<<<<<<< HEAD
 from grpo.service.log import Answer, Command, CommandLog, Sample
 from grpo.service.training import ALPHA, TrainedModel
+=======
+from grpo.service.log import SESSION_S, Answer, Command, CommandLog, Sample
+from grpo.service.training import ALPHA
+>>>>>>> main
 from grpo.service.wire import samples_of
 from grpo.trainer.weights import AdapterWeights
+from grpo.transport.folders import step_folder
 from grpo.transport.http import (
     MAX_TOP,
     NO_SLOTS,
@@ -35,7 +41,7 @@ from grpo.transport.http import (
 )
 from grpo.transport.records import PolicySpec
 from grpo.transport.run import RunFolder
-from grpo.transport.weights.store import CANARY_FILE, PolicyPublisher
+from grpo.transport.weights.store import CANARY_FILE, HeldVersion, InUse, PolicyPublisher, write_in_use
 from msgspec import Meta
 from tinker.proto import tinker_public_pb2 as schema
 
@@ -122,7 +128,8 @@ class Sampling:
         called with the id of each request that has ended."""
         self._log, self._run, self._base_model, self._max_tokens = commands, run, base_model, max_tokens
         self._finished = finished
-        self._publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id)
+        self._publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id, keep_last=1)
+        self._started = time.time()
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S)
         self._loop = asyncio.get_running_loop()
@@ -163,6 +170,11 @@ class Sampling:
             sequence_len=self._max_tokens,
             dtype=policy.dtype_name,
         )
+        # Sessions that could not be heard while the service was down have an hour.
+        heard_since = time.time() - SESSION_S if time.time() > self._started + SESSION_S else 1.0
+        pins = self._log.pins(heard_since=heard_since)
+        held = {number: HeldVersion(snapshot=None, pins=by) for number, by in sorted(pins.items())}
+        write_in_use(self._run.broadcasts, InUse(run_id=self._run.run_id, versions=held, newest=version))
         self._publisher.publish(version=version, spec=spec, files={**files, CANARY_FILE: canary.to_json()})
 
         async def load() -> int:
@@ -181,6 +193,9 @@ class Sampling:
     async def _load_now(self, version: int) -> None:
         """Has the server load a version; where it has no slot, in place of the one that was used longest ago,
         and that no request uses if there is one."""
+        if not step_folder(self._run.broadcasts, version).exists():
+            what = "its session was not heard for an hour, and it is no checkpoint"
+            raise Refused(f"snapshot {version} has been removed: {what}; save the weights again")
         request = LoadRequest(run_id=self._run.run_id, version=version)
         while (answer := await self._send("/policy/load", request)).status_code != 200:
             if answer.status_code != 409 or answer.json()["error"]["type"] != NO_SLOTS:
@@ -192,16 +207,6 @@ class Sampling:
             await self._send("/policy/unload", UnloadRequest(version=oldest))
         self._log.add_canary(version, answer.text)
         self._used[version] = next(self._uses)
-
-    def open(self, sampler: str, tenant: str, path: str | None) -> None:
-        """Adds a sampling session of a snapshot, or of the base model for None. Raises `Refused`."""
-        version = None
-        if path is not None:
-            if not self._log.has_checkpoint(path, tenant):
-                raise Refused(f"model_path is {path!r:.160}, and there is no such checkpoint", status=404)
-            if (version := self._log.version_of(path)) is None:
-                raise Refused(f"{path} is no sampler's checkpoint; use what save_weights_for_sampler has returned")
-        self._log.add_sampler(sampler, tenant, path, version)
 
     # --- samples ---
 

@@ -1,9 +1,11 @@
-"""The bodies of `grpo-infer`'s own routes and of their answers, as JSON, for both ends."""
+"""The bodies of `grpo-infer`'s own routes and of their answers, for both ends: JSON, or MessagePack where a request
+asks for it (`Accept: application/msgpack`)."""
 
 from typing import Annotated, Literal
 
 import msgspec
-from grpo.transport.records import Natural, Record, require
+import numpy as np
+from grpo.transport.records import Float32, Int32, Natural, Record, array_of, require
 from msgspec import Meta
 
 MAX_TEMPERATURE = 100
@@ -146,11 +148,12 @@ class Top(Record, frozen=True, kw_only=True):
     logprobs: list[list[float]]
 
 
-class Choice(Record, frozen=True, kw_only=True):
-    """One answer: ids [k], log-probabilities [k] in nats at the request's temperature, and why it ended."""
+class Choice(Record, frozen=True, kw_only=True, eq=False):
+    """One answer: ids [k], log-probabilities [k] in nats at the request's temperature, and why it ended. Made of lists,
+    it has arrays."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Int32
+    logprobs: Float32
     finish_reason: str
     """`stop`, `length`; `superseded` where the engine is to continue it under another version."""
     stop_reason: int | None = None
@@ -165,6 +168,19 @@ class Choice(Record, frozen=True, kw_only=True):
     """The server that sampled it, as the client that asked calls it; empty on the wire."""
     top: Top | None = None
     """The likeliest tokens beside each of `token_ids`, where `num_top` asks for them."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("token_ids", Int32), ("logprobs", Float32)):
+            if not isinstance(values := getattr(self, name), np.ndarray):
+                msgspec.structs.force_setattr(self, name, array_of(kind, values))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Choice):
+            return NotImplemented
+        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return all(np.array_equal(one, its) if isinstance(one, np.ndarray) else one == its for one, its in pairs)
+
+    __hash__ = object.__hash__
 
 
 class Generated(Record, frozen=True, kw_only=True):

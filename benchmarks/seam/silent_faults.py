@@ -525,7 +525,7 @@ def live_snapshot(original):
 
 def late(original):
     def make(self, snapshot, *, merged):
-        time.sleep(1.0)
+        time.sleep(3.0)
         return original(self, snapshot, merged=merged)
 
     return make

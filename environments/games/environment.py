@@ -9,7 +9,7 @@ from typing import Any
 from grpo.environments.games.game import SEATS, Game, drawn
 from grpo.environments.games.judge import MAX_STATES, Judge, Judged, TooLarge
 
-from grpo import Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
+from grpo import DrawRule, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
 
 JUDGED = tuple(name for name in Judged.__dataclass_fields__)
 
@@ -19,7 +19,7 @@ class Games(Episode, Environment):
     each move is an answer to a prompt that has what that seat may know, and nothing else.
 
     A seat's reward is the game's. An illegal answer ends the game: who gave it gets `illegal_reward`, and the other
-    seat 0. Chance is drawn by the rollout's seed.
+    seat 0; that of an opponent becomes a legal one at random. Chance is drawn by the rollout's seed.
 
     Held out is one example, in which the policy is judged (`grpo.environments.games.judge`): the measures are those of
     `Judged`, and the accuracy is 1 - NashConv / NashConv of uniform play, at least 0. A game that is too large for it
@@ -37,11 +37,25 @@ class Games(Episode, Environment):
         illegal_reward: float | None = None,
         max_states: int = MAX_STATES,
         num_eval: int = 100,
+        opponent: str | None = None,
+        by: DrawRule = "uniform",
+        every: int = 5,
+        keep: int = 16,
+        adapter: str | None = None,
+        self_play: float = 0.0,
     ) -> None:
         """`game`: OpenSpiel's name of it, as `kuhn_poker` or `nim(pile_sizes=1;2;3)`. `rules`: prompts begin with the
         rules and end with the legal answers; false: for a model that knows them, prompts are the position alone.
         `illegal_reward`: None is the least that the game can bring, less 1. `max_states`: games with more states in
-        which somebody is to move are not judged. `num_eval`: games against random moves, where that is so."""
+        which somebody is to move are not judged. `num_eval`: games against random moves, where that is so. `opponent`:
+        who has the one seat in training, which seat by chance: `past`, drawn `by` a rule from each version that is a
+        multiple of `every`, of which the newest `keep` stay; `newest`; `base` (None: the policy is trained in both).
+        `adapter`: which adapter of `past` or `newest`, where there are several. `self_play`: the share of games in
+        which the policy is trained in both seats all the same."""
+        self._opponent, self._by, self._self_play = opponent, by, self_play
+        self._newest = adapter if opponent == "newest" else None
+        if opponent == "past":
+            self.add_pool("past", every=every, keep=keep, adapter=adapter)
         self.game = Game(game, with_rules=rules)
         self.illegal_reward = self.game.lowest - 1 if illegal_reward is None else illegal_reward
         self._max_states, self._num_eval = max_states, num_eval
@@ -73,10 +87,16 @@ class Games(Episode, Environment):
         if state.example.get("judged"):
             state.data["judged"] = await self.judge_policy(ctx)
         position = self.game.begin(ctx.rng)
+        if self._opponent is not None and ctx.split == "train" and ctx.rng.random() >= self._self_play:
+            player = await self.opponent(self._opponent, by=self._by, per="game", adapter=self._newest)
+            ctx.bind(ctx.rng.choice(SEATS), player)
         while not position.is_terminal():
             seat = position.current_player()
             answer = await self.answer(ctx, state, SEATS[seat], position)
             move = self.game.move(position, answer)
+            if move is None and SEATS[seat] in state.players:  # the policy has nothing to learn from that
+                answer = ctx.rng.choice(list(self.game.moves(position)))
+                move = self.game.move(position, answer)
             state.data.setdefault("moves", []).append(f"{SEATS[seat]}: {answer}")
             if move is None:
                 state.mark_error(
@@ -122,7 +142,8 @@ class Games(Episode, Environment):
         alone, has won, and a half for a draw."""
         if "judged" in state.data:
             return max(0.0, 1 - state.data["judged"]["nash_conv"] / self._uniform) if self._uniform else 1.0
-        reward = state.data["returns"][SEATS.index(state.example.get("plays", SEATS[0]))]
+        own = state.roles[0] if state.players else state.example.get("plays", SEATS[0])
+        reward = state.data["returns"][SEATS.index(own)]
         return 0.5 if reward == 0 else float(reward > 0)
 
     def illegal_answers(self, state: EpisodeState) -> dict[str, float]:

@@ -56,7 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_rank", type=_rank, default=32, metavar="R", help="highest LoRA rank (%(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train")
     parser.add_argument("--num_threads", metavar="N", help="the trainer's threads on a CPU")
-    parser.add_argument("--no_sampling", action="store_true", help="train only, without a grpo-infer")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--no_sampling", action="store_true", help="train only, without a grpo-infer")
+    where.add_argument(
+        "--server",
+        metavar="URL",
+        help=f"a grpo-infer with the same model and output_dir, instead of one of its own; {_KEY_VAR} has its API key",
+    )
 
 
 def _tenants(text: str) -> tuple[str, ...]:
@@ -88,7 +94,9 @@ def main(options: argparse.Namespace) -> int:
         status = stack.enter_context(_told(run))
         listening = stack.enter_context(contextlib.closing(listening_socket(options.host, options.port or 0)))
         server, checks = None, list[Callable[[], None]]()
-        if not options.no_sampling:
+        if options.server is not None:
+            server = options.server.rstrip("/"), os.environ.get(_KEY_VAR)
+        elif not options.no_sampling:
             os.environ[_KEY_VAR] = secrets.token_urlsafe(32)
             asked = _server_settings(options, settings)
             started = stack.enter_context(server_process(asked, run.logs / "infer.log", output_dir=run.path))
@@ -111,7 +119,6 @@ def main(options: argparse.Namespace) -> int:
             server=server,
             check=serving,
         )
-        write_digests(run.path, run_id=run.run_id)
     return 0
 
 
@@ -130,7 +137,8 @@ def _join(run: RunFolder, settings: TrainSettings, options: argparse.Namespace, 
 
 @contextlib.contextmanager
 def _told(run: RunFolder) -> Iterator[StatusFile]:
-    """Yields the service's status file, which says in the end how it has ended; those of earlier servers go."""
+    """Yields the service's status file, which says in the end how it has ended; those of earlier servers go. A service
+    that was told to end leaves the digests of its files."""
     for file in run.status.glob("infer.*.json"):
         file.unlink()
     status = StatusFile(run.status / f"{SERVICE}.json")
@@ -139,8 +147,11 @@ def _told(run: RunFolder) -> Iterator[StatusFile]:
         yield status
     except BaseException as error:
         status.failed(error)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            write_digests(run.path, run_id=run.run_id)
         raise
     status.set(STOPPED)
+    write_digests(run.path, run_id=run.run_id)
 
 
 def _settings(options: argparse.Namespace) -> TrainSettings:

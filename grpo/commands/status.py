@@ -216,7 +216,11 @@ def _service_status(folder: Path, run_id: str, service: Path, only: str | None, 
         versions = [one.version for one in reader.canaries() if only in (None, one.model)]
     waiting = sum(one.commands.get("waiting", 0) for one in models)
     tenants = programs.get(SERVICE, {}).get("tenants", [])
-    told = [doing(own) + _for(own), f"{len(models)} models" if only is None else "", f"{waiting} commands wait"]
+    told = [
+        doing(own) + _for(own),
+        f"{len(models)} model{'' if len(models) == 1 else 's'}" if only is None else "",
+        f"{waiting} commands wait" if waiting else "no command waits",
+    ]
     told += [f"tenants {', '.join(tenants)}"] if only is None else []
     told += [f"{kind} {target}:{seq} failed: {text}" for target, seq, kind, text in failed]
     steps = [one.steps for one in models]
@@ -419,13 +423,27 @@ def _figures(status: RunStatus, of: str) -> dict[str, str]:
         "step shipped": "none" if status.shipped is None else f"{status.shipped}{of}",
         "version published": _shown(status.published),
         "version live": _shown(status.live),
-        **{f"version {version} held": text for version, text in status.held.items()},
+        **_held(status.held),
         "checkpoint": _shown(status.checkpoint),
         "rewards": "  ".join(f"{step}: {reward:.3f}" for step, reward in status.rewards.items()) or "none yet",
         "rollouts": "not counted"
         if status.rollouts is None
         else ", ".join(f"{num:,} {state}" for state, num in sorted(status.rollouts.items())) or "none yet",
     }
+
+
+def _held(held: Mapping[int, str]) -> dict[str, str]:
+    """Returns a line for each version that somebody needs, and one for those that pools of opponents keep on disk."""
+    kept = [version for version, text in held.items() if all(by.startswith("pool ") for by in _pins(text))]
+    lines = {f"version {version} held": text for version, text in held.items() if version not in kept}
+    if kept:
+        pools = dict.fromkeys(by.removeprefix("pool ") for version in kept for by in _pins(held[version]))
+        lines["versions kept"] = f"{', '.join(map(str, kept))}, for opponents ({', '.join(pools)})"
+    return lines
+
+
+def _pins(text: str) -> list[str]:
+    return text.rpartition(", pinned by ")[2].split(", ") if ", pinned by " in text else [""]
 
 
 def _line(process: ProcessStatus) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 from grpo.orchestrator.advantage import Credit, StepKey, checked_credit, group_credit, make_credit
 from grpo.orchestrator.arena.local import LocalPool
 from grpo.orchestrator.loops.sample import training_params
@@ -366,12 +367,14 @@ class ClientBackend(ScriptedBackend):
             max_tokens=call.max_tokens or (role.max_tokens if role else None),
         )
         if isinstance(call, Sample):
-            logprobs = [logprob for _, logprob in answer.tokens]
+            logprobs = np.array([logprob for _, logprob in answer.tokens], np.float32)
             self.steps.setdefault(call.rollout, {})[call.call] = Step(
                 role=call.role,
                 text=answer.text,
                 messages=tuple(messages),
-                completion=Choice(token_ids=[*answer.token_ids], logprobs=logprobs, finish_reason="stop"),
+                completion=Choice(
+                    token_ids=np.array(answer.token_ids, np.int32), logprobs=logprobs, finish_reason="stop"
+                ),
                 version=answer.version or 0,
             )
         return Sampled(

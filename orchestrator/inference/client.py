@@ -24,7 +24,7 @@ from grpo.transport.http import (
     ServerInfo,
 )
 from grpo.transport.limits import raise_file_limit
-from grpo.transport.records import Record
+from grpo.transport.records import MESSAGE_TYPE, Record, from_body
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class PolicyClient:
         """Whether the log says already that there are too many open files."""
         self._released = asyncio.Event()
         self._released.set()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        headers = {"Content-Type": "application/json", "Accept": MESSAGE_TYPE}
+        headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         max_connections = raise_file_limit() * 3 // 4  # the rest is for what else the program opens
 
         def session(limit: int) -> aiohttp.ClientSession:
@@ -318,7 +319,7 @@ class PolicyClient:
         self._timers[server].add(timer)
         try:
             async with timer:
-                status, data = await self._sent(session, method, server + path, body)
+                status, data, media_type = await self._sent(session, method, server + path, body)
         except TimeoutError as error:
             abandoned = self.pool.out.get(server) if clock() < deadline_s else None
             late = str(error) or f"no answer within {clock() - since_s:.3g} s"
@@ -333,19 +334,19 @@ class PolicyClient:
         if status != 200:
             raise self._error(server + path, status, data)
         try:
-            return msgspec.json.decode(data, type=answer_type)
+            return from_body(data, answer_type, media_type)
         except msgspec.MsgspecError as error:
             raise _no_answer(server + path, error) from error
 
     async def _sent(
         self, session: aiohttp.ClientSession, method: str, url: str, body: bytes | None
-    ) -> tuple[int, bytes]:
-        """Status and body of the answer. Where this process has as many files open as it may, that is no fault of the
-        server: a connection that ends is waited for."""
+    ) -> tuple[int, bytes, str]:
+        """Returns status, body and media type of the answer. Where this process has as many files open as it may, that
+        is no fault of the server: a connection that ends is waited for."""
         while True:
             try:
                 async with session.request(method, url, data=body) as response:
-                    return response.status, await response.read()
+                    return response.status, await response.read(), response.content_type
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise

@@ -31,11 +31,15 @@ from grpo.transport.traces import (
 )
 
 log = logging.getLogger(__name__)
-MAX_WAITING = 16
-"""Traces that wait to be written."""
+MAX_WAITING_BYTES = 1 << 28
+"""Bytes of tokens of the traces that wait to be written, or of one trace that is larger."""
+MAX_DROPPED_BYTES = 1 << 26
+"""Bytes of tokens of rollouts without a batch that wait for the next trace; of more the oldest are left out."""
+MAX_UNMERGED = 16
+"""Steps whose part of the trainer is waited for."""
 CLOSE_S = 2.0
 MAX_DROPPED = 4096
-"""Rollouts without a batch that wait for the next trace; of more the oldest are left out."""
+"""So many of these rollouts at most."""
 
 
 class Traces:
@@ -46,8 +50,10 @@ class Traces:
         """`num_ranks`: processes of the trainer."""
         self._run, self._settings, self._num_ranks = run, settings, num_ranks
         remove_leftovers(run / FOLDER)
-        self._dropped: deque[tuple[EpisodeResult, str]] = deque(maxlen=MAX_DROPPED)
-        self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[object]]()
+        self._dropped: deque[tuple[EpisodeResult, str]] = deque()
+        self._num_dropped_bytes = 0
+        self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[tuple[Future[object], int]]()
+        """What waits to be written, with the bytes of its tokens."""
         self._unmerged = left_trained(run)
         """Steps whose part of the trainer is not there yet, or was left by an earlier start."""
         self._sizes: dict[int, int] | None = None
@@ -58,55 +64,63 @@ class Traces:
         """Writes the text of each token id, from 0. The file also tells the trainer that its part is wanted."""
         if self._settings.every is not None:
             table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
-            self._later(write_table, table, self._run / FOLDER / VOCABULARY_FILE)
+            self._later(0, write_table, table, self._run / FOLDER / VOCABULARY_FILE)
 
     def dropped(self, results: Iterable[EpisodeResult], reason: str) -> None:
         """Takes rollouts that no batch will have; they are in the next step's trace."""
         if self._settings.every is not None:
-            self._dropped.extend((result, reason) for result in results)
-            if len(self._dropped) == MAX_DROPPED:
-                self._warn(f"{MAX_DROPPED} dropped rollouts wait for a step that is kept, and the oldest go")
+            for result in results:
+                self._dropped.append((result, reason))
+                self._num_dropped_bytes += _num_bytes([result])
+            while len(self._dropped) > MAX_DROPPED or self._num_dropped_bytes > MAX_DROPPED_BYTES:
+                self._warn(f"{len(self._dropped)} dropped rollouts wait for a step that is kept, and the oldest go")
+                self._num_dropped_bytes -= _num_bytes([self._dropped.popleft()[0]])
 
     def shipped(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Writes the rollouts of batch `step`, and those that were dropped since the trace before."""
         every = self._settings.every
         if every is not None and (step == 1 or step % every == 0):
-            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-            self._later(self._write_step, step, groups, dropped)
+            dropped, num_bytes = list(self._dropped), self._num_dropped_bytes
+            self._dropped.clear()
+            self._num_dropped_bytes = 0
+            num_bytes += sum(_num_bytes(group.results) for group in groups)
+            self._later(num_bytes, self._write_step, step, groups, dropped)
 
     def evaluated(self, version: int, results: Sequence[EpisodeResult]) -> None:
         """Writes the answers to held-out examples."""
         if self._settings.every is not None:
-            self._later(self._write_evaluation, version, results)
+            self._later(_num_bytes(results), self._write_evaluation, version, results)
 
     def trained(self, step: int) -> None:
         """Adds what the trainer knows of this step and the last ones, as soon as it has written it."""
         if self._settings.every is not None:
-            self._later(self._merge, step)
+            self._later(0, self._merge, step)
 
     def close(self) -> None:
         """Returns when all is written, the trainer's part of the last step too, unless that takes long or is written on
         another machine."""
         here = (self._run / FOLDER / "trained").is_dir()
         deadline_s = time.monotonic() + (CLOSE_S if here else 0.0)
-        self._later(self._merge, None)
+        self._later(0, self._merge, None)
         while not self._writer.submit(lambda: not self._unmerged).result() and time.monotonic() < deadline_s:
             time.sleep(0.05)
-            self._later(self._merge, None)
+            self._later(0, self._merge, None)
         self._writer.shutdown()
         self._check()
 
-    def _later(self, write: Callable[..., object], *arguments: object) -> None:
+    def _later(self, num_bytes: int, write: Callable[..., object], *arguments: object) -> None:
+        """Has something written that holds so many bytes of tokens until then."""
         self._check()
-        if len(self._waiting) >= MAX_WAITING:
-            self._warn(f"the disk is slower than the run, {MAX_WAITING} wait")
+        waiting = sum(num for _, num in self._waiting)
+        if num_bytes and waiting and waiting + num_bytes > MAX_WAITING_BYTES:
+            self._warn(f"the disk is slower than the run, {waiting + num_bytes} bytes wait")
         else:
-            self._waiting.append(self._writer.submit(write, *arguments))
+            self._waiting.append((self._writer.submit(write, *arguments), num_bytes))
 
     def _check(self) -> None:
-        while self._waiting and self._waiting[0].done():
+        while self._waiting and self._waiting[0][0].done():
             try:
-                self._waiting.popleft().result()
+                self._waiting.popleft()[0].result()
             except (OSError, pa.ArrowException) as error:
                 self._warn(str(error))
 
@@ -122,7 +136,7 @@ class Traces:
         unmerged = [one for one in self._unmerged if not merge_trained(self._run, one, self._num_ranks)]
         for merged in set(self._unmerged) - set(unmerged) if self._sizes is not None else ():
             self._measure(merged)
-        self._unmerged = unmerged[-MAX_WAITING:]  # older ones are written on another machine, or not at all
+        self._unmerged = unmerged[-MAX_UNMERGED:]  # older ones are written on another machine, or not at all
 
     def _write_step(
         self, step: int, groups: Sequence[ScoredGroup], dropped: Sequence[tuple[EpisodeResult, str]]
@@ -157,6 +171,10 @@ class Traces:
         self._sizes = {} if self._sizes is None else self._sizes
         with suppress(FileNotFoundError):
             self._sizes[step] = trace_path(self._run, step).stat().st_size
+
+
+def _num_bytes(results: Iterable[EpisodeResult]) -> int:
+    return sum(9 * len(row.token_ids) + 64 for root in results for one in root.walk() for row in one.rows)
 
 
 def group_rows(step: int, group: ScoredGroup) -> Iterator[dict[str, Any]]:

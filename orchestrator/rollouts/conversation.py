@@ -8,6 +8,7 @@ writes it now.
 Legend: `L` tokens of one row.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ ChatMessage = Mapping[str, Any]
 class _Row:
     """A row while it grows."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     turns: list[Turn] = field(default_factory=list)
     answers: list[tuple[Choice, float]] = field(default_factory=list)
     """Each turn's completion and temperature."""
@@ -43,9 +44,9 @@ class _Row:
     ) -> None:
         """Adds an answer, and the tokens before it. Raises ValueError if the completion contradicts itself."""
         add_versions(self.versions, completion, requested=version, num_before=len(before))
-        self.token_ids += before
+        self.token_ids.extend(before)
         opens, begins = opening_at(self.token_ids, opening), len(self.token_ids)
-        self.token_ids += completion.token_ids
+        self.token_ids.frombytes(completion.token_ids.tobytes())
         ends, finish_reason = len(self.token_ids), completion.finish_reason
         self.turns.append(Turn(index=index, opens=opens, begins=begins, ends=ends, finish_reason=finish_reason))
         self.answers.append((completion, temperature))
@@ -69,8 +70,7 @@ class _Row:
         start = 0
         for turn, (completion, temperature) in zip(self.turns, self.answers, strict=True):
             sampled[turn.begins : turn.ends] = True
-            with np.errstate(over="ignore"):  # before it is sent, what float32 does not hold is found
-                logprobs[turn.begins : turn.ends] = completion.logprobs
+            logprobs[turn.begins : turn.ends] = completion.logprobs
             temperatures[start : turn.ends] = temperature
             start = turn.ends
         return TrainingRow(
@@ -163,10 +163,11 @@ class Conversation:
         self._messages += messages
         self._next = None
 
-    def prompt_ids(self) -> list[int]:
+    def prompt_ids(self) -> "array[int]":
         """Returns the token ids that the server continues. Raises TemplateRefused."""
         following = self._following()
-        return following.token_ids.copy() if following.new_row else self._rows[-1].token_ids + following.token_ids
+        before = array("i") if following.new_row else self._rows[-1].token_ids
+        return before + array("i", following.token_ids)
 
     def texts_of(self, completion: Choice) -> AnswerTexts:
         """Returns an answer to `prompt_ids` as text. It changes nothing, so that a thread may call it."""
@@ -180,7 +181,7 @@ class Conversation:
             plain=renderer.texts([completion])[0],
             raw=raw,
             content=renderer.raw_text(ids[:-1]) if ended else raw,
-            end_id=last if ended else None,
+            end_id=int(last) if ended and last is not None else None,
         )
 
     def answer(

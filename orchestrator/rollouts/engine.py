@@ -313,21 +313,20 @@ class RolloutEngine:
     ) -> list[tuple[Step, TrainingRow]]:
         """Returns the step and the row of each answer to a group's prompt."""
         opening, temperature = self.templates.plain.opening_ids, group.params.temperature
-        return [
-            (
-                Step(
-                    role=role,
-                    temperature=temperature,
-                    completion=one,
-                    text=text,
-                    version=group.version,
-                    messages=group.task.messages,
-                    adapter=group.adapters.place(role),
-                ),
-                single_row(prompt, one, opening=opening, version=group.version, temperature=temperature),
+        taken = []
+        for one, text in zip(completions, self.renderer.texts(completions), strict=True):
+            row = single_row(prompt, one, opening=opening, version=group.version, temperature=temperature)
+            step = Step(
+                role=role,
+                temperature=temperature,
+                completion=one,
+                text=text,
+                version=group.version,
+                messages=group.task.messages,
+                adapter=group.adapters.place(role),
             )
-            for one, text in zip(completions, self.renderer.texts(completions), strict=True)
-        ]
+            taken.append((step.within(row, row.turns[0]), row))
+        return taken
 
 
 def result_of(

@@ -112,7 +112,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the role that acted."""
     temperature: float = 1.0
     """The sampling temperature."""
-    completion: Choice = Choice(token_ids=[], logprobs=[], finish_reason="")
+    completion: Choice = Choice(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason="")
     """The tokens as the server sampled them, never decoded and tokenized again."""
     text: str = ""
     """The completion decoded without special tokens: for reward functions, never for training."""
@@ -130,6 +130,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """The one that sampled it, by its place among the run's."""
     evidence: StepEvidence | None = None
     """For credit, if evidence is an advantage."""
+
+    def within(self, row: "TrainingRow", turn: "Turn") -> "Step":
+        """Returns the step with its tokens as a part of the row that they are in: they are held once."""
+        own = slice(turn.begins, turn.ends)
+        completion = msgspec.structs.replace(self.completion, token_ids=row.token_ids[own], logprobs=row.logprobs[own])
+        return msgspec.structs.replace(self, completion=completion)
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -192,16 +198,15 @@ def single_row(
     begins, ends, versions = len(prompt), len(prompt) + len(completion.token_ids), list[tuple[int, int]]()
     add_versions(versions, completion, requested=version, num_before=begins)
     logprobs, sampled = np.zeros(ends, np.float32), np.zeros(ends, np.bool_)
-    with np.errstate(over="ignore"):  # before it is sent, what float32 does not hold is found
-        logprobs[begins:] = completion.logprobs
+    logprobs[begins:] = completion.logprobs
     sampled[begins:] = True
     reason = completion.finish_reason
     turn = Turn(index=0, opens=opening_at(prompt, opening), begins=begins, ends=ends, finish_reason=reason)
     return TrainingRow(
-        token_ids=np.array([*prompt, *completion.token_ids], np.int32),
+        token_ids=np.concatenate([np.asarray(prompt, np.int32), completion.token_ids]),
         sampled=sampled,
         logprobs=logprobs,
-        temperatures=np.full(ends, temperature, np.float32),
+        temperatures=np.broadcast_to(np.float32(temperature), ends),
         versions=tuple(versions),
         turns=(turn,),
         steps=(0,),
@@ -293,7 +298,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     def sealed(self) -> int:
         """Returns a number of rollout, answers and rewards, by which it is known that they belong together. It is this
         process's alone."""
-        answers = tuple(tuple(step.completion.token_ids) for step in self.steps)
+        answers = tuple(step.completion.token_ids.tobytes() for step in self.steps)
         return hash((self.id, answers, tuple(sorted(self.rewards.items()))))
 
     def step_reward(self, index: int) -> float:

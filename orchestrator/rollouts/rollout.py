@@ -12,7 +12,7 @@ from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, Ser
 from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
-from grpo.orchestrator.rollouts.players import PlayerId
+from grpo.orchestrator.rollouts.players import BASE, NEWEST, PlayerId
 from grpo.orchestrator.rollouts.records import (
     Failure,
     Group,
@@ -184,7 +184,7 @@ class Rollout:
 
         conversations = self._conversations  # where this rollout begins once more, a thread goes on with the old ones
 
-        def tokenized() -> tuple[Conversation, list[int]]:
+        def tokenized() -> tuple[Conversation, Sequence[int]]:
             conversation = self._conversation(call, conversations)
             return conversation, conversation.prompt_ids()
 
@@ -216,20 +216,27 @@ class Rollout:
         reply = reply_of(text, completion)
         reply.num_prompt_tokens, reply.opening = len(prompt), conversation.opening
         if call.logprobs:
-            written = await in_thread(lambda: [*map(self._engine.renderer.raw_text, zip(completion.token_ids))])
-            reply.tokens = list(zip(written, completion.logprobs, strict=True))
+            raw_text, ids = self._engine.renderer.raw_text, completion.token_ids.tolist()
+            written = await in_thread(lambda: [raw_text([one]) for one in ids])
+            reply.tokens = list(zip(written, completion.logprobs.tolist(), strict=True))
         return reply
 
     async def _draw(self, call: Draw) -> Reply:
         """Draws an opponent."""
-        if (opponents := self._engine.opponents) is None:
-            raise _CallRefused(
-                CALL_FAILED, f"opponent {call.pool!r} is asked for, and only a run's environments have any"
-            )
+        opponents, version = self._engine.opponents, self._group.version
         try:
-            drawn = self._drawn[call.call] = await opponents.draw(self._group, self.number, call)
+            if opponents is not None:
+                drawn = await opponents.draw(self._group, self.number, call)
+            elif call.pool in (BASE, NEWEST):
+                known = None if call.pool == BASE else version
+                drawn = Drawn(id=PlayerId(name=call.pool), version=known, adapter=call.adapter)
+            else:
+                raise ValueError(
+                    f"the pool {call.pool!r} is of snapshots of a run, and here are only {BASE} and {NEWEST}"
+                )
         except ValueError as error:
             raise _CallRefused(CALL_FAILED, str(error)) from None
+        self._drawn[call.call] = drawn
         return StoreReply(value={"name": drawn.id.name, "digest": drawn.id.digest})
 
     def _conversation(self, call: Sample, known: dict[tuple[int, int], Conversation]) -> Conversation:
@@ -393,9 +400,14 @@ class Rollout:
         rows = {} if self._presampled is None or of_opponents else {0: [self._presampled[1]]}
         for (rollout, _), conversation in self._conversations.items():
             steps = all_steps.get(rollout, {})
-            if any(call in steps for call in conversation.calls):  # a conversation is of one role, and so of one player
-                places = {call: place for place, call in enumerate(steps)}
-                rows.setdefault(rollout, []).extend(conversation.rows(places))
+            if not any(call in steps for call in conversation.calls):  # one is of one role, and so of one player
+                continue
+            made = conversation.rows({call: place for place, call in enumerate(steps)})
+            rows.setdefault(rollout, []).extend(made)
+            for row in made:
+                for turn in row.turns:
+                    call = conversation.calls[turn.index]
+                    steps[call] = steps[call].within(row, turn)
         return rows
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from grpo.transport.status import process_start
 
-from grpo.commands.status import run_status
+from grpo.commands.status import run_status, text
 from grpo.run_files import NoRun, ProgramStatus
 from tests.grpo.run_folder import found, gone_pid, grpo, says, write_ledger, write_metrics
 
@@ -88,6 +88,18 @@ def test_what_the_run_has_come_to_is_read_from_its_folders(run: Path) -> None:
     assert status.checkpoint == 4
     assert status.rewards == {1: 0.5, 2: 0.3125}
     assert status.rollouts == {"trained": 7, "dropped": 3}
+
+
+def test_what_pools_keep_on_disk_is_one_line(run: Path) -> None:
+    pins = {4: {"pool past": 1}, 5: {"opponents": 1, "pool past": 1}, 6: {"pool past": 1}}
+    versions = {str(version): {"snapshot": "d", "pins": by} for version, by in pins.items()}
+    in_use = {"run_id": "5f0c", "versions": versions, "newest": 6}
+    (run / "broadcasts" / "in_use.json").write_text(json.dumps(in_use))
+    shown = text(run_status(run)).splitlines()
+    assert [line.split() for line in shown if "kept" in line] == [
+        ["versions", "kept", "4,", "6,", "for", "opponents", "(past)"]
+    ]
+    assert [line.split()[:3] for line in shown if " held " in line] == [["version", "5", "held"]]
 
 
 @pytest.mark.parametrize("text", ["", "5", '{"state": 5}', '{"state": "a", "since": "now"}', "[" * 10**5])

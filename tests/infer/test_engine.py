@@ -73,7 +73,7 @@ class FakeClient:
         self.asked.set()
         self.running[request_id] = asyncio.get_running_loop().create_future()
         reason = await self.running[request_id]
-        logprobs = SimpleNamespace(logprobs=[-0.5, -0.6])
+        logprobs = SimpleNamespace(logprobs=[-0.5, -0.625])
         yield SimpleNamespace(
             outputs=[SimpleNamespace(index=0, token_ids=[5, 6], logprobs=logprobs, finish_reason=reason)]
         )
@@ -173,7 +173,7 @@ async def test_vllm_is_asked_for_all_that_the_request_says() -> None:
     await asyncio.sleep(0)
     client.running["policy-1"].set_result("stop")
     [answer] = await answering
-    assert (answer.token_ids, answer.logprobs, answer.stop_reason) == ([5, 6], [-0.5, -0.6], 6)
+    assert (answer.token_ids.tolist(), answer.logprobs.tolist(), answer.stop_reason) == ([5, 6], [-0.5, -0.625], 6)
     [prompt], [params] = client.prompts, client.params
     assert prompt["prompt_token_ids"] == [1, 2]
     assert {name: getattr(params, name) for name in asked} == asked
@@ -217,7 +217,8 @@ async def test_requests_in_flight_end_where_they_stand_when_they_are_superseded(
     client.running["policy-2"].set_result("length")
     superseded.set()
     first, second = await asked
-    assert (first.token_ids, first.logprobs, first.finish_reason) == ([5, 6], [-0.5, -0.6], "superseded")
+    assert (first.token_ids.tolist(), first.finish_reason) == ([5, 6], "superseded")
+    assert first.logprobs.tolist() == [-0.5, -0.625]
     assert second.finish_reason == "length"
     # The prefix cache keeps what each adapter has computed apart.
     assert [prompt["cache_salt"] for prompt in client.prompts] == ["policy-v3/7/s"] * 2
@@ -255,7 +256,7 @@ class Sampler(FakeEngine):
 
 def part(ids: list[int], ends: str) -> Choice:
     stop = ids[-1] if ends == "stop" else None
-    return Choice(token_ids=ids, logprobs=[-i / 10 for i in ids], finish_reason=ends, stop_reason=stop)
+    return Choice(token_ids=ids, logprobs=[-i / 8 for i in ids], finish_reason=ends, stop_reason=stop)
 
 
 async def test_answers_go_on_under_each_version_for_the_rest_of_their_tokens(tmp_path: Path) -> None:
@@ -280,10 +281,11 @@ async def test_answers_go_on_under_each_version_for_the_rest_of_their_tokens(tmp
     await table.load(run_id=run.run_id, version=3)
     fake: Any = engine
     first, second, third = await follow(fake, table, wanted(n=3, seed=5, min_tokens=2, follow=True))
-    assert (first.token_ids, first.versions, first.finish_reason) == ([3, 4, 5, 6, 9], ((3, 1), (4, 2), (5, 2)), "stop")
-    assert first.logprobs == [-0.3, -0.4, -0.5, -0.6, -0.9]
-    assert (second.token_ids, second.versions, second.finish_reason) == ([7] * 8, ((4, 8),), "length")
-    assert (third.token_ids, third.versions, third.stop_reason) == ([8, 9], ((3, 2),), 9)
+    assert (first.token_ids.tolist(), first.finish_reason) == ([3, 4, 5, 6, 9], "stop")
+    assert first.versions == ((3, 1), (4, 2), (5, 2))
+    assert (-8 * first.logprobs).tolist() == [3, 4, 5, 6, 9]
+    assert (second.token_ids.tolist(), second.versions, second.finish_reason) == ([7] * 8, ((4, 8),), "length")
+    assert (third.token_ids.tolist(), third.versions, third.stop_reason) == ([8, 9], ((3, 2),), 9)
     begun, continued, last = engine.requests
     assert [(one.n, one.seed) for one in begun] == [(1, 5), (1, 6), (1, 7)]
     assert (continued[1].prompt_token_ids, continued[1].seed) == ([1, 2], 6), "nothing was sampled of it yet"

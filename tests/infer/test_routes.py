@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import msgspec
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from grpo.configs.infer import InferSettings
@@ -98,6 +100,17 @@ async def test_n_answers_come_in_one_response_and_a_score_at_the_temperature_tha
     for temperature in (1.0, 0.5):
         scored = await ask(app, "score", **SCORE, temperature=temperature)
         assert scored.json() == {"version": None, "logprobs": [-temperature] * 2, "top": None}
+
+
+async def test_an_answer_as_messagepack_takes_8_bytes_a_token(app: FastAPI) -> None:
+    async with client(app) as http:
+        answer = await http.post("/policy/generate", json=GENERATE, headers={"Accept": "application/msgpack"})
+        refused = await http.post("/policy/generate", json={}, headers={"Accept": "application/msgpack"})
+    assert answer.headers["content-type"] == "application/msgpack"
+    [choice] = msgspec.msgpack.decode(answer.content)["choices"]
+    ids, logprobs = np.array([2], "<i4").tobytes(), np.array([-0.5], "<f4").tobytes()
+    assert (choice["token_ids"], choice["logprobs"]) == (ids, logprobs)
+    assert said(refused) == (400, "bad_request")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def talked(name: str, answer: str, *, role: str, tools: Any = None) -> list[int]
     conversation = Conversation(template, [{"role": "user", "content": "2 + 3?"}])
     asked, sampled = [], [ids_of(answer + end), ids_of("6" + end)]
     for number, ids in enumerate(sampled):
-        asked.append(conversation.prompt_ids())
+        asked.append(list(conversation.prompt_ids()))
         conversation.answer(made.completion(ids), version=number, temperature=1.0)
         conversation.add({"role": role, "content": "and 1?"})
     rows = conversation.rows()

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from grpo.orchestrator.filters import Filter, is_gibberish, is_repetition, make_filters
 
@@ -48,6 +49,11 @@ def wrong(token_ids, logprobs):
 """
 
 
+def found(one: Filter, ids: list[int], logprob: float) -> bool:
+    """What a filter says of tokens with that log-probability each."""
+    return one.finds(np.array(ids, np.int32), np.full(len(ids), logprob, np.float32))
+
+
 def test_settings_name_a_filter_which_may_be_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
@@ -57,14 +63,14 @@ def test_settings_name_a_filter_which_may_be_ones_own(tmp_path: Path) -> None:
         return make_filters(settings_for(tmp_path, **given).filters, model_folder=MODEL)[0]
 
     own = made(type="custom", import_path=f"{path}:long", kwargs={"limit": 2})
-    assert [own.finds([1] * num, [-1.0] * num) for num in (2, 3)] == [False, True]
+    assert [found(own, [1] * num, -1.0) for num in (2, 3)] == [False, True]
     repetition = made(type="repetition", window=2, prob_threshold=0.9)
-    assert [repetition.finds([1] * num, [-0.1] * num) for num in (1, 2)] == [False, True]
+    assert [found(repetition, [1] * num, -0.1) for num in (1, 2)] == [False, True]
     gibberish = made(type="gibberish", token_id_threshold=50, logprob_offset=2.0)  # -log(259) - 2 = -7.557
-    assert [gibberish.finds([51], [logprob]) for logprob in (-7.5, -7.6)] == [False, True]
+    assert [found(gibberish, [51], logprob) for logprob in (-7.5, -7.6)] == [False, True]
     with pytest.raises(ValueError, match="token_id_threshold"):  # which no id can exceed
         made(type="gibberish", token_id_threshold=258)
     with pytest.raises(ValueError, match="import_path"):
-        made(type="custom", import_path=f"{path}:wrong").finds([1], [-1.0])
+        found(made(type="custom", import_path=f"{path}:wrong"), [1], -1.0)
     with pytest.raises(ValueError, match="import_path"):
         made(type="custom", import_path=f"{path}:nobody")

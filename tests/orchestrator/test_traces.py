@@ -1,6 +1,7 @@
 """Traces: what the orchestrator writes of a step, and what the trainer's part adds."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -51,6 +52,23 @@ def written(run: Path, settings: TraceSettings | None = None, *, step: int = 1) 
     traces.shipped(step, [group()])
     traces.close()
     return trace_path(run, step)
+
+
+def test_traces_that_wait_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A group of two rows of four tokens counts as 200 bytes."""
+    monkeypatch.setattr("grpo.orchestrator.monitoring.traces.MAX_WAITING_BYTES", 500)
+    monkeypatch.setattr("grpo.orchestrator.monitoring.traces.MAX_DROPPED_BYTES", 250)
+    released, traces = threading.Event(), Traces(tmp_path, TraceSettings(), num_ranks=1)
+    traces._later(1, released.wait)  # the disk is slow
+    for step in (1, 2, 3):
+        traces.dropped([result(f"{step}/{place}", 0.0) for place in range(2)], "env_error")
+        traces.shipped(step, [group()] if step == 1 else [])
+    assert "the disk is slower than the run" in caplog.text
+    released.set()
+    traces.close()
+    assert [step for step in (1, 2, 3) if trace_path(tmp_path, step).exists()] == [1]
 
 
 def leave_part(run: Path, *, step: int = 1) -> None:

@@ -1,12 +1,14 @@
 """A service as a process, and the stock client's side of it."""
 
+import gc
 import json
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ class Running:
         self._command = [*command, "--sequence_len", "128", "--num_threads", "1", "--device", "cpu", *options]
         self._cwd, self._process = cwd, cast("subprocess.Popen[bytes] | None", None)
         self.about: dict[str, Any] = {}
+        self._clients: list[tinker.ServiceClient] = []
 
     def start(self) -> None:
         """Returns once it serves."""
@@ -54,7 +57,19 @@ class Running:
         return self._process is not None and self._process.poll() is None
 
     def client(self, tenant: str = "default") -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.about["base_url"], api_key=self.about["api_keys"][tenant])
+        client = tinker.ServiceClient(base_url=self.about["base_url"], api_key=self.about["api_keys"][tenant])
+        self._clients.append(client)
+        return client
+
+    def close_clients(self) -> None:
+        """Closes the connections of all clients, which would warn in other tests."""
+        for client in self._clients:
+            with suppress(Exception):
+                client.close("success").result(timeout=10)
+        self._clients.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
     def training_client(self, tenant: str = "default", *, rank: int = 4, seed: int = 1, **options: Any) -> Any:
         client = self.client(tenant)
@@ -81,4 +96,5 @@ def running(folder: Path, model: Path | str, *options: str, cwd: Path | None = N
         yield service
     finally:
         if service.is_up():
+            service.close_clients()
             service.end()

@@ -4,7 +4,8 @@ import io
 import json
 import signal
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model = save_tiny_model(folder / "model")
     with running(folder / "run", model, "--no_sampling", "--tenants", "default,other") as service:
         yield service
+
+
+def waited(holds: Callable[[], bool]) -> None:
+    """Returns once it holds."""
+    deadline_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def step(client: Any, seed: int, **adam: float) -> tuple[Any, Any]:
@@ -123,6 +132,54 @@ def test_state_is_saved_loaded_listed_and_downloaded(service: Running) -> None:
     assert client.model_id in [one.training_run_id for one in done(rest.list_training_runs(limit=100)).training_runs]
     session = client.model_id.partition(":")[0]
     assert done(rest.get_session(session)).training_run_ids == [client.model_id]
+
+
+def test_checkpoints_are_deleted_and_expire(service: Running) -> None:
+    client = service.training_client()
+    rest = service.client().create_rest_client()
+
+    def listed() -> list[str]:
+        return [one.tinker_path for one in done(rest.list_checkpoints(client.model_id)).checkpoints]
+
+    paths = [done(client.save_state(name, ttl_seconds=ttl)).path for name, ttl in (("a", None), ("b", 3600), ("c", 1))]
+    folders = [service.folder / "checkpoints" / path.removeprefix("tinker://") for path in paths]
+    waited(lambda: listed() == paths[:2])
+    waited(lambda: not folders[2].exists())
+    assert [one.expires_at is None for one in done(rest.list_checkpoints(client.model_id)).checkpoints] == [True, False]
+    done(rest.delete_checkpoint_from_tinker_path(paths[0]))
+    assert listed() == [paths[1]]
+    waited(lambda: not folders[0].exists())
+    with pytest.raises(tinker.TinkerError, match="no such checkpoint"):
+        done(service.client().create_training_client_from_state(paths[0]))
+    done(rest.set_checkpoint_ttl_from_tinker_path(paths[1], ttl_seconds=None))
+    assert done(rest.list_checkpoints(client.model_id)).checkpoints[0].expires_at is None
+    with pytest.raises(tinker.TinkerError, match="ttl_seconds"):
+        done(rest.set_checkpoint_ttl_from_tinker_path(paths[1], ttl_seconds=0))
+    assert paths[0] not in [one.tinker_path for one in done(rest.list_user_checkpoints()).checkpoints]
+    assert done(client.save_state("a")).path == paths[0], "the name is free again"
+    with pytest.raises(tinker.TinkerError, match="no such checkpoint"):
+        done(service.client("other").create_rest_client().delete_checkpoint_from_tinker_path(paths[1]))
+
+
+def test_a_model_that_is_unloaded_takes_no_more_commands(service: Running) -> None:
+    client = service.training_client()
+    in_flight = client.forward_backward([datum(9, 1)], "cross_entropy")
+    done(in_flight)
+    path = done(client.save_state("kept")).path
+    futures = [service.post("unload_model", json={"model_id": client.model_id}) for _ in range(2)]
+    assert futures[0].json() == futures[1].json()
+    answer = service.post("retrieve_future", json=futures[0].json()).json()
+    assert answer == {"type": "unload_model", "model_id": client.model_id}
+    with pytest.raises(tinker.TinkerError, match="unloaded"):
+        done(client.optim_step(types.AdamParams(learning_rate=1e-2)))
+    assert service.post("unload_model", json={"model_id": client.model_id}, tenant="other").status_code == 404
+    assert done(service.client().create_training_client_from_state(path)).get_info().lora_rank == 4
+
+
+def test_a_tenant_lists_its_sessions(service: Running) -> None:
+    session = service.training_client().model_id.partition(":")[0]
+    assert session in done(service.client().create_rest_client().list_sessions(limit=1000)).sessions
+    assert session not in done(service.client("other").create_rest_client().list_sessions(limit=1000)).sessions
 
 
 def test_a_session_that_is_finished_makes_no_more_models(service: Running) -> None:

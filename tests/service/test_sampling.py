@@ -1,7 +1,12 @@
 """The stock client samples from tenants' snapshots on a real server."""
 
+import contextlib
 import signal
+import sqlite3
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +18,13 @@ from grpo.transport.ports import free_port
 from tinker import types
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo.server_process import server_process
 from grpo.service_proofs import prove
 from tests.service.data import datum
 from tests.service.running import Running, done, running
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny" / "model"
+KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
 PROMPT = list(b"cab ")
 pytestmark = [
     pytest.mark.service,
@@ -47,6 +54,11 @@ def trained_logprobs(client: Any, ids: list[int]) -> Any:
 
 def served_logprobs(sampler: Any, ids: list[int]) -> Any:
     return np.array(done(sampler.compute_logprobs(types.ModelInput.from_ints(ids)))[1:], np.float32)
+
+
+def num_versions(service: Running) -> int:
+    with contextlib.closing(sqlite3.connect(service.folder / "commands.sqlite")) as db:
+        return int(db.execute("SELECT count(*) FROM versions").fetchone()[0])
 
 
 def stepped(client: Any, seed: int) -> None:
@@ -190,17 +202,92 @@ def test_fields_that_are_not_served_are_refused_by_name(service: Running) -> Non
             done(base.sample(types.ModelInput.from_ints(PROMPT), **asked, **field))
 
 
+def test_a_request_for_samples_that_is_cancelled_ends(service: Running) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    asked = {"num_samples": 64, "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}}
+    asked |= {"sampling_session_id": base._sampling_session_id, "seq_id": 7, "sampling_params": {"stop": []}}
+    future = service.post("asample", json=asked).json()
+    assert len(future["sample_sequence_ids"]) == 64
+    assert service.post("cancel_future", json=future, tenant="other").status_code == 404
+    assert service.post("cancel_future", json=future).status_code == 200
+    assert "cancelled" in service.post("retrieve_future", json=future).json()["error"]
+    target = {"sampling_session_id": base._sampling_session_id, "cloned_sampler_id": 0}
+    ends = service.post("retrieve_futures", json={"target": target}).json()
+    assert ends["completions"] == [{"state": "failed", "request_id": future["request_id"]}]
+    later = service.post(
+        "retrieve_futures", json={"target": target, "prev_cursor": ends["cursor"], "timeout": 0}
+    ).json()
+    assert later == {"completions": [], "cursor": ends["cursor"]}
+
+
+def test_copies_of_a_sampling_client_count_for_themselves(service: Running) -> None:
+    base = done(service.client().create_sampling_client(base_model=service.model))
+    handle = base.get_sampler_handle()
+    copies = [tinker.SamplingClient.from_sampler_handle(handle, api_key=service.about["api_key"]) for _ in range(2)]
+    tokens = [[one.tokens for one in sampled(client, n=2)] for client in (base, *copies)]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert sorted(copy._cloned_sampler_id for copy in copies) == [1, 2]
+
+
+def test_a_training_checkpoint_can_be_sampled_from(service: Running) -> None:
+    ids = list(b"cab ride")
+    client = service.training_client(rank=8)
+    stepped(client, 5)
+    path, expected = done(client.save_state("state")).path, trained_logprobs(client, ids)
+    stepped(client, 6)
+    made = num_versions(service)
+    for _ in range(2):
+        sampler = done(service.client().create_sampling_client(model_path=path))
+        np.testing.assert_allclose(served_logprobs(sampler, ids), expected, atol=1e-4)
+    assert num_versions(service) == made + 1
+    rest = service.client().create_rest_client()
+    assert [one.tinker_path for one in done(rest.list_checkpoints(client.model_id)).checkpoints] == [path]
+    done(client.save_state("state", overwrite=True))
+    sampler = done(service.client().create_sampling_client(model_path=path))
+    np.testing.assert_allclose(served_logprobs(sampler, ids), trained_logprobs(client, ids), atol=1e-4)
+    with pytest.raises(tinker.NotFoundError):
+        done(service.client("other").create_sampling_client(model_path=path))
+
+
+def test_while_one_saves_others_are_answered(service: Running) -> None:
+    """More snapshots are made than the server holds; the one that somebody samples from stays."""
+    theirs = service.training_client("other")
+    sampler = done(theirs.save_weights_and_get_sampling_client())
+    answers: list[tuple[float, float]] = []
+    ending = threading.Event()
+
+    def sample() -> None:
+        while not ending.is_set():
+            began_s = time.monotonic()
+            sampled(sampler, max_tokens=2, seed=None)
+            answers.append((began_s, time.monotonic()))
+
+    client, saves = service.training_client(rank=8), []
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(sample)
+        while len(saves) < 6:
+            stepped(client, len(saves))
+            began_s = time.monotonic()
+            done(client.save_weights_and_get_sampling_client())
+            saves.append((began_s, time.monotonic()))
+        ending.set()
+        sampling.result()
+    within = [any(save[0] < began and ended < save[1] for began, ended in answers) for save in saves]
+    assert sum(within) >= len(within) / 2, (saves, answers)
+
+
 def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
     client = service.training_client()
     path = done(client.save_weights_for_sampler("mine")).path
     with pytest.raises(tinker.NotFoundError):
         done(service.client("other").create_sampling_client(model_path=path))
-    with pytest.raises(tinker.TinkerError, match="save_weights_for_sampler"):
-        done(service.client().create_sampling_client(model_path=done(client.save_state("state")).path))
 
 
-def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Path) -> None:
-    """The reward is the share of the letters a to h. Killed with the second half of the steps to go."""
+def test_importance_sampling_raises_the_reward_and_survives_kill_9(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward is the share of the letters a to h. Killed with the second half of the steps to go; the server is
+    another program, and goes on."""
 
     def reward(tokens: list[int]) -> float:
         return sum(ord("a") <= token <= ord("h") for token in tokens) / 8
@@ -221,7 +308,13 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(tmp_path: Pat
         return data, float(rewards.mean())
 
     curve = []
-    with running(tmp_path / "run", MODEL, "--port", str(free_port())) as service:
+    monkeypatch.setenv(KEY_VAR, "secret")
+    about = {"model": str(MODEL), "host": "127.0.0.1", "port": free_port(), "dtype": "float32", "device": "cpu"}
+    about |= {"max_model_len": 128, "max_lora_rank": 32, "api_key_var": KEY_VAR}
+    with (
+        server_process(about, tmp_path / "infer.log", output_dir=tmp_path / "run") as server,
+        running(tmp_path / "run", MODEL, "--port", str(free_port()), "--server", server.url) as service,
+    ):
         client = service.training_client(rank=8)
         for number in range(12):
             if number == 6:

@@ -7,10 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+<<<<<<< HEAD
 from grpo.service.log import Command
 from grpo.service.sampling import Sampling
 from grpo.service.training import CANARY_SEED, TrainedModel
 from grpo.trainer.publishing import CanaryMaker, canary_ids
+=======
+import pytest
+from grpo.service.errors import Refused
+from grpo.service.log import Answer, Command, CommandLog
+from grpo.service.sampling import Sampling
+from grpo.transport.folders import step_folder
+>>>>>>> main
 from grpo.transport.http import Scored, ScoreRequest
 from grpo.transport.records import Canary
 from grpo.transport.run import create_run
@@ -69,12 +77,44 @@ async def test_a_snapshot_is_published_with_the_canary_of_its_weights(tmp_path: 
 
 async def test_a_snapshot_takes_the_slot_of_the_one_that_was_used_longest_ago(tmp_path: Path) -> None:
     server, options = TwoSlots(), {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
+<<<<<<< HEAD
     log: Any = SimpleNamespace(add_canary=print)
+=======
+    log: Any = SimpleNamespace(add_canary=lambda *_: None)
+>>>>>>> main
     sampling = Sampling(log, create_run(tmp_path), finished=print, **options)
     sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(server))
     async with asyncio.timeout(60):
+        for version in (1, 2, 3):
+            step_folder(sampling._run.broadcasts, version).mkdir(parents=True)
         for version in (1, 2, 1, 3, 1, 2):
             await sampling._post("/policy/score", ScoreRequest(version=version, token_ids=[1, 2]), Scored, version)
             assert version in server.live
-    assert sorted(server.live) == [1, 2]
+        assert sorted(server.live) == [1, 2]
+        with pytest.raises(Refused, match="snapshot 4 has been removed"):
+            await sampling._post("/policy/score", ScoreRequest(version=4, token_ids=[1, 2]), Scored, 4)
     await sampling.close()
+
+
+def test_a_snapshot_is_pinned_by_checkpoints_sessions_and_what_makes_it(tmp_path: Path) -> None:
+    log, versions = CommandLog(tmp_path / "log"), {}
+    for session in ("a", "b"):
+        log.add_session(session, "t")
+    for seq, path in enumerate(("kept", "ephemeral", "expired", "waiting"), start=1):
+        command = Command(target="a:train:0", seq=seq, tenant="t", kind="save", body=b"{}")
+        log.add(command).result()
+        versions[path] = log.new_version(command, path)
+        if path != "waiting":
+            is_checkpoint = path in ("kept", "expired")
+            done = Answer(state="done", content=b"")
+            log.finish(command, done, checkpoint=(path, 1) if is_checkpoint else None).result()
+    log.add_sampler("b:sample:0", "t", None, versions["ephemeral"])
+    log.add_sampler("b:sample:1", "t", None, versions["ephemeral"])
+    log.expire("expired", at=0.0)
+    for path in log.expired():
+        log.forget_checkpoint(path)
+    pinned = {versions["kept"]: {"checkpoint": 1}, versions["waiting"]: {"command": 1}}
+    assert log.pins(heard_since=1.0) == pinned | {versions["ephemeral"]: {"session": 2}}
+    log.finish_session("b", "t")
+    assert log.pins(heard_since=1.0) == pinned
+    log.close()

@@ -211,6 +211,6 @@ def _at_same_point(rollout: EpisodeResult, site: Site) -> Iterator[int]:
         for turn, index in zip(row.turns, row.steps, strict=True):
             step = rollout.steps[index]
             whole = step.error is None and step.completion.finish_reason == "stop"
-            is_other = step.completion.token_ids != site.answer.completion.token_ids
+            is_other = not np.array_equal(step.completion.token_ids, site.answer.completion.token_ids)
             if whole and is_other and np.array_equal(row.token_ids[: turn.begins], context):
                 yield index

@@ -125,3 +125,25 @@ async def test_the_judge_asks_for_probabilities_and_written_answers_have_none() 
 def test_games_that_cannot_be_played_are_refused(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         Game(name)
+
+
+async def test_an_opponent_has_one_seat_and_its_illegal_answers_become_moves() -> None:
+    game, seats = Games(game="kuhn_poker", opponent="past", every=2, keep=4), set()
+    [example] = game.dataset("train")
+    for seed in range(12):
+        roles: list[str] = []
+
+        def answer(role: str, messages: object, roles: list[str] = roles) -> str:
+            roles.append(role)
+            return "p"
+
+        state = await play(game, example, answer, seed=seed)
+        [bound] = state.players
+        [own] = state.roles
+        seats.add(own)
+        assert {own, bound} == set(roles) == {"first", "second"}
+        assert set(state.rewards) == {own}
+    assert seats == {"first", "second"}
+    [bound] = (await play(game, example, lambda role, _: "p", seed=1)).players
+    state = await play(game, example, lambda role, _: "nonsense" if role == bound else "p", seed=1)
+    assert "illegal" not in state.data

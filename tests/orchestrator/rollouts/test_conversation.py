@@ -39,10 +39,10 @@ def begun(name: str, *contents: str) -> Conversation:
 def test_letters_that_spell_the_end_of_a_turn_do_not_end_it() -> None:
     said = "x<|im_end|>"
     conversation = begun("quickstart")
-    first = conversation.prompt_ids()
+    first = list(conversation.prompt_ids())
     conversation.answer(completion(said.encode(), stop=False), version=3, temperature=0.7)
     conversation.add({"role": "user", "content": "y"})
-    assert conversation.prompt_ids()[: len(first) + len(said) + 2] == [*first, *said.encode(), 258, *b"\n"]
+    assert list(conversation.prompt_ids())[: len(first) + len(said) + 2] == [*first, *said.encode(), 258, *b"\n"]
 
 
 @pytest.mark.parametrize(("finish", "content"), [("stop", "x"), ("length", "x<|eot_id|>")])
@@ -56,7 +56,7 @@ def test_another_end_token_ends_an_answer_where_the_server_stopped_at_it(finish:
 
 def test_a_row_says_of_every_token_where_it_came_from() -> None:
     conversation = begun("quickstart", "a")
-    conversation.prompt_ids()
+    list(conversation.prompt_ids())
     conversation.answer(completion([*b"bc", 258]), version=3, temperature=0.5)
     conversation.add({"role": "user", "content": "d"})
     conversation.answer(completion(b"ef", stop=False, versions=((3, 1), (4, 1))), version=3, temperature=1.0)
@@ -77,16 +77,16 @@ def test_reasoning_that_the_template_takes_back_begins_a_new_row() -> None:
     conversation = begun("qwen3", "q")
     ids_of = TEMPLATES["qwen3"].renderer.ids_of
     sampled = [*ids_of("<think>\nhm\n</think>\n\nyes"), IM_END]
-    first = conversation.prompt_ids()
+    first = list(conversation.prompt_ids())
     conversation.answer(completion(sampled), version=1, temperature=1.0)
     # The reasoning stays while tools answer, and goes with the next question.
     conversation.add({"role": "tool", "content": "t1"}, {"role": "tool", "content": "t2"})
-    second = conversation.prompt_ids()
+    second = list(conversation.prompt_ids())
     responses = "\n<|im_start|>user\n<tool_response>\nt1\n</tool_response>\n<tool_response>\nt2\n</tool_response>"
     assert second == [*first, *sampled, *ids_of(responses + "<|im_end|>\n<|im_start|>assistant\n")]
     conversation.answer(completion([*sampled]), version=1, temperature=1.0)
     conversation.add({"role": "user", "content": "r"})
-    third = conversation.prompt_ids()
+    third = list(conversation.prompt_ids())
     assert third == ids_of(TEMPLATES["qwen3"].render(conversation.messages))
     assert "hm" not in TEMPLATES["qwen3"].renderer.raw_text(third)
     conversation.answer(completion([*b"no", IM_END]), version=1, temperature=1.0)
@@ -103,11 +103,11 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
     ids_of = template.renderer.ids_of
     conversation = Conversation(template, [{"role": "user", "content": "q"}])
     for role in ("tool", "user"):
-        first = conversation.prompt_ids()
+        first = list(conversation.prompt_ids())
         sampled = [*ids_of("hm\n</think>\n\nyes"), IM_END]
         conversation.answer(completion(sampled), version=1, temperature=1.0)
         conversation.add({"role": role, "content": "r"})
-        assert (conversation.prompt_ids()[: len(first) + len(sampled)] == [*first, *sampled]) == (role == "tool")
+        assert (list(conversation.prompt_ids())[: len(first) + len(sampled)] == [*first, *sampled]) == (role == "tool")
     conversation.answer(completion([IM_END]), version=1, temperature=1.0)
     assert len(conversation.rows()) == 2
     opening = ids_of("<|im_start|>assistant\n<think>\n")
@@ -195,7 +195,7 @@ def test_rows_hold_what_was_given_and_sampled_byte_for_byte(drawn: Drawn) -> Non
     conversation, reference = Conversation(TEMPLATES[name], before), Reference(TEMPLATES[name], list(before))
     asked: list[list[int]] = []
     for number, (ids, after) in enumerate(turns):
-        prompt = conversation.prompt_ids()
+        prompt = list(conversation.prompt_ids())
         assert prompt == reference.prompt()
         asked.append(prompt)
         conversation.answer(completion(ids, stop=bool(ids)), version=number, temperature=1.0 + number)
@@ -215,7 +215,7 @@ def check_rows(rows: list[TrainingRow], asked: list[list[int]], sampled: list[li
         for turn in row.turns:
             assert row.token_ids[: turn.begins].tolist() == asked[turn.index]
             assert row.token_ids[turn.begins : turn.ends].tolist() == sampled[turn.index]
-            assert row.logprobs[turn.begins : turn.ends].tolist() == completion(sampled[turn.index]).logprobs
+            assert row.logprobs[turn.begins : turn.ends].tolist() == completion(sampled[turn.index]).logprobs.tolist()
             assert (row.temperatures[turn.begins : turn.ends] == 1.0 + turn.index).all()
             assert turn.opens <= turn.begins
             covered[turn.begins : turn.ends] = True
@@ -242,7 +242,7 @@ def test_a_turn_tokenizes_what_is_appended() -> None:
     conversation = Conversation(ChatTemplate.of(counting), [{"role": "user", "content": "q" * 10}])
     costs = []
     for number in range(60):
-        conversation.prompt_ids()
+        list(conversation.prompt_ids())
         costs.append(counting.num_tokenized)
         counting.num_tokenized = 0
         conversation.answer(completion([*b"a" * 10, IM_END]), version=number, temperature=1.0)

@@ -270,6 +270,19 @@ def failures(results: Sequence[EpisodeResult]) -> list[str]:
     return ["" if result.failure is None else result.failure.reason for result in results]
 
 
+def bytes_held(result: EpisodeResult) -> int:
+    """Bytes of all arrays of tokens that a rollout holds."""
+    completions = [step.completion for step in result.steps]
+    arrays = [array for one in completions for array in (one.token_ids, one.logprobs)]
+    arrays += [array for row in result.rows for array in (row.token_ids, row.sampled, row.logprobs, row.temperatures)]
+    memory = {}
+    for array in arrays:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        memory[id(array)] = array.nbytes
+    return sum(memory.values())
+
+
 async def test_single_answers_are_one_request_and_episodes_with_a_row_each(world: World) -> None:
     await world.start("Once")
     results = await world.group(lambda prompt: "a", 3)
@@ -285,6 +298,7 @@ async def test_single_answers_are_one_request_and_episodes_with_a_row_each(world
     assert row.versions == ((4, len(row.token_ids)),)
     [turn] = row.turns
     assert 0 < turn.opens < turn.begins == len(prompt)
+    assert bytes_held(results[0]) <= 14 * len(row.token_ids)
     unscored = await world.group(lambda prompt: "a", 2, score=False)
     assert [one.reward for one in unscored] == [0.0, 0.0]
     assert [len(one.rows) for one in unscored] == [1, 1]
@@ -331,7 +345,8 @@ async def test_what_an_agent_of_any_kind_samples_is_recorded_token_by_token(worl
         assert row.versions == ((4, len(row.token_ids)),)
         for turn, step in zip(row.turns, row.steps, strict=True):
             assert row.token_ids[: turn.begins].tolist() in prompts
-            assert row.token_ids[turn.begins : turn.ends].tolist() == result.steps[step].completion.token_ids
+            assert row.token_ids[turn.begins : turn.ends].tolist() == result.steps[step].completion.token_ids.tolist()
+    assert bytes_held(result) <= 14 * sum(len(row.token_ids) for row in result.rows)
     assert [step.temperature for step in result.steps] == [0.5, 0.7, 0.7, 0.7, 0.7, 0.7]
     raw = result.rows[3].token_ids.tolist()
     assert raw == [257, *b"raw a", END_OF_TURN, *b"more", *b"a", END_OF_TURN]

@@ -43,7 +43,7 @@ def test_a_turn_is_what_the_policy_saw_and_what_it_sampled(template: ChatTemplat
     turns = turns_of(rollout)
     assert [(one.step, one.action.text) for one in turns] == [(0, "one"), (1, "two"), (2, "three")]
     for one, step in zip(turns, rollout.steps, strict=True):
-        assert list(one.sampled_ids) == step.completion.token_ids
+        assert list(one.sampled_ids) == step.completion.token_ids.tolist()
         assert tuple(one.prompt_ids[-len(template.opening_ids) :]) == template.opening_ids
     answers = [{"role": "assistant", "content": text} for text in ("one", "two")]
     assert turns[2].messages == (HI, answers[0], HI, answers[1], HI)
