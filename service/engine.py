@@ -401,20 +401,13 @@ class Engine:
         if (kind := asked.get("kind", "snapshot")) != "snapshot":
             raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
         self._base.use(model.policy)
-<<<<<<< HEAD
         if self._publish is None:
             size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=True, optimizer=False)
             self._checkpoint = path, size
-=======
-        if number is None:  # what a session alone samples from is no checkpoint; a version has its canary itself
-            size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=self._publish is None)
-            checkpoint = path, size
-        if self._publish is None:
-            self._checkpoint = checkpoint
->>>>>>> main
             return _done({"type": command.kind, "path": path})
-        proved = self._publish(model, command, path)  # with its canary, and loaded while the checkpoint is written
-        size = model.save(self.checkpoint_folder(path), seq=command.seq, optimizer=False)
+        proved, checkpoint = self._publish(model, command, path), None
+        if number is None:  # what a session alone samples from is no checkpoint; a version has its canary itself
+            checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq, optimizer=False)
         yield proved
         version = proved.result()
         if number is None:

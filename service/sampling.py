@@ -17,13 +17,8 @@ import httpx
 import msgspec
 import numpy as np
 from grpo.service.errors import Refused
-<<<<<<< HEAD
-from grpo.service.log import Answer, Command, CommandLog, Sample
-from grpo.service.training import ALPHA, TrainedModel
-=======
 from grpo.service.log import SESSION_S, Answer, Command, CommandLog, Sample
-from grpo.service.training import ALPHA
->>>>>>> main
+from grpo.service.training import ALPHA, TrainedModel
 from grpo.service.wire import samples_of
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.folders import step_folder

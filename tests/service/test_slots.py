@@ -7,18 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-<<<<<<< HEAD
-from grpo.service.log import Command
-from grpo.service.sampling import Sampling
-from grpo.service.training import CANARY_SEED, TrainedModel
-from grpo.trainer.publishing import CanaryMaker, canary_ids
-=======
 import pytest
 from grpo.service.errors import Refused
 from grpo.service.log import Answer, Command, CommandLog
 from grpo.service.sampling import Sampling
+from grpo.service.training import CANARY_SEED, TrainedModel
+from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.transport.folders import step_folder
->>>>>>> main
 from grpo.transport.http import Scored, ScoreRequest
 from grpo.transport.records import Canary
 from grpo.transport.run import create_run
@@ -57,10 +52,10 @@ async def test_a_snapshot_is_published_with_the_canary_of_its_weights(tmp_path: 
     for seed in (1, 2):  # and not those of weights that were published before
         trained(model, steps=1, seed=seed)
         model.base.use(model.policy)
-        version, run = seed, create_run(tmp_path / f"run{seed}")
-        log: Any = SimpleNamespace(add_canary=print, new_version=lambda *_, number=seed: number)
-        options = {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
-        sampling = Sampling(log, run, finished=print, **options)  # type: ignore[arg-type]
+        version, run = 1, create_run(tmp_path / f"run{seed}")
+        log = CommandLog(run.path / "commands.sqlite")
+        options: Any = {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
+        sampling = Sampling(log, run, finished=print, **options)
         sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(TwoSlots()))
         command = Command(target="m", seq=1, tenant="t", kind="save_weights_for_sampler", body=b"{}")
         async with asyncio.timeout(60):
@@ -77,11 +72,7 @@ async def test_a_snapshot_is_published_with_the_canary_of_its_weights(tmp_path: 
 
 async def test_a_snapshot_takes_the_slot_of_the_one_that_was_used_longest_ago(tmp_path: Path) -> None:
     server, options = TwoSlots(), {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
-<<<<<<< HEAD
-    log: Any = SimpleNamespace(add_canary=print)
-=======
     log: Any = SimpleNamespace(add_canary=lambda *_: None)
->>>>>>> main
     sampling = Sampling(log, create_run(tmp_path), finished=print, **options)
     sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(server))
     async with asyncio.timeout(60):
