@@ -407,8 +407,9 @@ class TrainedModel:
 
 def _are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Returns whether all values are finite."""
-    largest = torch._foreach_norm(list(gradients), ord=math.inf)
-    return not largest or bool(torch.stack(largest).isfinite().all())
+    if not (found := list(gradients)):
+        return True
+    return bool(torch.stack(torch._foreach_norm(found, ord=math.inf)).isfinite().all())
 
 
 def shape_record(shape: AdapterShape) -> dict[str, Any]:
