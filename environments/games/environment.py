@@ -88,7 +88,7 @@ class Games(Episode, Environment):
             state.data["judged"] = await self.judge_policy(ctx)
         position = self.game.begin(ctx.rng)
         if self._opponent is not None and ctx.split == "train" and ctx.rng.random() >= self._self_play:
-            player = await self.opponent(self._opponent, by=self._by, adapter=self._newest)
+            player = await self.opponent(self._opponent, by=self._by, per="game", adapter=self._newest)
             ctx.bind(ctx.rng.choice(SEATS), player)
         while not position.is_terminal():
             seat = position.current_player()
