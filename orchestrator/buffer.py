@@ -29,8 +29,8 @@ MAX_REFILLS = 8
 """How many groups without spread may be dropped for each one with spread."""
 
 
-_ROUNDS = 6
-_FEW = 1024
+_ROUNDS = 4
+_FEW = 3072
 """So many normal examples, or one in so many, are few: they are looked for by the place of each."""
 
 
@@ -154,7 +154,7 @@ class _Environment:
             self._order = self.epoch, Order(f"{self.seed}/{self.epoch}", len(self.keys))
         order, begin = self._order[1], max(self._looked, self.position)
         num, num_normal = len(self.keys), self.sizes[NORMAL]
-        if num_normal <= max(_FEW, num // _FEW):
+        if num_normal <= max(_FEW, num // 1024):
             if self._normal is None:
                 self._normal = {*np.flatnonzero(self.pools == 0).tolist()}
             numbers = np.fromiter(self._normal, np.int64, len(self._normal))
@@ -179,7 +179,7 @@ class _Environment:
             self._looked = 0
         if self._normal is not None:
             (self._normal.add if pool == NORMAL else self._normal.discard)(number)
-            if len(self._normal) > 2 * max(_FEW, len(self.keys) // _FEW):
+            if len(self._normal) > 2 * max(_FEW, len(self.keys) // 1024):
                 self._normal = None
         return True
 

@@ -25,7 +25,6 @@ from grpo.service.log import Answer, Command, CommandLog, StepRow
 from grpo.service.recorder import Recorder
 from grpo.service.training import AdapterShape, Base, Pass, TrainedModel, saved_shape
 from grpo.service.wire import parse, read_forward_backward
-from grpo.trainer.model import Policy
 from grpo.transport.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -57,8 +56,8 @@ JOIN_S = 0.02
 """How long a pass waits for models that were in the last ones and have nothing to do yet."""
 RECENT_S = 0.5
 """How long after its last pass a model is waited for."""
-Publish = Callable[[Policy, Command, str], Future[int]]
-"""Writes a policy, which is in use, as a version with its canary, and begins to load it. The future is the version,
+Publish = Callable[[TrainedModel, Command, str], Future[int]]
+"""Writes a model, which is in use, as a version with its canary, and begins to load it. The future is the version,
 once the server has proved it."""
 
 
@@ -402,13 +401,13 @@ class Engine:
         if (kind := asked.get("kind", "snapshot")) != "snapshot":
             raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
         self._base.use(model.policy)
-        if number is None:  # what a session alone samples from is no checkpoint; a version has its canary itself
-            size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=self._publish is None)
-            checkpoint = path, size
         if self._publish is None:
-            self._checkpoint = checkpoint
+            size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=True, optimizer=False)
+            self._checkpoint = path, size
             return _done({"type": command.kind, "path": path})
-        proved = self._publish(model.policy, command, path)
+        proved, checkpoint = self._publish(model, command, path), None
+        if number is None:  # what a session alone samples from is no checkpoint; a version has its canary itself
+            checkpoint = path, model.save(self.checkpoint_folder(path), seq=command.seq, optimizer=False)
         yield proved
         version = proved.result()
         if number is None:

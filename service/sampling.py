@@ -18,10 +18,8 @@ import msgspec
 import numpy as np
 from grpo.service.errors import Refused
 from grpo.service.log import SESSION_S, Answer, Command, CommandLog, Sample
-from grpo.service.training import ALPHA
+from grpo.service.training import ALPHA, TrainedModel
 from grpo.service.wire import samples_of
-from grpo.trainer.model import Policy
-from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.folders import step_folder
 from grpo.transport.http import (
@@ -50,7 +48,6 @@ MAX_SAMPLES = 1024
 TIMEOUT_S = 600.0
 """How long an answer may take, and how long a server may be gone."""
 RETRY_S = 0.5
-CANARY_SEED = 0
 NO_TOP_ID, NO_TOP_LOGPROB = 0, -99999.0
 """Of an empty place among the likeliest tokens, as the protocol has it."""
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP)]
@@ -154,14 +151,12 @@ class Sampling:
 
     # --- snapshots ---
 
-    def publish(self, policy: Policy, command: Command, path: str) -> Future[int]:
-        """Writes the policy as the next version, in the thread that trains, and begins to load it."""
+    def publish(self, model: TrainedModel, command: Command, path: str) -> Future[int]:
+        """Writes the model, which is in use, as the next version, in the thread that trains, and begins to load it."""
+        policy = model.policy
         assert isinstance(policy.weights, AdapterWeights)
         version = self._log.new_version(command, path)
-        snapshot = policy.weights.snapshot()
-        ids = canary_ids(policy.causal_lm.config, seed=CANARY_SEED)
-        canary = CanaryMaker(policy, ids).begin(version=version, noise={})(snapshot)
-        files = policy.weights.files(snapshot)
+        canary, files = model.canary(version=version), model.files()
         spec = PolicySpec(
             base_model=self._base_model,
             rank=int(json.loads(files["adapter_config.json"])["r"]),

@@ -91,6 +91,8 @@ class Base:
         self._weights: AdapterWeights = self._resting.weights
         self._numbers = itertools.count()
         self._in_use: AdapterWeights | None = self._weights
+        ids = canary_ids(self._resting.causal_lm.config, seed=CANARY_SEED)
+        self.canaries = CanaryMaker(self._resting, ids)
         self._joins = self._resting.can_join and self._has_whole_vectors()
         if not self._joins:
             log.warning("models are computed one after the other: not every size of %s is whole vectors", folder)
@@ -363,21 +365,22 @@ class TrainedModel:
         assert isinstance(self.policy.weights, AdapterWeights)
         return self.policy.weights.files(self.policy.weights.snapshot())
 
-    def canary(self) -> Canary:
+    def canary(self, *, version: int = 0) -> Canary:
         """Returns the trainer's log-probabilities of the canary, by which others see whether they compute the same. Its
         adapter must be in use."""
-        ids = canary_ids(self.policy.causal_lm.config, seed=CANARY_SEED)
-        return CanaryMaker(self.policy, ids).begin(version=0, noise={})(self.policy.weights.snapshot())
+        begun = self.base.canaries.beside(self.policy).begin(version=version, noise={})
+        return begun(self.policy.weights.snapshot())
 
-    def save(self, folder: Path, *, seq: int, canary: bool = False) -> int:
-        """Writes adapter and optimizer, and the canary if asked for, whole or not at all, over what was there. `seq` is
+    def save(self, folder: Path, *, seq: int, canary: bool = False, optimizer: bool = True) -> int:
+        """Writes the adapter, and optimizer and canary if asked for, whole or not at all, over what was there. `seq` is
         the last command that is in them. Returns the bytes."""
         state = {"seq": seq, "num_steps": self.num_steps, **shape_record(self.shape)}
         files: dict[str, Any] = {
             **self.files(),
-            OPTIMIZER_FILE: save(self._optimizer.state_tensors()),
             STATE_FILE: json.dumps(state).encode(),
         }
+        if optimizer:
+            files[OPTIMIZER_FILE] = save(self._optimizer.state_tensors())
         if canary:
             files[CANARY_FILE] = self.canary().to_json()
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -391,6 +394,8 @@ class TrainedModel:
         state = json.loads((folder / STATE_FILE).read_text())
         if (shape := saved_shape(folder)) != replace(self.shape, seed=shape.seed):
             raise Refused(f"the checkpoint has {shape}, and this model {self.shape}; create a model from its state")
+        if optimizer and not (folder / OPTIMIZER_FILE).exists():
+            raise Refused("a sampler's checkpoint has no optimizer state; load it without, or one of save_state's")
         self._put(load_file(folder / ADAPTER_FILE))
         self.drop_gradients()
         self._optimizer = self._new_optimizer()
@@ -402,8 +407,9 @@ class TrainedModel:
 
 def _are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Returns whether all values are finite."""
-    largest = torch._foreach_norm(list(gradients), ord=math.inf)
-    return not largest or bool(torch.stack(largest).isfinite().all())
+    if not (found := list(gradients)):
+        return True
+    return bool(torch.stack(torch._foreach_norm(found, ord=math.inf)).isfinite().all())
 
 
 def shape_record(shape: AdapterShape) -> dict[str, Any]:

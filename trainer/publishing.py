@@ -4,6 +4,7 @@ A canary is a fixed sequence whose log-probabilities prove which policy a server
 beside what the trainer does next: nothing waits for its numbers but the thread that writes the version.
 """
 
+import copy
 import functools
 import json
 import logging
@@ -91,6 +92,12 @@ class CanaryMaker:
         self._packed = functools.cache(self._pack)
         with policy.weights.disabled():
             self._base = self._logprobs(adapter=0)()
+
+    def beside(self, policy: Policy) -> "CanaryMaker":
+        """Returns one for another policy on the same base, whose log-probabilities are not computed again."""
+        other = copy.copy(self)
+        other._policy, other._packed = policy, functools.cache(other._pack)
+        return other
 
     def begin(
         self, *, version: int, noise: Mapping[str, torch.Tensor], adapter: int = 0

@@ -11,9 +11,15 @@ import pytest
 from grpo.service.errors import Refused
 from grpo.service.log import Answer, Command, CommandLog
 from grpo.service.sampling import Sampling
+from grpo.service.training import CANARY_SEED, TrainedModel
+from grpo.trainer.publishing import CanaryMaker, canary_ids
 from grpo.transport.folders import step_folder
 from grpo.transport.http import Scored, ScoreRequest
+from grpo.transport.records import Canary
 from grpo.transport.run import create_run
+from grpo.transport.weights.store import CANARY_FILE
+
+from tests.service.data import SHAPE, tiny_base, trained
 
 
 class TwoSlots:
@@ -38,6 +44,30 @@ class TwoSlots:
             case _ if version not in self.live:
                 return httpx.Response(404, json={"error": {"type": "not_live", "message": "not live"}})
         return httpx.Response(200, json={"version": version, "logprobs": [-1.0]})
+
+
+async def test_a_snapshot_is_published_with_the_canary_of_its_weights(tmp_path: Path) -> None:
+    """As one that computes the base's log-probabilities for itself makes it."""
+    model = TrainedModel(tiny_base(tmp_path / "model"), SHAPE)
+    for seed in (1, 2):  # and not those of weights that were published before
+        trained(model, steps=1, seed=seed)
+        model.base.use(model.policy)
+        version, run = 1, create_run(tmp_path / f"run{seed}")
+        log = CommandLog(run.path / "commands.sqlite")
+        options: Any = {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
+        sampling = Sampling(log, run, finished=print, **options)
+        sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(TwoSlots()))
+        command = Command(target="m", seq=1, tenant="t", kind="save_weights_for_sampler", body=b"{}")
+        async with asyncio.timeout(60):
+            proved = await asyncio.to_thread(sampling.publish, model, command, "tinker://m/sampler_weights/one")
+            assert await asyncio.wrap_future(proved) == version
+        await sampling.close()
+        (written,) = run.broadcasts.rglob(CANARY_FILE)
+        ids = canary_ids(model.policy.causal_lm.config, seed=CANARY_SEED)
+        snapshot = model.policy.weights.snapshot()
+        expected = CanaryMaker(model.policy, ids).begin(version=version, noise={})(snapshot)
+        assert Canary.from_json(written.read_bytes()) == expected
+        assert expected.logprobs != expected.base_logprobs
 
 
 async def test_a_snapshot_takes_the_slot_of_the_one_that_was_used_longest_ago(tmp_path: Path) -> None:

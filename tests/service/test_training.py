@@ -241,6 +241,11 @@ def test_a_model_goes_on_from_its_state_with_the_same_bytes(base: Base, model: T
         trained(one, steps=2, seed=2)
     assert resumed.files() == model.files()
     assert plain.files() != model.files(), "without the optimizer's state steps are others"
+    model.save(tmp_path / "sampler", seq=8, optimizer=False)
+    plain.load(tmp_path / "sampler", optimizer=False)
+    assert plain.files() == model.files()
+    with pytest.raises(Refused, match="no optimizer"):
+        plain.load(tmp_path / "sampler", optimizer=True)
     with pytest.raises(Refused, match="rank"):
         TrainedModel(base, AdapterShape(rank=8, seed=3, attn=True, mlp=True)).load(tmp_path / "state", optimizer=True)
 
