@@ -14,6 +14,7 @@ from grpo.service.engine import Engine
 from grpo.service.log import Command, CommandLog
 from grpo.service.recorder import Recorder
 from grpo.service.routes import Futures, Routes
+from grpo.transport.run import create_run
 
 from tests.service.data import datum, message_of, tiny_base
 
@@ -30,9 +31,8 @@ class Running:
         """How many passes had begun when a request ended, by its id."""
         self.passes: list[list[str]] = []
         self.changed = threading.Condition()
-        self.engine = Engine(
-            self.base, self.log, folder, recorder=Recorder(folder, self.log), finished=self._finished, publish=None
-        )
+        recorder = Recorder(create_run(folder / "run").path, self.log, share=0.01)
+        self.engine = Engine(self.base, self.log, folder, recorder=recorder, finished=self._finished, publish=None)
         self._names: dict[Any, str] = {}
         compute = self.base.compute
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from grpo.trainer.errors import RankFailed
 from grpo.trainer.launch import own_address
@@ -15,7 +16,7 @@ from grpo.transport.folders import steps_in
 from grpo.transport.ports import free_port
 from grpo.transport.run import create_run
 
-from tests.support import until
+from tests.support import until, until_gone
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 
@@ -66,7 +67,9 @@ def test_a_trainer_that_loses_a_machine_ends_with_75_and_goes_on_with_those_that
     both = nodes.start(2, "--min_nodes", "1")
     nodes.send(1)
     nodes.wait_for(lambda: nodes.checkpoints() == [1])
+    workers = [one.pid for one in psutil.Process(both[1].process.pid).children(recursive=True)]
     both[1].process.kill()  # as a machine ends whose power fails: its workers end with the one that started them
+    until_gone(workers)
     nodes.send(2)
     assert both[0].end() == START_AGAIN
     (left,) = nodes.start(1, "--min_nodes", "1", latecomers_s=1)
