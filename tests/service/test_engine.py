@@ -31,6 +31,9 @@ class Running:
         """How many passes had begun when a request ended, by its id."""
         self.passes: list[list[str]] = []
         self.changed = threading.Condition()
+        self.go = threading.Event()
+        """Passes begin while it is set."""
+        self.go.set()
         recorder = Recorder(create_run(folder / "run").path, self.log, share=0.01)
         self.engine = Engine(self.base, self.log, folder, recorder=recorder, finished=self._finished, publish=None)
         self._names: dict[Any, str] = {}
@@ -41,6 +44,7 @@ class Running:
                 by_model = {queue.model: name for name, queue in self.engine._queues.items()}
                 self.passes.append([by_model[one.model] for one in passes])
                 self.changed.notify_all()
+            assert self.go.wait(DEADLINE_S), f"no pass may begin for {DEADLINE_S:g} s"
             return compute(passes)
 
         self.base.compute = counted  # type: ignore[method-assign]
@@ -82,11 +86,13 @@ def test_a_long_request_holds_up_anothers_step_by_one_pass(running: Running) -> 
     """One of the heavy tenant's that has begun, and then the small one's own."""
     for tenant in ("heavy", "small"):
         running.create(tenant)
+    running.go.clear()
     long = running.gradient("heavy", 1, 200)
-    running.until(lambda: len(running.passes) > 2, "the long request to be at work")
+    running.until(lambda: running.passes, "the long request to be at work")
     begun = len(running.passes)
     running.gradient("small", 1, 1)
     step = running.send("small", 2, "optim_step", json.dumps({"adam_params": {}}).encode())
+    running.go.set()
     running.until(lambda: step in running.ended, "the small model's step")
     assert long not in running.ended
     own = next(number for number, models in enumerate(running.passes) if "small" in models)
@@ -99,9 +105,11 @@ def test_those_who_wait_together_share_a_pass(running: Running, monkeypatch: pyt
     names = [f"tenant{number}" for number in range(3)]
     for name in names:
         running.create(name)
+    running.go.clear()
     running.gradient("tenant0", 1, 8)
     running.until(lambda: running.passes, "a pass to be at work")
     ends = [running.send(name, 2 if name == "tenant0" else 1, "forward_backward", _short()) for name in names]
+    running.go.set()
     running.until(lambda: all(end in running.ended for end in ends), "the short requests")
     assert max(len(set(models)) for models in running.passes) >= 2
 
