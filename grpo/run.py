@@ -128,8 +128,8 @@ class Run:
         return self.status.state not in (FINISHED, FAILED, STOPPED)
 
     def wait(self, timeout_s: float | None = None) -> "Run":
-        """Waits for the end, and shows the run meanwhile: a live curve in a notebook (with the extra `plots`), elsewhere what
-        `grpo` shows.
+        """Waits for the end, and shows the run meanwhile: a live curve in a notebook that has the extra `plots`, else
+        what `grpo` shows.
         Returns the run itself. Interrupting it stops the waiting, not the run.
 
         Raises `RunFailed` where the run has failed, and TimeoutError after `timeout_s` seconds.

@@ -1,4 +1,4 @@
-"""What a laptop run does not need may be absent: each use of it names the extra that brings it, before anything runs."""
+"""What a laptop run does not need may be absent: each use names the extra that brings it, before anything runs."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ from grpo.transport.extras import MODULES
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+FOUND = f"sys.path.append({str(ROOT)!r}); from tests.grpo.run_folder import found"
 LIBRARIES = sorted({name.partition(".")[0] for names in MODULES.values() for name in names} - {"opentelemetry"})
 
 
@@ -63,7 +64,7 @@ main()
     [
         (
             "plots",
-            "import grpo; from pathlib import Path; from tests.grpo.run_folder import found; grpo.Run(found(Path('run'))).metrics",
+            f"import grpo, sys, pathlib\n{FOUND}\ngrpo.Run(found(pathlib.Path('run'))).metrics",
         ),
         ("math", "from grpo.environments.rewards import math; math('2', {'answer': '2'})"),
         ("math", "from grpo.environments.rewards import make_reward; make_reward('math')"),
@@ -71,7 +72,7 @@ main()
     ],
 )
 def test_a_use_from_python_names_the_extra(extra: str, code: str, tmp_path: Path) -> None:
-    done = without(LIBRARIES, f"sys.path.append({str(ROOT)!r})\n{code}", tmp_path)
+    done = without(LIBRARIES, code, tmp_path)
     assert done.returncode == 1
     assert f"UserError: {done.stderr.rpartition('UserError: ')[2]}" in done.stderr
     assert f"pip install 'grpo-pipeline[{extra}]'" in done.stderr.splitlines()[-1]
@@ -91,7 +92,8 @@ def test_each_extra_brings_what_is_looked_for_and_the_core_does_not() -> None:
     core = {Requirement(one).name for one in project["dependencies"]}
     for extra in MODULES:
         names = {Requirement(one).name for one in extras[extra]}
-        assert names and not names & core
+        assert names
+        assert not names & core
     with_tests = {Requirement(one).name for one in extras["dev"]}
     for extra in MODULES.keys() - {"textarena"}:
         assert {Requirement(one).name for one in extras[extra]} <= with_tests, extra
