@@ -82,11 +82,12 @@ class Run:
     def rollouts(self, step: int, *, evaluation: bool = False) -> "pd.DataFrame":
         """Every rollout of a step's batch, or of the `evaluation` of version `step`, token by token: the columns of
         docs/traces.md. Raises ValueError for a step of which no trace is there."""
-        pd = _pandas()
+        pandas = _pandas()
         if not (path := trace_path(self.folder, step, evaluation=evaluation)).is_file():
             there = traced_steps(self.folder, evaluation=evaluation)
             raise ValueError(f"{path} is not there; there are traces of {there or 'none'}")
-        return pd.read_parquet(path)
+        table: pd.DataFrame = pandas.read_parquet(path)
+        return table
 
     @property
     def summary(self) -> dict[str, Any] | None:
