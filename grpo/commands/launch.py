@@ -1,11 +1,12 @@
-"""`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them."""
+"""`grpo launch RUN --on slurm|kubernetes|sky|ssh:HOST`: a run over the machines of a cluster, or on one that
+ssh reaches."""
 
 import argparse
 from pathlib import Path
 
 from grpo.commands.status import run_status, shown, text
 from grpo.configs.run import LoadedRun, load_run
-from grpo.deploy import cluster, kubernetes, sky, slurm
+from grpo.deploy import cluster, kubernetes, sky, slurm, ssh
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FINISHED
 
@@ -19,16 +20,27 @@ exit codes: 0 done, 1 the engine refuses, 2 settings that cannot be honoured"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own options."""
     parser.add_argument("run", metavar="RUN", help="a folder with run.yaml, such a file, or a preset's name")
-    parser.add_argument("--on", required=True, choices=("slurm", "kubernetes", "sky"), help="what starts the programs")
+    parser.add_argument(
+        "--on", required=True, type=_engine, metavar="slurm|kubernetes|sky|ssh:HOST", help="where it runs"
+    )
     parser.add_argument("--overlay", choices=kubernetes.OVERLAYS, default="base", help="what Kubernetes gets")
     parser.add_argument("--dry-run", action="store_true", help="print what would be handed over, and stop")
     parser.add_argument("--stop", action="store_true", help="end what runs; the run's folder stays")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
 
 
+def _engine(text: str) -> str:
+    if text not in ("slurm", "kubernetes", "sky") and not text.startswith("ssh:"):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected slurm, kubernetes, sky or ssh:HOST")
+    return text
+
+
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code."""
     run = load_run(options.run, options.others, hardware=cluster.HARDWARE)
+    if options.on.startswith("ssh:"):
+        print(_by_ssh(run, ssh.host_of(options.on), options))
+        return 0
     cluster.check(run)
     if options.inside:
         return slurm.inside(run, options.run, shown)
@@ -46,6 +58,14 @@ def _on_slurm(run: LoadedRun, options: argparse.Namespace) -> str:
     if (state := slurm.state(folder)) is not None:
         return f"{state}\n{text(run_status(folder))}"
     return _finished(run, folder) or slurm.submit(run, options.run, options.others)
+
+
+def _by_ssh(run: LoadedRun, host: str, options: argparse.Namespace) -> str:
+    if options.dry_run:
+        return ssh.script(run, options.run, options.others)
+    if options.stop:
+        return ssh.stop(run, host)
+    return ssh.state(run, host) or ssh.submit(run, host, options.run, options.others)
 
 
 def _finished(run: LoadedRun, folder: Path) -> str | None:

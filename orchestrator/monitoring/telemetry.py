@@ -105,7 +105,7 @@ class Otlp:
         try:
             self._send_spans(before=None)
         finally:
-            self._spans.shutdown()
+            self._spans.shutdown()  # type: ignore[no-untyped-call]
             self._metrics.shutdown()
 
     def _send_spans(self, *, before: int | None) -> None:
