@@ -132,6 +132,7 @@ class Engine:
         self._turns: dict[str, int] = {}
         """Number of the last turn of each tenant."""
         self._last_end = _nothing()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
     def start(self) -> None:
@@ -146,6 +147,11 @@ class Engine:
             self._ending = True
             self._changed.notify()
         self._thread.join(60.0)
+
+    def check(self) -> None:
+        """Raises what has ended the thread."""
+        if self._failure is not None:
+            raise self._failure
 
     def submit(self, command: Command) -> None:
         """Queues a command that is in the log."""
@@ -191,8 +197,14 @@ class Engine:
         return queue
 
     def _run(self) -> None:
+        try:
+            self._take_turns()
+        except Exception as error:
+            self._failure = error
+
+    def _take_turns(self) -> None:
         """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`, and for what
-        servers have been asked. Ends when the engine is closed."""
+        servers have been asked. Ends when the engine is closed, and with the log, which raises `LogFailed`."""
         looked_s = -EXPIRED_S
         while True:
             if time.monotonic() > looked_s + EXPIRED_S:

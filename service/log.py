@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from grpo.service.errors import Refused
+from grpo.service.errors import LogFailed, Refused
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(session TEXT PRIMARY KEY, tenant TEXT, heard_at REAL);
@@ -143,9 +143,15 @@ class CommandLog:
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises `LogFailed`, as do all methods that write, from the first one on that could not: what follows it must
+        not be there without it."""
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+        self._path, self._failure = path, cast("LogFailed | None", None)
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+        except sqlite3.Error as error:
+            raise LogFailed(path, error) from error
         self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         [(self._num_ended,)] = self._rows("SELECT coalesce(max(ended), 0) FROM commands")
         """Numbers the ends of commands."""
@@ -185,7 +191,7 @@ class CommandLog:
                         ends.append(partial(future.set_result, work(db)))
                     except Refused as error:
                         ends.append(partial(future.set_exception, error))
-        except Exception as error:  # a full disk, for instance; whoever has handed it over is told
+        except Exception as error:  # whoever has handed it over is told
             ends = [partial(future.set_exception, error) for _, future in together]
         for end in ends:
             end()
@@ -193,13 +199,23 @@ class CommandLog:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+            self.check()
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                if not isinstance(error, sqlite3.OperationalError):
+                    raise
+                self._failure = LogFailed(self._path, error)
+                raise self._failure from error
+
+    def check(self) -> None:
+        """Raises `LogFailed` if something could not be written."""
+        if self._failure is not None:
+            raise self._failure
 
     def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._read_lock:
