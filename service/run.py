@@ -138,6 +138,7 @@ def vocabulary(model_folder: Path) -> list[str]:
 def _announce(run: RunFolder, listening: socket.socket, keys: Mapping[str, str]) -> None:
     """Writes where the service is and its keys, for this user alone."""
     host, port = listening.getsockname()[:2]
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     address = f"[{host}]" if ":" in host else host
     about = {"base_url": f"http://{address}:{port}", "api_key": next(iter(keys.values())), "api_keys": dict(keys)}
     write_atomic(run.path / SERVICE_FILE, json.dumps(about, indent=1).encode(), private=True)

@@ -1,24 +1,36 @@
-"""`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them."""
+"""`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them; with the
+word `service` in place of a run, a training service."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
+from grpo.commands.service import launched
 from grpo.commands.status import run_status, shown, text
 from grpo.configs.run import LoadedRun, load_run
-from grpo.deploy import cluster, kubernetes, sky, slurm
+from grpo.deploy import cluster, kubernetes, service, sky, slurm
+from grpo.deploy.service import ServiceLaunch
+from grpo.service_folder import SERVICE
+from grpo.transport.errors import UserError
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FINISHED
 
 TAKES_OTHERS = True
 EPILOG = """\
 The first time it starts the run, as topology in run.yaml says; given again it shows how it stands, and --stop ends it.
-Started once more, it goes on. Other --key value options are settings, as of grpo. docs/clusters.md tells more.
+Started once more, it goes on. Other --key value options are settings, as of grpo. docs/clusters.md tells more. A
+training service takes the options of grpo service, and --topology as JSON:
+
+  grpo launch service --on slurm --model M --output_dir D --topology '{"infer": {"replicas": 2}}'
+
 exit codes: 0 done, 1 the engine refuses, 2 settings that cannot be honoured"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own options."""
-    parser.add_argument("run", metavar="RUN", help="a folder with run.yaml, such a file, or a preset's name")
+    parser.add_argument(
+        "run", metavar="RUN", help="a folder with run.yaml, such a file, or a preset's name; or: service"
+    )
     parser.add_argument("--on", required=True, choices=("slurm", "kubernetes", "sky"), help="what starts the programs")
     parser.add_argument("--overlay", choices=kubernetes.OVERLAYS, default="base", help="what Kubernetes gets")
     parser.add_argument("--dry-run", action="store_true", help="print what would be handed over, and stop")
@@ -28,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    if options.run == SERVICE:
+        print(_service(launched(options.others), options))
+        return 0
     run = load_run(options.run, options.others, hardware=cluster.HARDWARE)
     cluster.check(run)
     if options.inside:
@@ -61,14 +76,35 @@ def _finished(run: LoadedRun, folder: Path) -> str | None:
 
 def _on_kubernetes(run: LoadedRun, options: argparse.Namespace) -> str:
     if options.dry_run:
-        rendered = kubernetes.files(run, options.run)
-        return "\n".join(f"# {path}\n{rendered[path]}" for path in sorted(rendered))
+        return _shown(kubernetes.files(run, options.run))
     if options.stop:
-        return kubernetes.stop(run, options.overlay)
-    return kubernetes.state(run) or kubernetes.submit(run, options.run, options.overlay)
+        return kubernetes.stop(cluster.name_of(run), options.overlay)
+    return kubernetes.state(cluster.name_of(run)) or kubernetes.submit(run, options.run, options.overlay)
 
 
 def _on_sky(run: LoadedRun, options: argparse.Namespace) -> str:
     if options.dry_run:
         return sky.group(run, options.run)
     return sky.stop(run) if options.stop else sky.state(run) or sky.submit(run, options.run)
+
+
+def _shown(files: Mapping[str, str]) -> str:
+    return "\n".join(f"# {path}\n{files[path]}" for path in sorted(files))
+
+
+def _service(asked: ServiceLaunch, options: argparse.Namespace) -> str:
+    if options.on == "sky":
+        raise UserError("a service is written for slurm and kubernetes; on SkyPilot start grpo service in a task")
+    if options.overlay != "base":
+        raise UserError(f"--overlay {options.overlay} is of runs; a service has Kubernetes' own kinds alone")
+    if options.on == "slurm":
+        if options.dry_run:
+            return service.script(asked)
+        if options.stop:
+            return slurm.stop(asked.output_dir)
+        return slurm.state(asked.output_dir) or service.submit_to_slurm(asked)
+    if options.dry_run:
+        return _shown(service.files(asked))
+    if options.stop:
+        return kubernetes.stop(asked.name, "base")
+    return kubernetes.state(asked.name) or service.submit_to_kubernetes(asked)

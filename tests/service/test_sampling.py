@@ -354,23 +354,26 @@ def test_of_two_servers_one_is_killed_and_comes_back(tmp_path: Path, monkeypatch
     def left_out() -> str:
         return json.loads((run / "status" / "service.json").read_text())["message"] or ""
 
-    with started(0, "first.log") as first, started(1, "second.log") as second:
-        with running(run, MODEL, "--server", f"{first.url},{second.url}") as service:
-            client = service.training_client(rank=8)
-            stepped(client, 1)
-            sampler = done(client.save_weights_and_get_sampling_client())
-            assert live(first.url).keys() == live(second.url).keys() != set()
-            params = types.SamplingParams(max_tokens=100)
-            asked = [sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params) for _ in range(24)]
-            first.process.kill()
-            assert all(len(done(one).sequences) == 2 for one in asked)
-            until(lambda: first.url in left_out())
-            stepped(client, 2)
-            sampler = done(client.save_weights_and_get_sampling_client())
-            ids = PROMPT + list(sampled(sampler)[0].tokens)
-            assert np.allclose(served_logprobs(sampler, ids), trained_logprobs(client, ids), atol=1e-3)
-            with started(0, "again.log") as again:
-                until(lambda: not left_out())
-                assert not live(again.url)
-                done(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params))
-                until(lambda: live(again.url))
+    with (
+        started(0, "first.log") as first,
+        started(1, "second.log") as second,
+        running(run, MODEL, "--server", f"{first.url},{second.url}") as service,
+    ):
+        client = service.training_client(rank=8)
+        stepped(client, 1)
+        sampler = done(client.save_weights_and_get_sampling_client())
+        assert live(first.url).keys() == live(second.url).keys() != set()
+        params = types.SamplingParams(max_tokens=100)
+        asked = [sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params) for _ in range(24)]
+        first.process.kill()
+        assert all(len(done(one).sequences) == 2 for one in asked)
+        until(lambda: first.url in left_out())
+        stepped(client, 2)
+        sampler = done(client.save_weights_and_get_sampling_client())
+        ids = PROMPT + list(sampled(sampler)[0].tokens)
+        assert np.allclose(served_logprobs(sampler, ids), trained_logprobs(client, ids), atol=1e-3)
+        with started(0, "again.log") as again:
+            until(lambda: not left_out())
+            assert not live(again.url)
+            done(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params))
+            until(lambda: live(again.url))

@@ -118,15 +118,19 @@ class OneOfTwo(TwoSlots):
 
     def __init__(self, go: asyncio.Event) -> None:
         super().__init__()
-        self.go, self.is_gone, self.num_asked, self.has_two = go, False, 0, asyncio.Event()
+        self.go, self.is_gone, self.num_asked, self.changed = go, False, 0, asyncio.Condition()
+
+    async def until_asked(self, times: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.num_asked >= times)
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_gone:
             raise httpx.ConnectError("nobody listens")
         if request.url.path == "/policy/score":
-            self.num_asked += 1
-            if self.num_asked == 2:
-                self.has_two.set()
+            async with self.changed:
+                self.num_asked += 1
+                self.changed.notify_all()
             await self.go.wait()
         return httpx.Response(200) if request.url.path == "/health" else self(request)
 
@@ -150,13 +154,13 @@ async def test_requests_are_spread_over_servers_and_those_of_one_that_is_gone_ar
         score = ScoreRequest(version=1, token_ids=[1, 2])
         asked = [asyncio.create_task(sampling._post("/policy/score", score, Scored, 1)) for _ in range(4)]
         for server in servers:
-            await server.has_two.wait()
+            await server.until_asked(2)
         servers[0].is_gone = True
         await sampling.servers[0].gone.wait()
         assert sampling.left_out == urls[:1]
+        await servers[1].until_asked(4)  # those of the server that is gone too
         go.set()
         await asyncio.gather(*asked)
-        assert servers[1].num_asked == 4, "those of the server that is gone too"
         servers[0].live, servers[0].is_gone = [], False
         await sampling.servers[0].there.wait()
         await asyncio.gather(*(sampling._post("/policy/score", score, Scored, 1) for _ in range(2)))
