@@ -498,16 +498,20 @@ class CommandLog:
             SELECT version, 'checkpoint' FROM versions JOIN checkpoints USING(path)
             UNION ALL SELECT version, 'session' FROM samplers JOIN sessions
                 ON session = substr(sampler, 1, instr(sampler, ':') - 1) WHERE version IS NOT NULL AND heard_at >= ?
+            UNION ALL SELECT (SELECT max(version) FROM versions JOIN canaries USING(version) WHERE path = model_path),
+                'session' FROM samplers JOIN sessions ON session = substr(sampler, 1, instr(sampler, ':') - 1)
+                WHERE version IS NULL AND model_path IS NOT NULL AND heard_at >= ?
             UNION ALL SELECT version, 'command' FROM versions JOIN commands
                 ON commands.target = versions.model AND commands.seq = versions.seq WHERE state = 'waiting'"""
         found: dict[int, dict[str, int]] = {}
-        for version, by in self._rows(query, heard_since):
+        for version, by in self._rows(query, heard_since, heard_since):
             of_version = found.setdefault(version, {})
             of_version[by] = of_version.get(by, 0) + 1
         return found
 
     def add_sampler(self, sampler: str, tenant: str, model_path: str | None, version: int | None) -> None:
-        """Adds a sampling session of a version (None: the base model), unless it is there already."""
+        """Adds a sampling session of a version, unless it is there already. None is the base model, or, with a path,
+        the newest version of this path that servers have."""
         with self._transaction() as db:
             row = (sampler, tenant, model_path, version)
             db.execute("INSERT OR IGNORE INTO samplers(sampler, tenant, model_path, version) VALUES (?,?,?,?)", row)
@@ -522,8 +526,9 @@ class CommandLog:
 
     def sampler(self, sampler: str, tenant: str) -> tuple[str | None, int | None]:
         """Returns path and version of a sampling session. Raises `Refused` for one that the tenant does not have."""
-        rows = self._rows("SELECT model_path, version FROM samplers WHERE sampler=? AND tenant=?", sampler, tenant)
-        if not rows:
+        newest = "SELECT max(version) FROM versions JOIN canaries USING(version) WHERE path = model_path"
+        query = f"SELECT model_path, coalesce(version, ({newest})) FROM samplers WHERE sampler=? AND tenant=?"
+        if not (rows := self._rows(query, sampler, tenant)):
             raise Refused(f"sampling_session_id is {sampler!r:.120}, and there is no such session", status=404)
         return rows[0][0], rows[0][1]
 

@@ -107,6 +107,13 @@ class SampleRequest(msgspec.Struct, kw_only=True):
         return ids
 
 
+NOT_SERVED = {
+    "target_prompt_logprobs": ": a server scores a prompt's own tokens and the 20 likeliest (topk_prompt_logprobs); "
+    "the training client's forward scores any targets, up to 256 a token",
+    "prompt_alt_tokens_k": ": a server draws tokens only after a prompt; sample after its beginnings",
+    "record_stability_info": ": it is for the loss stable_reinforce",
+}
+"""Fields of a request that are refused, and why."""
 _ADDRESS = {"type", "base_model", "model_path", "sampling_session_id", "seq_id"}
 
 
@@ -311,8 +318,9 @@ class Sampling:
         samples: list[Sample] = []
         try:
             async with self._places:
-                answer = Answer(state="proto", content=await self._sample(command))
-            samples = self._samples(command, answer)
+                _, version = self._log.sampler(command.target, command.tenant)
+                answer = Answer(state="proto", content=await self._sample(command, version))
+            samples = self._samples(command, answer, version)
         except Refused as error:
             answer = Answer(state="failed", content=str(error).encode())
         except Exception as error:
@@ -324,19 +332,17 @@ class Sampling:
         ended = self._log.finish(command, answer, samples=samples)
         ended.add_done_callback(lambda _: self._finished(command.request_id))
 
-    def _samples(self, command: Command, answer: Answer) -> list[Sample]:
+    def _samples(self, command: Command, answer: Answer, version: int | None) -> list[Sample]:
         """Returns the samples whose log-probabilities are those of the whole distribution at temperature 1, which the
         trainer computes too."""
         asked = read_sample(command.body)
         params = asked.sampling_params
         if params.temperature != 1 or params.top_p < 1 or params.top_k > 0:
             return []
-        _, version = self._log.sampler(command.target, command.tenant)
         return samples_of(asked.token_ids, answer.content, version=version)
 
-    async def _sample(self, command: Command) -> bytes:
+    async def _sample(self, command: Command, version: int | None) -> bytes:
         asked = read_sample(command.body)
-        _, version = self._log.sampler(command.target, command.tenant)
         request, copies = self._request(asked, version)
         message = schema.SampleResponse()
         if asked.prompt_logprobs or asked.topk_prompt_logprobs:
@@ -445,7 +451,7 @@ def read_sample(body: bytes) -> SampleRequest:
     if unknown := sorted(
         name for name, value in fields.items() if value and name not in {*_ADDRESS, *SampleRequest.__struct_fields__}
     ):
-        raise Refused(f"{unknown[0]} is not served")
+        raise Refused(f"{unknown[0]} is not served{NOT_SERVED.get(unknown[0], '')}")
     return asked
 
 

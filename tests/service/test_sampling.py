@@ -279,6 +279,23 @@ def test_while_one_saves_others_are_answered(service: Running) -> None:
     assert sum(within) >= len(within) / 2, (saves, answers)
 
 
+def test_inflight_clients_have_the_newest_weights_that_were_saved_so(service: Running) -> None:
+    client = service.training_client()
+    stepped(client, 1)
+    first = done(client.save_weights_and_get_sampling_client(kind="inflight"))
+    snapshot = done(client.save_weights_and_get_sampling_client())
+    ids = list(PROMPT * 3)
+    before = trained_logprobs(client, ids)
+    assert np.allclose(served_logprobs(first, ids), before, atol=1e-3)
+    stepped(client, 2)
+    after = trained_logprobs(client, ids)
+    assert not np.allclose(before, after, atol=1e-2)
+    assert np.allclose(served_logprobs(first, ids), before, atol=1e-3), "what is not saved is not sampled from"
+    second = done(client.save_weights_and_get_sampling_client(kind="inflight"))
+    for sampler, expected in ((first, after), (second, after), (snapshot, before)):
+        assert np.allclose(served_logprobs(sampler, ids), expected, atol=1e-3)
+
+
 def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
     client = service.training_client()
     path = done(client.save_weights_for_sampler("mine")).path
