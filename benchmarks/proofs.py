@@ -244,7 +244,7 @@ def busy(run: Path) -> float:
     """Returns how much of the time between two steps the trainer of a run was busy, by the medians of its steps."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/train_s" in line and "time/step_s" in line][EAGER:]
-    return statistics.median(one["time/train_s"] / one["time/step_s"] for one in steps)
+    return float(statistics.median(one["time/train_s"] / one["time/step_s"] for one in steps))
 
 
 def main() -> int:
