@@ -2,12 +2,14 @@
 word `service` in place of a run, a training service."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo.commands.service import launched
+from grpo.commands.service import SERVER_KEY_VAR, server_settings, train_settings
+from grpo.commands.service import add_arguments as add_service_arguments
 from grpo.commands.status import run_status, shown, text
 from grpo.configs.run import LoadedRun, load_run
+from grpo.configs.topology import Topology
 from grpo.deploy import cluster, kubernetes, service, sky, slurm
 from grpo.deploy.service import ServiceLaunch
 from grpo.service_folder import SERVICE
@@ -90,6 +92,43 @@ def _on_sky(run: LoadedRun, options: argparse.Namespace) -> str:
 
 def _shown(files: Mapping[str, str]) -> str:
     return "\n".join(f"# {path}\n{files[path]}" for path in sorted(files))
+
+
+def launched(words: Sequence[str]) -> ServiceLaunch:
+    """Returns what `grpo launch service` hands to a cluster, from the options of this command and `--topology`. Raises
+    `UserError` and `SettingsError`."""
+    parser = argparse.ArgumentParser(prog="grpo launch service", add_help=False)
+    add_service_arguments(parser)
+    parser.add_argument("--topology", default="{}")
+    options = parser.parse_args(words)
+    if options.server:
+        raise UserError("--server: grpo launch starts the servers, as many as topology.infer.replicas says")
+    if options.host != "127.0.0.1":
+        raise UserError("--host: on a cluster the service listens on all addresses of its machine")
+    try:
+        topology = Topology.model_validate_json(options.topology)
+    except ValueError as error:
+        raise UserError(
+            f"--topology is {options.topology[:200]!r}, expected JSON as docs/clusters.md shows: {error}"
+        ) from error
+    if topology.train.nodes > 1:
+        raise UserError(f"topology.train.nodes is {topology.train.nodes}, and a service trains on one machine")
+    if options.device == "auto":  # this machine need not have what those of the cluster have
+        options.device = "cuda"
+    settings = train_settings(options)
+    server = {} if options.no_sampling else server_settings(options, settings)
+    own = {"model": options.model, "tenants": ",".join(options.tenants), "sequence_len": settings.sequence_len}
+    own |= {"micro_batch_tokens": options.micro_batch_tokens, "max_rank": options.max_rank, "device": options.device}
+    own |= {"num_threads": options.num_threads}
+    return ServiceLaunch(
+        output_dir=options.output_dir,
+        port=options.port or service.PORT,
+        words=tuple(f"--{key}={value}" for key, value in own.items() if value is not None),
+        server={key: value for key, value in server.items() if key not in ("host", "port")},
+        is_on_gpu=options.device == "cuda",
+        key_var=SERVER_KEY_VAR,
+        topology=topology,
+    )
 
 
 def _service(asked: ServiceLaunch, options: argparse.Namespace) -> str:

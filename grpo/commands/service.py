@@ -13,10 +13,8 @@ from typing import Any
 
 from grpo.configs.facts import model_facts
 from grpo.configs.loading import load
-from grpo.configs.topology import Topology
 from grpo.configs.train import TrainSettings
 from grpo.deploy.programs import Signals
-from grpo.deploy.service import PORT, ServiceLaunch
 from grpo.server_process import server_process
 from grpo.service_folder import SERVICE
 from grpo.transport.cores import set_numeric_defaults
@@ -95,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
     """Serves, and returns the exit code."""
     if find_spec("tinker") is None:
         raise UserError("the service speaks the schema of the client's package: pip install 'grpo-pipeline[service]'")
-    settings = _settings(options)
+    settings = train_settings(options)
     folder = resolve_model(options.model)
     set_numeric_defaults()
     start_log()
@@ -109,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
         servers, checks = options.server, list[Callable[[], None]]()
         if not (servers or options.no_sampling):
             os.environ[SERVER_KEY_VAR] = secrets.token_urlsafe(32)
-            asked = _server_settings(options, settings)
+            asked = server_settings(options, settings)
             started = stack.enter_context(server_process(asked, run.logs / "infer.log", output_dir=run.path))
             servers = (started.url,)
             checks.append(started.check)
@@ -132,43 +130,6 @@ def main(options: argparse.Namespace) -> int:
             check=serving,
         )
     return 0
-
-
-def launched(words: Sequence[str]) -> ServiceLaunch:
-    """Returns what `grpo launch service` hands to a cluster, from the options of this command and `--topology`. Raises
-    `UserError` and `SettingsError`."""
-    parser = argparse.ArgumentParser(prog="grpo launch service", add_help=False)
-    add_arguments(parser)
-    parser.add_argument("--topology", default="{}")
-    options = parser.parse_args(words)
-    if options.server:
-        raise UserError("--server: grpo launch starts the servers, as many as topology.infer.replicas says")
-    if options.host != "127.0.0.1":
-        raise UserError("--host: on a cluster the service listens on all addresses of its machine")
-    try:
-        topology = Topology.model_validate_json(options.topology)
-    except ValueError as error:
-        raise UserError(
-            f"--topology is {options.topology[:200]!r}, expected JSON as docs/clusters.md shows: {error}"
-        ) from error
-    if topology.train.nodes > 1:
-        raise UserError(f"topology.train.nodes is {topology.train.nodes}, and a service trains on one machine")
-    if options.device == "auto":  # this machine need not have what those of the cluster have
-        options.device = "cuda"
-    settings = _settings(options)
-    server = {} if options.no_sampling else _server_settings(options, settings)
-    own = {"model": options.model, "tenants": ",".join(options.tenants), "sequence_len": settings.sequence_len}
-    own |= {"micro_batch_tokens": options.micro_batch_tokens, "max_rank": options.max_rank, "device": options.device}
-    own |= {"num_threads": options.num_threads}
-    return ServiceLaunch(
-        output_dir=options.output_dir,
-        port=options.port or PORT,
-        words=tuple(f"--{key}={value}" for key, value in own.items() if value is not None),
-        server={key: value for key, value in server.items() if key not in ("host", "port")},
-        is_on_gpu=options.device == "cuda",
-        key_var=SERVER_KEY_VAR,
-        topology=topology,
-    )
 
 
 def _join(run: RunFolder, settings: TrainSettings, options: argparse.Namespace, base_model: str) -> None:
@@ -204,7 +165,7 @@ def _told(run: RunFolder) -> Iterator[StatusFile]:
     write_digests(run.path, run_id=run.run_id)
 
 
-def _settings(options: argparse.Namespace) -> TrainSettings:
+def train_settings(options: argparse.Namespace) -> TrainSettings:
     """Returns the trainer's settings. Raises `SettingsError`."""
     words = ["--optimizer", "adamw", "--lora_rank", "1"]
     for key in ("model", "output_dir", "sequence_len", "micro_batch_tokens", "device", "num_threads"):
@@ -216,7 +177,7 @@ def _settings(options: argparse.Namespace) -> TrainSettings:
     return settings
 
 
-def _server_settings(options: argparse.Namespace, settings: TrainSettings) -> dict[str, Any]:
+def server_settings(options: argparse.Namespace, settings: TrainSettings) -> dict[str, Any]:
     """Returns the settings of the grpo-infer that samples."""
     return {
         "model": options.model,

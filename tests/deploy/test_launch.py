@@ -26,7 +26,8 @@ from grpo.deploy.sky import group
 from grpo.deploy.slurm import script
 from grpo.transport.errors import UserError
 
-from grpo.commands.service import add_arguments, launched
+from grpo.commands.launch import launched
+from grpo.commands.service import add_arguments
 from tests.grpo.run_folder import grpo
 
 TOPOLOGY = {
