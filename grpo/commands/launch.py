@@ -1,5 +1,5 @@
-"""`grpo launch RUN --on slurm|kubernetes|sky|ssh:HOST`: a run over the machines of a cluster, or on one that ssh reaches;
-with the word `service` in place of a run, a training service."""
+"""`grpo launch RUN --on slurm|kubernetes|sky|ssh:HOST`: a run over the machines of a cluster, or on one that ssh
+reaches; with the word `service` in place of a run, a training service."""
 
 import argparse
 from collections.abc import Mapping, Sequence
