@@ -19,7 +19,8 @@ def tree_order(samples: Sequence[Ids], adapters: Sequence[int] | None = None) ->
     [1, 3, 2, 0], of which [0, 0, 1, 2] tokens are shared.
     """
     # Big-endian bytes are ordered as the tokens are.
-    keys = [ids.astype(">i4").tobytes() for ids in samples]
+    data, ends = np.concatenate(samples).astype(">i4").tobytes(), np.cumsum([4 * len(ids) for ids in samples]).tolist()
+    keys = [data[start:end] for start, end in pairwise([0, *ends])]
     of = adapters or [0] * len(samples)
     order = sorted(range(len(samples)), key=lambda one: (of[one], keys[one]), reverse=True)
     shared = [
@@ -30,7 +31,8 @@ def tree_order(samples: Sequence[Ids], adapters: Sequence[int] | None = None) ->
 
 def _in_common(left: Ids, right: Ids) -> int:
     """Returns how many first tokens are the same."""
-    length = min(len(left), len(right))
+    if not (length := min(len(left), len(right))) or left[0] != right[0]:
+        return 0
     differ = left[:length] != right[:length]
-    first = int(differ.argmax()) if length else 0
-    return first if length and differ[first] else length
+    first = int(differ.argmax())
+    return first if differ[first] else length

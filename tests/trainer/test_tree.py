@@ -8,7 +8,9 @@ import pytest
 import torch
 from grpo.configs.loss import LossSettings
 from grpo.trainer import packing
+from grpo.trainer.batch import check_step
 from grpo.trainer.distributed import ONE
+from grpo.trainer.errors import BatchError
 from grpo.trainer.model import Policy
 from grpo.trainer.objective import Objective
 from grpo.trainer.packing import Layout, packed_tokens
@@ -136,3 +138,32 @@ def test_random_trees_have_what_is_hard() -> None:
     )
     assert all(pack.distinct is not None and len(pack.distinct[0]) < len(pack.targets) for pack in packs)
     assert min(len(pack.token_ids) / len(batch.token_ids) for pack, batch in zip(packs, batches, strict=True)) < 0.5
+
+
+def test_a_micro_batch_is_as_large_as_what_is_computed_of_it(tiny_model: Path) -> None:
+    batch = tree_batch(0)
+    num_tokens = len(packed_tokens(batch, CPU).token_ids)
+    assert num_tokens < len(batch.token_ids)
+    known: dict[str, Any] = {"sequence_len": LONGEST, "vocab_size": VOCAB, "settings": LossSettings()}
+    check_step([batch], pack_tokens=num_tokens, **known)
+    with pytest.raises(BatchError, match=f"{num_tokens} tokens"):
+        check_step([batch], pack_tokens=num_tokens - 1, **known)
+
+
+def test_a_model_that_shares_nothing_computes_what_is_too_much_for_it_in_several_passes(tmp_path: Path) -> None:
+    policy, batch = tiny_policy(make_small(tmp_path, "lfm2")), tree_batch(0)
+    settings = LossSettings.model_validate(UNMASKED)
+    found = []
+    for capacity in (len(batch.token_ids), LONGEST):
+        objective = Objective(policy, settings, ONE, pack_tokens=capacity)
+        passes = list[int]()
+        objective.trained = lambda part, _, passes=passes: passes.append(len(part.token_ids))
+        for parameter in (*policy.parameters, policy.witness.zeros):
+            parameter.grad = None
+        metrics = objective.accumulate([batch], step=1)
+        found.append(([p.grad for p in (*policy.parameters, policy.witness.zeros)], metrics["loss/policy"][1], passes))
+    (whole, loss, one), (parts, same, several) = found
+    assert (len(one), max(several) <= LONGEST, sum(several)) == (1, True, len(batch.token_ids))
+    assert same == pytest.approx(loss, rel=1e-5)
+    for this, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(this, other, atol=1e-5, rtol=1e-4)
