@@ -25,7 +25,7 @@ def table() -> str:
     """Returns the table as Markdown."""
     rows = ["| `model_type` | class in transformers | samples | adapter served on a CPU |", "|---|---|---|---|"]
     for kind in sorted(PACKED | UNPACKED):
-        how = "packed, shared prompts once" if kind in PACKED else "one a row"
+        how = "packed, shared beginnings once" if kind in PACKED else "one a row"
         rows.append(
             f"| `{kind}` | `{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]}` | {how} | {NOT_SERVED.get(kind, 'yes')} |"
         )
