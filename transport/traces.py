@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         ("role", pa.string()),
         ("trained", pa.bool_()),
         ("drop_reason", pa.string()),  # why it was not trained
+        ("failure", pa.string()),  # the error in words where the rollout failed
         ("reward", pa.float64()),
         ("rewards", pa.string()),  # JSON, by role
         ("players", pa.string()),  # JSON, by role: `{"name": "v5", "digest": "xxh3_128:…"}`; null where none was bound
@@ -53,12 +54,14 @@ SCHEMA = pa.schema(
         ("hint", pa.string()),
         ("extras", pa.string()),  # JSON: what the episode says of the rollout
         ("key", pa.uint32()),  # of the row's tokens, by which the trainer's part is found
+        ("fields", pa.string()),  # JSON: the example's fields other than its prompt, long texts cut
         ("messages", pa.string()),  # JSON: the conversation, answers and tools' results included
         ("token_ids", pa.list_(pa.int32())),  # [L]
         ("loss_mask", pa.list_(pa.bool_())),  # [L] what the policy sampled
         ("versions", pa.list_(pa.int32())),  # [L]
         ("logprobs", pa.list_(pa.float32())),  # [L] the server's; 0 where not sampled
         ("advantages", pa.list_(pa.float32())),  # [L]
+        ("teacher_logprobs", pa.list_(pa.float32())),  # [L], null without a teacher
         ("trainer_logprobs", pa.list_(pa.float32())),  # [L], null until the step is done
         ("entropy", pa.list_(pa.float32())),  # [L] in nats, null until the step is done
         ("masked", pa.list_(pa.int8())),  # [L] index into MASKS, null until the step is done

@@ -231,6 +231,7 @@ def _row(
         "role": ", ".join(roles) or None,
         "trained": sample is not None,
         "drop_reason": reason,
+        "failure": result.failure.message if result.failure else None,
         "reward": None if result.failure is not None else result.reward,
         "rewards": _json(result.rewards),
         "players": _json(result.players) if result.players else None,
@@ -241,6 +242,7 @@ def _row(
         "stop_reason": _stop_reason(result, steps),
         "extras": _json(result.extras) if result.extras else None,
         "hint": "\n\n".join(texts) or None,
+        "fields": _json(result.fields) if result.fields else None,
         "messages": _json(_conversation(result, steps)),
         **({} if row is None else _tokens(row, sample)),
     }
@@ -271,6 +273,8 @@ def _tokens(row: TrainingRow, sample: TrainingSample | None) -> dict[str, Any]:
     if sample is None:
         return tokens
     advantages = np.where(row.sampled, np.asarray(sample.advantages, np.float32), np.float32(0))
+    if sample.teacher_logprobs is not None:
+        tokens["teacher_logprobs"] = np.where(row.sampled, sample.teacher_logprobs, np.float32(0))
     return tokens | {"advantages": advantages, "advantage": float(advantages.sum() / np.count_nonzero(row.sampled))}
 
 

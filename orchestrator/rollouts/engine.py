@@ -374,6 +374,7 @@ def _result_tree(
             accuracy=of.accuracy,
             metrics=of.metrics,
             extras=of.extras,
+            fields=of.fields,
             context_full=of.truncated,
             children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo.orchestrator.rollouts.context import NO_POOLS, Backend, ContextFull, RolloutContext, current_context
-from grpo.orchestrator.rollouts.messages import Message, checked_messages, messages_of, plain
+from grpo.orchestrator.rollouts.messages import Message, checked_messages, fields_of, messages_of, plain
 from grpo.orchestrator.rollouts.players import Pool
 from grpo.orchestrator.rollouts.roles import POLICY, Role
 from grpo.orchestrator.rollouts.rubric import RewardNotFinite, RewardTooLarge, Rubric
@@ -136,6 +136,7 @@ def outcome_of(state: EpisodeState) -> Outcome:
         accuracy=state.accuracy,
         metrics=state.metrics,
         extras=state.extras,
+        fields=fields_of(state.example),
         truncated=state.truncated,
         num_answers=sum(reply.player is None for reply in state.trajectory),
         players=state.players,

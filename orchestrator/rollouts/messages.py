@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+MAX_FIELD = 2000
+"""Longest text of an example's field that is kept for traces."""
+MAX_FIELDS = 16
 Message = Mapping[str, Any]
 """`{"role": "user", "content": "hi"}`, with what else the model's chat template reads."""
 
@@ -26,6 +29,23 @@ class ModelResponse:
     """
     version: int | None = None
     """The policy version that was live when it was asked; None where the server is no `grpo-infer`."""
+
+
+def fields_of(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the first fields of an example other than its prompt, as traces show them: numbers and short texts
+    as they are, anything else as text, cut at `MAX_FIELD` characters."""
+    return {str(name): _shown(value) for name, value in [*example.items()][: MAX_FIELDS + 1] if name != "prompt"}
+
+
+def _shown(value: Any) -> Any:
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**53):
+        return value
+    try:
+        text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+    except Exception:  # an object of the user's, of which nothing but the trace wants to know
+        text = f"a {type(value).__name__}"
+    text = text if len(text) <= MAX_FIELD else f"{text[:MAX_FIELD]}…"
+    return text.encode("utf-8", "replace").decode()
 
 
 def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[dict[str, str]]:

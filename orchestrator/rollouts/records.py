@@ -271,6 +271,8 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """The rubric's metrics by name."""
     extras: Mapping[str, Any] = {}
     """The result of `Episode.extras`, for logs."""
+    fields: Mapping[str, Any] = {}
+    """The example's fields other than its prompt, long texts cut, for traces."""
     context_full: bool = False
     """Ended by the episode because the context was full."""
     children: "tuple[EpisodeResult, ...]" = ()

@@ -257,6 +257,8 @@ class Outcome(Job, kw_only=True):
     accuracy: float = 0.0
     metrics: dict[str, float] = {}
     extras: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    """The example's fields other than its prompt, for traces."""
     truncated: bool = False
     """The episode ended because the context was full."""
     num_answers: int = 0

@@ -29,12 +29,13 @@ def result(name: str, reward: float) -> EpisodeResult:
     row = single_row([5, 6], completion, opening=(6,), version=1, temperature=1.0)
     row = replace(row, versions=((1, 3), (2, 1)))
     step = made.step(completion=completion, text="ab", version=1)
-    return made.result(name, step, rewards=reward, rows=(row,), task=TASK)
+    return replace(made.result(name, step, rewards=reward, rows=(row,), task=TASK), fields={"answer": "ba"})
 
 
 def group() -> ScoredGroup:
     logprobs = {"inference_logprobs": np.array([0, 0, -0.5, -0.25], np.float32), "policy_versions": ((1, 3), (2, 1))}
     mask = np.array([False, False, True, True])
+    logprobs["teacher_logprobs"] = np.array([0, 0, -0.3, -0.2], np.float32)
     sample = made.sample("7/0", IDS, loss_mask=mask, advantages=0.5, group_id="7", reward=1.0, **logprobs)
     both = [result("7/0", 1.0), result("7/1", 0.0)]
     return ScoredGroup(results=both, samples=[sample], found=[], withheld={"7/1": "repetition"})
@@ -94,7 +95,9 @@ def test_every_rollout_is_there_with_what_became_of_it(tmp_path: Path) -> None:
     assert first["advantages"] == [0, 0, 0.5, 0.5]
     assert (first["group"], first["example"], first["num_tokens"], first["advantage"]) == (7, 3, 2, 0.5)
     assert json.loads(first["messages"]) == [*TASK.messages, {"role": "assistant", "content": "ab"}]
-    assert rows["8/0"]["token_ids"] is None
+    assert first["teacher_logprobs"] == pytest.approx([0, 0, -0.3, -0.2])
+    assert json.loads(first["fields"]) == {"answer": "ba"}
+    assert (rows["8/0"]["token_ids"], rows["8/0"]["failure"], rows["8/0"]["fields"]) == (None, "boom", None)
 
 
 def test_the_trainers_part_is_added_to_what_it_trained(tmp_path: Path) -> None:
