@@ -84,7 +84,8 @@ class SharedSettings(OnDevice, Shared):
     """Longest sample in tokens, prompt and answers together (in a run that leaves it open: on a GPU 8192, on a CPU
     2048, more for a longer `max_tokens`, and never more than the model reads)."""
     micro_batch_tokens: PositiveInt | None = None
-    """Largest micro-batch in tokens, into which samples are packed (null: `sequence_len`, on a GPU at least 16384)."""
+    """Largest micro-batch in tokens, what samples begin with together counted once (null: `sequence_len`, on a GPU at
+    least 16384)."""
     lora: bool = True
     """A LoRA adapter is trained. false: all weights are, and are published whole (`weight_broadcast.format: full`)."""
     lora_rank: Annotated[PositiveInt, OnlyWith("lora")] = 16
