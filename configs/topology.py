@@ -33,7 +33,7 @@ class TrainTopology(Machine):
     nodes: PositiveInt = 1
     """Number of machines."""
     min_nodes: PositiveInt | None = None
-    """With how many of them it goes on where others are lost (null: all)."""
+    """The number of machines with which it continues if others are lost (null: all)."""
     gpus: NonNegativeInt | None = None
     """GPUs, and ranks, of each machine (null: `gpus` of the trainer; no GPUs where it computes on a CPU)."""
 
@@ -117,7 +117,7 @@ class Topology(Section):
     ssh: Ssh = Ssh()
     """The machine of `grpo launch --on ssh:HOST`."""
     slurm_notice_s: PositiveInt = 120
-    """So long before its time limit Slurm signals the run, which then writes a checkpoint and is queued again."""
+    """Seconds before the time limit at which Slurm signals the run, which then writes a checkpoint and is requeued."""
     sky: dict[str, str] = {}
     """More resources for all SkyPilot tasks: `infra: aws`, `accelerators: H100`."""
     secret: str = Field(default="grpo", min_length=1)
