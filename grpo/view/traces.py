@@ -179,11 +179,18 @@ def worst_tokens(run: Path, step: int, by: str, *, num: int = 60, evaluation: bo
 
 def _lists(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
     """Returns each row's list as an array."""
-    return [
-        None if not one.is_valid else one.values.to_numpy(zero_copy_only=False)
-        for chunk in column.chunks
-        for one in chunk
-    ]
+    return [None if not one.is_valid else _numpy(one.values) for chunk in column.chunks for one in chunk]
+
+
+def _numpy(array: pa.Array) -> NDArray[Any]:
+    """Returns a column of numbers or truth values, none of them null. The array's own `to_numpy` would import
+    pandas, for which the first page would wait a second."""
+    data, begin, end = array.buffers()[1], array.offset, array.offset + len(array)
+    if data is None:
+        return np.empty(0)
+    if pa.types.is_boolean(array.type):
+        return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[begin:end].astype(bool)
+    return np.frombuffer(data, array.type.to_pandas_dtype())[begin:end]
 
 
 def _measured(row: Mapping[str, NDArray[Any] | None], by: str) -> NDArray[Any] | None:
@@ -238,7 +245,7 @@ def _with_tokens(run: Path, row: pa.Table) -> dict[str, Any]:
     plain = _plain(row.select([name for name in row.column_names if name not in TOKENS]).to_pylist()[0])
     for name in TOKENS:
         column = row[name].combine_chunks()
-        plain[name] = None if column.null_count else _rounded(column.flatten().to_numpy(zero_copy_only=False))
+        plain[name] = None if column.null_count else _rounded(_numpy(column.flatten()))
     texts = vocabulary(run)
     plain["tokens"] = [texts.get(token) for token in plain["token_ids"] or []]
     plain["mask_names"] = MASKS
@@ -277,7 +284,8 @@ def vocabulary(run: Path) -> Mapping[int, str]:
 
 @lru_cache(maxsize=4)
 def _vocabulary(path: Path, _changed_ns: int) -> dict[int, str]:
-    table = pq.read_table(path)
+    with pq.ParquetFile(path) as file:  # `read_table` would import pandas, which takes a second
+        table = file.read()
     return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
 
@@ -292,7 +300,8 @@ def versions_of(run: Path, steps: Sequence[int], env: str, example: int, *, eval
             hits = [place for place, key in enumerate(keys) if key == {"env": env, "example": example}]
             if hits:
                 names = ["step", *_PER_ROLLOUT, "messages"]
-                found += [_plain(row) for row in file.read(columns=names).take(hits).to_pylist()]
+                table = file.read(columns=names)
+                found += [_plain(table.slice(place, 1).to_pylist()[0]) for place in hits]
     return found
 
 

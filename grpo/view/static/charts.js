@@ -113,16 +113,19 @@ function makePlot(place, box, now, group) {
   const values = (_, index) => {
     for (const field of box.querySelectorAll("[data-value]")) {
       const column = now.current.series[Number(field.dataset.value)]?.values ?? [];
-      field.firstChild.data = figure(index === null || index === undefined ? column.findLast((value) => value !== null) : column[index], 4);
+      field.firstChild.data = figure(index === null || index === undefined
+          ? column.findLast((value) => value !== null) : column[index], 4);
     }
   };
   const positive = series.some((one) => one.values.some((value) => value > 0));
   const plot = new uPlot({
     width: place.clientWidth || 320, height: HEIGHT,
     cursor: { sync: group ? { key: group } : undefined, focus: { prox: 24 }, drag: { x: true, y: false, setScale: false } },
-    scales: { x: { time: false }, y: log && positive ? { distr: 3 } : {} },
+    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low, low + 1] : [low, high]) }, y: log && positive
+        ? { distr: 3 } : { range: spread } },
     legend: { show: false },
-    axes: [{ ...axis, space: 56, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+    axes: [{ ...axis, space: 56, size: 28 },
+        { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
     series: [{ label: "step" }, ...(smooth ? series.map((one, index) => line(one, index, true)) : []),
       ...series.map((one, index) => line(one, index, false))],
     hooks: {
@@ -141,10 +144,19 @@ function makePlot(place, box, now, group) {
   plot.over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
   plot.over.addEventListener("mouseup", (event) => {
     const index = plot.cursor.idx;
-    if (Math.abs(event.clientX - pressed) < 4 && index !== null && index !== undefined) now.current.onStep?.(now.current.steps[index]);
+    if (Math.abs(event.clientX - pressed) < 4 && index !== null
+        && index !== undefined) now.current.onStep?.(now.current.steps[index]);
   });
   plot.over.addEventListener("dblclick", () => now.current.onRange?.(null, null));
   return plot;
+}
+
+// Room above and below the values; around one value alone, too.
+function spread(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : low > 0 ? [0, 1.25 * low] : [1.25 * low, 0];
+  const room = 0.08 * (high - low);
+  return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }
 
 function short(value) {
@@ -199,7 +211,8 @@ function picture(width, height, name, paint) {
   ctx.fillRect(0, 0, width, height);
   paint(ctx);
   canvas.toBlob((blob) => {
-    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `${name.replace(/[^\w-]+/g, "-")}.png` });
+    const link = Object.assign(document.createElement("a"),
+        { href: URL.createObjectURL(blob), download: `${name.replace(/[^\w-]+/g, "-")}.png` });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   });
@@ -271,11 +284,13 @@ export function Gantt({ lanes, spans, from, to, onMove, onStep }) {
   const name = (one) => one.who.replace(/^grpo-/, "").replace("http://", "");
   const busy = (one) => (one.busy === null ? "" : `${Math.round(one.busy * 100)}%`);
   return html`<ul class="legend">${kinds.map((what) => html`<li key=${what}><i style=${{
-      background: tone((SPANS[what] ?? [5])[0]), height: `${(SPANS[what] ?? [5, 24])[1] / 2}px`, verticalAlign: "middle" }}></i>${what}</li>`)}</ul>
+      background: tone((SPANS[what] ?? [5])[0]), height: `${(SPANS[what] ?? [5, 24])[1] / 2}px`, verticalAlign: "middle" }}>
+          </i>${what}</li>`)}</ul>
     <div class="gantt"><ul aria-label="programs and how busy they were">${lanes.map((one) => html`<li key=${one.who}>
       <b>${name(one)}</b> <span class="quiet">${busy(one)}</span></li>`)}</ul>
     <canvas ref=${place} height=${height} style=${{ height: `${height}px` }} tabindex="0" role="img"
-      aria-label=${`Timeline from ${figure(from, 1)} to ${figure(to, 1)} seconds: ${lanes.map((one) => `${name(one)} ${busy(one)}`).join(", ")}. Arrow keys move, plus and minus zoom.`}
+      aria-label=${`Timeline from ${figure(from, 1)} to ${figure(to, 1)} seconds: ${lanes.map((one) =>
+          `${name(one)} ${busy(one)}`).join(", ")}. Arrow keys move, plus and minus zoom.`}
       onWheel=${wheel} onKeyDown=${key} onMouseDown=${(event) => { drag.current = { x: event.offsetX, from, to }; }}
       onMouseMove=${move} onClick=${click}></canvas></div>`;
 }

@@ -148,7 +148,8 @@ export function Clip({ text, children }) {
   }, [text]);
   if (text === null || text === undefined) return html`<span class="quiet">–</span>`;
   return html`<div ref=${box} class=${`clip${open ? " open" : ""}`} dir="auto">${children ?? (shown(text) || "∅")}</div>
-    ${long && html`<button class="plain" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "less" : "more"}</button>`}`;
+    ${long && html`<button class="plain" aria-expanded=${open}
+        onClick=${() => setOpen(!open)}>${open ? "less" : "more"}</button>`}`;
 }
 
 // What is wider than its place can be moved there, by keys too.

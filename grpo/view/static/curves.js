@@ -113,6 +113,7 @@ function grouped(names) {
 
 // With one environment, its own figure is the mean of all; of several curves of the same values one is shown.
 function distinct(names, columns) {
+  if (names.length < 2) return names;
   const seen = new Set();
   return names.filter((name) => {
     const values = columns[name].join();
@@ -129,16 +130,19 @@ function shortNames(names) {
   return names.map((name) => name.slice(common.length) || name);
 }
 
-const usable = (columns) => Object.keys(columns).filter((name) => !NO_CHART.test(name) && columns[name].some((one) => one !== null));
+const usable = (columns) => Object.keys(columns).filter((name) => !NO_CHART.test(name)
+    && columns[name].some((one) => one !== null));
 
 // What stands above charts: search, smoothing, axis, range, picture.
 function Tools({ query, ends, onSave, found }) {
   const [low, high] = [query.from ?? "", query.to ?? ""];
   return html`<form class="fields" role="search" aria-label="charts" onSubmit=${(event) => event.preventDefault()}>
     <${Search} label="metric" value=${query.find ?? ""} onChange=${(find) => setQuery({ find })} />
-    <${Choice} label="smoothing" value=${query.smooth ?? "0"} onChange=${(smooth) => setQuery({ smooth: smooth === "0" ? "" : smooth })}
+    <${Choice} label="smoothing" value=${query.smooth ?? "0"}
+      onChange=${(smooth) => setQuery({ smooth: smooth === "0" ? "" : smooth })}
       options=${[["0", "none"], ["0.6", "some"], ["0.9", "much"], ["0.97", "most"]]} />
-    <label class="check"><span><input type="checkbox" checked=${query.log === "1"} onChange=${(event) => setQuery({ log: event.target.checked ? "1" : "" })} />log axis</span></label>
+    <label class="check"><span><input type="checkbox" checked=${query.log === "1"}
+      onChange=${(event) => setQuery({ log: event.target.checked ? "1" : "" })} />log axis</span></label>
     <label class="short">steps <input type="number" aria-label="first step" placeholder=${ends[0]} value=${low}
       onChange=${(event) => setQuery({ from: event.target.value })} /> to <input type="number" aria-label="last step"
       placeholder=${ends[1]} value=${high} onChange=${(event) => setQuery({ to: event.target.value })} /></label>
@@ -149,7 +153,7 @@ function Tools({ query, ends, onSave, found }) {
 
 // The charts of one run. `marks`: steps where something was dropped, began again, stood still, or code was changed.
 export function RunCharts({ run, about, query, numbers }) {
-  const long = about?.step > 1000 && (query.from || query.to);
+  const long = about?.step > 500 && (query.from || query.to);
   const range = new URLSearchParams({ ...(query.from && { low: query.from }), ...(query.to && { high: query.to }) });
   const state = useAnswer(runPath(run, `curves${long ? `?${range}` : ""}`), run);
   return html`<${Answer} state=${state}>${(told) => html`<${Charts} run=${run} told=${told} query=${query} numbers=${numbers}
@@ -189,11 +193,20 @@ function Charts({ run, told, query, numbers, traced }) {
   };
   return html`<${Tools} query=${query} ends=${ends} onSave=${() => savePage(run, numbers)}
       found=${words.length ? `${found.length} of ${names.length} metrics` : `${names.length} metrics`} />
-    ${groups.map(([name, made]) => html`<details key=${name} class="part" open=${words.length > 0 || OPEN.has(name)}>
-      <summary>${name} <span class="quiet">${made.length}</span></summary><div class="charts">${made.map(chart)}</div></details>`)}
+    ${groups.map(([name, made]) => html`<${Part} key=${`${name} ${words.length > 0}`} name=${name} charts=${made} chart=${chart}
+      first=${words.length > 0 || OPEN.has(name)} />`)}
     <p class="quiet">A click or Enter on a step opens its rollouts; dragging chooses a range for all charts, a double click all
       steps. Dashed: something was dropped, began again, or stood still${changed.length ? ", or code was changed" : ""}.</p>
-    ${changes.map(([step, files]) => html`<p key=${step}>Code changed after step ${step}: <code>${files.join(", ")}</code></p>`)}`;
+    ${changes.map(([step, files]) => html`<p key=${step}>Code changed after step ${step}: <code>${files.join(", ")}</code>
+        </p>`)}`;
+}
+
+// A group of charts, which are made once it is opened.
+function Part({ name, charts, chart, first }) {
+  const [open, setOpen] = useState(first);
+  return html`<details class="part" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
+    <summary>${name} <span class="quiet">${charts.length}</span></summary>
+    <div class="charts">${open && charts.map(chart)}</div></details>`;
 }
 
 // Several runs over each other, held-out accuracy first, and the settings in which they differ.
@@ -208,34 +221,45 @@ export function ComparePage({ query }) {
     })).then((value) => current && setFound({ value }), (error) => current && setFound({ error: error.message }));
     return () => { current = false; };
   }, [query.runs]);
-  return html`<h1>${names.length} runs over each other</h1><div><${Answer} state=${found}>${(runs) => html`<${Overlay} runs=${runs} query=${query} />`}<//></div>`;
+  return html`<h1>${names.length} runs over each other</h1><div><${Answer} state=${found}>${(runs) => html`<${Overlay}
+      runs=${runs} query=${query} />`}<//></div>`;
 }
 
 function Overlay({ runs, query }) {
-  const names = useMemo(() => [...new Set(runs.flatMap((run) => [...usable(run.evaluated), ...usable(run.train)]))].sort(), [runs]);
+  const names = useMemo(() => [...new Set(runs.flatMap((run) => [...usable(run.evaluated), ...usable(run.train)]))].sort(),
+      [runs]);
   const words = (query.find ?? "").toLowerCase().split(/\s+/).filter(Boolean);
-  const wanted = words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.filter((name) => OVERLAID.includes(name));
+  const wanted = words.length ? names.filter((name) =>
+      words.every((word) => name.toLowerCase().includes(word))) : names.filter((name) => OVERLAID.includes(name));
   if (!words.length) wanted.sort((a, b) => OVERLAID.indexOf(a) - OVERLAID.indexOf(b));
   const kinds = Object.fromEntries(["train", "evaluated"].map((kind) => {
     const steps = [...new Set(runs.flatMap((run) => run[kind]["progress/step"] ?? []))].sort((a, b) => a - b);
-    return [kind, { steps, at: runs.map((run) => new Map((run[kind]["progress/step"] ?? []).map((step, index) => [step, index]))) }];
+    return [kind, { steps, at: runs.map((run) =>
+        new Map((run[kind]["progress/step"] ?? []).map((step, index) => [step, index]))) }];
   }));
   const all = [...kinds.train.steps, ...kinds.evaluated.steps];
-  const ends = all.length ? [Math.min(...all.slice(0, 1)), Math.max(kinds.train.steps.at(-1) ?? 0, kinds.evaluated.steps.at(-1) ?? 0)] : [0, 1];
+  const ends = all.length ? [Math.min(...all.slice(0, 1)), Math.max(kinds.train.steps.at(-1) ?? 0,
+      kinds.evaluated.steps.at(-1) ?? 0)] : [0, 1];
   const span = query.from || query.to ? [Number(query.from || ends[0]), Number(query.to || ends[1])] : null;
   const chart = (name) => {
     const kind = isEval(name) ? "evaluated" : "train", { steps, at } = kinds[kind];
-    const series = runs.map((run, index) => ({ label: run.name, values: steps.map((step) => run[kind][name]?.[at[index].get(step)] ?? null) }));
+    const series = runs.map((run, index) =>
+        ({ label: run.name, values: steps.map((step) => run[kind][name]?.[at[index].get(step)] ?? null) }));
     return html`<${Curve} key=${name} title=${name} steps=${steps} series=${series} group="compare" span=${span}
-      smooth=${Number(query.smooth ?? 0)} log=${query.log === "1"} onRange=${(from, to) => setQuery({ from: from ?? "", to: to ?? "" })} />`;
+      smooth=${Number(query.smooth ?? 0)} log=${query.log === "1"}
+          onRange=${(from, to) => setQuery({ from: from ?? "", to: to ?? "" })} />`;
   };
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].filter((key) =>
-    new Set(runs.map((run) => JSON.stringify(run.settings[key]))).size > 1 && !/output_dir|run_id|port|endpoint|base_url/.test(key));
+    new Set(runs.map((run) => JSON.stringify(run.settings[key]))).size > 1
+        && !/output_dir|run_id|port|endpoint|base_url/.test(key));
   return html`<p>${runs.map((run) => html`<a key=${run.name} href=${address(["run", run.name])}>${run.name}</a> `)}</p>
     <${Tools} query=${query} ends=${ends} onSave=${() => savePage(runs.map((run) => run.name).join(" and "), [])}
-      found=${words.length ? `${wanted.length} of ${names.length} metrics` : `${wanted.length} of ${names.length} metrics; search for others`} />
+      found=${words.length ? `${wanted.length} of ${names.length} metrics`
+          : `${wanted.length} of ${names.length} metrics; search for others`} />
     <div class="charts">${wanted.slice(0, MAX_FOUND).map(chart)}</div>
-    <h2>Settings that differ</h2>${keys.length ? html`<div class="settings">${keys.map((key) => html`<dl key=${key}><dt><code>${key}</code></dt>
-      <dd>${runs.map((run) => html`<div key=${run.name}><span class="quiet">${run.name}</span> ${JSON.stringify(run.settings[key])}</div>`)}</dd></dl>`)}</div>`
+    <h2>Settings that differ</h2>${keys.length ? html`<div class="settings">${keys.map((key) => html`<dl key=${key}><dt>
+      <code>${key}</code></dt>
+      <dd>${runs.map((run) => html`<div key=${run.name}>
+        <span class="quiet">${run.name}</span> ${JSON.stringify(run.settings[key])}</div>`)}</dd></dl>`)}</div>`
       : html`<p>None.</p>`}`;
 }
