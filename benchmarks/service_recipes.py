@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from tests.service.running import Running
 TINY = Path(__file__).parents[1] / "configs/tiny/model"
 MODEL = "Qwen/Qwen3-8B"
 """A name by which recipes look up their renderer; a folder with the embedded model."""
+INSTALLED = Path(sys.prefix, "cookbook")
+"""Where `make` installs the cookbook; not on the path of tests, which it would lend its other packages."""
 ANSWERER = "Qwen/Qwen3-4B-Instruct-2507"
 """The same, served by a second service."""
 POSITIONS = 4096
@@ -149,16 +152,23 @@ class Workplace:
                 service.end()
 
 
+def has_cookbook() -> bool:
+    """Returns whether recipes can be run."""
+    return INSTALLED.is_dir() or (find_spec("tinker_cookbook") is not None and find_spec("chz") is not None)
+
+
 def cookbook() -> Path:
     """Returns where the package is."""
-    import tinker_cookbook
-
-    return Path(tinker_cookbook.__file__).parent
+    if INSTALLED.is_dir():
+        return INSTALLED / "tinker_cookbook"
+    found = find_spec("tinker_cookbook")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
 
 
 def python_path() -> str:
-    """Returns this process's path, for a recipe in a folder of its own."""
-    return os.pathsep.join(path for path in sys.path if path)
+    """Returns this process's path, for a recipe in a folder of its own, and the cookbook's."""
+    return os.pathsep.join([*(path for path in sys.path if path), str(INSTALLED)])
 
 
 def place(file: Path, text: str) -> None:
@@ -393,6 +403,9 @@ def main() -> int:
     command = parser(__doc__)
     command.add_argument("--only", help="names that begin so, with commas between them")
     given = command.parse_args()
+    if not has_cookbook():
+        command.error("tinker-cookbook is not installed; `make .venv/.installed` does it, or see docs/service.md")
+    sys.path.append(str(INSTALLED))
     wanted = tuple(given.only.split(",")) if given.only else ("",)
     figures, targets, told = dict[str, float](), dict[str, tuple[str, float]](), dict[str, Any]()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the service would stay
