@@ -2,8 +2,8 @@
 
     python -m benchmarks.service_recipes [--only math_rl,shorter] [--check]
 
-The package is not installed with ours: `make` puts it into .venv/cookbook, and docs/service.md tells how to install it
-and what the recipes import elsewhere. Its code is not touched. A recipe gets model, renderer and sizes by its own
+The package is not installed with ours: `make` puts it into .venv/cookbook (docs/service.md). Its code is not touched. A
+recipe gets model, renderer and sizes by its own
 options, base URL and key from the environment, and where it names a data set of the hub, a folder of that name in the
 working directory. The model is configs/tiny/model, which reads 512 bytes, with `max_position_embeddings` raised to
 4,096, in a folder that has the name of a model that the cookbook knows. It can do none of these tasks, so that most
@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ MODEL = "Qwen/Qwen3-8B"
 """A name by which recipes look up their renderer; a folder with the embedded model."""
 INSTALLED = Path(sys.prefix, "cookbook")
 """Where `make` installs the cookbook; not on the path of tests, which it would lend its other packages."""
+COOKBOOK = INSTALLED / "tinker_cookbook"
 ANSWERER = "Qwen/Qwen3-4B-Instruct-2507"
 """The same, served by a second service."""
 POSITIONS = 4096
@@ -87,7 +87,7 @@ class Workplace:
     def __init__(self, folder: Path) -> None:
         self.folder, self._num_runs = folder, 0
         place_model(folder / MODEL)
-        examples = cookbook() / "example_data/conversations.jsonl"
+        examples = COOKBOOK / "example_data/conversations.jsonl"
         for split in ("train", "test"):
             place(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", examples.read_text())
         self.service = Running(folder / "service", MODEL, "--sequence_len", str(POSITIONS), cwd=folder)
@@ -150,20 +150,6 @@ class Workplace:
         for service in filter(None, (self._answerer, self.service)):
             if service.is_up():
                 service.end()
-
-
-def has_cookbook() -> bool:
-    """Returns whether recipes can be run."""
-    return INSTALLED.is_dir() or (find_spec("tinker_cookbook") is not None and find_spec("chz") is not None)
-
-
-def cookbook() -> Path:
-    """Returns where the package is."""
-    if INSTALLED.is_dir():
-        return INSTALLED / "tinker_cookbook"
-    found = find_spec("tinker_cookbook")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
 
 
 def python_path() -> str:
@@ -323,7 +309,7 @@ def numerics(work: Workplace) -> Curve:
     from tinker_cookbook.renderers import get_renderer
     from transformers import AutoTokenizer
 
-    conversations = lines(cookbook() / "example_data/conversations.jsonl")
+    conversations = lines(COOKBOOK / "example_data/conversations.jsonl")
     text = "\n".join(message["content"] for one in conversations for message in one["messages"])
     wikitext = work.folder / "Salesforce/wikitext"
     place(wikitext / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
@@ -372,7 +358,7 @@ def prompt_distillation(work: Workplace) -> Curve:
     """Its second half, on sentences of the cookbook whose language is told by their script."""
     scripts = {"ru": "[а-я]", "el": "[α-ω]", "hi": "[ऀ-ॿ]", "ar": "[؀-ۿ]", "zh": "[一-鿿]", "vi": "[ạ-ỹ]"}
     rows = []
-    for sentence in (cookbook() / "example_data/multilingual.txt").read_text().splitlines():
+    for sentence in (COOKBOOK / "example_data/multilingual.txt").read_text().splitlines():
         label = next((name for name, letters in scripts.items() if re.search(letters, sentence)), "en")
         rows.append({"messages": [{"role": "user", "content": sentence}, {"role": "assistant", "content": label}]})
     file = work.folder / "languages.jsonl"
@@ -403,8 +389,8 @@ def main() -> int:
     command = parser(__doc__)
     command.add_argument("--only", help="names that begin so, with commas between them")
     given = command.parse_args()
-    if not has_cookbook():
-        command.error("tinker-cookbook is not installed; `make .venv/.installed` does it, or see docs/service.md")
+    if not COOKBOOK.is_dir():
+        command.error(f"there is no {COOKBOOK}, which docs/service.md tells how to install")
     sys.path.append(str(INSTALLED))
     wanted = tuple(given.only.split(",")) if given.only else ("",)
     figures, targets, told = dict[str, float](), dict[str, tuple[str, float]](), dict[str, Any]()

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.service_recipes import RECIPES, Workplace, has_cookbook
+from benchmarks.service_recipes import COOKBOOK, RECIPES, Workplace
 
 pytestmark = [
     pytest.mark.service,
     pytest.mark.e2e,
-    pytest.mark.skipif(not has_cookbook(), reason="needs tinker-cookbook, which docs/service.md tells how to install"),
+    pytest.mark.skipif(
+        not COOKBOOK.is_dir(), reason="needs tinker-cookbook, which docs/service.md tells how to install"
+    ),
 ]
 
 
