@@ -3,13 +3,12 @@
     python -m benchmarks.service_recipes [--only math_rl,shorter] [--check]
 
 The package is not installed with ours: `make` puts it into .venv/cookbook (docs/service.md). Its code is not touched. A
-recipe gets model, renderer and sizes by its own
-options, base URL and key from the environment, and where it names a data set of the hub, a folder of that name in the
-working directory. The model is configs/tiny/model, which reads 512 bytes, with `max_position_embeddings` raised to
-4,096, in a folder that has the name of a model that the cookbook knows. It can do none of these tasks, so that most
-recipes begin with a checkpoint of a short supervised stage of the cookbook's own, `load_checkpoint_path`; where the
-command has no such option (`CHANGED`), a line of Python sets it. These stages teach the form of answers and, beside it,
-one kind of mistake, which reinforcement then unlearns.
+recipe gets model, renderer and sizes by its own options, base URL and key from the environment, and where it names a
+data set of the hub, a folder of that name in the working directory. The model is configs/tiny/model, which reads 512
+bytes, with `max_position_embeddings` raised to 4,096, in a folder that has the name of a model that the cookbook knows.
+It can do none of these tasks, so that most recipes begin with a checkpoint of a short supervised stage of the
+cookbook's own, `load_checkpoint_path`; where the command has no such option (`CHANGED`), a line of Python sets it.
+These stages teach the form of answers and, beside it, one kind of mistake, which reinforcement then unlearns.
 
 A curve is said to rise or fall by the means of its first and last quarter.
 """
