@@ -1,6 +1,6 @@
 """The proof that what is served is what was trained: both sides' log-probabilities of the canary agree.
 
-docs/servers.md has the reasons for what is allowed where `canary_tolerance` does not say otherwise.
+docs/versions.md has the reasons for what is allowed where `canary_tolerance` does not say otherwise.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""docs/coverage.md: what a row says shows it is there, and speaks of what the row is about.
+"""tests/coverage.md: what a row says shows it is there, and speaks of what the row is about.
 
 Of each row, what stands in code style in the first two columns must be found in the tests of the last one: a word (of a
 dotted key its last part) in the source of one of the tests, with what it and its fixtures name of their own file; a
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/coverage.md").read_text()
+PAGE = (ROOT / "tests/coverage.md").read_text()
 PACKAGES = ("configs", "deploy", "environments", "grpo", "infer", "orchestrator", "tests", "trainer", "transport")
 
 
@@ -58,7 +58,7 @@ def problems(asked: str, where: str, shown: str) -> list[str]:
     paths = [code for code in codes if re.fullmatch(rf"({'|'.join(PACKAGES)})/[\w/.]*", code)]
     words = {part for code in codes if code not in paths for part in parts(code)}
     cited = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", shown)
-    links = re.findall(r"\]\((\w+\.md)(?:#[\w-]+)?\)", where)
+    links = re.findall(r"\]\((?:\.\./docs/)?(\w+\.md)(?:#[\w-]+)?\)", where)
     wrong = [f"{one} is not there" for one in paths if not (ROOT / one).exists()]
     wrong += [f"docs/{one} is not there" for one in links if not (ROOT / "docs" / one).exists()]
     wrong += [f"{one} is no test" for one in re.findall(r"`([^`]+)`", shown) if tuple(one.split("::")) not in cited]

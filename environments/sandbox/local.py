@@ -6,9 +6,11 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from grpo.environments.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, system_call_filter
 from grpo.environments.sandbox.records import LimitName, Limits, Result, SandboxError, SandboxMissing
@@ -79,16 +81,7 @@ async def _run(program: bytes, stdin: bytes, limits: Limits, stop: asyncio.Event
         fds = {name: _in_memory(content) for name, content in contents.items()}
         for fd in fds.values():
             files.callback(os.close, fd)
-        keeper = await asyncio.create_subprocess_exec(
-            *["sh", "-c", _KEEPER, "sh", *command_line(limits, **fds)],
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=[*fds.values()],
-            env={"PATH": os.defpath},
-            cwd="/",
-            start_new_session=True,
-        )
+        keeper = _keeper(limits, fds)
         streams = [stream for stream in (keeper.stdout, keeper.stderr) if stream is not None]
         outputs = [asyncio.create_task(_read(stream, limits.output_bytes, stop)) for stream in streams]
         try:
@@ -97,8 +90,8 @@ async def _run(program: bytes, stdin: bytes, limits: Limits, stop: asyncio.Event
             if keeper.stdin is not None:
                 keeper.stdin.close()
             try:
-                code = await asyncio.wait_for(keeper.wait(), END_DEADLINE_S)
-            except TimeoutError:
+                code = await asyncio.to_thread(keeper.wait, END_DEADLINE_S)
+            except subprocess.TimeoutExpired:
                 raise SandboxError(f"waited {END_DEADLINE_S:.0f} s for a sandbox to end") from None
         made = b"exit-code" in os.pread(fds["status_fd"], 4096, 0)
     stdout, stderr = [await output for output in outputs]
@@ -110,13 +103,31 @@ async def _run(program: bytes, stdin: bytes, limits: Limits, stop: asyncio.Event
     return Result(exit_code=KILLED if limit else code, stdout=stdout, stderr=stderr, limit=limit)
 
 
-async def _read(stream: asyncio.StreamReader, most: int, stop: asyncio.Event) -> bytes:
+def _keeper(limits: Limits, fds: Mapping[str, int]) -> subprocess.Popen[bytes]:
+    """Starts a program in its sandbox. The event loop does not start it: uvloop leaves the other ends of the pipes open
+    in there, and the outputs would never end."""
+    return subprocess.Popen(
+        ["sh", "-c", _KEEPER, "sh", *command_line(limits, **fds)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[*fds.values()],
+        env={"PATH": os.defpath},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+async def _read(pipe: IO[bytes], most: int, stop: asyncio.Event) -> bytes:
     """Reads an output to its end. Returns `most` of it, and sets the event where there is more."""
-    kept = b""
-    while part := await stream.read(1 << 16):
-        if len(kept) + len(part) > most:
-            stop.set()
-        kept = (kept + part)[:most]
+    kept, stream = b"", asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    with contextlib.closing(transport):
+        while part := await stream.read(1 << 16):
+            if len(kept) + len(part) > most:
+                stop.set()
+            kept = (kept + part)[:most]
     return kept
 
 

@@ -14,9 +14,7 @@ SIGMAS = {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.1, 5: 0.1, 6: 0.0}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A finished run; batch n is sampled under version n - 1."""
-    [(_, preset, *words)] = [
-        line.split() for line in Page("docs/noise.md").text.splitlines() if "    grpo " in line[:9]
-    ]
+    preset, *words = Page("docs/versions.md").command("grpo quickstart --train.noise_scheduler")
     return trained(
         *(preset, tmp_path_factory.mktemp("pipeline") / "run", *words, "--train.noise_scheduler.num_stages", "3"),
         *("--train.noise_scheduler.sigma_start", "1.0", "--train.noise_scheduler.sigma_end", "0.1"),

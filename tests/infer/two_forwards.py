@@ -1,6 +1,6 @@
 """Two right ways to compute a Qwen3 in bfloat16, for many canaries at once: as transformers does, and as vLLM's kernels
 do, with float32 where those have it. Random models, as wide as runs in seconds: logits of trained models' size make
-the two differ as wider ones do (docs/servers.md)."""
+the two differ as wider ones do (docs/versions.md)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

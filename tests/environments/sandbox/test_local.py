@@ -12,9 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 from grpo.environments.sandbox import local
 from grpo.environments.sandbox.local import LocalSandbox
-from grpo.environments.sandbox.records import Limits, SandboxMissing
+from grpo.environments.sandbox.records import Limits, Result, SandboxMissing
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 
@@ -87,3 +88,13 @@ async def test_without_bubblewrap_nothing_is_run_and_the_message_says_what_to_do
 def test_limits_that_are_none_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)
+
+
+def test_on_the_workers_event_loop_a_program_ends_when_it_ends(needs_bubblewrap: None) -> None:
+    """Two at once, so that each could hold the other's files open."""
+
+    async def both() -> list[Result]:
+        sandbox = LocalSandbox(parallel=2)
+        return await asyncio.gather(*(sandbox.run(f"print({number})", limits=LIMITS) for number in range(2)))
+
+    assert [(one.stdout, one.limit) for one in uvloop.run(both())] == [(b"0\n", None), (b"1\n", None)]
