@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.report import parser, report
 from tests.service.running import Running
 
@@ -202,22 +204,29 @@ def sl_loop(work: Workplace) -> Curve:
     return curve(work.recipe("sl_loop", model_name=MODEL, **sizes), "train_mean_nll", rises=False)
 
 
+SUMS = {"groups_per_batch": 4, "max_steps": 12}
+
+
 def _sums(work: Workplace) -> str:
-    draw, told = random.Random(0), (("user", "What is 4 + 5?"), ("assistant", "9"))
-    numbers = [(draw.randint(0, 100), draw.randint(0, 100)) for _ in range(64 * 96)]
-    rows = [
-        (*told, ("user", f"What is {a} + {b}?"), ("assistant", "?" if draw.random() < 0.5 else str(a + b)))
-        for a, b in numbers
-    ]
-    return work.taught("sums", rows, batch_size=64, learning_rate=2e-3)
+    """The sums that the recipe will ask for, which it draws anew for each step from the step's number."""
+    told, numbers = (("user", "What is 4 + 5?"), ("assistant", "9")), list[tuple[int, int]]()
+    for step in range(SUMS["max_steps"]):
+        draw = np.random.RandomState(step)
+        numbers += [(draw.randint(0, 101), draw.randint(0, 101)) for _ in range(SUMS["groups_per_batch"])]
+    rows, shuffled = list[list[tuple[str, str]]](), random.Random(0)
+    for _ in range(40):
+        shuffled.shuffle(numbers)
+        answers = [(a, b, "?" if shuffled.random() < 0.5 else str(a + b)) for a, b in numbers]
+        rows += [[*told, ("user", f"What is {a} + {b}?"), ("assistant", answer)] for a, b, answer in answers]
+    return work.taught("sums", rows, batch_size=32)
 
 
 def math_rl(work: Workplace, loss_fn: str) -> Curve:
-    """Sums of numbers to 100, after a stage that answers half of them with a question mark."""
+    """Sums of numbers to 100, after a stage that knows these sums and answers half of them with a question mark."""
     file = work.folder / "sums_checkpoint"
     if not file.exists():
         file.write_text(_sums(work))
-    sizes = {"learning_rate": 1e-3, "group_size": 8, "groups_per_batch": 16, "max_steps": 12, "lora_rank": 32}
+    sizes = {"learning_rate": 1e-3, "group_size": 16, "lora_rank": 32, **SUMS}
     options = {"env": "arithmetic", "loss_fn": loss_fn, "load_checkpoint_path": file.read_text()}
     return curve(work.recipe("math_rl.train", **COMMON, **WITHOUT_EXTRAS, **sizes, **options), REWARD, rises=True)
 
@@ -370,9 +379,9 @@ def prompt_distillation(work: Workplace) -> Curve:
 RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
     "sl_basic": (sl_basic, 1.0),
     "sl_loop": (sl_loop, 1.0),
-    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.02),
-    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.02),
-    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.02),
+    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.1),
+    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.1),
+    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.1),
     "guess_number": (guess_number, 1.0),
     "twenty_questions": (twenty_questions, 0.1),
     "text_arena": (text_arena, 0.1),
