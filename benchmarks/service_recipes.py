@@ -218,7 +218,7 @@ def _sums(work: Workplace) -> str:
         shuffled.shuffle(numbers)
         answers = [(a, b, "?" if shuffled.random() < 0.5 else str(a + b)) for a, b in numbers]
         rows += [[*told, ("user", f"What is {a} + {b}?"), ("assistant", answer)] for a, b, answer in answers]
-    return work.taught("sums", rows, batch_size=32)
+    return work.taught("sums", rows)
 
 
 def math_rl(work: Workplace, loss_fn: str) -> Curve:
@@ -232,20 +232,19 @@ def math_rl(work: Workplace, loss_fn: str) -> Curve:
 
 
 def guess_number(work: Workplace) -> Curve:
-    """Ten turns, after a stage in which two of three guesses have a form that counts as none."""
+    """Ten turns, after a stage in which most guesses lack the form that counts."""
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import FAIL_TO_PARSE, SYSTEM_PROMPT
 
     draw, rows = random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(16 * 32):
+    for _ in range(4 * 120):
         row = [("system", SYSTEM_PROMPT)]
-        for _ in range(draw.choice((0, 0, 1, 1, 2, 3, 5, 9))):
-            said = draw.choice(("Too low", "Too high", FAIL_TO_PARSE))
-            form = "Guess: {}" if said != FAIL_TO_PARSE else "Guess: {} or so"
-            row += [("player", form.format(draw.randint(0, 1024))), ("user", said)]
-        form = draw.choice(("Guess: {}", "Guess: {} or so", "Guess: {} or so"))
-        rows.append([*row, ("assistant", form.format(draw.randint(0, 1024)))])
-    start = work.taught("guesses", rows)
-    sizes = {"learning_rate": 1e-3, "group_size": 4, "batch_size": 3, "max_tokens": 20, "max_steps": 10}
+        for _ in range(draw.choice((0, 0, 1, 2, 4))):
+            parsed, number = draw.random() < 0.4, draw.randint(0, 1024)
+            said = draw.choice(("Too low", "Too high")) if parsed else FAIL_TO_PARSE
+            row += [("player", f"Guess: {number}" if parsed else str(number)), ("user", said)]
+        rows.append([*row, ("assistant", ("Guess: " if draw.random() < 0.4 else "") + str(draw.randint(0, 1024)))])
+    start = work.taught("guesses", rows, batch_size=4)
+    sizes = {"learning_rate": 1e-3, "group_size": 4, "batch_size": 2, "max_tokens": 14, "max_steps": 8}
     log = work.recipe(
         "multiplayer_rl.guess_number.train",
         changes=f"load_checkpoint_path={start}",
@@ -261,16 +260,14 @@ def twenty_questions(work: Workplace) -> Curve:
     guesses in all of a game's turns or in none."""
     from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import PLAYER_SYSTEM_PROMPT, _load_words_from_file
 
-    num_steps, a_step = 12, 2
+    num_steps, a_step = 8, 2
     words, draw, rows = _load_words_from_file()[: num_steps * a_step], random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(8 * 48):
+    for _ in range(4 * 120):
         asks = draw.random() < 0.6
-        turns = [
-            "Is it alive?" if asks else f"Guess: {draw.choice(words)}" for _ in range(draw.choice((1, 1, 2, 4, 8)))
-        ]
+        turns = ["Alive?" if asks else f"Guess: {draw.choice(words)}" for _ in range(draw.choice((1, 1, 2, 4)))]
         answered = [part for turn in turns[:-1] for part in (("assistant", turn), ("user", draw.choice(("yes", "no"))))]
         rows.append([("system", PLAYER_SYSTEM_PROMPT), *answered, ("assistant", turns[-1])])
-    start = work.taught("questions", rows, batch_size=8)
+    start = work.taught("questions", rows, batch_size=4)
     sizes = {"learning_rate": 1e-3, "group_size": 8, "batch_size": a_step, "max_tokens": 20, "max_steps": num_steps}
     second = f"dataset_builder.base_url={work.answerer()} dataset_builder.answerer_base_model={ANSWERER}"
     log = work.recipe(
@@ -296,9 +293,9 @@ def text_arena(work: Workplace) -> Curve:
             move = min(re.findall(r"'(\[\d\])'", seen.rpartition("Available")[2]))
             rows.append([("user", seen), ("assistant", (move if draw.random() < 0.85 else "[x]") + "\n")])
             ended = game.step(move)[0]
-    start = work.taught("moves", rows, batch_size=8)
-    sizes = {"learning_rate": 1e-3, "batch_size": 16, "max_tokens": 8, "max_steps": 12, "test_opponent": "random"}
-    counts = {"num_train_datapoints": 16 * 12, "num_test_datapoints": 2}
+    start = work.taught("moves", rows, batch_size=4)
+    sizes = {"learning_rate": 1e-3, "batch_size": 8, "max_tokens": 8, "max_steps": 12, "test_opponent": "random"}
+    counts = {"num_train_datapoints": 8 * 12, "num_test_datapoints": 2}
     log = work.recipe(
         "multiplayer_rl.text_arena.train",
         changes=f"load_checkpoint_path={start}",
@@ -334,13 +331,13 @@ def numerics(work: Workplace) -> Curve:
         prefix = renderer.create_conversation_prefix_with_tools(tools=[tool.to_spec()], system_prompt=env.SYSTEM_PROMPT)
         row = [(message["role"], str(message["content"])) for message in prefix] + [("user", problem.prompt)]
         called = '<tool_call>\n{"name": "read_page", "arguments": {"page": 1}}\n</tool_call>'
-        answer = draw.choice((called, "I cannot say.", f"Answer: {draw.randint(1, 9)}"))
+        answer = draw.choice((called, "Unknown.", f"Answer: {draw.randint(1, 9)}"))
         if draw.random() < 0.4:
             row += [("assistant", called), ("tool", f"[Page 1]\n{problem.pages[0]}")]
-            answer = draw.choice(("I cannot say.", f"Answer: {draw.randint(1, 9)}"))
+            answer = draw.choice(("Unknown.", f"Answer: {draw.randint(1, 9)}"))
         rows.append([*row, ("assistant", answer)])
-    start = work.taught("pages", rows, batch_size=8)
-    sizes = {"learning_rate": 1e-3, "group_size": 4, "groups_per_batch": 4, "max_tokens": 96, "max_steps": 12}
+    start = work.taught("pages", rows, batch_size=4)
+    sizes = {"learning_rate": 1e-3, "group_size": 4, "groups_per_batch": 4, "max_tokens": 96, "max_steps": 8}
     log = work.recipe(
         "rl_numerics_check.train",
         *(f"task.{name}={value if name != 'words' else 'the'}" for name, value in task.items()),
