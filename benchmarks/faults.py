@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -395,7 +396,9 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if (found := results.get(fault.name)) is None:
             continue
         about = f"`{fault.name}`: {fault.about}" + (f" ({fault.elsewhere})" if fault.elsewhere else "")
-        by, said = found["by"] or "**nothing**", found["said"].replace("|", "\\|").split("\n")[0]
+        by = found["by"] or "**nothing**"
+        said = found["said"].split("\n")[0].partition(" answered 409: ")[2] or found["said"].split("\n")[0]
+        said = textwrap.shorten(said, 80, placeholder=" …").replace("|", "\\|")
         steps = "" if found["by"] is None else f"{found['steps']} of {steps_promised(fault.share)}"
         trl = TRL.get(fault.name, "nothing") + (", run" if fault.name in faults_trl.FAULTS else "")
         yield f"| {about} | {fault.run} | {by} | {steps} | {said} | {trl} |"

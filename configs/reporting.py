@@ -25,7 +25,7 @@ class ReportSettings(Section):
     demand answers and distributions. Without it nothing leaves the machine."""
 
     to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
-    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX)."""
+    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder), each an extra of the same name."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
     name: str | None = Field(default=None, min_length=1)

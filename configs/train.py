@@ -234,6 +234,11 @@ class TrainSettings(ProcessSettings, SharedSettings):
         return next((kind for key, kind in QUANTIZED.items() if getattr(self, key)), None)
 
     @property
+    def needs_bitsandbytes(self) -> str | None:
+        """The setting that needs bitsandbytes; None where nothing does."""
+        return "qlora_bnb" if self.qlora_bnb else f"optimizer: {self.optimizer}" if "8bit" in self.optimizer else None
+
+    @property
     def dtype(self) -> Literal["float32", "bfloat16"]:
         """Name of the type of the base weights and of the computation."""
         return "float32" if self.recipe == "fp32" else "bfloat16"

@@ -30,6 +30,7 @@ from grpo.transport.batches.store import StepStore
 from grpo.transport.checkpoints import TRAINER, Checkpoints
 from grpo.transport.cores import COMPILED_VAR, compiled_folder, thread_variables
 from grpo.transport.errors import RunFolderError
+from grpo.transport.extras import check_installed
 from grpo.transport.folders import steps_in
 from grpo.transport.hidden import hide_environment, key_variables, named_keys
 from grpo.transport.logs import printable
@@ -86,6 +87,10 @@ def checked(asked: LoadedRun) -> Plan:
             check_id(env.id, env.args)
     if plan.orch.arena is not None:
         check_arena(plan.orch.arena)
+    for tracker in () if plan.orch.report_to is None else plan.orch.report_to.to:
+        check_installed(tracker, f"report_to: {tracker}")
+    if (what := plan.train.needs_bitsandbytes) is not None:
+        check_installed("bitsandbytes", what)
     return plan
 
 

@@ -14,3 +14,5 @@ BUILT_IN = {
     "openenv": "grpo.environments.openenv:OpenEnv",
 }
 """Classes by `env[].id`."""
+EXTRAS = {"openenv": "openenv", "game": "games", "textarena": "textarena"}
+"""What of `grpo-pipeline[…]` an environment needs, by `env[].id`; `reward: math` needs `math` besides."""

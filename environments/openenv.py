@@ -13,8 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
 
 from grpo import (
     Environment,
@@ -23,9 +21,16 @@ from grpo import (
     MultiTurnEpisode,
     RolloutContext,
     Rubric,
+    UserError,
     load_object,
     messages_of,
 )
+
+try:
+    from websockets.asyncio.client import ClientConnection, connect
+    from websockets.exceptions import WebSocketException
+except ImportError:
+    raise UserError("openenv needs websockets, which is not installed: pip install 'grpo-pipeline[openenv]'") from None
 
 WAIT_S, STEP_LIMIT_S, CONNECT_LIMIT_S = 20.0, 20.0, 5.0
 """Seconds for a first observation of a server that may be away or full, for one answer, and for one attempt to connect.

@@ -69,4 +69,4 @@ class ReverseText(Environment):
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         drawn = words(self._seed, self._num[split], *self._lengths, split)
-        return [{"prompt": prompt(word), "word": word} for word in drawn]
+        return [{"prompt": prompt(word), "word": word, "answer": word[::-1]} for word in drawn]

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
+from importlib.util import find_spec
 from typing import Any
 
 from grpo.environments.critique.problems import problem_from_record
@@ -15,6 +16,7 @@ from grpo import (
     InferenceClient,
     MarkerParser,
     Parser,
+    UserError,
     XMLParser,
     client_of,
     load_object,
@@ -34,6 +36,7 @@ The answer to judge is:
 
 Is it right? End with one line:
 Verdict: right, or Verdict: wrong"""
+NO_MATH = "reward: math needs math-verify, which is not installed: pip install 'grpo-pipeline[math]'"
 _VERDICT = re.compile(r"\bverdict\W{1,10}(right|wrong)\b", re.IGNORECASE)
 MATH_TIMEOUT_S = 2
 """Seconds for math-verify to read one text, and to compare two."""
@@ -62,7 +65,10 @@ def number(completion: str, example: Mapping[str, Any]) -> float:
 def math(completion: str, example: Mapping[str, Any]) -> float:
     """1 where math-verify takes the completion's result, boxed or not, for the answer: `\\frac{1}{2}` is `0.5`. Any
     expression that equals it counts, even one that was asked for: `2+3` is `5`."""
-    from math_verify import parse, verify  # type: ignore[import-untyped, unused-ignore]
+    try:
+        from math_verify import parse, verify  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise UserError(NO_MATH) from None
 
     given = parse(completion.strip()[-MAX_MATH_CHARS:], parsing_timeout=_limit_s())
     return float(verify(_parsed_answer(str(example["answer"]).strip()), given, timeout_seconds=_limit_s()))
@@ -120,10 +126,17 @@ def unit_tests(settings: Mapping[str, Any] | None = None) -> Reward:
     return unit_tests
 
 
+def _math() -> Reward:
+    """Returns the reward, once it is known that there is what it asks."""
+    if find_spec("math_verify") is None:
+        raise UserError(NO_MATH)
+    return math
+
+
 REWARDS: dict[str, Callable[[Any], Reward]] = {
     "exact": lambda _: exact,
     "number": lambda _: number,
-    "math": lambda _: math,
+    "math": lambda _: _math(),
     "regex": regex,
     "judge": lambda model: judge(model or "base"),
     "unit_tests": unit_tests,

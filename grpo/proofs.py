@@ -22,13 +22,13 @@ import msgspec
 from grpo.commands.ledger_check import check
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
-from grpo.orchestrator.witness import Expectation, expected_witness, sentence, unpacked
+from grpo.orchestrator.witness import Expectation, expected_witness, kept_gap, largest_gap, sentence, unpacked
 from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.batches.store import StepStore
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
 from grpo.transport.errors import CorruptError, ProofFailed, TransportError, UserError
 from grpo.transport.folders import STABLE, check_file, digest_of, read_manifest, step_folder, steps_in
-from grpo.transport.receipts import REFUSED, ExpectedWitness, Receipt, SpotProof, Witness
+from grpo.transport.receipts import REFUSED, ExpectedWitness, KeptWitness, Receipt, SpotProof, Witness
 from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Manifest, PolicyManifest
 from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
@@ -118,6 +118,8 @@ class _Run:
     steps: Sequence[int] = ()
     """The steps that are trained, ascending."""
     receipts: Mapping[int, tuple[ExpectedWitness | None, Receipt | None]] = field(default_factory=dict)
+    kept: Mapping[int, KeptWitness] = field(default_factory=dict)
+    """Of the steps whose gradients bore the witness of their batch."""
 
     def settings(self, role: str) -> Mapping[str, Any]:
         """Returns the settings of a program."""
@@ -283,7 +285,7 @@ def _open(run: _Run, stack: ExitStack, limit_s: float) -> Part:
     ledger.freeze()
     run.steps = sorted(step for step, whole in ledger.steps().items() if whole)
     run.ledger = ledger
-    run.receipts = ledger.receipts()
+    run.receipts, run.kept = ledger.receipts(), ledger.kept()
     return Part(name="rollouts")
 
 
@@ -486,16 +488,30 @@ def _gradients(run: _Run) -> Part:
     findings = {} if run.ledger is None else run.ledger.findings()
     for step in run.steps:
         expected, receipt = run.receipts.get(step, (None, None))
-        if expected is None or receipt is None or receipt.witness is None:
+        kept = run.kept.get(step)
+        if receipt is None or (kept is None and (expected is None or receipt.witness is None)):
             continue
-        gaps[step] = gap = _witness_gap(expected, receipt.witness)
         if (batch := _of_batch(run, step, receipt)) is not None:
             again.append(step)
-            if not (other := _witness_gap(batch.witness, expected)) <= SAME:
+        if expected is None or receipt.witness is None:
+            assert kept is not None
+            gaps[step] = gap = kept.gap if receipt.witness is None else kept_gap(kept, receipt.witness)
+            if step in findings:
+                part.broken.append(f"the gradients of step {step} are not those of its batch: {findings[step]}")
+            elif not gap <= TOLERANCE:
+                part.broken.append(f"the witness of step {step} is {gap:.3g} of its size off, as the ledger says")
+            elif batch is not None and not (other := kept_gap(kept, batch.witness)) <= TOLERANCE:
                 part.broken.append(
-                    f"the ledger expects another witness of step {step} than the batch on disk gives: they differ by "
-                    f"{other:.3g} of its size"
+                    f"the witness in the gradient of step {step} is not that of the batch on disk: they differ by "
+                    f"{other:.3g} of its size, allowed are {TOLERANCE:.2g}"
                 )
+            continue
+        gaps[step] = gap = largest_gap(expected, receipt.witness)
+        if batch is not None and not (other := largest_gap(batch.witness, expected)) <= SAME:
+            part.broken.append(
+                f"the ledger expects another witness of step {step} than the batch on disk gives: they differ by "
+                f"{other:.3g} of its size"
+            )
         if not gap <= TOLERANCE:
             part.broken.append(
                 f"the witness in the gradient of step {step} differs from that of its batch by {gap:.3g} of its size, "
@@ -536,20 +552,6 @@ def _expectation(folder: Path, _stamp: object, run_id: str, step: int, loss: byt
 
 def _explained(batch: Expectation | None, witness: Witness) -> str:
     return "other samples, or other weights of them" if batch is None else sentence(batch.explain(witness))
-
-
-def _witness_gap(expected: ExpectedWitness, found: Witness) -> float:
-    """Returns the largest difference of a component as a share of its size."""
-    return max(
-        gap_of(expected.presence, found.presence, expected.presence_size),
-        gap_of(expected.content, found.content, expected.content_size),
-    )
-
-
-def gap_of(expected: Sequence[float], found: Sequence[float], size: float) -> float:
-    """Returns the largest difference as a share of the size."""
-    gap = max(abs(one - other) for one, other in zip(expected, found, strict=True))
-    return gap / size if size else (math.inf if gap else 0.0)
 
 
 # --- rollouts, batches, code ---

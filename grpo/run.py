@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.commands.status import RunStatus, run_status, shown
 from grpo.run_files import EVALUATED, REWARD, STEP, SUMMARY_FILE, metrics, read, read_run
+from grpo.transport.extras import check_installed, is_installed
 from grpo.transport.logs import printable
 from grpo.transport.parent import PARENT_VAR
 from grpo.transport.run import code_changes
@@ -81,12 +82,12 @@ class Run:
     def rollouts(self, step: int, *, evaluation: bool = False) -> "pd.DataFrame":
         """Every rollout of a step's batch, or of the `evaluation` of version `step`, token by token: the columns of
         docs/traces.md. Raises ValueError for a step of which no trace is there."""
-        import pandas as pd
-
+        pandas = _pandas()
         if not (path := trace_path(self.folder, step, evaluation=evaluation)).is_file():
             there = traced_steps(self.folder, evaluation=evaluation)
             raise ValueError(f"{path} is not there; there are traces of {there or 'none'}")
-        return pd.read_parquet(path)
+        table: pd.DataFrame = pandas.read_parquet(path)
+        return table
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -128,13 +129,14 @@ class Run:
         return self.status.state not in (FINISHED, FAILED, STOPPED)
 
     def wait(self, timeout_s: float | None = None) -> "Run":
-        """Waits for the end, and shows the run meanwhile: a live curve in a notebook, elsewhere what `grpo` shows.
+        """Waits for the end, and shows the run meanwhile: a live curve in a notebook that has the extra `plots`, else
+        what `grpo` shows.
         Returns the run itself. Interrupting it stops the waiting, not the run.
 
         Raises `RunFailed` where the run has failed, and TimeoutError after `timeout_s` seconds.
         """
         deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with _live_curve(self) if _in_notebook() else shown(self.folder) as tick:
+        with _live_curve(self) if _in_notebook() and is_installed("plots") else shown(self.folder) as tick:
             while self.is_running:
                 if time.monotonic() >= deadline_s:
                     raise TimeoutError(f"{self.folder} has not ended after {timeout_s:g} s: {self.status.waits}")
@@ -174,14 +176,22 @@ class Run:
         return f"<grpo.Run {self.folder}: {'running' if self.is_running else 'ended'}{newest}>"
 
 
-def _frame(records: list[dict[str, float]], index: str) -> "pd.DataFrame":
-    import pandas as pd
+def _pandas() -> Any:
+    check_installed("plots", "a table of grpo.Run")
+    import pandas
 
-    frame = pd.DataFrame(records, columns=None if records else [STEP]).rename(columns={STEP: index})
+    return pandas
+
+
+def _frame(records: list[dict[str, float]], index: str) -> "pd.DataFrame":
+    frame: pd.DataFrame = (
+        _pandas().DataFrame(records, columns=None if records else [STEP]).rename(columns={STEP: index})
+    )
     return frame.astype({index: int}).set_index(index)
 
 
 def _curves(run: Run, keys: tuple[str, ...]) -> "Figure":
+    check_installed("plots", "a figure of grpo.Run")
     from matplotlib.figure import Figure
 
     class Shown(Figure):

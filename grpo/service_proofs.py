@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from grpo import proofs
 from grpo.commands.status import run_status
+from grpo.orchestrator.witness import largest_gap
 from grpo.proofs import Page, Part
 from grpo.run_files import metrics, read_run
 from grpo.service_folder import (
@@ -143,11 +144,7 @@ def _gradients(models: Sequence[Of], only: str | None) -> Part:
             if (witness := step.receipt.witness) is None:
                 part.unproved.append(f"{model.name}: there is no witness of step {step.step}")
                 continue
-            expected = step.expected
-            gaps[model.id, step.step] = gap = max(
-                proofs.gap_of(expected.presence, witness.presence, expected.presence_size),
-                proofs.gap_of(expected.content, witness.content, expected.content_size),
-            )
+            gaps[model.id, step.step] = gap = largest_gap(step.expected, witness)
             if not gap <= TOLERANCE:
                 part.broken.append(f"{model.name}: the witness of step {step.step} differs by {gap:.3g} of its size")
     num = sum(len(steps) for _, steps, _ in models)

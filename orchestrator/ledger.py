@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from grpo.transport.errors import StorageError
 from grpo.transport.http import LoadReport
-from grpo.transport.receipts import ExpectedWitness, Receipt
+from grpo.transport.receipts import ExpectedWitness, KeptWitness, Receipt
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -41,7 +41,10 @@ CREATE TABLE IF NOT EXISTS proofs (
     max_abs REAL NOT NULL, mean_abs REAL NOT NULL, base_max_abs REAL NOT NULL, base_mean_abs REAL NOT NULL,
     tolerance REAL NOT NULL, measure TEXT NOT NULL, proved_at REAL NOT NULL
 );
-CREATE TABLE IF NOT EXISTS receipts (step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT, finding TEXT);
+CREATE TABLE IF NOT EXISTS receipts (
+    step INTEGER PRIMARY KEY, expected TEXT, receipt TEXT, finding TEXT,
+    components BLOB, presence_size REAL, content_size REAL, gap REAL
+);
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
 ) WITHOUT ROWID;
@@ -148,6 +151,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def kept_witness(components: bytes, presence_size: float, content_size: float, gap: float) -> KeptWitness:
+    """Returns the record of a row of the ledger."""
+    return KeptWitness(components=components, presence_size=presence_size, content_size=content_size, gap=gap)
 
 
 def _compact(record: msgspec.Struct) -> str:
@@ -324,25 +332,44 @@ class Ledger:
         self._hand_over("INSERT OR REPLACE INTO receipts (step, expected) VALUES (?, ?)", (step, _compact(witness)))
 
     def received(
-        self, receipt: Receipt, *, finding: str | None = None, expected: ExpectedWitness | None = None
+        self,
+        receipt: Receipt,
+        *,
+        finding: str | None = None,
+        expected: ExpectedWitness | None = None,
+        kept: KeptWitness | None = None,
     ) -> None:
         """The trainer's receipt of a step, and how its witness differs from the one that was expected, if it does.
-        `expected`: the witness without the samples that the trainer dropped, if it did."""
+        `expected`: the witness without the samples that the trainer dropped, if it did. `kept` takes the place of both
+        witnesses, where they agree."""
+        if kept is not None:
+            receipt = msgspec.structs.replace(receipt, witness=None)
         self._hand_over(
-            "INSERT INTO receipts (step, receipt, finding, expected) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-            "receipt = excluded.receipt, expected = coalesce(excluded.expected, expected), "
+            "INSERT INTO receipts (step, receipt, finding, expected, components, presence_size, content_size, gap) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET receipt = excluded.receipt, "
+            "expected = iif(excluded.gap IS NULL, coalesce(excluded.expected, expected), NULL), "
+            "components = coalesce(excluded.components, components), "
+            "presence_size = coalesce(excluded.presence_size, presence_size), "
+            "content_size = coalesce(excluded.content_size, content_size), gap = coalesce(excluded.gap, gap), "
             "finding = iif(excluded.finding IS NULL, NULL, coalesce(finding, excluded.finding))",  # the first knew more
             (
                 receipt.step,
                 _compact(receipt),
                 finding,
-                None if expected is None else _compact(expected),
+                None if expected is None or kept is not None else _compact(expected),
+                *((None,) * 4 if kept is None else (kept.components, kept.presence_size, kept.content_size, kept.gap)),
             ),
         )
 
+    def kept(self, step: int) -> KeptWitness | None:
+        """Returns what is kept of the witness that a step had before; None where it was not received, or did not
+        agree."""
+        query = "SELECT components, presence_size, content_size, gap FROM receipts WHERE step = ? AND gap IS NOT NULL"
+        return next((kept_witness(*row) for row in self._read(query, step)), None)
+
     def expected(self, step: int) -> ExpectedWitness | None:
-        """Returns the witness that the gradients of batch `step` must show; None where no batch of it has left. Raises
-        CorruptError."""
+        """Returns the witness that the gradients of batch `step` must show; None where no batch of it has left, or
+        where it was received and agreed. Raises CorruptError."""
         rows = self._read("SELECT expected FROM receipts WHERE step = ? AND expected IS NOT NULL", step)
         return ExpectedWitness.from_json(rows[0][0]) if rows else None
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from grpo.orchestrator.ledger import BY_ENV, LEDGER_FILE, STATES, RolloutRow
+from grpo.orchestrator.ledger import BY_ENV, LEDGER_FILE, STATES, RolloutRow, kept_witness
 from grpo.orchestrator.ratings import Pairs
 from grpo.transport.errors import CorruptError, UserError
-from grpo.transport.receipts import ExpectedWitness, Receipt
+from grpo.transport.receipts import ExpectedWitness, KeptWitness, Receipt
 
 _BUSY_S = 5.0
 _PROGRESS_STEPS = 10_000
@@ -110,6 +110,12 @@ class LedgerReader:
             }
         except CorruptError as error:
             raise UserError(f"{LEDGER_FILE} has a damaged receipt: {error}") from None
+
+    def kept(self) -> dict[int, KeptWitness]:
+        """Returns by step what is kept of the witnesses that agreed."""
+        columns = "step, components, presence_size, content_size, gap"
+        rows = self._rows(f"SELECT {columns} FROM receipts WHERE gap IS NOT NULL ORDER BY step")
+        return {step: kept_witness(*values) for step, *values in rows}
 
     def findings(self) -> dict[int, str]:
         """Returns by step how the trainer's witness differed from the one that was expected, where it did, as it was

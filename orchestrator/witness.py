@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from grpo.transport.receipts import NOT_FINITE, ExpectedWitness, Witness
+from grpo.transport.receipts import NOT_FINITE, ExpectedWitness, KeptWitness, Witness
 from grpo.transport.records import MicroBatch, PreferencePair, TrainingSample
 from grpo.transport.witness import TOLERANCE, hint_id, pair_id, ramped, signs, token_values
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # who checks a run's folder has no pydantic
     from grpo.configs.loss import LossSettings
 
 Numbers = NDArray[np.float64]
+KEPT = 8
+"""Components of presence, and of content, that a ledger keeps: 64 bytes together."""
 _NAMED = 8
 """Samples that a sentence names."""
 
@@ -128,6 +130,37 @@ def differs(expected: ExpectedWitness, found: Witness) -> bool:
     """Returns whether the gradients show another batch than was expected, beyond rounding."""
     gaps, limits = _gaps(expected, found)
     return not bool((np.abs(gaps) <= limits[:, None]).all())  # what is not a number differs
+
+
+def largest_gap(expected: ExpectedWitness, found: Witness) -> float:
+    """Returns the largest difference of a component as a share of its size; infinite where it is of nothing."""
+    gaps, limits = _gaps(expected, found)
+    return _largest(gaps, limits / TOLERANCE)
+
+
+def kept_of(expected: ExpectedWitness, found: Witness) -> KeptWitness:
+    """Returns what is kept of a witness that agrees with the one that was expected."""
+    first = np.array([found.presence[:KEPT], found.content[:KEPT]], "<f4")
+    return KeptWitness(
+        components=first.tobytes(),
+        presence_size=expected.presence_size,
+        content_size=expected.content_size,
+        gap=largest_gap(expected, found),
+    )
+
+
+def kept_gap(kept: KeptWitness, other: Witness) -> float:
+    """Returns the largest difference between what was kept of a witness and another one, as a share of its size.
+    Rounding to float32 makes up to 2^-24."""
+    own = np.frombuffer(kept.components, "<f4").reshape(2, -1).astype(np.float64)
+    gaps = own - np.array([other.presence[: own.shape[1]], other.content[: own.shape[1]]])
+    return _largest(gaps, np.array([kept.presence_size, kept.content_size]))
+
+
+def _largest(gaps: Numbers, sizes: Numbers) -> float:
+    largest = np.abs(gaps).max(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.where(largest == 0, 0.0, largest / sizes).max())
 
 
 def _gaps(expected: ExpectedWitness, found: Witness) -> tuple[Numbers, Numbers]:

@@ -27,6 +27,9 @@ INDEXES = {"cpu": ("--extra-index-url", "https://download.pytorch.org/whl/cpu"),
 LEFT_OUT = {"cpu": ("torchvision", "torchaudio", "torchcodec"), "cuda": ()}
 """The CPU build of vLLM asks for these, which come as CUDA builds and break transformers beside a CPU torch."""
 
+IN_IMAGE = ("wandb", "tensorboard", "plots", "math", "openenv", "bitsandbytes", "telemetry")
+"""Extras that the image has besides `cpu` or `cuda`, since nobody installs anything in it later."""
+
 
 def canonical(name: str) -> str:
     """Returns a library's name as PyPI compares it."""
@@ -34,9 +37,12 @@ def canonical(name: str) -> str:
 
 
 def own_requirements(extra: str) -> list[str]:
-    """Returns what this project requires with an extra."""
+    """Returns what this project requires with an extra, and with those of the image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"][extra]]
+    extras = project["optional-dependencies"]
+    return list(
+        dict.fromkeys([*project["dependencies"], *(one for name in (extra, *IN_IMAGE) for one in extras[name])])
+    )
 
 
 def resolved(extra: str) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ def main() -> None:
     # On a CPU it warns of a kernel that it would download, and that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from grpo.trainer.errors import EndedEarly, ExporterGone, OutOfMemory, RankFailed, TrainerError
-    from grpo.transport.errors import PROOF_FAILED, START_AGAIN, PeerFailed, ProofFailed, TransportError
+    from grpo.transport.errors import PROOF_FAILED, START_AGAIN, PeerFailed, ProofFailed, TransportError, UserError
 
     code, message = 0, ""
     try:
@@ -52,7 +52,7 @@ def main() -> None:
         code, message = 2, f"error: {who}{error}"
     except ProofFailed as error:
         code, message = PROOF_FAILED, f"error: {who}{error}"
-    except (TrainerError, TransportError, FileNotFoundError) as error:
+    except (TrainerError, TransportError, UserError, FileNotFoundError) as error:
         code, message = 1, f"error: {who}{error}"
     except Exception as error:
         logging.getLogger("grpo.trainer").exception("unexpected failure")
@@ -71,8 +71,11 @@ def _is_worker(environment: Mapping[str, str]) -> bool:
 
 
 def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
+    from grpo.transport.extras import check_installed
     from grpo.transport.weights.identity import resolve_model
 
+    if (what := settings.needs_bitsandbytes) is not None:
+        check_installed("bitsandbytes", what)
     model_folder = resolve_model(settings.model)  # before torch is imported, which takes seconds
     if starts_ranks:
         from grpo.trainer.launch import launch

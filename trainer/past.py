@@ -35,9 +35,13 @@ class PastVersions:
         self._newest = version
         if not self._parameters:
             return
-        self._held[version] = {name: _to_host(local_tensor(p)) for name, p in self._parameters.items()}
+        room: Shards = {}
         for old in [one for one in self._held if not version - num < one <= version]:
-            del self._held[old]
+            room = self._held.pop(old)
+        current = {name: local_tensor(parameter) for name, parameter in self._parameters.items()}
+        room = room or {name: _room(tensor) for name, tensor in current.items()}
+        torch._foreach_copy_([room[name] for name in current], list(current.values()), non_blocking=True)
+        self._held[version] = room
 
     def has(self, version: int) -> bool:
         """Returns whether a version can take the place of the current one: it is that, or is kept, or its folder is
@@ -73,12 +77,11 @@ class PastVersions:
             self._put(self._held[self._newest])
 
     def _put(self, held: Shards) -> None:
-        for name, parameter in self._parameters.items():
-            local_tensor(parameter).copy_(held[name], non_blocking=True)
+        current = [local_tensor(parameter) for parameter in self._parameters.values()]
+        torch._foreach_copy_(current, [held[name] for name in self._parameters], non_blocking=True)
         self._policy.reshard()
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in main memory, pinned where the tensor is on a GPU, which then is not waited for."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
+def _room(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns room for a copy in main memory, pinned where the tensor is on a GPU, which then is not waited for."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

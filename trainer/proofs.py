@@ -301,10 +301,13 @@ class Proofs:
             if is_free and batch.tolerances and batch.servers:
                 self._prove_now(step - 1, batch, one.current, own)
             own.is_exact &= all(tolerance.measure == "max_abs" for tolerance in batch.tolerances.values())
-            for lag in np.unique(one.lags[batch.loss_mask]).tolist():
-                estimates = one.estimates[batch.loss_mask & (one.lags == lag)]
+            lags, of_tokens = np.unique(one.lags[batch.loss_mask], return_inverse=True)
+            sums = np.bincount(of_tokens, one.estimates[batch.loss_mask])
+            for lag, of_lag, count in zip(lags.tolist(), sums.tolist(), np.bincount(of_tokens).tolist(), strict=True):
                 total, num = own.mismatch.get(lag, (0.0, 0))
-                own.mismatch[lag] = total + float(estimates.sum()), num + len(estimates)
+                own.mismatch[lag] = total + of_lag, num + count
+            if not scored:
+                continue
             for index in [number for number, rollout in enumerate(batch.rollout_ids) if rollout in scored]:
                 sample = _Sample.of(batch, index)
                 if (known := self._scored.get(sample.key)) is not None:
@@ -344,6 +347,8 @@ class Proofs:
     def _prove_now(self, version: int, batch: MicroBatch, current: Floats, own: "_Told") -> None:
         """Compares a micro-batch's tokens of the current version with `current` [T]. Adds their figures to `own`, and
         the proofs of samples that may fail."""
+        if version not in batch.version_runs[:, 0]:
+            return
         tolerances = [batch.tolerances.get(server) for server in batch.servers]
         known = np.array([one is not None for one in tolerances])
         now = batch.loss_mask & (batch.policy_versions == version) & np.repeat(known, batch.sequence_lengths)
@@ -458,8 +463,9 @@ class _Pass:
         self.current = np.zeros(len(batch.token_ids), np.float32)
         """[T], 0 but of loss tokens."""
         self.current[batch.loss_mask] = logprobs
-        self.estimates = np.where(batch.loss_mask, _k3(self.current - batch.inference_logprobs), 0.0)
-        """[T] k3 of server and trainer."""
+        self.estimates = np.zeros(len(batch.token_ids))
+        """[T] k3 of server and trainer, 0 but of loss tokens."""
+        self.estimates[batch.loss_mask] = _k3(logprobs - batch.inference_logprobs[batch.loss_mask])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,8 +62,8 @@ class Witnessing:
         """Adds the targets of a pass: `sample_ids` [K] i64 are rows of the signs `of_samples` [S, 64] f64, `weights`
         [K] f64 each token's weight in the loss, `values` [K] f64 that times its advantage."""
         before = packed.before_targets
-        ids, places = packed.token_ids[before], packed.position_ids[before]
-        adapters = 0 if packed.adapters is None else packed.adapters[before]
+        ids, places = packed.token_ids.index_select(0, before), packed.position_ids.index_select(0, before)
+        adapters = 0 if packed.adapters is None else packed.adapters.index_select(0, before)
         tokens = torch.stack([weights, values * token_values(packed.targets, ids, places, adapters)])
         sums = tokens.new_zeros(2, len(of_samples)).index_add_(1, sample_ids, tokens)
         self._sums = self._sums + sums @ of_samples

@@ -44,6 +44,19 @@ class ExpectedWitness(Witness, frozen=True, kw_only=True):
     """Sum of |weight · advantage|."""
 
 
+class KeptWitness(Record, frozen=True, kw_only=True):
+    """The part of a step's witness that a ledger keeps, once the whole one was what it must be."""
+
+    components: bytes
+    """64 bytes: the first 8 components of presence, then those of content, as the gradients had them, in float32
+    (little-endian)."""
+    presence_size: float
+    content_size: float
+    """Those of the witness that was expected."""
+    gap: float
+    """Largest difference between all components and those that were expected, as a share of its size."""
+
+
 class SpotProof(Record, frozen=True, kw_only=True):
     """A sample's tokens of one version, scored again by the trainer under just that version."""
 

@@ -21,7 +21,7 @@ import numpy as np
 from grpo.transport.errors import CorruptError, SchemaVersionError
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 _MAX_INT32 = 2**31 - 1
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that adapters may have: they become folders and names of models."""

@@ -67,6 +67,11 @@ def kept_warnings(
         handler.close()
 
 
+def _shortened(message: str) -> str:
+    """Returns a message with its beginning and its end, where a traceback has its error."""
+    return message if len(message) <= MAX_CHARS else f"{message[: MAX_CHARS // 4]} … {message[-3 * MAX_CHARS // 4 :]}"
+
+
 class _Keeper(logging.Handler):
     def __init__(self, folder: Path, name: str, step: Callable[[], int | None], program: str) -> None:
         super().__init__(logging.WARNING)
@@ -82,7 +87,7 @@ class _Keeper(logging.Handler):
         if record.name.partition(".")[0] != "grpo":  # other libraries speak of themselves
             return
         try:
-            self._keep(printable(record.getMessage()[:MAX_CHARS]))
+            self._keep(printable(_shortened(record.getMessage())))
         except Exception:  # as logging does: a warning never ends a program
             self.handleError(record)
 

@@ -19,6 +19,7 @@ from grpo.deploy.launcher import checked
 from grpo.run import GRPO
 from grpo.run_files import SUMMARY_FILE, read
 from grpo.transport.errors import UserError
+from grpo.transport.extras import check_installed
 from grpo.transport.folders import write_atomic
 from grpo.transport.parent import PARENT_VAR
 
@@ -93,6 +94,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs the comparison, and returns the exit code."""
     from grpo.commands.figures import report
 
+    check_installed("plots", "grpo compare")
     arms = arms_of(options.arms, options.arm)
     others = [word for word in options.others if word != "--dry-run"]
     runs = planned(arms, others, folder=options.output_dir, steps=options.steps, seeds=options.seeds)

@@ -10,6 +10,7 @@ from grpo.proofs import Page
 from grpo.run import Run
 from grpo.run_files import EVALUATED, REWARD, STEP, metrics
 from grpo.service_folder import is_service
+from grpo.transport.extras import is_installed
 from grpo.transport.run import recorded_settings
 
 CURVE_FILE = "curve.png"
@@ -32,7 +33,8 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
     run, step, spec = Run(version.run), version.manifest.version, version.manifest.spec
     train, orch = version.settings, recorded_settings(version.run, "orch") or {}
     rewards = _rewards(version.run, step)
-    if rewards:
+    draws = bool(rewards) and is_installed("plots")
+    if draws:
         run.plot().savefig(folder / CURVE_FILE)
     base = Path(version.base_name).name if Path(version.base_name).exists() else version.base_name
     environments = [str(one.get("id") or one.get("address")) for one in orch.get("env", [])]
@@ -51,7 +53,7 @@ def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[st
         _front_matter(base, kind),
         f"# {base}, trained by {how}\n",
         f"{what} `{base}`: {version.name} of a run of `grpo`, {how}.\n",
-        f"![Reward by step]({CURVE_FILE})\n" if rewards else "",
+        f"![Reward by step]({CURVE_FILE})\n" if draws else "",
         _table(("step", "mean reward"), rewards) if rewards else "",
         "## Settings\n",
         _table(("setting", "value"), [(key, _shown(value)) for key, value in settings.items()]),

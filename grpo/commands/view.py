@@ -11,8 +11,9 @@ from pathlib import Path
 import uvicorn
 
 from grpo.run_files import NoRun
+from grpo.transport.errors import UserError
 from grpo.transport.ports import port_number
-from grpo.view.data import find_runs
+from grpo.view.data import find_runs, overview
 from grpo.view.export import export
 from grpo.view.server import HOST, make_app
 
@@ -67,5 +68,13 @@ def _listening(runs: Callable[[], Mapping[str, Path]], port: int) -> Iterator[tu
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         print(f"http://{HOST}:{port}/?token={token}", flush=True)
         app = make_app(runs, token, port)
+        threading.Thread(target=_read_once, args=(runs,), name="grpo view reads", daemon=True).start()
         config = uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=1)
         yield uvicorn.Server(config), listener
+
+
+def _read_once(runs: Callable[[], Mapping[str, Path]]) -> None:
+    """Reads the runs' metrics before anybody asks, so that the first page of a long run need not wait for them."""
+    for name, run in runs().items():
+        with contextlib.suppress(UserError, OSError):
+            overview(name, run)

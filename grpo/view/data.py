@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo.commands.ratings import ratings_of
 from grpo.commands.status import as_fields, run_status
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import NoRollouts, open_ledger
 from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
-from grpo.run_files import EVALUATED, METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file, read_run
+from grpo.run_files import METRICS_FILE, REWARD, STEP, NoRun, read_file, read_run
 from grpo.service_folder import COMMANDS_FILE, MODELS, is_service
 from grpo.service_proofs import prove
 from grpo.transport.errors import UserError
@@ -20,6 +22,8 @@ from grpo.transport.run import RUN_FILE, code_changes
 from grpo.transport.run_warnings import WARNINGS_FOLDER
 from grpo.transport.traces import traced_steps
 from grpo.view import traces
+from grpo.view.columns import Columns, columns_of, thinned
+from grpo.view.findings import findings
 
 _SPARKS = 60
 """Points of a small curve."""
@@ -27,6 +31,8 @@ _CHECK_S = 5.0
 """Time limit of the checks of the ledger, and of questions to it."""
 _MAX_SPANS = 4_000
 """Spans of a timeline that are sent at once, the longest."""
+_MAX_VERSIONS = 40
+"""Evaluations of which pass@k is told."""
 _MAX_GAMES = 200
 """Games that are listed."""
 _WATCHED = (
@@ -90,30 +96,30 @@ def overview(name: str, run: Path) -> dict[str, Any]:
             "rewards": [],
             "accuracies": [],
             "warnings": [],
+            "findings": [],
         }
-    records = _metrics(run)
-    rewards = [record[REWARD] for record in records if REWARD in record]
-    accuracies = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
-    steps = max((int(record[STEP]) for record in records), default=0)
+    train, evaluated = columns_of(run).read()
+    rewards, accuracies = _known(train, REWARD), _known(evaluated, "eval/accuracy")
+    seconds, num = sum(_known(train, "time/step_s")), sum(_known(train, "rollout/num"))
+    traced = traced_steps(run)
     return {
         "name": name,
         "folder": str(run),
         **{key: status[key] for key in ("state", "waits", "max_steps", "processes", "live", "published", "warnings")},
-        "step": steps,
+        "step": int(max((*train.get(STEP, ()), *evaluated.get(STEP, ())), default=0)),
+        "seconds": seconds or None,
+        "rollouts_per_s": num / seconds if seconds and num else None,
+        "findings": findings(train, evaluated, failures=lambda: traces.failures(run, traced[-1]) if traced else {}),
         "reward": rewards[-1] if rewards else None,
         "rewards": _thinned(rewards),
-        "accuracies": accuracies,
-        "traced": traced_steps(run),
+        "accuracies": _thinned(accuracies) if len(accuracies) > 2 * _SPARKS else accuracies,
+        "traced": traced,
         "evaluated": traced_steps(run, evaluation=True),
     }
 
 
-def _metrics(run: Path) -> list[dict[str, float]]:
-    try:
-        read_file(run, run / METRICS_FILE)
-    except OSError:
-        return []
-    return metrics(run)
+def _known(columns: Columns, name: str) -> list[float]:
+    return [value for value in columns.get(name, np.empty(0)).tolist() if math.isfinite(value)]
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
@@ -123,24 +129,15 @@ def _thinned(values: Sequence[float]) -> list[float]:
     return [round(sum(part) / len(part), 5) for part in parts]
 
 
-def curves(run: Path) -> dict[str, Any]:
-    """Returns all metrics as columns: `train` by step and `eval` by version; null where a line lacks one. `changes`:
-    where the user's code has changed between two starts, the newest version then and the files."""
-    records = _metrics(run)
+def curves(run: Path, low: float | None = None, high: float | None = None) -> dict[str, Any]:
+    """Returns all metrics as columns: `train` by step and `eval` by version, between two steps; null where a line lacks
+    one. `changes`: where the user's code has changed between two starts, the newest version then and the files."""
+    train, evaluated = columns_of(run).read()
     return {
-        "train": _columns([record for record in records if EVALUATED not in record]),
-        "eval": _columns([record for record in records if EVALUATED in record]),
+        "train": thinned(train, low, high),
+        "eval": thinned(evaluated, low, high),
         "changes": [*code_changes(read_run(run)).items()],
     }
-
-
-def _columns(records: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
-    names = sorted({name for record in records for name in record})
-    return {name: [_number(record.get(name)) for record in records] for name in names}
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def settings(run: Path) -> dict[str, Any]:
@@ -225,19 +222,21 @@ def evaluation(run: Path, before: int | None, after: int | None) -> dict[str, An
         return {"versions": [], "examples": [], "pass": {}}
     chosen = [versions[0] if before is None else before, versions[-1] if after is None else after]
     answers = [_by_example(run, version) for version in chosen]
+    every = math.ceil(len(versions) / _MAX_VERSIONS)
+    listed = sorted({*versions[::every], *chosen, versions[-1]})
     both = sorted(answers[0].keys() & answers[1].keys())
     return {
         "versions": versions,
         "compared": chosen,
         "examples": [{"env": key[0], "example": key[1], **_compared(*(one[key] for one in answers))} for key in both],
-        "pass": {version: _pass_at(_by_example(run, version)) for version in versions},
+        "pass": {version: _pass_at(_by_example(run, version)) for version in listed},
     }
 
 
 def _by_example(run: Path, version: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
     found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-    for row in traces.rollouts_of(run, version, evaluation=True):
-        if row["row"] == 0 and "." not in row["rollout"].rpartition("/")[2]:
+    for row in traces.scores_of(run, version):
+        if not row["row"] and "." not in row["rollout"].rpartition("/")[2]:
             found[row["env"], row["example"]].append(row)
     return found
 

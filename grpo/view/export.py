@@ -47,9 +47,15 @@ def _answers(start: str, name: str, run: Path) -> dict[str, Any]:
     for step in steps:
         rows = traces.rollouts_of(run, step)
         answers[f"{start}/step/{step}/rollouts"] = {"rollouts": rows, "traced": steps}
+        answers[f"{start}/step/{step}/texts"] = traces.texts_of(run, step, None)
+        for by in traces.MEASURES:
+            answers[f"{start}/step/{step}/tokens?by={by}"] = traces.worst_tokens(run, step, by)
         rows.sort(key=lambda row: -abs(row.get("max_log_ratio") or 0.0))
         for rollout in list(dict.fromkeys(row["rollout"] for row in rows))[:NUM_ROLLOUTS]:
             answers[f"{start}/step/{step}/rollouts/{rollout}"] = data.rollout(run, step, rollout, evaluation=False)
+    for version in answers.get(f"{start}/evaluation", {}).get("compared", ()):
+        evaluated = traces.texts_of(run, version, None, evaluation=True, tokens=True)
+        answers[f"{start}/eval/{version}/texts"] = evaluated
     return answers
 
 

@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from grpo.transport.errors import UserError
-from grpo.view import data
+from grpo.view import data, traces
 
 HOST = "127.0.0.1"
 COOKIE = "grpo-view"
@@ -29,9 +29,14 @@ STATIC: Mapping[str, str] = {
     "app.js": "text/javascript; charset=utf-8",
     "common.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
+    "curves.js": "text/javascript; charset=utf-8",
+    "conversation.js": "text/javascript; charset=utf-8",
+    "evaluation.js": "text/javascript; charset=utf-8",
     "run.js": "text/javascript; charset=utf-8",
-    "games.js": "text/javascript; charset=utf-8",
+    "steps.js": "text/javascript; charset=utf-8",
     "rollouts.js": "text/javascript; charset=utf-8",
+    "games.js": "text/javascript; charset=utf-8",
+    "proof.js": "text/javascript; charset=utf-8",
     "vendor/preact-htm.js": "text/javascript; charset=utf-8",
     "vendor/uplot.js": "text/javascript; charset=utf-8",
     "vendor/uplot.css": "text/css; charset=utf-8",
@@ -134,8 +139,8 @@ def _answers(runs: Callable[[], Mapping[str, Path]]) -> APIRouter:
         return as_json(data.overview(name, run(name)))
 
     @router.get("/runs/{name}/curves")
-    def curves(name: str) -> Response:
-        return as_json(data.curves(run(name)))
+    def curves(name: str, low: float | None = None, high: float | None = None) -> Response:
+        return as_json(data.curves(run(name), low, high))
 
     @router.get("/runs/{name}/settings")
     def settings(name: str) -> Response:
@@ -152,6 +157,19 @@ def _answers(runs: Callable[[], Mapping[str, Path]]) -> APIRouter:
     @router.get("/runs/{name}/{kind}/{number}/rollouts/{rollout:path}")
     def rollout(name: str, kind: str, number: int, rollout: str) -> Response:
         return _answer(lambda: data.rollout(run(name), number, rollout, evaluation=kind == "eval"))
+
+    @router.get("/runs/{name}/{kind}/{number}/texts")
+    def texts(name: str, kind: str, number: int, rollouts: str = "", tokens: bool = False) -> Response:
+        ids = set(rollouts.split(",")) if rollouts else None
+        return _answer(lambda: traces.texts_of(run(name), number, ids, evaluation=kind == "eval", tokens=tokens))
+
+    @router.get("/runs/{name}/{kind}/{number}/find")
+    def find(name: str, kind: str, number: int, text: str) -> Response:
+        return _answer(lambda: traces.rollouts_with(run(name), number, text, evaluation=kind == "eval"))
+
+    @router.get("/runs/{name}/{kind}/{number}/tokens")
+    def tokens(name: str, kind: str, number: int, by: str = traces.MEASURES[0]) -> Response:
+        return _answer(lambda: traces.worst_tokens(run(name), number, by, evaluation=kind == "eval"))
 
     @router.get("/runs/{name}/prompt")
     def prompt(name: str, env: str, example: int) -> Response:

@@ -15,8 +15,9 @@ from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.orchestrator.monitoring.traces import Traces
 from grpo.orchestrator.rollouts.records import EpisodeResult, Group
 from grpo.orchestrator.samples import ScoredGroup
-from grpo.orchestrator.witness import Expectation, differs, sentence
-from grpo.transport.receipts import Receipt
+from grpo.orchestrator.witness import Expectation, differs, kept_gap, kept_of, sentence
+from grpo.transport.receipts import KeptWitness, Receipt
+from grpo.transport.witness import TOLERANCE
 
 _KEPT_BATCHES = 2
 """Batches whose samples are known after their version is there: strange samples may be theirs."""
@@ -120,6 +121,7 @@ class Fates:
         """Keeps the trainer's receipt of a step. Returns how the witness of its gradients differs from what the batch's
         samples give; None where it does not, or where there is nothing to compare. Raises CorruptError."""
         step, finding, fewer = receipt.step, None, None
+        kept: KeptWitness | None = None
         batch = self._expected.get(step)
         if batch is not None and receipt.dropped:
             batch = batch.without(receipt.dropped)
@@ -127,12 +129,19 @@ class Fates:
         expected = batch.witness if batch is not None else self.ledger.expected(step)
         if batch is None and receipt.dropped:
             expected = None
-        if expected is not None and receipt.witness is not None and differs(expected, receipt.witness):
+        found = receipt.witness
+        if found is not None and expected is None and not receipt.dropped:
+            before = self.ledger.kept(step)
+            if before is not None and not kept_gap(before, found) <= TOLERANCE:
+                finding = "it was trained before, and its witness was another one"
+        elif found is not None and expected is not None and not differs(expected, found):
+            kept = kept_of(expected, found)
+        elif found is not None and expected is not None:
             finding = "its samples are not known any more, by which it could be told how"
             if batch is not None:
                 others = [one for other in self._expected.values() for one in other.ids if other.ids != batch.ids]
-                finding = sentence(batch.explain(receipt.witness, others=others))
-        self.ledger.received(receipt, finding=finding, expected=fewer)
+                finding = sentence(batch.explain(found, others=others))
+        self.ledger.received(receipt, finding=finding, expected=fewer, kept=kept)
         for old in [old for old in self._expected if old <= step - _KEPT_BATCHES]:
             del self._expected[old]
         return finding

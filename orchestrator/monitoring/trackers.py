@@ -1,7 +1,6 @@
 """Reports to experiment trackers: a thread hands them on, so that the run waits for none and no failure is its own."""
 
 import contextlib
-import importlib.util
 import logging
 import netrc
 import os
@@ -18,6 +17,7 @@ from grpo.configs.reporting import ReportSettings, TrackerName
 from grpo.orchestrator.monitoring.metrics import STEP
 from grpo.orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of
 from grpo.orchestrator.samples import ScoredGroup
+from grpo.transport.extras import check_installed
 from grpo.transport.hidden import key_variables
 from grpo.transport.run import Role, RunFolder, recorded_settings
 
@@ -27,7 +27,6 @@ QUEUE_SIZE = 1000
 """Reports that may wait for the thread; what comes then is lost, and counted."""
 END_TIMEOUT_S, ABORT_TIMEOUT_S = 60.0, 5.0
 """Seconds that a run waits at its end, and where it failed, for the last reports to arrive."""
-LIBRARIES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboardX"}
 
 KNOWN_TEXTS = frozenset(
     """
@@ -234,8 +233,7 @@ def check_reports(settings: ReportSettings | None) -> None:
     if settings is None:
         return
     for name in settings.to:
-        if importlib.util.find_spec(LIBRARIES[name]) is None:
-            raise ValueError(f"report_to.to has {name}, which needs a library: pip install {LIBRARIES[name]}")
+        check_installed(name, f"report_to: {name}")
     server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     if "wandb" in settings.to and not settings.offline and not _has_key(server):
         raise ValueError(

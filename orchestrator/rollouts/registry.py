@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from grpo.orchestrator.rollouts.environment import Environment, episode_of
 from grpo.transport.errors import UserError
+from grpo.transport.extras import check_installed
 from grpo.transport.importing import load_object
 
 GROUP = "grpo.environments"
@@ -117,6 +118,7 @@ def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
     if env_id in known:
         if args is not None:
             _check_args(env_id, known[env_id], args)
+        _check_extras(env_id, args or {})
         return
     if registered is not None:
         if not _leads_somewhere(registered.value, "env.id"):
@@ -139,6 +141,18 @@ def check_id(env_id: str, args: Mapping[str, Any] | None = None) -> None:
             "One of the verifiers registry: install it (pip install 'grpo-pipeline[verifiers]', then prime "
             "env install OWNER/NAME), and give its name"
         )
+
+
+def _check_extras(env_id: str, args: Mapping[str, Any]) -> None:
+    """Raises UserError for a built-in environment whose libraries are not installed."""
+    extras = importlib.import_module("grpo.environments").EXTRAS
+    if env_id in extras:
+        check_installed(extras[env_id], f"env.id: {env_id}")
+    if env_id == "dataset":
+        known = importlib.import_module("grpo.environments.data.dataset").KNOWN
+        reward = args.get("reward") or known.get(args.get("path"), {}).get("reward")
+        if reward == "math" or (isinstance(reward, list | tuple) and "math" in reward):
+            check_installed("math", "reward: math")
 
 
 def _check_args(env_id: str, location: str, args: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.configs.test_reference import QUICK_START
 from tests.e2e.runs import PROGRAMS, ROOT, Run, done, grpo
@@ -112,6 +113,20 @@ def test_every_proof_holds_is_the_same_on_a_copy_and_a_flipped_byte_is_named(com
     file.write_bytes(weights)
     ended = grpo("prove", copy)
     assert (ended.returncode, str(file.relative_to(copy)) in ended.stdout) == (1, True)
+
+
+def test_the_settings_in_the_report_of_copies_are_those_of_the_runs(compared: Path, tmp_path: Path) -> None:
+    copies = [shutil.copytree(compared / arm, tmp_path / arm) for arm in ("sync", "async")]
+    done("report", *copies, "--output", tmp_path / "page.md", cwd=tmp_path)
+    page = (tmp_path / "page.md").read_text()
+    assert page.count("nothing is broken") == 2
+    settings = [yaml.safe_load(one) for one in re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[::2]]
+    assert [one["orch"].get("max_async_level", 1) for one in settings] == [0, 1]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings[1]))
+    again = yaml.safe_load(done("run.yaml", "--output_dir", "again", "--dry-run", cwd=tmp_path).stdout)
+    recorded = json.loads((copies[1] / "run.json").read_text())["programs"]["orch"]["settings"]
+    for key in ("batch_size", "env", "sampling", "max_async_level", "inflight_weight_updates", "eval"):
+        assert again["orch"].get(key, recorded[key]) == recorded[key], key
 
 
 def test_a_finished_run_is_left_as_it_is_and_with_resume_never_it_is_refused(run: Run) -> None:

@@ -17,7 +17,7 @@ import pytest
 from grpo.configs.loss import LossSettings
 from grpo.configs.train import TrainSettings
 from grpo.orchestrator.ledger import Ledger
-from grpo.orchestrator.witness import expected_witness
+from grpo.orchestrator.witness import expected_witness, kept_of
 from grpo.transport.batches.store import StepStore
 from grpo.transport.codec import encode
 from grpo.transport.digests import DIGESTS_FILE, read_digests
@@ -399,6 +399,35 @@ def test_a_ledger_that_expects_another_witness_than_the_batch_on_disk_is_found(r
         gradients = part_of(prove(run), "gradients")
         assert gradients.facts["again"] == [1]
         assert len(gradients.broken) == num_broken
+
+
+def test_the_kept_part_of_a_witness_is_compared_with_the_batch_on_disk(run: Path) -> None:
+    samples, loss = witness_cases.samples(8), LossSettings()
+    samples = [replace(one, teacher_logprobs=None) for one in samples]
+    file = json.loads((run / "run.json").read_text())
+    file["programs"]["train"]["settings"] = TrainSettings.model_validate({"model": "m"}).model_dump(mode="json")
+    (run / "run.json").write_text(json.dumps(file))
+    [batches] = witness_cases.packed(samples)
+    StepStore(run / "batches", run_id="5f0c").write(1, [encode([replace(one, run_id="5f0c") for one in batches])])
+    right = expected_witness(samples, [], loss, step=1).witness
+    other = expected_witness(samples[1:], [], loss, step=1).witness
+    wrong = "the gradients of step 1 are not those of its batch: it was trained before"
+    for kept, finding, broken in (
+        (kept_of(right, right), None, None),
+        (kept_of(other, other), None, "is not that of the batch on disk"),
+        (replace(kept_of(right, right), gap=0.5), None, "as the ledger says"),
+        (kept_of(right, right), "it was trained before", wrong),
+    ):
+        ledger = Ledger(run / "ledger.sqlite")
+        ledger.expects(1, right)
+        receipt = Receipt(step=1, num_tokens=100, num_proved_now=100, witness=Witness(**fields_of(other)))
+        ledger.received(receipt, kept=kept)
+        if finding:
+            ledger.received(receipt, finding=finding)
+        ledger.close()
+        gradients = part_of(prove(run), "gradients")
+        assert gradients.facts["again"] == [1]
+        assert ([] if broken is None else [True]) == [broken in one for one in gradients.broken]
 
 
 def fields_of(witness: Witness) -> dict[str, Any]:

@@ -208,12 +208,18 @@ async def test_gradients_without_their_samples_stop_the_run_or_are_told(
     assert [one.getMessage().startswith(says) for one in caplog.records if "gradients" in one.getMessage()] == [True]
     with open_ledger(warns) as ledger:
         assert ledger.findings() == {2: "the whole batch: missing"}
-        receipts = ledger.receipts()
-    for step, (expected, receipt) in receipts.items():
-        assert expected is not None
+        receipts, kept = ledger.receipts(), ledger.kept()
+    assert 2 not in kept
+    expected, receipt = receipts.pop(2)
+    assert expected is not None
+    assert receipt is not None
+    assert receipt.witness is not None
+    assert differs(expected, receipt.witness)
+    for step, (expected, receipt) in receipts.items():  # what agrees is kept as 64 bytes alone
         assert receipt is not None
-        assert receipt.witness is not None
-        assert differs(expected, receipt.witness) == (step == 2)
+        assert (expected, receipt.witness) == (None, None)
+        assert len(kept[step].components) == 64
+        assert kept[step].gap == 0
 
 
 async def test_a_run_that_cannot_learn_says_so(

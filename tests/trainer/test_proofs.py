@@ -322,7 +322,7 @@ def test_what_is_drawn_depends_on_a_secret_of_the_run_and_on_nothing_else(tiny_m
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for _ in range(2):
-            steps = Steps(tiny_model, tmp_path / name)
+            steps = Steps(tiny_model, tmp_path / name, proofs={"share": 0.4})  # 10 of 25: 3e6 ways
             old = steps.sampled(lengths=(4,) * 25)
             steps.take(steps.sampled())
             drawn.append(sorted(one.rollout for one in steps.take(old).spots))

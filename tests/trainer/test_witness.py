@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from grpo.configs.loss import PRESETS, LossSettings
-from grpo.orchestrator.witness import TOLERANCE, Expectation, differs, expected_witness, placed
+from grpo.orchestrator.witness import TOLERANCE, Expectation, differs, expected_witness, kept_gap, kept_of, placed
 from grpo.trainer import objective as objectives
 from grpo.trainer.batch import by_signal
 from grpo.trainer.distributed import ONE
@@ -43,6 +43,15 @@ def gap(expectation: Expectation, witness: Witness) -> float:
     gaps = [np.subtract(one.presence, other.presence), np.subtract(one.content, other.content)]
     sizes = one.presence_size, one.content_size
     return max(float(np.abs(own).max()) / (TOLERANCE * size) for own, size in zip(gaps, sizes, strict=True) if size)
+
+
+def in_64_bytes(expectation: Expectation, witness: Witness) -> bool:
+    """Whether what a ledger keeps of a witness tells the expected one from this one."""
+    right = Witness(presence=expectation.witness.presence, content=expectation.witness.content)
+    kept = kept_of(expectation.witness, right)
+    assert len(kept.components) == 64
+    assert kept_gap(kept, right) < TOLERANCE / 16
+    return not kept_gap(kept, witness) <= TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +263,7 @@ def test_a_fault_is_found_and_its_sample_named(
     expectation = expected(chosen, loss, batches)
     witness = found(policy, change(list(batches[0])), loss)
     assert differs(expectation.witness, witness)
+    assert in_64_bytes(expectation, witness)
     named = {(one.kind, one.who) for one in expectation.explain(witness, others=["77/2", "77/3"])}
     if change is _cut and normaliser == "sequence":  # where the mean is of fewer tokens, and each counts more
         findings = {("content", "rollout 12/1")}
@@ -270,6 +280,7 @@ def test_one_token_of_the_batch_is_seen(policy: Policy) -> None:
     ids[np.flatnonzero(with_advantage)[0]] ^= 1
     witness = found(policy, [*batches[0][:-1], replace(last, token_ids=ids)], loss)
     assert differs(expectation.witness, witness)
+    assert in_64_bytes(expectation, witness)
 
 
 def test_a_micro_batch_that_is_dropped_or_overwritten_is_named(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +302,9 @@ def test_a_micro_batch_that_is_dropped_or_overwritten_is_named(policy: Policy, m
         real(last=last)
 
     monkeypatch.setattr(policy, "sync_gradients", reset)
-    findings = expectation.explain(found(policy, batches[0], loss))
+    reset_witness = found(policy, batches[0], loss)
+    assert in_64_bytes(expectation, reset_witness)
+    findings = expectation.explain(reset_witness)
     assert {one.who for one in findings if one.kind == "missing"} == {
         f"micro-batch {n} of rank 0" for n in range(len(batches[0]) - 1)
     }
@@ -342,6 +355,9 @@ def test_ranks_sum_the_witness_at_every_level_of_sharding(of_ranks: dict[str, Wi
 
 def test_what_ranks_do_wrong_is_named(of_ranks: dict[str, Witness]) -> None:
     expectation = of_two_ranks()
+    assert all(
+        in_64_bytes(expectation, of_ranks[name]) for name in ("reduced twice", "not reduced", "a micro-batch dropped")
+    )
     [twice] = expectation.explain(of_ranks["reduced twice"])
     assert (twice.kind, twice.who, twice.factor) == ("repeated", "the whole batch", pytest.approx(2))
     alone = expectation.explain(of_ranks["not reduced"])
@@ -355,8 +371,10 @@ def test_many_samples_with_other_advantages_are_all_there(policy: Policy) -> Non
     chosen = [replace(one, teacher_logprobs=None) for one in samples(80)]
     shifted = [replace(one, advantages=1.5) for one in chosen]
     expectation = expected(chosen, LossSettings(), packed(chosen))
-    [finding] = expectation.explain(found(policy, packed(shifted)[0], LossSettings()))
+    witness = found(policy, packed(shifted)[0], LossSettings())
+    [finding] = expectation.explain(witness)
     assert finding.kind == "content"
+    assert in_64_bytes(expectation, witness)
 
 
 def break_by(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

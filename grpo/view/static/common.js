@@ -1,5 +1,5 @@
-// What all pages share: asking the server, the address, live changes, figures as text.
-import { html, useEffect, useLayoutEffect, useState } from "./vendor/preact-htm.js";
+// What all pages share: asking the server, the address, live changes, keys, small parts, figures as text.
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 export * from "./vendor/preact-htm.js";
 
@@ -13,7 +13,9 @@ export const isReport = answers !== null;
 
 export async function ask(path) {
   if (answers) {
+    const plain = path.replace(/\?.*/, ""); // a report has all of a step's texts, and curves once
     if (path in answers) return answers[path];
+    if (/\/(texts|curves)$/.test(plain) && plain in answers) return answers[plain];
     throw new Error("This is not in the report; open the run with `grpo view`.");
   }
   const response = await fetch(`api/${path}`);
@@ -125,14 +127,109 @@ export function onKey(event) {
   if (handler) { event.preventDefault(); handler(); }
 }
 
+// --- small parts ---
+
+// Text of a model: signs that cannot be seen, or turn the direction of others, are told by their number.
+export function shown(text) {
+  return text.replace(
+    /[\u0000-\u0008\u000b-\u001f\u007f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g,
+    (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`,
+  );
+}
+
+// Two lines of a text; all of it on demand.
+export function Clip({ text, children }) {
+  const [open, setOpen] = useState(false);
+  const [long, setLong] = useState(false);
+  const box = useRef(null);
+  useLayoutEffect(() => {
+    setOpen(false);
+    setLong(box.current ? box.current.scrollHeight > box.current.clientHeight + 4 : false);
+  }, [text]);
+  if (text === null || text === undefined) return html`<span class="quiet">–</span>`;
+  return html`<div ref=${box} class=${`clip${open ? " open" : ""}`} dir="auto">${children ?? (shown(text) || "∅")}</div>
+    ${long && html`<button class="plain" aria-expanded=${open}
+        onClick=${() => setOpen(!open)}>${open ? "less" : "more"}</button>`}`;
+}
+
+// What is wider than its place can be moved there, by keys too.
+export function Scroll({ label, children }) {
+  const box = useRef(null);
+  const [wide, setWide] = useState(false);
+  useEffect(() => {
+    const look = () => setWide(box.current.scrollWidth > box.current.clientWidth + 1);
+    const watch = new ResizeObserver(look);
+    watch.observe(box.current);
+    watch.observe(box.current.firstElementChild ?? box.current);
+    return () => watch.disconnect();
+  }, []);
+  return html`<div class="scroll" ref=${box} role=${wide ? "region" : undefined} aria-label=${wide ? label : undefined}
+    tabindex=${wide ? 0 : undefined}>${children}</div>`;
+}
+
+// A table whose rows become cards on a narrow page. `columns`: [{ name, label, num, cell(row), sort }].
+export function Table({ label, columns, rows, keyOf, sort, onSort, classOf, kind = "" }) {
+  const down = sort?.startsWith("-"), by = sort?.replace(/^-/, "");
+  const order = (one) => (one.name === by ? (down ? "descending" : "ascending") : undefined);
+  const arrow = (one) => (one.name === by ? (down ? " ↓" : " ↑") : "");
+  const next = (one) => (one.name === by ? (down ? one.name : `-${one.name}`) : one.num ? `-${one.name}` : one.name);
+  return html`<${Scroll} label=${label}><table class=${`cards ${kind}`} aria-label=${label}>
+    <thead><tr>${columns.map((one) => html`<th key=${one.name} scope="col" class=${one.num ? "num" : ""} aria-sort=${order(one)}>
+      ${onSort && one.sort !== false
+        ? html`<button class="plain" onClick=${() => onSort(next(one))}>${one.label ?? one.name}${arrow(one)}</button>`
+        : one.label ?? one.name}</th>`)}</tr></thead>
+    <tbody>${rows.map((row, index) => html`<tr key=${keyOf(row)} class=${classOf?.(row, index) ?? ""}>${columns.map((one) => {
+      const cell = one.cell(row, index);
+      return html`<td key=${one.name} data-label=${one.label ?? one.name} class=${`${one.num ? "num " : ""}${one.kind ?? ""}${
+        cell === null || cell === undefined || cell === "" ? " none" : ""}`}>${cell ?? ""}</td>`;
+    })}</tr>`)}</tbody></table><//>`;
+}
+
+export function Pages({ page, num, onPage, what }) {
+  if (num <= 1) return null;
+  return html`<nav class="pages" aria-label=${`pages of ${what}`}>
+    <button disabled=${page === 0} onClick=${() => onPage(page - 1)}>← previous</button>
+    <span>page ${page + 1} of ${num}</span>
+    <button disabled=${page === num - 1} onClick=${() => onPage(page + 1)}>next →</button></nav>`;
+}
+
+export function Choice({ label, value, options, onChange }) {
+  return html`<label class="short">${label} <select value=${value} onChange=${(event) => onChange(event.target.value)}>
+    ${options.map((one) => {
+      const [name, text] = Array.isArray(one) ? one : [one, one];
+      return html`<option key=${name} value=${name} selected=${name === value}>${text}</option>`;
+    })}</select></label>`;
+}
+
+// A field that tells a moment after the last key, so that each key need not ask the server.
+export function Search({ id = "search", label, value, onChange, wait = 150 }) {
+  const [text, setText] = useState(value);
+  const timer = useRef(0);
+  useEffect(() => { setText(value); }, [value]);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  const typed = (event) => {
+    const now = event.target.value;
+    setText(now);
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => onChange(now), wait);
+  };
+  return html`<label>${label} <input id=${id} type="search" value=${text} onInput=${typed} /></label>`;
+}
+
 // --- figures ---
+
+export function nearest(steps, step) {
+  return steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best));
+}
+
+export const runPath = (run, ...parts) => ["runs", encodeURIComponent(run), ...parts].join("/");
 
 export function figure(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  if (size !== 0 && size < 10 ** -digits) return value.toExponential(1);
+  if (size !== 0 && size < 10 ** -digits) return digits === 0 ? "0" : value.toExponential(1);
   return value.toFixed(digits);
 }
 
@@ -141,6 +238,10 @@ export function seconds(value) {
   if (value < 100) return `${value.toFixed(1)} s`;
   const minutes = Math.floor(value / 60);
   return minutes < 100 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export function percent(share) {
+  return share === null || share === undefined ? "–" : `${+(100 * share).toFixed(share > 0.1 && share < 0.995 ? 0 : 1)}%`;
 }
 
 // Least and greatest of numbers, however many; null where there are none.

@@ -19,13 +19,23 @@ HOSTILE = "<script>alert(1)</script>\x07\u202eabc <img src=x onerror=alert(2)>"
 
 
 def make_run(
-    folder: Path, *, steps: int = 6, groups: int = 4, size: int = 4, tokens: int = 40, text: str = "so be it"
+    folder: Path,
+    *,
+    steps: int = 6,
+    groups: int = 4,
+    size: int = 4,
+    tokens: int = 40,
+    text: str = "so be it",
+    more_metrics: int = 0,
 ) -> Path:
     """`steps` steps of `groups` groups with `size` rollouts of `tokens` tokens each. All steps beyond the second are
-    links to its trace."""
+    links to its trace. `more_metrics`: in each line of the metrics, as many as a real run has."""
     change = {"step": 2, "key": "code env.0.id my_env.py", "before": "sha256:1", "now": "sha256:2"}
     found(folder, programs={"train": {}, "orch": {"settings": {"max_steps": steps}, "changes": [change]}})
-    metrics = [_metrics(step) for step in range(1, steps + 1)]
+    more = {f"reward/measure/made_{number}/reverse-text": number / 7 for number in range(more_metrics)}
+    metrics = [
+        _metrics(step) | {name: value * (1 + step % 7) for name, value in more.items()} for step in range(1, steps + 1)
+    ]
     evaluated = [
         {"progress/step": float(step), "eval/failed": 0.0, "eval/accuracy": 0.4 + 0.1 * (step > 0)}
         for step in (0, steps)
@@ -88,6 +98,7 @@ def _row(
         "num_masked": int(outlier),
         "temperature": 1.0,
         "stop_reason": "stop",
+        "fields": json.dumps({"answer": f"so be it {number}"}),
         "messages": json.dumps(conversation),
         "token_ids": rng.integers(0, len(WORDS), tokens, np.int32),
         "loss_mask": sampled,

@@ -93,37 +93,39 @@ def faultless(chromium: object, base: str, **context: object) -> Iterator[Browse
 def opened(chromium: object, view: Served, **context: object) -> Iterator[Browser]:
     with faultless(chromium, f"http://127.0.0.1:{view.port}/", **context) as one:
         one.page.goto(view.address)
-        one.page.wait_for_selector("table")
+        one.page.wait_for_selector("h1")
         yield one
 
 
 PAGES = {
     "run/one": "p:has-text('my_env.py')",
     "run/one/timeline": ".gantt canvas",
-    "run/one/step/3": ".heat a",
+    "run/one?find=entropy&smooth=0.9&log=1&from=2&to=9": "figure:has-text('policy/entropy') .u-over",
+    "run/one/step/3": ".groups a",
+    "run/one/step/3?worst=log-ratio&sort=-reward&end=stop": "table[aria-label='worst tokens'] ins",
     "run/one/step/3/rollout/0%2F1": ".tokens span",
     "run/one/step/3/rollout/0%2F1?beside=0%2F2": ".beside section:nth-child(2) .tokens span",
-    "run/one/eval/12": ".heat a",
+    "run/one/eval/12": "table.rollouts a",
     "run/one/prompt/reverse-text/1": "td.answer",
-    "run/one/evaluation": "table",
+    "run/one/evaluation?kind=all": ".cases .pair",
     "run/one/proof": ".checks li",
     "run/one/games": ".ratings circle",
-    "run/one/settings": "nav.tabs a:has-text('steps')",
+    "run/one/settings": "dt:has-text('max_steps')",
     "compare?runs=one,hostile": ".u-over",
     "run/hostile/step/1/rollout/0%2F0": ".message.assistant button",
 }
 
 
 def _order(page: "Page") -> list[str]:
-    """What the page of a run shows, from above: its name, its tabs, its state, its charts."""
+    """What the page of a run shows, from above: its name, its state, its pages, its figures, notes and charts."""
     found: list[str] = page.evaluate(
-        "[...document.querySelectorAll('main h1, main nav.tabs, main .state, main .charts')]"
+        "[...document.querySelectorAll('h1, main .state, .tabs, main .numbers, main .notes, main .charts')]"
         ".map((one) => one.classList[0] ?? one.tagName)"
     )
-    return found
+    return list(dict.fromkeys(found))
 
 
-IN_ORDER = ["H1", "tabs", "state", "charts"]
+IN_ORDER = ["H1", "state", "tabs", "numbers", "notes", "charts"]
 
 
 @pytest.mark.parametrize("late", ["/api/runs/one", "/api/runs/one/curves"])
@@ -154,18 +156,20 @@ def test_every_page_is_shown(chromium: object, view: Served, width: int) -> None
 def test_three_clicks_lead_from_a_spike_to_its_token(browser: Browser) -> None:
     browser.open("run/one", "figure:has-text('Importance ratio') .u-over")
     plot = browser.page.locator("figure:has-text('Importance ratio') .u-over")
+    plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     assert box is not None
     plot.click(position={"x": box["width"] * 6 / 11, "y": box["height"] / 2})
     browser.page.wait_for_url("**/step/7")
+    browser.page.click("table.rollouts th button:has-text('log-ratio')")
     browser.page.click("table.rollouts a >> nth=0")
-    browser.page.click("text=largest")
+    browser.page.click("button:text-is('largest')")
     assert "token_high" in browser.page.inner_text(".figures")
     assert "20.08" in browser.page.inner_text(".figures")
 
 
 def test_keys_go_on_back_and_elsewhere(browser: Browser) -> None:
-    browser.open("run/one/step/3", ".heat a")
+    browser.open("run/one/step/3", ".groups a")
     browser.page.keyboard.press("j")
     browser.page.wait_for_selector("b:text-is('4')")
     browser.page.keyboard.press("k")
@@ -180,7 +184,7 @@ def test_keys_go_on_back_and_elsewhere(browser: Browser) -> None:
 
 
 def test_a_key_counts_from_the_moment_that_its_page_is_there(browser: Browser) -> None:
-    browser.open("run/one/step/3", ".heat a")
+    browser.open("run/one/step/3", ".groups a")
     browser.page.evaluate("""() => new MutationObserver((_, observer) => {
       if (document.querySelector("main b")?.textContent !== "4") return;
       observer.disconnect();
@@ -214,7 +218,7 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"progress/step": 4.0, "reward/mean": 0.987}) + "\n")
             os.fsync(file.fileno())
-        browser.page.wait_for_selector("text=reward 0.987")
+        browser.page.wait_for_selector("[data-value]:text-is('0.9870')")
         with kept_warnings(run, "orch", step=lambda: 4):
             logging.getLogger("grpo.orchestrator").warning("all rewards are equal")
         browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
@@ -232,5 +236,5 @@ def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) 
     with faultless(chromium, report.as_uri()) as browser:
         browser.open("run/one", ".u-over")
         assert _order(browser.page) == IN_ORDER
-        browser.open("run/one/step/12", ".heat a")
+        browser.open("run/one/step/12", ".groups a")
         browser.open("run/one/proof", ".checks li")

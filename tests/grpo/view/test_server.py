@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 import pytest
@@ -52,6 +53,33 @@ def test_a_step_has_its_rollouts_without_tokens_and_a_rollout_a_value_for_each_t
     assert row["mask_names"][row["masked"][-1]] == "token_high"
     assert view.json("runs/one/step/1/rollouts/0/1")[0]["pairs"][0]["chosen"] == "better"
     assert view.json("runs/one/step/1/rollouts/0/2")[0]["pairs"] == []
+
+
+def test_prompts_answers_and_right_answers_of_chosen_rollouts_are_told(view: Served) -> None:
+    told = view.json("runs/one/step/2/texts?rollouts=0/1,3/2&tokens=true")
+    assert told.keys() == {"0/1", "3/2"}
+    assert (told["0/1"]["prompt"], told["0/1"]["answer"], told["0/1"]["right"]) == (
+        "Say it.",
+        "so be it 1",
+        "so be it 1",
+    )
+    assert len(told["0/1"]["tokens"]) == 30
+    assert len(view.json("runs/one/eval/6/texts")) == 8
+
+
+@pytest.mark.parametrize(("text", "found"), [("BE IT 3", 4), ("say it", 16), ("nothing", 0), ('"', 0), ("it\\\\d", 0)])
+def test_a_text_is_found_in_conversations_and_examples(view: Served, text: str, found: int) -> None:
+    assert len(view.json(f"runs/one/step/2/find?text={quote(text)}")) == found
+
+
+def test_the_worst_tokens_of_a_step_come_from_all_its_rollouts(view: Served) -> None:
+    tokens = view.json("runs/one/step/2/tokens?by=log-ratio")
+    assert (tokens[0]["rollout"], tokens[0]["at"], tokens[0]["value"]) == ("0/0", 39, pytest.approx(3.0, abs=1e-4))
+    assert tokens[0]["text"] in tokens[0]["before"] + tokens[0]["text"] + tokens[0]["after"]
+    entropies = [one["value"] for one in view.json("runs/one/step/2/tokens?by=entropy")]
+    assert entropies == sorted(entropies, reverse=True)
+    assert len({one["rollout"] for one in view.json("runs/one/step/2/tokens?by=entropy")}) > 5
+    assert view.json("runs/one/step/2/tokens?by=teacher") == []
 
 
 def test_a_prompt_is_followed_over_steps_and_evaluations(view: Served) -> None:
