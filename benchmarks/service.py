@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from grpo.configs.train import TrainSettings
+from grpo.service.engine import RECENT_S
 from grpo.service.training import AdapterShape, Base, Pass, TrainedModel
 from grpo.service.wire import Datum, ForwardBackward
 from grpo.trainer.memory import keep_freed_memory
@@ -46,14 +47,16 @@ def datum(seed: int) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-def in_turn(one_by_one: Callable[[], None], together: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, measured in turn after a round that does not count."""
+def in_turn(
+    one_by_one: Callable[[], float | None], together: Callable[[], float | None], rounds: int
+) -> tuple[float, float]:
+    """Median seconds of both, measured in turn after a round that does not count. Either may return its own seconds."""
     seconds: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
         for found, work in zip(seconds, (one_by_one, together), strict=True):
             started_s = time.perf_counter()
-            work()
-            found.append(time.perf_counter() - started_s)
+            own_s = work()
+            found.append(time.perf_counter() - started_s if own_s is None else own_s)
     return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
 
 
@@ -61,7 +64,7 @@ def of_passes(rounds: int) -> tuple[float, float]:
     """Seconds of a round of all models: each with a pass of its own, and with one for all."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    settings = TrainSettings(model=str(MODEL), device="cpu", sequence_len=512, lora_rank=1)
+    settings = TrainSettings(model=str(MODEL), device="cpu", sequence_len=512, lora_rank=1, recipe="fp32")
     base = Base(settings, MODEL, torch.device("cpu"), max_rank=RANK)
     shapes = [AdapterShape(rank=RANK, seed=number, attn=True, mlp=True) for number in range(TENANTS)]
     models = [TrainedModel(base, shape) for shape in shapes]
@@ -97,9 +100,14 @@ def of_clients(service: Running, rounds: int) -> tuple[float, float]:
             for end in ends:
                 end.result()
 
-    def one_by_one() -> None:
+    def one_by_one() -> float:
+        seconds = 0.0
         for client in clients:
+            time.sleep(RECENT_S)  # so that no pass waits for the one before
+            started_s = time.perf_counter()
             train(client)
+            seconds += time.perf_counter() - started_s
+        return seconds
 
     def together() -> None:
         threads = [threading.Thread(target=train, args=(client,)) for client in clients]

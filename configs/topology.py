@@ -28,7 +28,7 @@ class TrainTopology(Machine):
     nodes: PositiveInt = 1
     """Number of machines."""
     min_nodes: PositiveInt | None = None
-    """With how many of them it goes on where others are lost (null: all)."""
+    """The number of machines with which it continues if others are lost (null: all)."""
     gpus: NonNegativeInt | None = None
     """GPUs, and ranks, of each machine (null: `gpus` of the trainer; no GPUs where it computes on a CPU)."""
 
@@ -73,7 +73,7 @@ class Topology(Section):
     slurm: dict[str, str | int] = {}
     """More options of sbatch, for all parts: `partition: gpu`, `time: "24:00:00"`, `account: lab`."""
     slurm_notice_s: PositiveInt = 120
-    """So long before its time limit Slurm signals the run, which then writes a checkpoint and is queued again."""
+    """Seconds before the time limit at which Slurm signals the run, which then writes a checkpoint and is requeued."""
     sky: dict[str, str] = {}
     """More resources for all SkyPilot tasks: `infra: aws`, `accelerators: H100`."""
     secret: str = Field(default="grpo", min_length=1)

@@ -206,7 +206,12 @@ def preset_of(target: str) -> str | None:
 def name_of(run: LoadedRun) -> str:
     """A name for a run in a cluster, as RFC 1035 has it: that of its folder, in small letters, digits and hyphens. It
     begins with a letter; a long one is cut, and ends with a digest of all of it."""
-    folder = Path(run.train.settings.output_dir).name
+    return name_of_folder(Path(run.train.settings.output_dir))
+
+
+def name_of_folder(path: Path) -> str:
+    """Returns `name_of` what runs in this folder."""
+    folder = path.name
     name = "".join(one if one.isascii() and one.isalnum() else "-" for one in folder.lower()).strip("-") or "grpo"
     name = name if name[0].isalpha() else f"run-{name}"
     if len(name) <= MAX_NAME:

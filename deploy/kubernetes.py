@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from grpo.configs.errors import SettingsError
 from grpo.configs.run import RUN_FILE, LoadedRun, run_file
+from grpo.configs.topology import Topology
 from grpo.deploy.cluster import Part, Places, name_of, output_of, parts, preset_of
 from grpo.deploy.programs import OWN_FAILURES
 from grpo.transport.errors import START_AGAIN
@@ -40,37 +41,51 @@ def files(run: LoadedRun, target: str) -> dict[str, str]:
         message = "is no name of a secret; use small letters, digits, '-' and '.', a letter or digit first and last"
         raise SettingsError([run.problem("topology.secret", message)])
     seen_as = preset or f"{SETTINGS}/{RUN_FILE}"
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-    environment.filters["command"] = _command
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name,
-        parts=_parts(run, seen_as, name, f"{name}-train-0.{name}-train"),
-        parts_of_set=_parts(run, seen_as, name, f"{name}-train-0-0.{name}"),
-        topology=run.settings.topology,
+    resources = rendered(
+        name,
+        _parts(run, seen_as, name, f"{name}-train-0.{name}-train"),
+        _parts(run, seen_as, name, f"{name}-train-0-0.{name}"),
+        run.settings.topology,
         has_settings=preset is None,
-        volume=VOLUME,
-        settings=SETTINGS,
-        start_again=START_AGAIN,
-        own_failures=list(OWN_FAILURES),
     )
     found: dict[str, list[Any]] = {overlay: [] for overlay in OVERLAYS}
-    for resource in yaml.safe_load_all(text):
+    for resource in resources:
         kind = resource["kind"].lower()
         found[kind if kind in OVERLAYS else "base"].append(resource)
-    written = {f"{overlay}/resources.yaml": _yaml(*resources) for overlay, resources in found.items()}
+    written = {f"{overlay}/resources.yaml": yaml_of(*resources) for overlay, resources in found.items()}
     kustomization: dict[str, Any] = {"resources": ["resources.yaml"]}
     if preset is None:
         kustomization["configMapGenerator"] = [{"name": f"{name}-settings", "files": [RUN_FILE]}]
         written[f"base/{RUN_FILE}"] = source.read_text(encoding="utf-8")
-    written["base/kustomization.yaml"] = _yaml(kustomization)
+    written["base/kustomization.yaml"] = yaml_of(kustomization)
     for overlay in ("jobset", "leaderworkerset"):
         gone = [
             {"apiVersion": version, "kind": kind, "metadata": {"name": f"{name}-{role}"}, "$patch": "delete"}
             for version, kind, role in OVERLAYS[overlay]
         ]
-        over = {"resources": ["../base", "resources.yaml"], "patches": [{"patch": _yaml(one)} for one in gone]}
-        written[f"{overlay}/kustomization.yaml"] = _yaml(over)
+        over = {"resources": ["../base", "resources.yaml"], "patches": [{"patch": yaml_of(one)} for one in gone]}
+        written[f"{overlay}/kustomization.yaml"] = yaml_of(over)
     return written
+
+
+def rendered(
+    name: str, parts: Sequence[Part], parts_of_set: Sequence[Part], topology: Topology, *, has_settings: bool
+) -> list[Any]:
+    """Returns the resources of what is called `name`; in those for overlays are `parts_of_set`."""
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
+    environment.filters["command"] = _command
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name,
+        parts=parts,
+        parts_of_set=parts_of_set,
+        topology=topology,
+        has_settings=has_settings,
+        volume=VOLUME,
+        settings=SETTINGS,
+        start_again=START_AGAIN,
+        own_failures=list(OWN_FAILURES),
+    )
+    return list(yaml.safe_load_all(text))
 
 
 def _command(argv: Sequence[str]) -> str:
@@ -93,7 +108,8 @@ def _parts(run: LoadedRun, target: str, name: str, trainer: str) -> list[Part]:
     )
 
 
-def _yaml(*documents: Any) -> str:
+def yaml_of(*documents: Any) -> str:
+    """Returns documents as one text."""
     text: str = yaml.safe_dump_all(documents, sort_keys=False, width=120)
     return text
 
@@ -110,14 +126,14 @@ def submit(run: LoadedRun, target: str, overlay: str) -> str:
     return output_of("kubectl", "apply", "-k", str(folder / overlay))
 
 
-def state(run: LoadedRun) -> str | None:
-    """Returns the cluster's resources of the run; None where there are none."""
-    chosen = ("-l", f"{_INSTANCE}={name_of(run)}", "--ignore-not-found")
+def state(name: str) -> str | None:
+    """Returns the cluster's resources of what is called `name`; None where there are none."""
+    chosen = ("-l", f"{_INSTANCE}={name}", "--ignore-not-found")
     return output_of("kubectl", "get", "pods,jobs", *chosen) or None
 
 
-def stop(run: LoadedRun, overlay: str) -> str:
+def stop(name: str, overlay: str) -> str:
     """Ends what runs; the volume stays."""
     more = {"jobset": ",jobsets.jobset.x-k8s.io", "leaderworkerset": ",leaderworkersets.leaderworkerset.x-k8s.io"}
     kinds = f"jobs,statefulsets,deployments,services{more.get(overlay, '')}"
-    return output_of("kubectl", "delete", kinds, "-l", f"{_INSTANCE}={name_of(run)}", "--ignore-not-found")
+    return output_of("kubectl", "delete", kinds, "-l", f"{_INSTANCE}={name}", "--ignore-not-found")

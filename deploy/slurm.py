@@ -37,10 +37,10 @@ def script(run: LoadedRun, target: str, arguments: Sequence[str]) -> str:
     folder, topology = Path(run.train.settings.output_dir).absolute(), run.settings.topology
     _check_lines(run, folder)
     found = {part.role.partition(".")[0]: part for part in parts(run, Places())}
-    common = [_option(key, value) for key, value in topology.slurm.items()]
+    common = [option(key, value) for key, value in topology.slurm.items()]
     head = [
-        *(f"--job-name={name_of(run)}", _option("chdir", Path.cwd()), "--requeue", "--open-mode=append"),
-        _option("output", f"{folder}/logs/slurm.log".replace("%", "%%")),  # %j is the job's number there
+        *(f"--job-name={name_of(run)}", option("chdir", Path.cwd()), "--requeue", "--open-mode=append"),
+        option("output", f"{folder}/logs/slurm.log".replace("%", "%%")),  # %j is the job's number there
         f"--signal=B:USR1@{topology.slurm_notice_s}",
     ]
     groups = [[*common, *_machines(found[role])] for role in _GROUPS if role in found]
@@ -70,8 +70,8 @@ def _check_lines(run: LoadedRun, folder: Path) -> None:
         raise SettingsError(problems)
 
 
-def _option(key: str, value: object) -> str:
-    """An option as sbatch reads it in its file: quoted, where a character of it would end or change the value."""
+def option(key: str, value: object) -> str:
+    """Returns an option as sbatch reads it in its file, quoted where a character would end or change the value."""
     text = str(value)
     if not re.search(r"[^\w@%+=:,./-]", text):
         return f"--{key}={text}"
@@ -82,10 +82,11 @@ def _machines(part: Part) -> list[str]:
     """Returns the options of sbatch. Servers may share a machine, the trainer's processes never do."""
     apart = part.role == "train"
     words = [f"--nodes={part.replicas}", "--ntasks-per-node=1"] if apart else [f"--ntasks={part.replicas}"]
-    return words + _resources(part)
+    return words + resources_of(part)
 
 
-def _resources(part: Part) -> list[str]:
+def resources_of(part: Part) -> list[str]:
+    """Returns the options of sbatch and srun for what each process of a part gets."""
     words = [] if part.cpus is None else [f"--cpus-per-task={part.cpus}"]
     words += [] if part.memory_gb is None else [f"--mem-per-cpu={int(1024 * part.memory_gb / (part.cpus or 1))}"]
     return words + ([f"--gpus-per-task={part.gpus}"] if part.gpus else [])
@@ -194,7 +195,7 @@ def _srun(part: Part) -> tuple[str, ...]:
     num = part.replicas if role == "train" else 1
     return (
         *("srun", f"--het-group={_GROUPS.index(role)}", f"--nodes={num}", f"--ntasks={num}", "--exact"),
-        *("--unbuffered", "--kill-on-bad-exit=0", *_resources(part), "env", f"--unset={PARENT_VAR}"),
+        *("--unbuffered", "--kill-on-bad-exit=0", *resources_of(part), "env", f"--unset={PARENT_VAR}"),
     )
 
 

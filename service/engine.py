@@ -42,6 +42,9 @@ REPLAYED = frozenset({"create_model", "forward_backward", "optim_step", "load_we
 DROP = "drop_gradients"
 """Stands in a replay for an `optim_step` that has dropped its gradients."""
 SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+INFLIGHT = "inflight"
+"""The kind of sampling sessions that all have the newest weights of their model that were saved so."""
+KINDS = ("snapshot", INFLIGHT)
 UNLOAD = "unload_model"
 EXPIRED_S = 1.0
 """Between two looks for checkpoints whose time is over."""
@@ -132,6 +135,7 @@ class Engine:
         self._turns: dict[str, int] = {}
         """Number of the last turn of each tenant."""
         self._last_end = _nothing()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
     def start(self) -> None:
@@ -146,6 +150,11 @@ class Engine:
             self._ending = True
             self._changed.notify()
         self._thread.join(60.0)
+
+    def check(self) -> None:
+        """Raises what has ended the thread."""
+        if self._failure is not None:
+            raise self._failure
 
     def submit(self, command: Command) -> None:
         """Queues a command that is in the log."""
@@ -191,8 +200,14 @@ class Engine:
         return queue
 
     def _run(self) -> None:
+        try:
+            self._take_turns()
+        except Exception as error:
+            self._failure = error
+
+    def _take_turns(self) -> None:
         """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`, and for what
-        servers have been asked. Ends when the engine is closed."""
+        servers have been asked. Ends when the engine is closed, and with the log, which raises `LogFailed`."""
         looked_s = -EXPIRED_S
         while True:
             if time.monotonic() > looked_s + EXPIRED_S:
@@ -398,8 +413,12 @@ class Engine:
         number = asked.get("sampling_session_seq_id")
         if self._publish is None and number is not None:
             raise Refused("this service was started without sampling (--no_sampling)")
-        if (kind := asked.get("kind", "snapshot")) != "snapshot":
-            raise Refused(f"kind is {kind!r:.40}; this service has snapshots alone")
+        if (kind := asked.get("kind", "snapshot")) not in KINDS:
+            raise Refused(f"kind is {kind!r:.40}, expected {' or '.join(KINDS)}")
+        if is_inflight := kind == INFLIGHT:
+            if number is None:
+                raise Refused("kind is 'inflight' and sampling_session_seq_id is missing; a checkpoint is a snapshot")
+            path = f"tinker://{command.target}/{INFLIGHT}"
         self._base.use(model.policy)
         if self._publish is None:
             size = model.save(self.checkpoint_folder(path), seq=command.seq, canary=True, optimizer=False)
@@ -414,7 +433,8 @@ class Engine:
             self._checkpoint = checkpoint
             return _done({"type": command.kind, "path": path})
         sampler = f"{command.target.partition(':train:')[0]}:sample:{int(number)}"
-        self._log.add_sampler(sampler, command.tenant, None, version)
+        session_of = (path, None) if is_inflight else (None, version)
+        self._log.add_sampler(sampler, command.tenant, *session_of)
         return _done({"type": command.kind, "path": None, "sampling_session_id": sampler})
 
     def _path(self, command: Command, kind: str, asked: dict[str, Any]) -> str:

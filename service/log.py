@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from grpo.service.errors import Refused
+from grpo.service.errors import LogFailed, Refused
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(session TEXT PRIMARY KEY, tenant TEXT, heard_at REAL);
@@ -143,9 +143,15 @@ class CommandLog:
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises `LogFailed`, as do all methods that write, from the first one on that could not: what follows it must
+        not be there without it."""
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+        self._path, self._failure = path, cast("LogFailed | None", None)
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_SCHEMA}")
+        except sqlite3.Error as error:
+            raise LogFailed(path, error) from error
         self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         [(self._num_ended,)] = self._rows("SELECT coalesce(max(ended), 0) FROM commands")
         """Numbers the ends of commands."""
@@ -185,7 +191,7 @@ class CommandLog:
                         ends.append(partial(future.set_result, work(db)))
                     except Refused as error:
                         ends.append(partial(future.set_exception, error))
-        except Exception as error:  # a full disk, for instance; whoever has handed it over is told
+        except Exception as error:  # whoever has handed it over is told
             ends = [partial(future.set_exception, error) for _, future in together]
         for end in ends:
             end()
@@ -193,13 +199,23 @@ class CommandLog:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+            self.check()
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                if not isinstance(error, sqlite3.OperationalError):
+                    raise
+                self._failure = LogFailed(self._path, error)
+                raise self._failure from error
+
+    def check(self) -> None:
+        """Raises `LogFailed` if something could not be written."""
+        if self._failure is not None:
+            raise self._failure
 
     def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._read_lock:
@@ -482,16 +498,20 @@ class CommandLog:
             SELECT version, 'checkpoint' FROM versions JOIN checkpoints USING(path)
             UNION ALL SELECT version, 'session' FROM samplers JOIN sessions
                 ON session = substr(sampler, 1, instr(sampler, ':') - 1) WHERE version IS NOT NULL AND heard_at >= ?
+            UNION ALL SELECT (SELECT max(version) FROM versions JOIN canaries USING(version) WHERE path = model_path),
+                'session' FROM samplers JOIN sessions ON session = substr(sampler, 1, instr(sampler, ':') - 1)
+                WHERE version IS NULL AND model_path IS NOT NULL AND heard_at >= ?
             UNION ALL SELECT version, 'command' FROM versions JOIN commands
                 ON commands.target = versions.model AND commands.seq = versions.seq WHERE state = 'waiting'"""
         found: dict[int, dict[str, int]] = {}
-        for version, by in self._rows(query, heard_since):
+        for version, by in self._rows(query, heard_since, heard_since):
             of_version = found.setdefault(version, {})
             of_version[by] = of_version.get(by, 0) + 1
         return found
 
     def add_sampler(self, sampler: str, tenant: str, model_path: str | None, version: int | None) -> None:
-        """Adds a sampling session of a version (None: the base model), unless it is there already."""
+        """Adds a sampling session of a version, unless it is there already. None is the base model, or, with a path,
+        the newest version of this path that servers have."""
         with self._transaction() as db:
             row = (sampler, tenant, model_path, version)
             db.execute("INSERT OR IGNORE INTO samplers(sampler, tenant, model_path, version) VALUES (?,?,?,?)", row)
@@ -506,8 +526,9 @@ class CommandLog:
 
     def sampler(self, sampler: str, tenant: str) -> tuple[str | None, int | None]:
         """Returns path and version of a sampling session. Raises `Refused` for one that the tenant does not have."""
-        rows = self._rows("SELECT model_path, version FROM samplers WHERE sampler=? AND tenant=?", sampler, tenant)
-        if not rows:
+        newest = "SELECT max(version) FROM versions JOIN canaries USING(version) WHERE path = model_path"
+        query = f"SELECT model_path, coalesce(version, ({newest})) FROM samplers WHERE sampler=? AND tenant=?"
+        if not (rows := self._rows(query, sampler, tenant)):
             raise Refused(f"sampling_session_id is {sampler!r:.120}, and there is no such session", status=404)
         return rows[0][0], rows[0][1]
 

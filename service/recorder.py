@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 MODELS = "models"
 METRICS_FILE = "metrics.jsonl"
 STEP = "progress/step"
+MISSING = "perf/missing_traces"
 MAX_WAITING = 64
 """Traces that wait to be written."""
 TRACE_BYTES = 200_000_000
@@ -77,6 +78,8 @@ class Recorder:
         self._proved = Proved()
         self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[None]]()
         self._sizes: dict[Path, dict[int, int]] = {}
+        self._num_missing = Counter[str]()
+        """Traces of each model that were not written, since the start."""
 
     def start(self, vocabulary: Callable[[], Sequence[str]]) -> None:
         """Completes what a killed service has left, and writes the text of each token id."""
@@ -162,6 +165,8 @@ class Recorder:
         if self._proved.versions:
             metrics["proofs/tokens_now"] = self._proved.num_tokens
             metrics["proofs/tokens"] = sum(spot.num_tokens for spot in self._proved.spots)
+        if missing := self._num_missing[command.target]:
+            metrics[MISSING] = missing
         receipt = Receipt(
             step=number,
             num_tokens=step.num_tokens,
@@ -191,9 +196,12 @@ class Recorder:
             log.warning("%s is not written, and will be at the next start: %s", folder / METRICS_FILE, error)
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
-        if (row is None and trace_path(folder, number).exists()) or len(self._waiting) >= MAX_WAITING:
+        if row is None and trace_path(folder, number).exists():
             return
-        self._waiting.append(self._writer.submit(self._guarded, self._write_trace, folder, number, step, versions))
+        if len(self._waiting) >= MAX_WAITING:
+            self._num_missing[command.target] += 1
+            return
+        self._waiting.append(self._writer.submit(self._trace, command.target, folder, number, step, versions))
 
     def _number(self, command: Command) -> int | None:
         found = self._log.last_step(command.target, seq=command.seq)
@@ -220,11 +228,18 @@ class Recorder:
         if not path.exists() or path.read_bytes() != lines:
             write_atomic(path, lines)
 
-    def _guarded(self, write: Callable[..., None], *arguments: Any) -> None:
+    def _trace(self, model_id: str, *arguments: Any) -> None:
+        if not self._guarded(self._write_trace, *arguments):
+            self._num_missing[model_id] += 1
+
+    def _guarded(self, write: Callable[..., None], *arguments: Any) -> bool:
+        """Returns whether it was written."""
         try:
             write(*arguments)
         except Exception as error:  # nobody's step may fail for it
             log.warning("a trace is missing: %s: %s", type(error).__name__, error)
+            return False
+        return True
 
     def _write_vocabulary(self, vocabulary: Callable[[], Sequence[str]]) -> None:
         path = self._run / FOLDER / VOCABULARY_FILE

@@ -48,11 +48,13 @@ def serve(
     listening: socket.socket,
     tenants: Sequence[str],
     max_rank: int,
-    server: tuple[str, str | None] | None,
-    check: Callable[[], None],
+    servers: Sequence[str],
+    server_key: str | None,
+    check: Callable[[Sequence[str]], None],
 ) -> None:
-    """Serves on the socket `listening`. `server` is URL and key of the grpo-infer that samples, None for none; `check`
-    is called each second and raises if that server has ended. Returns after SIGINT or SIGTERM."""
+    """Serves on the socket `listening`. `servers` are the addresses of the grpo-infers that sample, empty for no
+    sampling, and `server_key` is their key; `check` is called each second, with those that do not answer, and may
+    raise. Returns after SIGINT or SIGTERM. Raises `LogFailed` where the log cannot be written."""
     raise_file_limit()  # each client keeps connections open
     device = device_for(settings.device)
     set_threads(settings.num_threads)
@@ -60,26 +62,27 @@ def serve(
         keep_freed_memory()
     base = Base(settings, model_folder, device, max_rank=max_rank)
     keys = tenant_keys(run.path, tenants)
-    asyncio.run(_serve(base, model_folder.resolve(), run, listening=listening, keys=keys, server=server, check=check))
+    sampling = servers, server_key
+    asyncio.run(_serve(base, model_folder.resolve(), run, sampling, listening=listening, keys=keys, check=check))
 
 
 async def _serve(
     base: Base,
     model_folder: Path,
     run: RunFolder,
+    samples_on: tuple[Sequence[str], str | None],
     *,
     listening: socket.socket,
     keys: Mapping[str, str],
-    server: tuple[str, str | None] | None,
-    check: Callable[[], None],
+    check: Callable[[Sequence[str]], None],
 ) -> None:
     commands, futures, sampling = CommandLog(run.path / _LOG_FILE), Futures(), None
-    if server is not None:
+    if samples_on[0]:
         sampling = Sampling(
             commands,
             run,
-            url=server[0],
-            key=server[1],
+            urls=samples_on[0],
+            key=samples_on[1],
             base_model=base_identity(model_folder),
             max_tokens=base.settings.sequence_len,
             finished=futures.finished,
@@ -108,7 +111,9 @@ async def _serve(
     try:
         _announce(run, listening, keys)  # the socket listens: who comes early waits
         while not serving.done():
-            check()
+            check(sampling.left_out if sampling is not None else ())
+            commands.check()
+            engine.check()
             await asyncio.wait((serving,), timeout=1.0)
     finally:
         http.should_exit = True
@@ -133,6 +138,7 @@ def vocabulary(model_folder: Path) -> list[str]:
 def _announce(run: RunFolder, listening: socket.socket, keys: Mapping[str, str]) -> None:
     """Writes where the service is and its keys, for this user alone."""
     host, port = listening.getsockname()[:2]
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     address = f"[{host}]" if ":" in host else host
     about = {"base_url": f"http://{address}:{port}", "api_key": next(iter(keys.values())), "api_keys": dict(keys)}
     write_atomic(run.path / SERVICE_FILE, json.dumps(about, indent=1).encode(), private=True)

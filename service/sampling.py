@@ -1,7 +1,9 @@
-"""Samples from tenants' snapshots on a grpo-infer.
+"""Samples from tenants' snapshots on grpo-infers.
 
-A snapshot is a policy version like any other: written with its canary, and live on the server only once that scores it
-as the trainer does. A version that the server does not have any more is loaded and proved again when it is asked for.
+A snapshot is a policy version like any other: written with its canary, and live on a server only once that scores it as
+the trainer does. A new one is loaded on all servers; one that a server does not have any more is loaded and proved
+again when it is asked for. Each request goes to the server that has the fewest. A server that does not answer is left
+out until it does, and what it was asked for is asked of another.
 """
 
 import asyncio
@@ -43,11 +45,14 @@ from tinker.proto import tinker_public_pb2 as schema
 log = logging.getLogger(__name__)
 
 MAX_RUNNING = 64
-"""Requests that the server has at once; more wait here."""
+"""Requests that each server has at once; more wait here."""
 MAX_SAMPLES = 1024
 TIMEOUT_S = 600.0
-"""How long an answer may take, and how long a server may be gone."""
-RETRY_S = 0.5
+"""How long an answer may take, and how long all servers may be gone."""
+CONNECT_S = 10.0
+"""A server that takes no connection for so long is gone; one that only takes its time to answer is not."""
+LOOK_S = 1.0
+"""Between two looks whether a server is there."""
 NO_TOP_ID, NO_TOP_LOGPROB = 0, -99999.0
 """Of an empty place among the likeliest tokens, as the protocol has it."""
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP)]
@@ -102,52 +107,126 @@ class SampleRequest(msgspec.Struct, kw_only=True):
         return ids
 
 
+NOT_SERVED = {
+    "target_prompt_logprobs": ": a server scores a prompt's own tokens and the 20 likeliest (topk_prompt_logprobs); "
+    "the training client's forward scores any targets, up to 256 a token",
+    "prompt_alt_tokens_k": ": a server draws tokens only after a prompt; sample after its beginnings",
+    "record_stability_info": ": it is for the loss stable_reinforce",
+}
+"""Fields of a request that are refused, and why."""
 _ADDRESS = {"type", "base_model", "model_path", "sampling_session_id", "seq_id"}
 
 
+class ServerGone(Exception):
+    """A server has not answered."""
+
+
+class Server:
+    """A grpo-infer, and what it does for this service."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        limits = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
+        self.url, self.http = url, httpx.AsyncClient(base_url=url, headers=headers, timeout=limits)
+        self.num_running = 0
+        self.loading: dict[int, asyncio.Task[None]] = {}
+        self.used: dict[int, int] = {}
+        """By version, the number of its newest use."""
+        self.there, self.gone = asyncio.Event(), asyncio.Event()
+        """One of them is set."""
+        self.there.set()
+
+    def leave_out(self, why: object) -> None:
+        """Gives it no more requests until it answers, and ends those that it has."""
+        if self.there.is_set():
+            log.warning("%s does not answer and is left out until it does: %s", self.url, why)
+            self.there.clear()
+            self.gone.set()
+
+    async def watch(self) -> None:
+        """The loop that looks whether the server is there. Waits for its answers. Ends when it is cancelled."""
+        while True:
+            try:
+                answer = await self.http.get("/health", timeout=CONNECT_S)
+                if answer.status_code == 200 and self.gone.is_set():
+                    log.warning("%s answers again", self.url)
+                    self.gone.clear()
+                    self.there.set()
+            except (httpx.ReadTimeout, httpx.PoolTimeout):  # it has much to do
+                pass
+            except httpx.TransportError as error:
+                self.leave_out(repr(error))
+            await asyncio.sleep(LOOK_S)
+
+    async def send(self, route: str, request: Any = None) -> httpx.Response:
+        """Returns the server's response. Raises `ServerGone` if it gives none, or cannot now."""
+        method, content = ("GET", None) if request is None else ("POST", request.to_json())
+        sending = asyncio.ensure_future(self.http.request(method, route, content=content))
+        gone = asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                raise ServerGone(self.url)
+            answer = sending.result()
+        except httpx.TransportError as error:
+            self.leave_out(repr(error))
+            raise ServerGone(self.url) from error
+        finally:
+            sending.cancel()
+            gone.cancel()
+        if answer.status_code == 503 and answer.json()["error"]["type"] != "engine":
+            self.leave_out(answer.text[:200])
+            raise ServerGone(self.url)
+        return answer
+
+
 class Sampling:
-    """The end of the service that talks to the server. Its methods belong to the event loop, but for `publish`."""
+    """The end of the service that talks to servers. Its methods belong to the event loop, but for `publish`."""
 
     def __init__(
         self,
         commands: CommandLog,
         run: RunFolder,
         *,
-        url: str,
+        urls: Sequence[str],
         key: str | None,
         base_model: str,
         max_tokens: int,
         finished: Callable[[str], None],
     ) -> None:
-        """`base_model` is the base's identity, `max_tokens` the longest sequence with its answer, and `finished` is
-        called with the id of each request that has ended."""
+        """`urls` are the servers', who have the same `key`, `base_model` is the base's identity, `max_tokens` the
+        longest sequence with its answer, and `finished` is called with the id of each request that has ended."""
         self._log, self._run, self._base_model, self._max_tokens = commands, run, base_model, max_tokens
         self._finished = finished
         self._publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id, keep_last=1)
         self._started = time.time()
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self.servers = [Server(url, key) for url in urls]
         self._loop = asyncio.get_running_loop()
-        self._places = asyncio.Semaphore(MAX_RUNNING)
-        self._loading: dict[int, asyncio.Task[None]] = {}
+        self._places = asyncio.Semaphore(MAX_RUNNING * len(self.servers))
         self._uses = itertools.count(1)
-        self._used: dict[int, int] = {}
-        """By version, the number of its newest use."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By the request's id."""
+        self._watching: list[asyncio.Task[None]] = []
+
+    @property
+    def left_out(self) -> list[str]:
+        """The addresses of the servers that do not answer."""
+        return [server.url for server in self.servers if server.gone.is_set()]
 
     def start(self) -> None:
-        """Begins what was waiting when the service ended."""
+        """Begins what was waiting when the service ended, and looks after the servers."""
+        self._watching = [asyncio.create_task(server.watch()) for server in self.servers]
         for command in self._log.waiting(("asample",)):
             self.submit(command)
 
     async def close(self) -> None:
         """Ends what runs; it is done after the next start."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._watching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._http.aclose()
+        for server in self.servers:
+            await server.http.aclose()
 
     # --- snapshots ---
 
@@ -172,36 +251,55 @@ class Sampling:
         write_in_use(self._run.broadcasts, InUse(run_id=self._run.run_id, versions=held, newest=version))
         self._publisher.publish(version=version, spec=spec, files={**files, CANARY_FILE: canary.to_json()})
 
-        async def load() -> int:
-            await self._load(version)
-            return version
+        return asyncio.run_coroutine_threadsafe(self._load_everywhere(version), self._loop)
 
-        return asyncio.run_coroutine_threadsafe(load(), self._loop)
+    async def _load_everywhere(self, version: int) -> int:
+        """Returns the version once it is live on all servers that answer."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            await self._until_there(deadline_s)
+            servers = [server for server in self.servers if server.there.is_set()]
+            ends = await asyncio.gather(*(self._load(server, version) for server in servers), return_exceptions=True)
+            for error in ends:
+                if error is not None and not isinstance(error, ServerGone):
+                    raise error
+            if None in ends:
+                return version
 
-    async def _load(self, version: int) -> None:
-        """Returns once the version is live. Requests at the same time share one load."""
-        if (loading := self._loading.get(version)) is None:
-            loading = self._loading[version] = asyncio.create_task(self._load_now(version))
-            loading.add_done_callback(lambda _: self._loading.pop(version))
+    async def _until_there(self, deadline_s: float) -> None:
+        """Returns once a server answers. Raises `RuntimeError` if none does until then."""
+        waiting = [asyncio.ensure_future(server.there.wait()) for server in self.servers]
+        left_s = deadline_s - time.monotonic()
+        done, _ = await asyncio.wait(waiting, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
+        if not done:
+            raise RuntimeError(f"no server has answered for {TIMEOUT_S:g} s: {', '.join(self.left_out)}")
+
+    async def _load(self, server: Server, version: int) -> None:
+        """Returns once the version is live on a server. Requests at the same time share one load."""
+        if (loading := server.loading.get(version)) is None:
+            loading = server.loading[version] = asyncio.create_task(self._load_now(server, version))
+            loading.add_done_callback(lambda _: server.loading.pop(version))
         await asyncio.shield(loading)
 
-    async def _load_now(self, version: int) -> None:
-        """Has the server load a version; where it has no slot, in place of the one that was used longest ago,
-        and that no request uses if there is one."""
+    async def _load_now(self, server: Server, version: int) -> None:
+        """Has a server load a version; where it has no slot, in place of the one that was used longest ago, and that no
+        request uses if there is one."""
         if not step_folder(self._run.broadcasts, version).exists():
             what = "its session was not heard for an hour, and it is no checkpoint"
             raise Refused(f"snapshot {version} has been removed: {what}; save the weights again")
         request = LoadRequest(run_id=self._run.run_id, version=version)
-        while (answer := await self._send("/policy/load", request)).status_code != 200:
+        while (answer := await server.send("/policy/load", request)).status_code != 200:
             if answer.status_code != 409 or answer.json()["error"]["type"] != NO_SLOTS:
-                raise RuntimeError(f"the server refuses version {version}: {answer.text[:500]}")
-            info = ServerInfo.from_json((await self._send("/policy/info")).content)
+                raise RuntimeError(f"{server.url} refuses version {version}: {answer.text[:500]}")
+            info = ServerInfo.from_json((await server.send("/policy/info")).content)
             if not info.live:
-                raise RuntimeError(f"the server has no slot for version {version}: {answer.text[:500]}")
-            oldest = min(info.live, key=lambda one: (info.in_flight.get(one, 0) > 0, self._used.get(one, 0)))
-            await self._send("/policy/unload", UnloadRequest(version=oldest))
+                raise RuntimeError(f"{server.url} has no slot for version {version}: {answer.text[:500]}")
+            oldest = min(info.live, key=lambda one: (info.in_flight.get(one, 0) > 0, server.used.get(one, 0)))
+            await server.send("/policy/unload", UnloadRequest(version=oldest))
         self._log.add_canary(version, answer.text)
-        self._used[version] = next(self._uses)
+        server.used[version] = next(self._uses)
 
     # --- samples ---
 
@@ -220,8 +318,9 @@ class Sampling:
         samples: list[Sample] = []
         try:
             async with self._places:
-                answer = Answer(state="proto", content=await self._sample(command))
-            samples = self._samples(command, answer)
+                _, version = self._log.sampler(command.target, command.tenant)
+                answer = Answer(state="proto", content=await self._sample(command, version))
+            samples = self._samples(command, answer, version)
         except Refused as error:
             answer = Answer(state="failed", content=str(error).encode())
         except Exception as error:
@@ -233,19 +332,17 @@ class Sampling:
         ended = self._log.finish(command, answer, samples=samples)
         ended.add_done_callback(lambda _: self._finished(command.request_id))
 
-    def _samples(self, command: Command, answer: Answer) -> list[Sample]:
+    def _samples(self, command: Command, answer: Answer, version: int | None) -> list[Sample]:
         """Returns the samples whose log-probabilities are those of the whole distribution at temperature 1, which the
         trainer computes too."""
         asked = read_sample(command.body)
         params = asked.sampling_params
         if params.temperature != 1 or params.top_p < 1 or params.top_k > 0:
             return []
-        _, version = self._log.sampler(command.target, command.tenant)
         return samples_of(asked.token_ids, answer.content, version=version)
 
-    async def _sample(self, command: Command) -> bytes:
+    async def _sample(self, command: Command, version: int | None) -> bytes:
         asked = read_sample(command.body)
-        _, version = self._log.sampler(command.target, command.tenant)
         request, copies = self._request(asked, version)
         message = schema.SampleResponse()
         if asked.prompt_logprobs or asked.topk_prompt_logprobs:
@@ -312,37 +409,36 @@ class Sampling:
             message.topk_prompt_logprobs.CopyFrom(top_message(whole))
 
     async def _post(self, route: str, request: Any, answer_type: Any, version: int | None) -> Any:
-        """Returns the server's answer; a version that it does not have is loaded first. Raises `Refused` for what the
-        server does not take."""
+        """Returns the answer of the server that has the fewest requests, or of another one where that goes. Raises
+        `Refused` for what servers do not take."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            await self._until_there(deadline_s)
+            there = [server for server in self.servers if server.there.is_set()]
+            server = min(there, key=lambda one: (one.num_running, self.servers.index(one)))
+            server.num_running += 1
+            try:
+                return answer_type.from_json(await self._answer_of(server, route, request, version))
+            except ServerGone:
+                continue
+            finally:
+                server.num_running -= 1
+
+    async def _answer_of(self, server: Server, route: str, request: Any, version: int | None) -> bytes:
+        """Returns what a server answers; a version that it does not have is loaded first."""
         if version is not None:
-            self._used[version] = next(self._uses)
+            server.used[version] = next(self._uses)
         for attempt in range(3):
-            answer = await self._send(route, request)
+            answer = await server.send(route, request)
             if answer.status_code == 200:
-                return answer_type.from_json(answer.content)
+                return answer.content
             if answer.status_code == 404 and version is not None and attempt < 2:
-                await self._load(version)
+                await self._load(server, version)
                 continue
             if answer.status_code == 400:
                 raise Refused(answer.json()["error"]["message"])
             break
-        raise RuntimeError(f"the server answers {route} with {answer.status_code}: {answer.text[:500]}")
-
-    async def _send(self, route: str, request: Any = None) -> httpx.Response:
-        """Returns the server's response. A request that gets none, or that the server cannot answer now, is made again
-        for `TIMEOUT_S`."""
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                method, content = ("GET", None) if request is None else ("POST", request.to_json())
-                answer = await self._http.request(method, route, content=content)
-                is_gone = answer.status_code == 503 and answer.json()["error"]["type"] != "engine"
-                if not is_gone or time.monotonic() > deadline_s:
-                    return answer
-            except httpx.TransportError as error:
-                if time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the server at {self._http.base_url} is gone: {error!r}") from error
-            await asyncio.sleep(RETRY_S)
+        raise RuntimeError(f"{server.url} answers {route} with {answer.status_code}: {answer.text[:500]}")
 
 
 def read_sample(body: bytes) -> SampleRequest:
@@ -355,7 +451,7 @@ def read_sample(body: bytes) -> SampleRequest:
     if unknown := sorted(
         name for name, value in fields.items() if value and name not in {*_ADDRESS, *SampleRequest.__struct_fields__}
     ):
-        raise Refused(f"{unknown[0]} is not served")
+        raise Refused(f"{unknown[0]} is not served{NOT_SERVED.get(unknown[0], '')}")
     return asked
 
 

@@ -129,18 +129,20 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         in one step each."""
         base, flat, outputs = self.get_base_layer(), x.flatten(0, -2), list[torch.Tensor]()
         segments = self.segments if len(self.segments) > 1 else (Segment(self.segments[0].adapter, len(flat)),)
-        runs = [list(run) for _, run in groupby(segments, lambda segment: segment.adapter in self.lora_A)]
+        of_a, of_b = self.lora_A, self.lora_B
+        runs = [list(run) for _, run in groupby(segments, lambda segment: segment.adapter in of_a)]
         for run, rows in zip(runs, flat.split([sum(one.size for one in run) for run in runs]), strict=True):
             sizes = [segment.size for segment in run]
-            if run[0].adapter not in self.lora_A:
+            if run[0].adapter not in of_a:
                 outputs += [base(own) for own in rows.split(sizes)]
                 continue
             dequantize, tensors = frozen_weight(base, x.dtype)
-            matrices = [matrix[name].weight for name, _ in run for matrix in (self.lora_A, self.lora_B)]
-            scalings = [self.scaling[name] for name, _ in run]
+            adapters = [(of_a[name].weight, of_b[name].weight, self.scaling[name]) for name, _ in run]
             recipe = self.low_precision if torch.is_grad_enabled() else None
-            inputs = (rows, dequantize, base.bias, sizes, scalings, recipe)
-            outputs.append(_SegmentedLora.apply(*inputs, *tensors, *matrices))  # type: ignore[no-untyped-call]
+            trains = torch.is_grad_enabled() and adapters[0][0].requires_grad
+            anchor = torch.zeros((), requires_grad=trains)
+            inputs = (rows, anchor, dequantize, base.bias, sizes, adapters, recipe)
+            outputs.append(_SegmentedLora.apply(*inputs, *tensors))  # type: ignore[no-untyped-call]
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         output: torch.Tensor = whole.unflatten(0, x.shape[:-1])
         return output
@@ -215,53 +217,68 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a, grad_b, None, None, None, *(None for _ in tensors)
 
 
+_Adapters = list[tuple[torch.nn.Parameter, torch.nn.Parameter, float]]
+"""A, B and scaling of each segment."""
+
+
 class _SegmentedLora(torch.autograd.Function):
     """What `_LoraLinear` computes of [T, in], for runs of `sizes` rows, each with A and B of its own and in products of
-    its own shape; the base's are computed for all at once where no row's bits depend on the others."""
+    its own shape; the base's are computed for all at once where no row's bits depend on the others.
+
+    The gradients of A and B are added to theirs here: as inputs of this function, two tensors of each segment would
+    cost more than the products. `anchor` stands for them in the graph."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
+        anchor: torch.Tensor,
         dequantize: Dequantize,
         bias: torch.Tensor | None,
         sizes: list[int],
-        scalings: list[float],
+        adapters: _Adapters,
         recipe: LowPrecision | None,
-        *tensors: torch.Tensor,
+        *frozen: torch.Tensor,
     ) -> torch.Tensor:
-        num_matrices = 2 * len(sizes)
-        frozen, matrices = tensors[:-num_matrices], [one.to(x.dtype) for one in tensors[-num_matrices:]]
         output = by_rows(lambda rows, weight: _base_product(rows, weight, bias, recipe), x, dequantize(*frozen), sizes)
         downs = []
-        for index, (rows, own) in enumerate(zip(x.split(sizes), output.split(sizes), strict=True)):
-            downs.append(linear(rows, matrices[2 * index]))
-            own.addmm_(downs[-1], matrices[2 * index + 1].T, alpha=scalings[index])
-        ctx.save_for_backward(x, *downs, *matrices, *frozen)
-        ctx.dequantize, ctx.sizes, ctx.scalings, ctx.recipe = dequantize, sizes, scalings, recipe
+        for rows, own, (a, b, scaling) in zip(x.split(sizes), output.split(sizes), adapters, strict=True):
+            down = linear(rows, a.to(x.dtype))
+            own.addmm_(down, b.to(x.dtype).T, alpha=scaling)
+            downs.append(down)
+        ctx.save_for_backward(x, *downs, *frozen)
+        ctx.dequantize, ctx.sizes, ctx.adapters, ctx.recipe = dequantize, sizes, adapters, recipe
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        number = len(ctx.sizes)
-        x, downs = ctx.saved_tensors[0], ctx.saved_tensors[1 : 1 + number]
-        matrices, frozen = ctx.saved_tensors[1 + number : 1 + 3 * number], ctx.saved_tensors[1 + 3 * number :]
-        grad_x = None
-        parts = list(zip(x.split(ctx.sizes), grad.split(ctx.sizes), downs, ctx.scalings, strict=True))
+        sizes = ctx.sizes
+        x, downs, frozen = (
+            ctx.saved_tensors[0],
+            ctx.saved_tensors[1 : 1 + len(sizes)],
+            ctx.saved_tensors[1 + len(sizes) :],
+        )
+        grad_x, grads_x = None, [None] * len(sizes)
         if ctx.needs_input_grad[0]:
             multiply = product if ctx.recipe is None else backward_product
-            grad_x = by_rows(multiply, grad, ctx.dequantize(*frozen), ctx.sizes)
-            grads_x = grad_x.split(ctx.sizes)
-        grads = []
-        for index, (rows, own, down, scaling) in enumerate(parts):
-            a, b = matrices[2 * index : 2 * index + 2]
-            grad_down = product(own, b).mul_(scaling)
-            if grad_x is not None:
-                grads_x[index].addmm_(grad_down, a)
-            grads.append(product_in_float32(grad_down.T, rows))
-            grads.append(product_in_float32(down.T, own).mul_(scaling).T)
-        return grad_x, None, None, None, None, None, *(None for _ in frozen), *grads
+            grad_x = by_rows(multiply, grad, ctx.dequantize(*frozen), sizes)
+            grads_x = grad_x.split(sizes)
+        parts = zip(x.split(sizes), grad.split(sizes), grads_x, downs, ctx.adapters, strict=True)
+        for rows, own, grad_rows, down, (a, b, scaling) in parts:
+            grad_down = product(own, b.detach().to(x.dtype)).mul_(scaling)
+            if grad_rows is not None:
+                grad_rows.addmm_(grad_down, a.detach().to(x.dtype))
+            _add_gradient(a, product_in_float32(grad_down.T, rows))
+            _add_gradient(b, product_in_float32(down.T, own).mul_(scaling).T)
+        return grad_x, *(None for _ in range(6 + len(frozen)))
+
+
+def _add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.contiguous()
+    else:
+        parameter.grad.add_(gradient)
 
 
 def _base_product(

@@ -63,11 +63,12 @@ def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Seq
 
 
 def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
-    # torch's compiler makes the operation itself, and takes it from nobody.
-    if torch.compiler.is_compiling() or left.device.type != "cpu":
+    if left.numel() * right.numel() <= MAX_SMALL * left.shape[-1]:
         return False
-    is_small = left.numel() * right.numel() <= MAX_SMALL * left.shape[-1]
-    return not is_small and left.dtype == right.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    # torch's compiler makes the operation itself, and takes it from nobody.
+    if torch.compiler.is_compiling() or not left.is_cpu:
+        return False
+    return left.dtype == right.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,24 +1,38 @@
-"""`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them."""
+"""`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them; with the
+word `service` in place of a run, a training service."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from grpo.commands.service import SERVER_KEY_VAR, server_settings, train_settings
+from grpo.commands.service import add_arguments as add_service_arguments
 from grpo.commands.status import run_status, shown, text
 from grpo.configs.run import LoadedRun, load_run
-from grpo.deploy import cluster, kubernetes, sky, slurm
+from grpo.configs.topology import Topology
+from grpo.deploy import cluster, kubernetes, service, sky, slurm
+from grpo.deploy.service import ServiceLaunch
+from grpo.service_folder import SERVICE
+from grpo.transport.errors import UserError
 from grpo.transport.run import current_run_id
 from grpo.transport.status import FINISHED
 
 TAKES_OTHERS = True
 EPILOG = """\
 The first time it starts the run, as topology in run.yaml says; given again it shows how it stands, and --stop ends it.
-Started once more, it goes on. Other --key value options are settings, as of grpo. docs/clusters.md tells more.
+Started once more, it goes on. Other --key value options are settings, as of grpo. docs/clusters.md tells more. A
+training service takes the options of grpo service, and --topology as JSON:
+
+  grpo launch service --on slurm --model M --output_dir D --topology '{"infer": {"replicas": 2}}'
+
 exit codes: 0 done, 1 the engine refuses, 2 settings that cannot be honoured"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own options."""
-    parser.add_argument("run", metavar="RUN", help="a folder with run.yaml, such a file, or a preset's name")
+    parser.add_argument(
+        "run", metavar="RUN", help="a folder with run.yaml, such a file, or a preset's name; or: service"
+    )
     parser.add_argument("--on", required=True, choices=("slurm", "kubernetes", "sky"), help="what starts the programs")
     parser.add_argument("--overlay", choices=kubernetes.OVERLAYS, default="base", help="what Kubernetes gets")
     parser.add_argument("--dry-run", action="store_true", help="print what would be handed over, and stop")
@@ -28,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit code."""
+    if options.run == SERVICE:
+        print(_service(launched(options.others), options))
+        return 0
     run = load_run(options.run, options.others, hardware=cluster.HARDWARE)
     cluster.check(run)
     if options.inside:
@@ -61,14 +78,72 @@ def _finished(run: LoadedRun, folder: Path) -> str | None:
 
 def _on_kubernetes(run: LoadedRun, options: argparse.Namespace) -> str:
     if options.dry_run:
-        rendered = kubernetes.files(run, options.run)
-        return "\n".join(f"# {path}\n{rendered[path]}" for path in sorted(rendered))
+        return _shown(kubernetes.files(run, options.run))
     if options.stop:
-        return kubernetes.stop(run, options.overlay)
-    return kubernetes.state(run) or kubernetes.submit(run, options.run, options.overlay)
+        return kubernetes.stop(cluster.name_of(run), options.overlay)
+    return kubernetes.state(cluster.name_of(run)) or kubernetes.submit(run, options.run, options.overlay)
 
 
 def _on_sky(run: LoadedRun, options: argparse.Namespace) -> str:
     if options.dry_run:
         return sky.group(run, options.run)
     return sky.stop(run) if options.stop else sky.state(run) or sky.submit(run, options.run)
+
+
+def _shown(files: Mapping[str, str]) -> str:
+    return "\n".join(f"# {path}\n{files[path]}" for path in sorted(files))
+
+
+def launched(words: Sequence[str]) -> ServiceLaunch:
+    """Returns what `grpo launch service` hands to a cluster, from the options of this command and `--topology`. Raises
+    `UserError` and `SettingsError`."""
+    parser = argparse.ArgumentParser(prog="grpo launch service", add_help=False)
+    add_service_arguments(parser)
+    parser.add_argument("--topology", default="{}")
+    options = parser.parse_args(words)
+    if options.server:
+        raise UserError("--server: grpo launch starts the servers, as many as topology.infer.replicas says")
+    if options.host != "127.0.0.1":
+        raise UserError("--host: on a cluster the service listens on all addresses of its machine")
+    try:
+        topology = Topology.model_validate_json(options.topology)
+    except ValueError as error:
+        raise UserError(
+            f"--topology is {options.topology[:200]!r}, expected JSON as docs/clusters.md shows: {error}"
+        ) from error
+    if topology.train.nodes > 1:
+        raise UserError(f"topology.train.nodes is {topology.train.nodes}, and a service trains on one machine")
+    if options.device == "auto":  # this machine need not have what those of the cluster have
+        options.device = "cuda"
+    settings = train_settings(options)
+    server = {} if options.no_sampling else server_settings(options, settings)
+    own = {"model": options.model, "tenants": ",".join(options.tenants), "sequence_len": settings.sequence_len}
+    own |= {"micro_batch_tokens": options.micro_batch_tokens, "max_rank": options.max_rank, "device": options.device}
+    own |= {"num_threads": options.num_threads}
+    return ServiceLaunch(
+        output_dir=options.output_dir,
+        port=options.port or service.PORT,
+        words=tuple(f"--{key}={value}" for key, value in own.items() if value is not None),
+        server={key: value for key, value in server.items() if key not in ("host", "port")},
+        is_on_gpu=options.device == "cuda",
+        key_var=SERVER_KEY_VAR,
+        topology=topology,
+    )
+
+
+def _service(asked: ServiceLaunch, options: argparse.Namespace) -> str:
+    if options.on == "sky":
+        raise UserError("a service is written for slurm and kubernetes; on SkyPilot start grpo service in a task")
+    if options.overlay != "base":
+        raise UserError(f"--overlay {options.overlay} is of runs; a service has Kubernetes' own kinds alone")
+    if options.on == "slurm":
+        if options.dry_run:
+            return service.script(asked)
+        if options.stop:
+            return slurm.stop(asked.output_dir)
+        return slurm.state(asked.output_dir) or service.submit_to_slurm(asked)
+    if options.dry_run:
+        return _shown(service.files(asked))
+    if options.stop:
+        return kubernetes.stop(asked.name, "base")
+    return kubernetes.state(asked.name) or service.submit_to_kubernetes(asked)

@@ -28,7 +28,7 @@ from grpo.transport.weights.identity import base_identity, resolve_model
 
 MAX_RANK = 128
 JOIN_S = 10.0
-_KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
+SERVER_KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,40}")
 EPILOG = """\
 A stock client needs two environment variables, both from service.json in the output folder, which is written once the
@@ -37,7 +37,8 @@ included, goes on where it was. docs/service.md says what is served.
 
   grpo service --model Qwen/Qwen3-0.6B --output_dir outputs/service --port 8100
 
-exit codes: 0 done, 1 the service failed, 2 the command line is wrong, 130 Ctrl-C, 143 SIGTERM"""
+exit codes: 0 done, 1 the service failed, 2 the command line is wrong, 75 what it has done can be written no more (make
+room, and give the same command again), 130 Ctrl-C, 143 SIGTERM"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--no_sampling", action="store_true", help="train only, without a grpo-infer")
     where.add_argument(
         "--server",
-        metavar="URL",
-        help=f"a grpo-infer with the same model and output_dir, instead of one of its own; {_KEY_VAR} has its API key",
+        metavar="URL,URL",
+        type=_urls,
+        default=(),
+        help="grpo-infers with the same model and output_dir, instead of one of its own; "
+        f"{SERVER_KEY_VAR} has their API key",
     )
 
 
@@ -70,6 +74,13 @@ def _tenants(text: str) -> tuple[str, ...]:
     if not all(map(_TENANT.fullmatch, names)) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected different names of letters, digits, - and _")
     return tuple(names)
+
+
+def _urls(text: str) -> tuple[str, ...]:
+    urls = tuple(url.rstrip("/") for url in text.split(","))
+    if not all(re.fullmatch(r"https?://[^/\s]+", url) for url in urls) or len(set(urls)) < len(urls):
+        raise argparse.ArgumentTypeError(f"{text[:200]!r}: expected different addresses as http://HOST:PORT")
+    return urls
 
 
 def _rank(text: str) -> int:
@@ -82,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
     """Serves, and returns the exit code."""
     if find_spec("tinker") is None:
         raise UserError("the service speaks the schema of the client's package: pip install 'grpo-pipeline[service]'")
-    settings = _settings(options)
+    settings = train_settings(options)
     folder = resolve_model(options.model)
     set_numeric_defaults()
     start_log()
@@ -93,19 +104,17 @@ def main(options: argparse.Namespace) -> int:
         _join(run, settings, options, base_identity(folder))
         status = stack.enter_context(_told(run))
         listening = stack.enter_context(contextlib.closing(listening_socket(options.host, options.port or 0)))
-        server, checks = None, list[Callable[[], None]]()
-        if options.server is not None:
-            server = options.server.rstrip("/"), os.environ.get(_KEY_VAR)
-        elif not options.no_sampling:
-            os.environ[_KEY_VAR] = secrets.token_urlsafe(32)
-            asked = _server_settings(options, settings)
+        servers, checks = options.server, list[Callable[[], None]]()
+        if not (servers or options.no_sampling):
+            os.environ[SERVER_KEY_VAR] = secrets.token_urlsafe(32)
+            asked = server_settings(options, settings)
             started = stack.enter_context(server_process(asked, run.logs / "infer.log", output_dir=run.path))
-            server = started.url, started.key
+            servers = (started.url,)
             checks.append(started.check)
         from grpo.service.run import serve
 
-        def serving() -> None:
-            status.set("serving")
+        def serving(left_out: Sequence[str]) -> None:
+            status.set("serving", message=f"left out, not answering: {', '.join(left_out)}" if left_out else None)
             for check in checks:
                 check()
 
@@ -116,7 +125,8 @@ def main(options: argparse.Namespace) -> int:
             listening=listening,
             tenants=options.tenants,
             max_rank=options.max_rank,
-            server=server,
+            servers=servers,
+            server_key=os.environ.get(SERVER_KEY_VAR),
             check=serving,
         )
     return 0
@@ -146,7 +156,8 @@ def _told(run: RunFolder) -> Iterator[StatusFile]:
     try:
         yield status
     except BaseException as error:
-        status.failed(error)
+        with contextlib.suppress(OSError):  # of a full disk, which the error names
+            status.failed(error)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             write_digests(run.path, run_id=run.run_id)
         raise
@@ -154,7 +165,7 @@ def _told(run: RunFolder) -> Iterator[StatusFile]:
     write_digests(run.path, run_id=run.run_id)
 
 
-def _settings(options: argparse.Namespace) -> TrainSettings:
+def train_settings(options: argparse.Namespace) -> TrainSettings:
     """Returns the trainer's settings. Raises `SettingsError`."""
     words = ["--optimizer", "adamw", "--lora_rank", "1"]
     for key in ("model", "output_dir", "sequence_len", "micro_batch_tokens", "device", "num_threads"):
@@ -166,7 +177,7 @@ def _settings(options: argparse.Namespace) -> TrainSettings:
     return settings
 
 
-def _server_settings(options: argparse.Namespace, settings: TrainSettings) -> dict[str, Any]:
+def server_settings(options: argparse.Namespace, settings: TrainSettings) -> dict[str, Any]:
     """Returns the settings of the grpo-infer that samples."""
     return {
         "model": options.model,
@@ -175,6 +186,6 @@ def _server_settings(options: argparse.Namespace, settings: TrainSettings) -> di
         "dtype": settings.dtype,
         "max_model_len": settings.sequence_len,
         "max_lora_rank": options.max_rank,
-        "api_key_var": _KEY_VAR,
+        "api_key_var": SERVER_KEY_VAR,
         "device": options.device,
     }

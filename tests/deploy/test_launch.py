@@ -1,22 +1,33 @@
 """`grpo launch`: what is handed to Slurm and SkyPilot, and what is refused."""
 
+import argparse
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from grpo.configs.errors import SettingsError
-from grpo.configs.loading import S
+from grpo.configs.infer import InferSettings
+from grpo.configs.loading import S, load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import LoadedRun, load_part, load_run
 from grpo.configs.train import TrainSettings
+from grpo.deploy import service
 from grpo.deploy.cluster import Places, parts
+from grpo.deploy.service import ServiceLaunch
 from grpo.deploy.sky import group
 from grpo.deploy.slurm import script
+from grpo.transport.errors import UserError
 
+from grpo.commands.launch import launched
+from grpo.commands.service import add_arguments
 from tests.grpo.run_folder import grpo
 
 TOPOLOGY = {
@@ -145,3 +156,85 @@ def test_without_the_servers_key_nothing_is_queued_and_the_key_is_named(
     done = grpo("launch", "quickstart", "--on", "slurm", "--output_dir", tmp_path / "run")
     assert (done.returncode, "VLLM_API_KEY" in done.stderr) == (2, True)
     assert not (tmp_path / "run").exists()
+
+
+# --- a training service ---
+
+SERVICE = ["--model", "configs/tiny/model", "--tenants", "a,b", "--max_rank", "16"]
+TWO_SERVERS = json.dumps({"infer": {"replicas": 2, "gpus": 1}, "train": {"cpus": 8}, "slurm": {"partition": "gpu"}})
+
+
+def service_launch(folder: Path, *words: str) -> ServiceLaunch:
+    return launched([*SERVICE, "--output_dir", str(folder), "--topology", TWO_SERVERS, *words])
+
+
+def test_slurms_file_of_a_service_starts_a_server_on_each_machine_and_gives_their_names_to_the_service(
+    tmp_path: Path,
+) -> None:
+    """Run by a shell, with a word in the place of each program that a cluster has."""
+    folder, programs, told = tmp_path / "my run", tmp_path / "programs", tmp_path / "told"
+    programs.mkdir()
+    text = service.script(service_launch(folder))
+    head, servers = text.split("#SBATCH hetjob\n")
+    assert all("--partition=gpu" in one for one in (head, servers))
+    assert "--cpus-per-task=8" in head
+    assert all(word in servers for word in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=1"))
+    for name, body in {
+        "scontrol": "echo n1; echo n2",
+        "srun": f'for word; do echo "$word"; done > {told}.srun',
+        "python": f'for word; do echo "$word"; done > {told}.service',
+    }.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    text = text.replace(shlex.quote(sys.executable), "python").replace("#!/bin/bash\n", "#!/bin/bash\n", 1)
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]"}
+    subprocess.run(["bash", "-c", f"{text.replace('exec ', '')}wait\n"], env=variables, check=True, timeout=60)
+    given = Path(f"{told}.service").read_text().splitlines()
+    assert "--server=http://n1:8000,http://n2:8000" in given
+    assert {f"--output_dir={folder}", "--tenants=a,b", "--host=0.0.0.0", "--port=8100"} <= set(given)
+    started = Path(f"{told}.srun").read_text().splitlines()
+    assert {"grpo.infer.cli", f"--output_dir={folder}", "--max_lora_rank=16", "--max_model_len=512"} <= set(started)
+
+
+def test_service_and_servers_take_what_they_are_given(tmp_path: Path) -> None:
+    infer, own = service.parts(service_launch(tmp_path), output_dir="/outputs/x", servers="http://s:8000")
+    found = load(InferSettings, file=None, arguments=infer.argv[1:]).settings
+    assert (found.max_lora_rank, found.max_model_len, found.output_dir) == (16, 512, "/outputs/x")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(own.argv[2:])
+    assert (options.tenants, options.server, options.device) == (("a", "b"), ("http://s:8000",), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--server", "http://x:1"), "--server"),
+        (("--topology", '{"infer": {"replicas": 0}}'), "replicas"),
+        (("--topology", '{"train": {"nodes": 2}}'), "nodes"),
+    ],
+)
+def test_a_service_that_no_cluster_can_start_is_refused(words: tuple[str, str], named: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=named):
+        service_launch(tmp_path, *words)
+
+
+def test_without_the_servers_key_no_service_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_SERVICE_SERVER_KEY", "")
+    done = grpo("launch", "service", "--on", "slurm", *SERVICE, "--output_dir", tmp_path / "run")
+    assert (done.returncode, "GRPO_SERVICE_SERVER_KEY" in done.stderr) == (2, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_kubernetes_gets_a_service_and_the_servers_that_it_names(tmp_path: Path) -> None:
+    resources = list(yaml.safe_load_all(service.files(service_launch(tmp_path / "lab"))["base/resources.yaml"]))
+    for one in resources:
+        kubernetes_validate.validate(one, "1.32.0", strict=True)
+    sets = {one["metadata"]["name"]: one["spec"] for one in resources if one["kind"] == "StatefulSet"}
+    assert {name: spec["replicas"] for name, spec in sets.items()} == {"lab-infer": 2, "lab-service": 1}
+    (container,) = sets["lab-service"]["template"]["spec"]["containers"]
+    urls = "http://lab-infer-0.lab-infer:8000,http://lab-infer-1.lab-infer:8000"
+    assert f"--server={urls}" in container["command"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/api/v1/healthz"
+    services = {one["metadata"]["name"] for one in resources if one["kind"] == "Service"}
+    assert services == {"lab-infer", "lab-service"}

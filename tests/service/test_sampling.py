@@ -1,6 +1,7 @@
 """The stock client samples from tenants' snapshots on a real server."""
 
 import contextlib
+import json
 import signal
 import sqlite3
 import threading
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -22,6 +24,7 @@ from grpo.server_process import server_process
 from grpo.service_proofs import prove
 from tests.service.data import datum
 from tests.service.running import Running, done, running
+from tests.support import until
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny" / "model"
 KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
@@ -276,6 +279,23 @@ def test_while_one_saves_others_are_answered(service: Running) -> None:
     assert sum(within) >= len(within) / 2, (saves, answers)
 
 
+def test_inflight_clients_have_the_newest_weights_that_were_saved_so(service: Running) -> None:
+    client = service.training_client()
+    stepped(client, 1)
+    first = done(client.save_weights_and_get_sampling_client(kind="inflight"))
+    snapshot = done(client.save_weights_and_get_sampling_client())
+    ids = list(PROMPT * 3)
+    before = trained_logprobs(client, ids)
+    assert np.allclose(served_logprobs(first, ids), before, atol=1e-3)
+    stepped(client, 2)
+    after = trained_logprobs(client, ids)
+    assert not np.allclose(before, after, atol=1e-2)
+    assert np.allclose(served_logprobs(first, ids), before, atol=1e-3), "what is not saved is not sampled from"
+    second = done(client.save_weights_and_get_sampling_client(kind="inflight"))
+    for sampler, expected in ((first, after), (second, after), (snapshot, before)):
+        assert np.allclose(served_logprobs(sampler, ids), expected, atol=1e-3)
+
+
 def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
     client = service.training_client()
     path = done(client.save_weights_for_sampler("mine")).path
@@ -333,3 +353,44 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(
     assert parts["gradients"].facts["steps"] == 12
     assert parts["tokens"].facts["proved_at_lag_0"] == parts["tokens"].facts["trained"] > 0
     assert len(parts["versions"].facts["proved"]) == 12
+
+
+def test_of_two_servers_one_is_killed_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VAR, "secret")
+    about: dict[str, Any] = {"model": str(MODEL), "host": "127.0.0.1", "dtype": "float32", "device": "cpu"}
+    about |= {"max_model_len": 128, "max_lora_rank": 32, "api_key_var": KEY_VAR}
+    ports, run = [free_port(), free_port()], tmp_path / "run"
+    headers = {"Authorization": "Bearer secret"}
+
+    def started(number: int, log: str) -> Any:
+        return server_process(about | {"port": ports[number]}, tmp_path / log, output_dir=run)
+
+    def live(url: str) -> Any:
+        return httpx.get(f"{url}/policy/info", headers=headers, timeout=60).json()["live"]
+
+    def left_out() -> str:
+        return json.loads((run / "status" / "service.json").read_text())["message"] or ""
+
+    with (
+        started(0, "first.log") as first,
+        started(1, "second.log") as second,
+        running(run, MODEL, "--server", f"{first.url},{second.url}") as service,
+    ):
+        client = service.training_client(rank=8)
+        stepped(client, 1)
+        sampler = done(client.save_weights_and_get_sampling_client())
+        assert live(first.url).keys() == live(second.url).keys() != set()
+        params = types.SamplingParams(max_tokens=100)
+        asked = [sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params) for _ in range(24)]
+        first.process.kill()
+        assert all(len(done(one).sequences) == 2 for one in asked)
+        until(lambda: first.url in left_out())
+        stepped(client, 2)
+        sampler = done(client.save_weights_and_get_sampling_client())
+        ids = PROMPT + list(sampled(sampler)[0].tokens)
+        assert np.allclose(served_logprobs(sampler, ids), trained_logprobs(client, ids), atol=1e-3)
+        with started(0, "again.log") as again:
+            until(lambda: not left_out())
+            assert not live(again.url)
+            done(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params))
+            until(lambda: live(again.url))

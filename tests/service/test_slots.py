@@ -54,9 +54,11 @@ async def test_a_snapshot_is_published_with_the_canary_of_its_weights(tmp_path: 
         model.base.use(model.policy)
         version, run = 1, create_run(tmp_path / f"run{seed}")
         log = CommandLog(run.path / "commands.sqlite")
-        options: Any = {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
+        options: Any = {"urls": ["http://server"], "key": None, "base_model": "m", "max_tokens": 8}
         sampling = Sampling(log, run, finished=print, **options)
-        sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(TwoSlots()))
+        sampling.servers[0].http = httpx.AsyncClient(
+            base_url="http://server", transport=httpx.MockTransport(TwoSlots())
+        )
         command = Command(target="m", seq=1, tenant="t", kind="save_weights_for_sampler", body=b"{}")
         async with asyncio.timeout(60):
             proved = await asyncio.to_thread(sampling.publish, model, command, "tinker://m/sampler_weights/one")
@@ -71,10 +73,10 @@ async def test_a_snapshot_is_published_with_the_canary_of_its_weights(tmp_path: 
 
 
 async def test_a_snapshot_takes_the_slot_of_the_one_that_was_used_longest_ago(tmp_path: Path) -> None:
-    server, options = TwoSlots(), {"url": "http://server", "key": None, "base_model": "m", "max_tokens": 8}
+    server, options = TwoSlots(), {"urls": ["http://server"], "key": None, "base_model": "m", "max_tokens": 8}
     log: Any = SimpleNamespace(add_canary=lambda *_: None)
     sampling = Sampling(log, create_run(tmp_path), finished=print, **options)
-    sampling._http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(server))
+    sampling.servers[0].http = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(server))
     async with asyncio.timeout(60):
         for version in (1, 2, 3):
             step_folder(sampling._run.broadcasts, version).mkdir(parents=True)
@@ -109,3 +111,58 @@ def test_a_snapshot_is_pinned_by_checkpoints_sessions_and_what_makes_it(tmp_path
     log.finish_session("b", "t")
     assert log.pins(heard_since=1.0) == pinned
     log.close()
+
+
+class OneOfTwo(TwoSlots):
+    """Is gone while it is told so, and holds its samples until it may answer."""
+
+    def __init__(self, go: asyncio.Event) -> None:
+        super().__init__()
+        self.go, self.is_gone, self.num_asked, self.changed = go, False, 0, asyncio.Condition()
+
+    async def until_asked(self, times: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.num_asked >= times)
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.is_gone:
+            raise httpx.ConnectError("nobody listens")
+        if request.url.path == "/policy/score":
+            async with self.changed:
+                self.num_asked += 1
+                self.changed.notify_all()
+            await self.go.wait()
+        return httpx.Response(200) if request.url.path == "/health" else self(request)
+
+
+async def test_requests_are_spread_over_servers_and_those_of_one_that_is_gone_are_made_of_others(
+    tmp_path: Path,
+) -> None:
+    go = asyncio.Event()
+    servers = [OneOfTwo(go) for _ in range(2)]
+    urls = ["http://first", "http://second"]
+    log: Any = SimpleNamespace(add_canary=lambda *_: None, waiting=lambda _: [])
+    options: Any = {"urls": urls, "key": None, "base_model": "m", "max_tokens": 8}
+    sampling = Sampling(log, create_run(tmp_path), finished=print, **options)
+    for one, url, server in zip(sampling.servers, urls, servers, strict=True):
+        one.http = httpx.AsyncClient(base_url=url, transport=httpx.MockTransport(server.answer))
+    step_folder(sampling._run.broadcasts, 1).mkdir(parents=True)
+    sampling.start()
+    async with asyncio.timeout(60):
+        await sampling._load_everywhere(1)
+        assert [server.live for server in servers] == [[1], [1]]
+        score = ScoreRequest(version=1, token_ids=[1, 2])
+        asked = [asyncio.create_task(sampling._post("/policy/score", score, Scored, 1)) for _ in range(4)]
+        for server in servers:
+            await server.until_asked(2)
+        servers[0].is_gone = True
+        await sampling.servers[0].gone.wait()
+        assert sampling.left_out == urls[:1]
+        await servers[1].until_asked(4)  # those of the server that is gone too
+        go.set()
+        await asyncio.gather(*asked)
+        servers[0].live, servers[0].is_gone = [], False
+        await sampling.servers[0].there.wait()
+        await asyncio.gather(*(sampling._post("/policy/score", score, Scored, 1) for _ in range(2)))
+        assert servers[0].live == [1], "a server that comes back empty loads what it is asked for"
+    await sampling.close()

@@ -68,8 +68,8 @@ function Case({ run, one, versions, texts }) {
         (differs ? (number ? html`<ins>${shown(text)}</ins>` : html`<del>${shown(text)}</del>`) : shown(text)))}<//></div>`;
   return html`<li><a href=${address(["run", run, "prompt", one.env, one.example])}>${one.env} ${one.example}</a>
     <${Clip} text=${after?.prompt ?? before?.prompt ?? ""} />
-    ${(after?.right ?? before?.right) != null && html`<div class="facts"><div><dt class="quiet">right answer</dt>
-        <${Clip} text=${after?.right ?? before?.right} /></div></div>`}
+    ${(after?.right ?? before?.right) != null && html`<div class="facts"><span class="quiet">right answer</span>
+        <${Clip} text=${after?.right ?? before?.right} /></div>`}
     <div class="pair">${side(0)}${side(1)}</div></li>`;
 }
 
