@@ -7,7 +7,7 @@ import { Gantt, Spark } from "./charts.js";
 import { RunCharts } from "./curves.js";
 
 const ENDED = ["finished", "failed", "stopped", "unreadable"];
-const isLive = (one) => !ENDED.includes(one.state) && (one.processes ?? []).some((process) => process.alive !== false);
+const isLive = (one) => !ENDED.includes(one.state) && (one.processes ?? []).some((process) => process.alive);
 
 // "Live" means that the run is alive, not that this page is connected.
 export function State({ one }) {

@@ -87,7 +87,8 @@ function Rollouts({ run, kind, step, rows, query }) {
     { name: "prompt", sort: false, kind: "text", cell: (row) => html`<${Clip} text=${texts[row.rollout]?.prompt} />` },
     { name: "answer", label: "last answer", sort: false, kind: "text", cell: (row) => (row.failure ? html`<span class="bad">
         <${Clip} text=${row.failure} /></span>`
-      : html`<${Clip} text=${texts[row.rollout]?.answer} />`) },
+      : html`<${Clip} text=${texts[row.rollout]?.answer} />${texts[row.rollout]?.equal && (row.reward ?? 0) <= 0
+        && html`<span class="bad">✗ equal to the right answer, reward ${figure(row.reward)}</span>`}`) },
     ...(Object.values(texts).some((one) => one.right !== null)
         ? [{ name: "right", label: "right answer", sort: false, kind: "text", cell: (row) => html`<${Clip}
           text=${texts[row.rollout]?.right} />` }] : []),
