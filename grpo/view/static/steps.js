@@ -57,8 +57,12 @@ function Rollouts({ run, kind, step, rows, query }) {
   useEffect(() => {
     let current = true;
     setHits(null);
-    if (text) ask(`${path}/find?text=${encodeURIComponent(text)}`).then((ids) => current && setHits(new Set(ids)), () => current
-        && setHits(new Set()));
+    if (text) ask(`${path}/find?text=${encodeURIComponent(text)}`).then((ids) => current && setHits(new Set(ids)), async () => {
+      // A report has no search of its own, but all texts.
+      const all = await ask(`${path}/texts`), wanted = text.toLowerCase();
+      const ids = Object.keys(all).filter((id) => JSON.stringify(all[id]).toLowerCase().includes(wanted));
+      if (current) setHits(new Set(ids));
+    });
     return () => { current = false; };
   }, [text, path]);
   const between = (value, low, high) => (!low || value >= Number(low)) && (!high || value <= Number(high));
