@@ -376,6 +376,7 @@ def _checked(
     )
     programs: tuple[LoadedSettings[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]
+    problems += [run.problem(key, message) for key, message in all_conflicts(run.settings.topology, "topology.")]
     problems += cross_problems(run.train, run.infer, run.orch)
     if problems:
         raise SettingsError([*{(one.origin, one.key, one.message): one for one in problems}.values()])
