@@ -1,5 +1,6 @@
 """`grpo report`: one page of runs, from their folders alone."""
 
+import json
 import math
 import re
 import shutil
@@ -75,13 +76,20 @@ def test_neither_names_nor_settings_can_change_the_page_and_secrets_are_not_on_i
     run = made(tmp_path / "run")
     file = run / "settings/orch.yaml"
     tree = yaml.safe_load(file.read_text())
-    tree["env"] = [{"id": "x", "args": {"api_key": "sk-1234", "key_var": "MY_KEY", "prompt": f"```\n{HOSTILE}"}}]
+    tree["env"] = [
+        {
+            "id": "x",
+            "args": {"api_key": "sk-1234", "key_var": "MY_KEY", "tokens_field": "t", "prompt": f"```\n{HOSTILE}"},
+        }
+    ]
     file.write_text(yaml.safe_dump(tree, default_style="|"))
     for name in ("page.html", "page.md"):
         assert grpo("report", run, "--title", HOSTILE, "--output", tmp_path / name).returncode == 0
         page = (tmp_path / name).read_text()
         assert "sk-1234" not in page
+        assert "api_key: " in page
         assert "MY_KEY" in page
+        assert "tokens_field: " in page.replace('"', "")
         if name == "page.html":
             assert "<script" not in page
             assert page.count("<svg") == 2
@@ -99,8 +107,11 @@ def test_what_is_asked_wrongly_is_told(tmp_path: Path) -> None:
         assert said in done.stderr
 
 
-def test_a_run_without_any_metrics_has_a_page(tmp_path: Path) -> None:
+def test_a_run_without_any_metrics_and_of_an_unknown_base_model_has_a_page(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    record["programs"]["train"] = {"base_model": None, "versions": {"torch": "2.13.0"}}
+    (run / "run.json").write_text(json.dumps(record))
     (run / "metrics.jsonl").unlink()
     (run / "summary.json").unlink()
     assert grpo("report", run).returncode == 0
