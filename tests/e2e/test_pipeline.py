@@ -123,7 +123,7 @@ def test_the_settings_in_the_report_of_copies_are_those_of_the_runs(compared: Pa
     settings = [yaml.safe_load(one) for one in re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[::2]]
     assert [one["orch"].get("max_async_level", 1) for one in settings] == [0, 1]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings[1]))
-    again = yaml.safe_load(done("run.yaml", "--output_dir", "again", "--dry-run", cwd=tmp_path).stdout)
+    again = yaml.safe_load(done("run.yaml", "--output_dir", "again", "--dry-run", cwd=tmp_path))
     recorded = json.loads((copies[1] / "run.json").read_text())["programs"]["orch"]["settings"]
     for key in ("batch_size", "env", "sampling", "max_async_level", "inflight_weight_updates", "eval"):
         assert again["orch"].get(key, recorded[key]) == recorded[key], key
