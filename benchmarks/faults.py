@@ -281,7 +281,10 @@ HEALTHY: dict[str, tuple[str, dict[str, object]]] = {
         {"infer_replicas": 2, "orch.inflight_weight_updates": "true"},
     ),
     "delayed rewards": ("configs/quickstart", {"orch.env": '[{"id": "LATER/later.py:Later"}]'}),
-    "arena": ("configs/arena", dict.fromkeys(SMALL.keys() - {"max_steps", "restarts"})),
+    **{
+        name: (f"configs/{name}", dict.fromkeys(SMALL.keys() - {"max_steps", "restarts"}))
+        for name in ("arena", "kuhn", "leduc", "tictactoe", "nim")
+    },
     **{name: RUNS[name] for name in ("two ranks", "in flight", "noise", "two adapters", "resumed")},
     **{
         name: (f"configs/{name}", {})

@@ -3,12 +3,14 @@
     python -m benchmarks.service_kills [--kills 36] [--seed 0] [--check]
 
 The loop is a person's script against the stock tinker client: a supervised stage on sums, then importance sampling on
-them, with a checkpoint every few steps from which the same command goes on. Killed are the script (`client`), `grpo
-service` (`service`; the trainer is a thread of it), its grpo-infer (`server`), that one's engine (`engine`), and the
-service while it computes a gradient (`trainer`). After each kill the same command is given again.
+them, with a checkpoint every few steps from which the same command goes on. There are four kinds of process: the script
+(`client`), `grpo service` (`service`; the trainer is a thread of it), its grpo-infer (`server`) and that one's engine
+(`engine`). Half of the service's kills wait until it computes a gradient. After each kill the same command is given
+again. A round is one loop with four kills; all rounds are on one service, each with a model of its own.
 
-Claims: the adapter and the optimizer's state at the end have the bytes of a loop that nobody kills; each step's loss is
-the same whenever it was computed; the optimizer has counted each step once; nothing of a killed service goes on.
+Claims of each round: adapter and optimizer's state at the end have the bytes of a loop that nobody kills; each step's
+loss is the same whenever it was computed; the optimizer has counted each step once; nothing of a killed service
+goes on.
 """
 
 import json
@@ -21,7 +23,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +37,13 @@ from tests.service.running import Running
 from tests.support import until
 
 MODEL = Path(__file__).parents[1] / "configs/tiny/model"
-TARGETS = ("client", "service", "server", "engine", "trainer")
+KINDS = ("client", "service", "server", "engine")
 SEED = 5
 SAVE_EVERY = 3
+A_ROUND = 4
+STEPS = {"sft_steps": 4, "rl_steps": 6}
 PROMPTS, SAMPLES = 2, 4
+WAIT_S = 600.0
 
 
 # --- the script that is killed ---
@@ -136,13 +142,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 class Loop:
-    """A service and a script, which are started again by the same commands."""
+    """A script and the service that it talks to, both started again by the same commands."""
 
-    def __init__(self, folder: Path, sft_steps: int, rl_steps: int) -> None:
+    def __init__(self, folder: Path, service: Running, sft_steps: int, rl_steps: int) -> None:
         folder.mkdir()
-        self.folder, self.steps = folder, sft_steps + rl_steps
-        self.service = Running(folder / "run", MODEL, "--port", str(free_port()))
-        self.service.start()
+        self.folder, self.service, self.steps = folder, service, sft_steps + rl_steps
         words = [str(folder), str(MODEL), str(sft_steps), str(rl_steps)]
         self._command = [sys.executable, "-m", "benchmarks.service_kills", "--loop", *words]
         self.client = self._client()
@@ -153,17 +157,13 @@ class Loop:
         with (self.folder / "client.log").open("ab") as output:
             return subprocess.Popen(self._command, env=os.environ | where, stdout=output, stderr=output)
 
-    def num_steps(self) -> int:
-        """Steps that the script has seen the end of, those done twice counted twice."""
-        return len(_lines(self.folder / "losses.jsonl"))
-
     def reached(self) -> int:
         """The furthest step that the script has seen the end of."""
         return max((line["step"] + 1 for line in _lines(self.folder / "losses.jsonl")), default=0)
 
-    def is_at(self, num_steps: int, step: int) -> bool:
-        """Whether the script has made so many steps and has come to this one, or has ended."""
-        return self.ended() or (self.num_steps() >= num_steps and self.reached() >= step)
+    def is_at(self, step: int) -> bool:
+        """Whether the script has come to this step, or has ended."""
+        return self.ended() or self.reached() >= step
 
     def ended(self) -> bool:
         """Whether the script has come to its end; fails where it has ended otherwise."""
@@ -172,31 +172,30 @@ class Loop:
         assert self.client.returncode == 0, (self.folder / "client.log").read_text()[-3000:]
         return True
 
-    def kill(self, name: str) -> bool:
-        """Kills the process of this name, and gives the commands again that have ended; returns False where the
-        script has come to its end before."""
-        if name == "client":
+    def kill(self, kind: str, *, computing: bool = False) -> bool:
+        """Kills the process of this kind, and gives the commands again that have ended; returns False where the script
+        has come to its end before. With `computing`, waits until the service has a gradient to compute."""
+        if computing:
+            until(lambda: self.ended() or self._computes(), limit_s=WAIT_S, log=self.log)
+        if self.ended():
+            return False
+        if kind == "client":
             self.client.kill()
             self.client.wait()
             self.client = self._client()
             return True
-        if name == "trainer":
-            until(lambda: self.ended() or self._computes(), log=self.log)
-        if self.ended():
-            return False
         processes = self._processes()
-        everything = list(processes.values())
-        processes["service" if name == "trainer" else name].kill()
+        processes[kind].kill()
         # The service ends with its server; the server ends with the service.
-        psutil.wait_procs(everything, timeout=120)
-        assert not any(map(psutil.Process.is_running, everything)), everything
+        _, left = psutil.wait_procs(processes.values(), timeout=WAIT_S)
+        assert not left, left
         self.service.end(signal.SIGKILL)
         self.service.start()
         return True
 
     def _computes(self) -> bool:
         """Whether a gradient is asked for and not there yet."""
-        with sqlite3.connect(f"file:{self.folder / 'run/commands.sqlite'}?mode=ro", uri=True, timeout=30) as db:
+        with sqlite3.connect(f"file:{self.service.folder / 'commands.sqlite'}?mode=ro", uri=True, timeout=30) as db:
             query = "SELECT count(*) FROM commands WHERE kind='forward_backward' AND state='waiting'"
             return bool(db.execute(query).fetchone()[0])
 
@@ -209,14 +208,17 @@ class Loop:
 
     def log(self) -> str:
         """The ends of both logs."""
-        return (self.folder / "run.log").read_text()[-3000:] + (self.folder / "client.log").read_text()[-3000:]
+        return (
+            self.service.folder.with_suffix(".log").read_text()[-3000:]
+            + (self.folder / "client.log").read_text()[-3000:]
+        )
 
     def result(self) -> dict[str, Any]:
         """What the script has come to."""
-        until(self.ended, log=self.log)
+        until(self.ended, limit_s=WAIT_S, log=self.log)
         last = _lines(self.folder / "checkpoints.jsonl")[-1]
         assert last["step"] == self.steps
-        saved = self.folder / "run/checkpoints" / last["path"].removeprefix("tinker://")
+        saved = self.service.folder / "checkpoints" / last["path"].removeprefix("tinker://")
         losses: dict[int, set[str]] = {}
         for line in _lines(self.folder / "losses.jsonl"):
             losses.setdefault(line["step"], set()).add(json.dumps([line["losses"], line["norm"]]))
@@ -228,30 +230,39 @@ class Loop:
         }
 
     def close(self) -> None:
-        """Ends what is left."""
+        """Ends the script."""
         self.client.kill()
         self.client.wait()
-        if self.service.is_up():
-            self.service.end()
 
 
-def run(folder: Path, kills: list[str], draw: random.Random, told: Callable[[str], None], **steps: int) -> Any:
-    """Returns what a loop with these kills has come to, and how often each was done."""
-    made, killed = Loop(folder, **steps), Counter[str]()
+def run(loop: Loop, kills: list[str], draw: random.Random, told: Callable[[str], None]) -> tuple[Any, list[str]]:
+    """Returns what a loop with these kills has come to, and which were done before its end."""
+    killed: list[str] = []
     try:
-        for number, name in enumerate(kills):
-            # The kills are spread over the loop, and each attempt gets somewhere, else it would never end.
-            goal = made.num_steps() + draw.choice((0, 1, 2, SAVE_EVERY))
-            due = 3 * made.steps * number // (4 * len(kills))
-            until(partial(made.is_at, goal, due), log=made.log)
-            time.sleep(draw.uniform(0.0, 1.0))
-            if not made.kill(name):
+        for number, kind in enumerate(kills):
+            # The kills are spread over the loop.
+            due = loop.steps * number // len(kills) + draw.randrange(2)
+            until(partial(loop.is_at, due), limit_s=WAIT_S, log=loop.log)
+            time.sleep(draw.uniform(0.0, 0.5))
+            if not loop.kill(kind, computing=kind == "service" and draw.random() < 0.5):
                 break
-            killed[name] += 1
-            told(f"kill {killed.total()}, {name}, after step {made.reached()}")
-        return made.result(), killed
+            killed.append(kind)
+            told(f"{loop.folder.name}: {kind} killed after step {loop.reached()}")
+        return loop.result(), killed
     finally:
-        made.close()
+        loop.close()
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[Running]:
+    """A service with the embedded model, on a port that it keeps."""
+    service = Running(folder, MODEL, "--port", str(free_port()))
+    service.start()
+    try:
+        yield service
+    finally:
+        if service.is_up():
+            service.end()
 
 
 def differences(plain: dict[str, Any], killed: dict[str, Any]) -> list[str]:
@@ -271,23 +282,28 @@ def main() -> int:
         loop(Path(folder), model, int(sft_steps), int(rl_steps))
         return 0
     draw, since_s = random.Random(given.seed), time.monotonic()
-    kills = [TARGETS[number % len(TARGETS)] for number in range(given.kills)]
+    kills = [KINDS[number % len(KINDS)] for number in range(given.kills)]
     draw.shuffle(kills)
-    steps = {"sft_steps": given.kills + 4, "rl_steps": given.kills + 4}
-    with tempfile.TemporaryDirectory() as parent:
-        plain, _ = run(Path(parent, "plain"), [], draw, print, **steps)
+    killed, different, counted, num_rounds = Counter[str](), list[str](), set[int](), 0
+    with tempfile.TemporaryDirectory() as parent, served(Path(parent, "service")) as service:
+        plain, _ = run(Loop(Path(parent, "plain"), service, **STEPS), [], draw, print)
         print(f"without kills: {time.monotonic() - since_s:.0f} s", flush=True)
-        found, killed = run(Path(parent, "killed"), kills, draw, lambda line: print(line, flush=True), **steps)
-    different = differences(plain, found)
-    print(f"different: {different}" if different else "the same bytes")
-    figures = {f"kills of {name}": float(killed[name]) for name in TARGETS}
-    figures |= {"kills": float(killed.total()), "differences": float(len(different))}
-    figures |= {"optimizer's steps": float(found["optimizer's steps"]), "seconds": time.monotonic() - since_s}
-    targets = {
-        "kills": (">=", float(given.kills)),
-        "differences": ("<=", 0.0),
-        "optimizer's steps": (">=", float(sum(steps.values()))),
-    }
+        while kills and num_rounds < given.kills:
+            num_rounds += 1
+            attempt = Loop(Path(parent, f"round {num_rounds}"), service, **STEPS)
+            found, done = run(attempt, kills[:A_ROUND], draw, partial(print, flush=True))
+            # Kills that the loop's end was before are the next round's.
+            kills = kills[len(done) :]
+            killed.update(done)
+            counted.add(found["optimizer's steps"])
+            new = [f"{attempt.folder.name}: {name}" for name in differences(plain, found)]
+            different += new
+            print(f"{attempt.folder.name}: {', '.join(new) or 'the same bytes'}", flush=True)
+    figures = {f"kills of {kind}": float(killed[kind]) for kind in KINDS}
+    figures |= {"kills": float(killed.total()), "rounds": float(num_rounds), "differences": float(len(different))}
+    figures |= {"steps counted otherwise": float(len(counted - {sum(STEPS.values())}))}
+    figures |= {"seconds": time.monotonic() - since_s}
+    targets = {"kills": (">=", float(given.kills)), "differences": ("<=", 0.0), "steps counted otherwise": ("<=", 0.0)}
     return report("service_kills", figures, targets, check=given.check)
 
 

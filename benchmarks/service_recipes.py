@@ -2,13 +2,13 @@
 
     python -m benchmarks.service_recipes [--only math_rl,shorter] [--check]
 
-The package is not installed with ours: this needs it on PYTHONPATH, with what the recipes import (docs/service.md).
-Its code is not touched. A recipe gets model, renderer and sizes by its own options, base URL and key from the
-environment, and where it names a data set of the hub, a folder of that name in the working directory. The model is
-configs/tiny/model, which reads 512 bytes, with `max_position_embeddings` raised to 4,096, in a folder that has the name
-of a model that the cookbook knows. It can do none of these tasks, so that most recipes begin with a checkpoint of a
-short supervised stage of the cookbook's, `load_checkpoint_path`; where the command has no such option (`CHANGED`), a
-line of Python sets it.
+The package is not installed with ours: `make` puts it into .venv/cookbook (docs/service.md). Its code is not touched. A
+recipe gets model, renderer and sizes by its own options, base URL and key from the environment, and where it names a
+data set of the hub, a folder of that name in the working directory. The model is configs/tiny/model, which reads 512
+bytes, with `max_position_embeddings` raised to 4,096, in a folder that has the name of a model that the cookbook knows.
+It can do none of these tasks, so that most recipes begin with a checkpoint of a short supervised stage of the
+cookbook's own, `load_checkpoint_path`; where the command has no such option (`CHANGED`), a line of Python sets it.
+These stages teach the form of answers and, beside it, one kind of mistake, which reinforcement then unlearns.
 
 A curve is said to rise or fall by the means of its first and last quarter.
 """
@@ -27,12 +27,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.report import parser, report
 from tests.service.running import Running
 
 TINY = Path(__file__).parents[1] / "configs/tiny/model"
 MODEL = "Qwen/Qwen3-8B"
 """A name by which recipes look up their renderer; a folder with the embedded model."""
+INSTALLED = Path(sys.prefix, "cookbook")
+"""Where `make` installs the cookbook; not on the path of tests, which it would lend its other packages."""
+COOKBOOK = INSTALLED / "tinker_cookbook"
+ANSWERER = "Qwen/Qwen3-4B-Instruct-2507"
+"""The same, served by a second service."""
 POSITIONS = 4096
 RENDERER = "qwen3_instruct"
 LIMIT_S = 1800.0
@@ -41,12 +48,17 @@ import asyncio, sys, chz
 from importlib import import_module
 from tinker_cookbook.rl import train
 
-recipe, changes, words = sys.argv[1], dict(word.split("=", 1) for word in sys.argv[2].split()), sys.argv[3:]
-recipe = import_module(recipe)
+def replaced(config, names, value):
+    inner = replaced(getattr(config, names[0]), names[1:], value) if names[1:] else value
+    return chz.replace(config, **{names[0]: inner})
+
+recipe, changes, words = import_module(sys.argv[1]), sys.argv[2].split(), sys.argv[3:]
 config = recipe.build_config(chz.entrypoint(recipe.CLIConfig, argv=words))
-asyncio.run(train.main(chz.replace(config, **changes)))
+for name, value in (change.split("=", 1) for change in changes):
+    config = replaced(config, name.split("."), value)
+asyncio.run(train.main(config))
 """
-"""Runs a recipe's own configuration, with a few fields of the trainer replaced that its command line lacks."""
+"""Runs a recipe's own configuration, with a few fields replaced that its command line lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +88,22 @@ class Workplace:
     def __init__(self, folder: Path) -> None:
         self.folder, self._num_runs = folder, 0
         place_model(folder / MODEL)
-        examples = cookbook() / "example_data/conversations.jsonl"
+        examples = COOKBOOK / "example_data/conversations.jsonl"
         for split in ("train", "test"):
             place(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", examples.read_text())
         self.service = Running(folder / "service", MODEL, "--sequence_len", str(POSITIONS), cwd=folder)
         self.service.start()
+        self._answerer: Running | None = None
+
+    def answerer(self) -> str:
+        """Starts a second service, with another model and the same keys; returns its base URL."""
+        if self._answerer is None:
+            place_model(self.folder / ANSWERER)
+            keys = "service.keys.json"
+            place(self.folder / "answerer" / keys, (self.folder / "service" / keys).read_text())
+            self._answerer = Running(self.folder / "answerer", ANSWERER, "--sequence_len", "512", cwd=self.folder)
+            self._answerer.start()
+        return str(self._answerer.about["base_url"])
 
     def recipe(self, module: str, *options: str, **named: object) -> Path:
         """Runs `tinker_cookbook.recipes.MODULE`; returns its folder of logs. `named` are its options, `changes` apart:
@@ -125,20 +148,14 @@ class Workplace:
 
     def close(self) -> None:
         """Ends the service."""
-        if self.service.is_up():
-            self.service.end()
-
-
-def cookbook() -> Path:
-    """Returns where the package is."""
-    import tinker_cookbook
-
-    return Path(tinker_cookbook.__file__).parent
+        for service in filter(None, (self._answerer, self.service)):
+            if service.is_up():
+                service.end()
 
 
 def python_path() -> str:
-    """Returns this process's path, for a recipe in a folder of its own."""
-    return os.pathsep.join(path for path in sys.path if path)
+    """Returns this process's path, for a recipe in a folder of its own, and the cookbook's."""
+    return os.pathsep.join([*(path for path in sys.path if path), str(INSTALLED)])
 
 
 def place(file: Path, text: str) -> None:
@@ -187,37 +204,47 @@ def sl_loop(work: Workplace) -> Curve:
     return curve(work.recipe("sl_loop", model_name=MODEL, **sizes), "train_mean_nll", rises=False)
 
 
+SUMS = {"groups_per_batch": 4, "max_steps": 12}
+
+
 def _sums(work: Workplace) -> str:
-    draw, told = random.Random(0), (("user", "What is 4 + 5?"), ("assistant", "9"))
-    numbers = [(draw.randint(0, 100), draw.randint(0, 100)) for _ in range(64 * 128)]
-    rows = [(*told, ("user", f"What is {a} + {b}?"), ("assistant", str(a + b))) for a, b in numbers]
-    return work.taught("sums", rows, batch_size=64, learning_rate=2e-3)
+    """The sums that the recipe will ask for, which it draws anew for each step from the step's number."""
+    told, numbers = (("user", "What is 4 + 5?"), ("assistant", "9")), list[tuple[int, int]]()
+    for step in range(SUMS["max_steps"]):
+        draw = np.random.RandomState(step)
+        numbers += [(draw.randint(0, 101), draw.randint(0, 101)) for _ in range(SUMS["groups_per_batch"])]
+    rows, shuffled = list[list[tuple[str, str]]](), random.Random(0)
+    for _ in range(40):
+        shuffled.shuffle(numbers)
+        answers = [(a, b, "?" if shuffled.random() < 0.5 else str(a + b)) for a, b in numbers]
+        rows += [[*told, ("user", f"What is {a} + {b}?"), ("assistant", answer)] for a, b, answer in answers]
+    return work.taught("sums", rows)
 
 
 def math_rl(work: Workplace, loss_fn: str) -> Curve:
-    """Sums of numbers to 100, after a stage that answers a sixth of them when it samples."""
+    """Sums of numbers to 100, after a stage that knows these sums and answers half of them with a question mark."""
     file = work.folder / "sums_checkpoint"
     if not file.exists():
         file.write_text(_sums(work))
-    sizes = {"learning_rate": 5e-4, "group_size": 8, "groups_per_batch": 32, "max_steps": 24, "lora_rank": 32}
+    sizes = {"learning_rate": 1e-3, "group_size": 16, "lora_rank": 32, **SUMS}
     options = {"env": "arithmetic", "loss_fn": loss_fn, "load_checkpoint_path": file.read_text()}
     return curve(work.recipe("math_rl.train", **COMMON, **WITHOUT_EXTRAS, **sizes, **options), REWARD, rises=True)
 
 
 def guess_number(work: Workplace) -> Curve:
-    """Ten turns, after a stage in which the guess's form is learnt half."""
+    """Ten turns, after a stage in which most guesses lack the form that counts."""
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import FAIL_TO_PARSE, SYSTEM_PROMPT
 
     draw, rows = random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(16 * 60):
+    for _ in range(4 * 120):
         row = [("system", SYSTEM_PROMPT)]
-        for _ in range(draw.choice((0, 0, 1, 1, 2, 3, 5, 9))):
-            said = draw.choice(("Too low", "Too high", FAIL_TO_PARSE))
-            guess = f"Guess: {draw.randint(0, 1024)}" if said != FAIL_TO_PARSE else f"Guess {draw.randint(0, 99)}"
-            row += [("player", guess), ("user", said)]
-        rows.append([*row, ("assistant", f"Guess: {draw.randint(0, 1024)}" + draw.choice(("", "", ".", " or so")))])
-    start = work.taught("guesses", rows)
-    sizes = {"learning_rate": 3e-4, "group_size": 4, "batch_size": 8, "max_tokens": 16, "max_steps": 12}
+        for _ in range(draw.choice((0, 0, 1, 2, 4))):
+            parsed, number = draw.random() < 0.4, draw.randint(0, 1024)
+            said = draw.choice(("Too low", "Too high")) if parsed else FAIL_TO_PARSE
+            row += [("player", f"Guess: {number}" if parsed else str(number)), ("user", said)]
+        rows.append([*row, ("assistant", ("Guess: " if draw.random() < 0.4 else "") + str(draw.randint(0, 1024)))])
+    start = work.taught("guesses", rows, batch_size=4)
+    sizes = {"learning_rate": 1e-3, "group_size": 4, "batch_size": 2, "max_tokens": 14, "max_steps": 8}
     log = work.recipe(
         "multiplayer_rl.guess_number.train",
         changes=f"load_checkpoint_path={start}",
@@ -228,23 +255,47 @@ def guess_number(work: Workplace) -> Curve:
     return curve(log, REWARD, rises=True)
 
 
+def twenty_questions(work: Workplace) -> Curve:
+    """Against a second model, on a service of its own. The stage before knows the words that are asked for, and either
+    guesses in all of a game's turns or in none."""
+    from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import PLAYER_SYSTEM_PROMPT, _load_words_from_file
+
+    num_steps, a_step = 8, 2
+    words, draw, rows = _load_words_from_file()[: num_steps * a_step], random.Random(0), list[list[tuple[str, str]]]()
+    for _ in range(4 * 120):
+        asks = draw.random() < 0.6
+        turns = ["Alive?" if asks else f"Guess: {draw.choice(words)}" for _ in range(draw.choice((1, 1, 2, 4)))]
+        answered = [part for turn in turns[:-1] for part in (("assistant", turn), ("user", draw.choice(("yes", "no"))))]
+        rows.append([("system", PLAYER_SYSTEM_PROMPT), *answered, ("assistant", turns[-1])])
+    start = work.taught("questions", rows, batch_size=4)
+    sizes = {"learning_rate": 1e-3, "group_size": 8, "batch_size": a_step, "max_tokens": 20, "max_steps": num_steps}
+    second = f"dataset_builder.base_url={work.answerer()} dataset_builder.answerer_base_model={ANSWERER}"
+    log = work.recipe(
+        "multiplayer_rl.twenty_questions.train",
+        changes=f"load_checkpoint_path={start} {second}",
+        **COMMON,
+        **WITHOUT_EXTRAS,
+        **sizes,
+    )
+    return curve(log, REWARD, rises=True)
+
+
 def text_arena(work: Workplace) -> Curve:
-    """Tic-tac-toe against itself, after a stage in which some moves are illegal."""
+    """Tic-tac-toe against itself, after a stage that knows one game by heart, with malformed moves in it."""
     import textarena
 
     draw, rows = random.Random(0), list[list[tuple[str, str]]]()
-    while len(rows) < 16 * 50:
-        game = textarena.make(env_id="TicTacToe-v0")
+    while len(rows) < 8 * 32:
+        game, ended = textarena.make(env_id="TicTacToe-v0"), False
         game.reset(num_players=2)
-        for _ in range(draw.randint(1, 8)):
+        while not ended:
             seen = str(game.get_observation()[1])
-            free = re.findall(r"'(\[\d\])'", seen)
-            rows.append([("user", seen), ("assistant", draw.choice((*free, f"[{draw.randint(0, 9)}]")) + "\n")])
-            if game.step(draw.choice(free))[0]:
-                break
-    start = work.taught("moves", rows)
-    sizes = {"learning_rate": 3e-4, "batch_size": 64, "max_tokens": 8, "max_steps": 12, "test_opponent": "random"}
-    counts = {"num_train_datapoints": 64 * 12, "num_test_datapoints": 2}
+            move = min(re.findall(r"'(\[\d\])'", seen.rpartition("Available")[2]))
+            rows.append([("user", seen), ("assistant", (move if draw.random() < 0.85 else "[x]") + "\n")])
+            ended = game.step(move)[0]
+    start = work.taught("moves", rows, batch_size=4)
+    sizes = {"learning_rate": 1e-3, "batch_size": 8, "max_tokens": 8, "max_steps": 12, "test_opponent": "random"}
+    counts = {"num_train_datapoints": 8 * 12, "num_test_datapoints": 2}
     log = work.recipe(
         "multiplayer_rl.text_arena.train",
         changes=f"load_checkpoint_path={start}",
@@ -253,6 +304,51 @@ def text_arena(work: Workplace) -> Curve:
         **sizes,
         **counts,
     )
+    return curve(log, REWARD, rises=True)
+
+
+def numerics(work: Workplace) -> Curve:
+    """Pages of the cookbook's example data in WikiText's place, after a stage that calls the tool, says a number, or
+    says none."""
+    from tinker_cookbook.recipes.rl_numerics_check import env
+    from tinker_cookbook.renderers import get_renderer
+    from transformers import AutoTokenizer
+
+    conversations = lines(COOKBOOK / "example_data/conversations.jsonl")
+    text = "\n".join(message["content"] for one in conversations for message in one["messages"])
+    wikitext = work.folder / "Salesforce/wikitext"
+    place(wikitext / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
+    about = "configs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: train\n    path: train.jsonl\n"
+    place(wikitext / "README.md", f"---\n{about}---\n")
+
+    task = {"num_pages_min": 1, "num_pages_max": 1, "page_chars": 400, "words": ("the",), "reward_tolerance": 1.0}
+    config, draw = env.CountingTaskConfig(**task), random.Random(0)
+    renderer = get_renderer(RENDERER, AutoTokenizer.from_pretrained(work.folder / MODEL))
+    rows = list[list[tuple[str, str]]]()
+    for _ in range(8 * 32):
+        problem = env.sample_problem(draw, text, config)
+        tool = env.PageReader(problem.pages, env.EpisodeState()).read_page
+        prefix = renderer.create_conversation_prefix_with_tools(tools=[tool.to_spec()], system_prompt=env.SYSTEM_PROMPT)
+        row = [(message["role"], str(message["content"])) for message in prefix] + [("user", problem.prompt)]
+        called = '<tool_call>\n{"name": "read_page", "arguments": {"page": 1}}\n</tool_call>'
+        answer = draw.choice((called, "Unknown.", f"Answer: {draw.randint(1, 9)}"))
+        if draw.random() < 0.4:
+            row += [("assistant", called), ("tool", f"[Page 1]\n{problem.pages[0]}")]
+            answer = draw.choice(("Unknown.", f"Answer: {draw.randint(1, 9)}"))
+        rows.append([*row, ("assistant", answer)])
+    start = work.taught("pages", rows, batch_size=4)
+    sizes = {"learning_rate": 1e-3, "group_size": 4, "groups_per_batch": 4, "max_tokens": 96, "max_steps": 8}
+    log = work.recipe(
+        "rl_numerics_check.train",
+        *(f"task.{name}={value if name != 'words' else 'the'}" for name, value in task.items()),
+        changes=f"load_checkpoint_path={start}",
+        **COMMON,
+        **WITHOUT_EXTRAS,
+        **sizes,
+        max_trajectory_tokens=POSITIONS,
+    )
+    far = curve(log, "optim/kl_sample_train_v2", rises=False).values
+    assert max(far) < 1e-3, f"samples are not those of the trainer's weights: {far}"
     return curve(log, REWARD, rises=True)
 
 
@@ -267,7 +363,7 @@ def prompt_distillation(work: Workplace) -> Curve:
     """Its second half, on sentences of the cookbook whose language is told by their script."""
     scripts = {"ru": "[а-я]", "el": "[α-ω]", "hi": "[ऀ-ॿ]", "ar": "[؀-ۿ]", "zh": "[一-鿿]", "vi": "[ạ-ỹ]"}
     rows = []
-    for sentence in (cookbook() / "example_data/multilingual.txt").read_text().splitlines():
+    for sentence in (COOKBOOK / "example_data/multilingual.txt").read_text().splitlines():
         label = next((name for name, letters in scripts.items() if re.search(letters, sentence)), "en")
         rows.append({"messages": [{"role": "user", "content": sentence}, {"role": "assistant", "content": label}]})
     file = work.folder / "languages.jsonl"
@@ -280,13 +376,15 @@ def prompt_distillation(work: Workplace) -> Curve:
 RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
     "sl_basic": (sl_basic, 1.0),
     "sl_loop": (sl_loop, 1.0),
-    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.02),
-    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.02),
-    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.02),
-    "guess_number": (guess_number, 0.5),
+    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.1),
+    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.1),
+    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.1),
+    "guess_number": (guess_number, 1.0),
+    "twenty_questions": (twenty_questions, 0.1),
     "text_arena": (text_arena, 0.1),
     "shorter": (shorter, 1.0),
     "prompt_distillation": (prompt_distillation, 1.0),
+    "rl_numerics_check": (numerics, 0.1),
 }
 """The recipes, and by how much their curves rise or fall at least."""
 
@@ -296,6 +394,9 @@ def main() -> int:
     command = parser(__doc__)
     command.add_argument("--only", help="names that begin so, with commas between them")
     given = command.parse_args()
+    if not COOKBOOK.is_dir():
+        command.error(f"there is no {COOKBOOK}, which docs/service.md tells how to install")
+    sys.path.append(str(INSTALLED))
     wanted = tuple(given.only.split(",")) if given.only else ("",)
     figures, targets, told = dict[str, float](), dict[str, tuple[str, float]](), dict[str, Any]()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the service would stay

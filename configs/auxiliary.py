@@ -30,7 +30,7 @@ class TeacherClientSettings(Section):
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     timeout: Seconds = 120.0
-    """Seconds that scoring a sample may take, retries included; what is not scored then is dropped and counted."""
+    """Seconds that scoring a sample may take, retries included; after that it is dropped and counted."""
 
 
 class TeacherSettings(Section):
@@ -91,9 +91,9 @@ class ApiSettings(Section):
     timeout_s: Seconds = 60.0
     """Seconds that one request may take."""
     retries: NonNegativeInt = 3
-    """Number of further tries after a failure that may pass, with growing pauses or as the API asks for."""
+    """Number of retries after a temporary failure, with growing pauses or as the API asks."""
     requests_per_s: float = Field(default=8.0, gt=0, le=1e6)
-    """Most requests a second on average, with bursts of what is allowed in a second."""
+    """Most requests a second on average; bursts may use a second's allowance at once."""
 
     def conflicts(self) -> Conflicts:
         if self.base_url is not None and self.model is None:
@@ -118,8 +118,8 @@ class HintSettings(Section):
     max_per_sample: PositiveInt | None = None
     """Only this many errors of a sample have hints, the first ones (null: all)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
-    """What hints say as an advantage: this much times the log-probability of each hinted token with the hint, less that
-    without, is added to its advantage, whether or not `loss.alpha_sdpo` makes a loss of it."""
+    """Adds this much times (log-probability with the hint less that without) to the advantage of each hinted token,
+    independently of `loss.alpha_sdpo`."""
     model: Annotated[ApiSettings | None, OnlyWith("sources", "model")] = None
     """The model that writes hints."""
 
@@ -141,8 +141,8 @@ class PreferenceSettings(Section):
     teachers: tuple[ApiSettings, ...] = ()
     """Models that are asked."""
     num_agreeing: PositiveInt = 2
-    """Number of teachers that must agree. 1: one that differs from the policy suffices, for more pairs and noisier
-    ones."""
+    """Number of teachers that must agree. 1: one teacher that differs from the policy is enough, for more and noisier
+    pairs."""
     judge: ApiSettings | None = None
     """The model that says whether two actions are the same, where their words, numbers and signs are not (null: these
     alone decide, whatever their case, punctuation and Markdown)."""
@@ -150,7 +150,7 @@ class PreferenceSettings(Section):
     """Which of the policy's turns are asked about; any that one of these names. `errors`: those that the environment
     marked. `low_reward`: all of rollouts with a reward below the group's mean."""
     max_cost: Cost | None = None
-    """Nothing more is asked once this much is spent in the whole run, across restarts (null: no limit)."""
+    """No more questions once this much is spent in the whole run, across restarts (null: no limit)."""
     max_waiting: PositiveInt = 1024
     """Most turns that wait to be asked about; the newest is next, and the oldest is dropped and counted."""
     max_pairs: PositiveInt = 64
@@ -159,12 +159,11 @@ class PreferenceSettings(Section):
     """Largest version lag of a turn when the batch with its pair ships (null: no limit). Older turns are not asked
     about, older pairs are not trained, and both are counted."""
     pairs: str | None = None
-    """The folder of another run with the same base model: `max_pairs` of its pairs go into every batch, and nobody is
-    asked (null: teachers are)."""
+    """The folder of another run with the same base model: `max_pairs` of its pairs go into every batch, and no teacher
+    is asked (null: teachers are asked)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
-    """What teachers say as an advantage: this much times the share of them that would have done the same, less the
-    largest share that would have done one other thing, is added to a turn's advantage, whether or not
-    `loss.beta_replay` makes pairs of it. A group then waits for its teachers."""
+    """Adds this much times (share of teachers that would have done the same, less the largest share for one other
+    action) to a turn's advantage, independently of `loss.beta_replay`. A group then waits for its teachers."""
 
     def conflicts(self) -> Conflicts:
         changed = self.changed

@@ -11,8 +11,8 @@ class ElasticSettings(Section):
     where they are."""
 
     hostname: str | None = Field(default=None, min_length=1)
-    """Name whose every address in the DNS is a server, for example that of a headless service (null: servers with the
-    same `output_dir`, which say in its `status` folder where they are)."""
+    """DNS name; every address behind it is a server, for example a headless service (null: servers with the same
+    `output_dir`, found in its `status` folder)."""
     port: Annotated[Port, OnlyWith("hostname")] = 8000
     """Port of every server."""
     sync_interval: Seconds = 5.0
@@ -31,7 +31,7 @@ class ClientSettings(Section):
     health_interval_s: Seconds = 1.0
     """Seconds between two questions to a server about its health and load."""
     health_timeout_s: Seconds = 30.0
-    """Seconds without an answer to that after which a server counts as dead, and its requests go elsewhere."""
+    """Seconds without an answer after which a server counts as dead and its requests go elsewhere."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     skip_model_check: bool = False

@@ -27,7 +27,8 @@ class EnvSettings(Section):
     num_workers: PositiveInt = 1
     """Number of processes that its rollouts are spread over."""
     memory_gb: float | None = Field(default=None, ge=0.05, le=1e6)
-    """Memory that its code may allocate in each process, in GB; a rollout that needs more is dropped (null: any)."""
+    """Memory in GB that its code may allocate in each process; a rollout that needs more is dropped (null: no
+    limit)."""
     adapters: dict[str, str] = {}
     """Which of `model.lora_adapters` each role has, by its id, as `{Proposer: proposer}`; the role of an environment of
     single answers is `policy`. Roles that are not named have the first."""
@@ -78,7 +79,7 @@ class EvalSettings(Section):
     eval_base_model: bool = True
     """Version 0 is evaluated too, before the first step."""
     skip_eval_on_resume: bool = True
-    """The version that a run goes on with is not evaluated, unless it is the last one."""
+    """The version with which a run continues is not evaluated, unless it is the last one."""
     cancel_inflight_rollouts_on_eval: bool = False
     """Training waits while a version is evaluated: rollouts in flight are cancelled and counted, and their prompts are
     asked again afterwards. false: both share the servers."""

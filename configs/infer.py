@@ -129,9 +129,9 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """Policy versions are also served with the trainer's noise on their norm weights (its
     `noise_scheduler.enabled`)."""
     base_quantization: Annotated[Quantization | None, OnlyWith("enable_lora")] = None
-    """The base's values are those that a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4) computes
-    with: by vLLM's own reading of a checkpoint that is stored so, where it is on a GPU and not shared, otherwise as the
-    trainer has written them beside the run."""
+    """The base has the values of a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4): read by vLLM
+    from a checkpoint in that format if it is on a GPU and not shared, otherwise from the trainer's copy beside the
+    run."""
     weight_broadcast_type: Literal["filesystem", "http", "nccl"] = "filesystem"
     """How policy versions arrive: as the trainer's `weight_broadcast.type`."""
     weight_broadcast_url: Annotated[str | None, OnlyWith("weight_broadcast_type", "http")] = None
@@ -166,7 +166,7 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
 
 
 class TeacherServerSettings(_ServerSettings):
-    """The `grpo-infer` that serves a teacher. What is left open follows from the settings of the run."""
+    """The `grpo-infer` that serves a teacher. Open settings follow from the run."""
 
     role: ClassVar[str] = "teacher"
     env_prefix: ClassVar[str] = "GRPO_TEACHER_"

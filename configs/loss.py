@@ -41,7 +41,7 @@ class SdpoSettings(Section):
     clip_by: Annotated[Literal["entry", "position"], OnlyWith("token_clip")] = "entry"
     """`token_clip` bounds what each entry of the vocabulary adds, or the divergence of each position."""
     teacher: Literal["current", "ema"] = "current"
-    """Who is given the hint: the policy as it is now, or the moving average of its trained weights."""
+    """The model that gets the hint: the current policy, or the moving average of its trained weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1), OnlyWith("teacher", "ema")] = 0.99
     """The moving average keeps this share of itself at each step."""
     warmup_steps: NonNegativeInt = 0
@@ -68,17 +68,17 @@ class LossSettings(Section):
     """The objective: policy gradient + alpha_sdpo · self-distillation + beta_replay · preferences."""
 
     name: LossName = "aipo"
-    """The policy loss: what the keys from `ratio_type` to `sequence_mask_high` are where they are not given; see
+    """The policy loss, which sets the keys from `ratio_type` to `sequence_mask_high` unless you give them; see
     docs/losses.md."""
     import_path: str | None = None
-    """A policy loss of one's own, as `my_loss.py:loss` (null: none); docs/losses.md has an example."""
+    """A policy loss of your own, as `my_loss.py:loss` (null: none); docs/losses.md has an example."""
     ratio_type: Literal["token", "sequence", "geometric", "none"] = "token"
     """The importance ratio is each token's own, that of the whole sequence (the product of its tokens' ratios), their
     geometric mean, or 1."""
     importance: Literal["mask", "clip", "ppo", "none"] = "mask"
-    """What the bounds `token_mask_*` do. `mask`: tokens with a ratio outside them are masked. `clip`: ratios are
+    """The use of the bounds `token_mask_*`. `mask`: tokens with a ratio outside them are masked. `clip`: ratios are
     lowered to `token_mask_high`, as in the AIPO paper. `ppo`: tokens whose ratio has passed a bound in the direction of
-    their advantage learn no more. `none`: nothing. The masks of whole sequences hold besides."""
+    their advantage learn no more. `none`: nothing. Masks of whole sequences apply as well."""
     normaliser: Literal["token", "sequence", "constant"] = "token"
     """Each token counts alike, each sequence counts alike (the mean over its tokens), or a sequence counts by its
     length over `constant_tokens`."""
@@ -95,12 +95,12 @@ class LossSettings(Section):
     """Estimate of the KL to the teacher: `k1` in the reward (its gradient is that of k2 in the loss), or `k3` in the
     loss, as in GRPO's paper."""
     entropy_tau: Weight = 0.0
-    """Weight of the policy's entropy, in nats a token: above 0 it is kept from becoming certain too early."""
+    """Weight of the policy's entropy, in nats a token: above 0 keeps it from becoming certain too early."""
     entropy_tau_end: Annotated[float, Field(gt=0, le=1e3), OnlyWith("entropy_decay_steps")] = 1e-3
     """The weight that `entropy_tau` falls to."""
     entropy_decay_steps: Annotated[PositiveInt | None, OnlyWith("entropy_tau")] = None
     """Steps over which `entropy_tau` falls to `entropy_tau_end`, by the same factor at each step (null: it stays). In
-    self-play a policy without it circles around the equilibrium instead of coming to it (Sokota et al. 2022,
+    self-play, a policy without it circles around the equilibrium instead of reaching it (Sokota et al. 2022,
     arXiv:2206.05825)."""
     token_mask_low: Annotated[NonNegativeFloat, OnlyWith("importance", "mask", "ppo")] = 0.125
     """Lower bound of the importance ratio; see `importance`."""

@@ -65,9 +65,9 @@ class ResumeSettings(CheckpointSettings):
     wait_for_weights_timeout: Seconds | None = None
     """Seconds to wait for the trainer's version to go on with (null: `wait_timeout_s`)."""
     skip_progress: bool = False
-    """The totals of the summary begin anew; the steps are counted on."""
+    """The summary's totals restart; steps continue."""
     skip_buffer: bool = False
-    """The order of examples begins anew: none is easy or hard, and what was in flight is not asked first."""
+    """The order of examples restarts: none is easy or hard, and prompts that were in flight are not asked first."""
 
 
 class OrchSettings(ProcessSettings, Shared):
@@ -106,14 +106,14 @@ class OrchSettings(ProcessSettings, Shared):
     max_off_policy_steps: NonNegativeInt = 8
     """Largest version lag of a rollout when its batch ships; sampling is paced so that none exceeds it."""
     inflight_weight_updates: bool = False
-    """Answers that are being sampled when a new policy version becomes live go on under it. Each token is trained with
-    the version and the log-probability that it was sampled under; a rollout's lag is that of its oldest token."""
+    """Answers in progress continue under a new policy version when it becomes live. Each token is trained with the
+    version and the log-probability that it was sampled under; a rollout's lag is that of its oldest token."""
     oversampling_factor: float = Field(default=1.0, ge=1, le=100)
-    """How many times as many groups are sampled as the next batches lack, so that no batch waits for slow groups; those
-    ship later, within `max_off_policy_steps`."""
+    """Samples this many times the groups that the next batches need, so that no batch waits for slow groups; these ship
+    later, within `max_off_policy_steps`."""
     max_opponents: NonNegativeInt = 0
-    """How many earlier versions the games of one version may meet, where environments have pools of opponents. Servers
-    need slots for them: `grpo` sets their `max_loras` to 1 + `max_opponents` times what it is without."""
+    """Number of earlier versions that the games of one version may meet, for environments with pools of opponents.
+    Servers need slots for them: `grpo` multiplies their `max_loras` by 1 + `max_opponents`."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are sampled."""
     buffer: BufferSettings = BufferSettings()
@@ -147,7 +147,7 @@ class OrchSettings(ProcessSettings, Shared):
     counted."""
     max_env_failure_rate: Share = 0.5
     """Share of failed rollouts among the last `batch_size` of an environment above which the run stops with its error.
-    It stops also where an evaluation fails whole, or as many as `batch_size` fail in a row, at least 32."""
+    It also stops if a whole evaluation fails, or if `batch_size` rollouts (at least 32) fail in a row."""
     wait_timeout_s: Seconds = 1200.0
     """Seconds to wait for the trainer's next version before the run is given up."""
     rollout_transport: Transport = FilesystemTransport()

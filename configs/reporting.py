@@ -1,5 +1,6 @@
 """Settings of what is written down beside metrics, on this machine and in experiment trackers."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from grpo.configs.common import Conflicts, Listed, OnlyWith, Section
@@ -17,7 +18,14 @@ class TraceSettings(Section):
     """Bytes that the traces of steps may take together; the oldest are removed."""
 
 
-TrackerName = Literal["wandb", "tensorboard"]
+TrackerName = Literal["wandb", "tensorboard", "otlp", "prometheus"]
+TRACKER_EXTRAS: Mapping[TrackerName, Literal["wandb", "tensorboard", "telemetry"]] = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "otlp": "telemetry",
+    "prometheus": "telemetry",
+}
+"""The extra of the package that a tracker needs."""
 
 
 class ReportSettings(Section):
@@ -25,13 +33,19 @@ class ReportSettings(Section):
     demand answers and distributions. Without it nothing leaves the machine."""
 
     to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
-    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder), each an extra of the same name."""
+    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder), each an extra of the same name;
+    otlp (OpenTelemetry: spans and metrics, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says) and prometheus (GET /metrics),
+    both in the extra telemetry."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the run (null: that of the run's folder)."""
     offline: Annotated[bool, OnlyWith("to", "wandb")] = False
     """W&B writes to the run's folder only, for `wandb sync` to upload later; needs no network and no key."""
+    prometheus_host: Annotated[str, OnlyWith("to", "prometheus"), Field(min_length=1)] = "127.0.0.1"
+    """Address on which the orchestrator answers Prometheus; nobody needs a key to read there."""
+    prometheus_port: Annotated[int, OnlyWith("to", "prometheus"), Field(ge=1, le=65535)] = 9464
+    """Port of `prometheus_host`."""
     samples: PositiveInt | None = None
     """Number of rollouts of a step that are reported with prompt, answer and reward (null: none)."""
     distributions: bool | None = None

@@ -53,14 +53,14 @@ class BufferSettings(Section):
     env_ratios: Listed[NonNegativeFloat] | None = None
     """How often each environment is asked relative to the others, in the order of `env` (null: equally often)."""
     hash_keys: Listed[str] = Field(default=("task", "prompt"), min_length=1)
-    """Fields that identify an example: of two that agree in them the second is left out and counted, and after a
-    restart an example is known by them. `task` is the environment's name, unless the example has its own."""
+    """Fields that identify an example, also after a restart: if two agree in them, the second is skipped and counted.
+    `task` is the environment's name, unless the example has its own."""
     max_prompt_length: PositiveInt | None = None
-    """Longest training prompt in tokens; a longer one is not asked, and counted as `prompt_too_long` (null: what leaves
-    room for an answer). Held-out prompts are asked whatever their length."""
+    """Longest training prompt in tokens; longer ones are skipped and counted as `prompt_too_long` (null: room for an
+    answer remains). Held-out prompts may have any length."""
     online_difficulty_filtering: bool = False
-    """Groups whose rewards are all equal, from which nothing is learned, are not trained; others are sampled in their
-    place, at most 8 for each group with spread (DAPO's dynamic sampling)."""
+    """Groups with equal rewards, which teach nothing, are replaced by others, at most 8 per group with spread (DAPO's
+    dynamic sampling)."""
     easy_threshold: FiniteFloat | None = None
     """An example is easy, and not asked again, when its group's mean reward reaches this (null: none is)."""
     hard_threshold: FiniteFloat | None = None
@@ -188,23 +188,22 @@ class RewardShapingSettings(Section):
     """What is taken off rewards before advantages are made of them. Rewards in metrics and traces are not changed."""
 
     overlong_interval: PositiveInt | None = None
-    """DAPO's soft overlong punishment: an answer loses up to 1 over the last tokens, this many, before
-    `sampling.max_tokens` (null: none does)."""
+    """DAPO's soft overlong punishment: an answer loses up to 1 over this many last tokens before `sampling.max_tokens`
+    (null: off)."""
     reference_kl: NonNegativeFloat = 0.0
-    """How much of the KL to the model before training, summed over a rollout's tokens, is taken off its reward. The
-    run's own servers score it."""
+    """Weight of the KL to the model before training, summed over a rollout's tokens and subtracted from its reward. The
+    run's servers score it."""
     reference_kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnlyWith("reference_kl")] = "k1"
     """Estimate of the KL of a token, with d = log π - log π_ref: `k1` d, `k2` d² / 2, `k3` exp(-d) - 1 + d."""
 
 
 class _Filter(Section):
     enforce: bool = False
-    """Rollouts that are found are kept out of the loss; their rewards still count in the group's mean. false: they are
-    only counted."""
+    """Finds are kept out of the loss; their rewards still count in the group's mean. false: they are only counted."""
 
 
 class GibberishFilter(_Filter):
-    """Finds a rare token that was sampled although it was hardly likely."""
+    """Finds a rare token that was sampled against all odds."""
 
     type: Literal["gibberish"]
     token_id_threshold: NonNegativeInt = 100_000
@@ -214,7 +213,7 @@ class GibberishFilter(_Filter):
 
 
 class RepetitionFilter(_Filter):
-    """Finds a long run of tokens of which each was all but certain."""
+    """Finds a long run of nearly certain tokens."""
 
     type: Literal["repetition"]
     window: PositiveInt = 3000

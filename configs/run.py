@@ -55,8 +55,7 @@ class RunSettings(SharedSettings):
     max_steps: PositiveInt | None = MAX_STEPS
     """Number of training steps (null: until stopped)."""
     max_tokens: PositiveInt | None = None
-    """Longest answer in tokens, as `orch.sampling.max_tokens`; where it needs longer sequences than the defaults or
-    those of a preset, these follow."""
+    """Longest answer in tokens, as `orch.sampling.max_tokens`. Lengths that are defaults or a preset's grow with it."""
     env: Environments = ()
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
     chat_template_kwargs: TemplateArguments = {}
@@ -65,7 +64,7 @@ class RunSettings(SharedSettings):
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3
-    """How often `grpo` starts each program again that has ended by itself."""
+    """How often `grpo` restarts each program that ended by itself."""
     infer_replicas: PositiveInt = 1
     """Number of servers that `grpo` starts on this machine; with `grpo launch`, `topology` says it."""
     topology: Topology = Topology()
@@ -377,6 +376,7 @@ def _checked(
     )
     programs: tuple[LoadedSettings[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]
+    problems += [run.problem(key, message) for key, message in all_conflicts(run.settings.topology, "topology.")]
     problems += cross_problems(run.train, run.infer, run.orch)
     if problems:
         raise SettingsError([*{(one.origin, one.key, one.message): one for one in problems}.values()])

@@ -1,7 +1,12 @@
 """Settings of what runs where on a cluster, for `grpo launch`. docs/clusters.md explains them."""
 
-from grpo.configs.common import Conflicts, Port, Section
+from typing import Annotated, Literal
+
+from grpo.configs.common import Conflicts, Listed, OnlyWith, Port, Section
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"
+"""A name in Kubernetes that may be a label's value."""
 
 
 class Machine(Section):
@@ -28,7 +33,7 @@ class TrainTopology(Machine):
     nodes: PositiveInt = 1
     """Number of machines."""
     min_nodes: PositiveInt | None = None
-    """With how many of them it goes on where others are lost (null: all)."""
+    """The number of machines with which it continues if others are lost (null: all)."""
     gpus: NonNegativeInt | None = None
     """GPUs, and ranks, of each machine (null: `gpus` of the trainer; no GPUs where it computes on a CPU)."""
 
@@ -46,6 +51,39 @@ class EnvTopology(Machine):
 
     replicas: NonNegativeInt = 0
     """Number of processes for each environment without an `address`; 0: environments run beside the orchestrator."""
+
+
+class Kueue(Section):
+    """How Kueue queues the run on Kubernetes."""
+
+    queue: str | None = Field(default=None, pattern=NAME)
+    """Name of the LocalQueue (null: Kubernetes starts everything at once)."""
+    priority: Annotated[str | None, OnlyWith("queue"), Field(pattern=NAME)] = None
+    """Name of the WorkloadPriorityClass (null: the queue's default)."""
+
+
+class Container(Section):
+    """The container that programs run in on Slurm."""
+
+    image: str | None = Field(default=None, pattern=r"^[^\s-]\S*$")
+    """For pyxis what enroot takes (`registry.example#team/grpo:gpu`, or a file .sqsh), for apptainer a file .sif or
+    `docker://…` (null: programs run as they are installed here)."""
+    runtime: Annotated[Literal["pyxis", "apptainer"], OnlyWith("image")] = "pyxis"
+    """What starts containers: the plugin of srun, or the program."""
+    mounts: Annotated[Listed[str], OnlyWith("image")] = ()
+    """Folders of the machines that programs see besides the run's folder, the working directory and the folder of
+    run.yaml: PATH, or PATH:PATH_INSIDE."""
+
+
+class Ssh(Section):
+    """The machine of `grpo launch --on ssh:HOST`."""
+
+    folder: str = Field(default="grpo-runs", pattern=r"^[^\x00\n-][^\x00\n]*$")
+    """Folder there for runs, below the home unless it begins with a slash."""
+    command: str = Field(default="grpo", min_length=1)
+    """How `grpo` is called there, as `/opt/env/bin/grpo`."""
+    options: Listed[str] = ()
+    """More options of ssh: `["-p", "2222"]`."""
 
 
 class Topology(Section):
@@ -72,8 +110,14 @@ class Topology(Section):
     """Size of the volume for the run's folder on Kubernetes."""
     slurm: dict[str, str | int] = {}
     """More options of sbatch, for all parts: `partition: gpu`, `time: "24:00:00"`, `account: lab`."""
+    container: Container = Container()
+    """The container that programs run in on Slurm."""
+    kueue: Kueue = Kueue()
+    """How Kueue queues the run on Kubernetes."""
+    ssh: Ssh = Ssh()
+    """The machine of `grpo launch --on ssh:HOST`."""
     slurm_notice_s: PositiveInt = 120
-    """So long before its time limit Slurm signals the run, which then writes a checkpoint and is queued again."""
+    """Seconds before the time limit at which Slurm signals the run, which then writes a checkpoint and is requeued."""
     sky: dict[str, str] = {}
     """More resources for all SkyPilot tasks: `infra: aws`, `accelerators: H100`."""
     secret: str = Field(default="grpo", min_length=1)

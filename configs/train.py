@@ -74,17 +74,18 @@ class SharedSettings(OnDevice, Shared):
     model: str | None = None
     """Base model: a local folder or a Hugging Face id."""
     resume: Literal["auto", "never"] = "auto"
-    """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
+    """Continue a run that is in `output_dir` (`auto`) or refuse (`never`)."""
     resume_with_changed_code: bool = False
-    """A run goes on although files that its settings name (environments, rewards, losses, data) have changed since it
-    began; `run.json` has it under `changes`, and curves a line there. false: that is refused."""
+    """Continue although files that the settings name (environments, rewards, losses, data) have changed since the run
+    began; `run.json` records it under `changes`, and curves have a line there. false: refuse."""
     overwrite_output_dir: bool = False
     """An earlier run in `output_dir` is removed first."""
     sequence_len: PositiveInt = 2048
     """Longest sample in tokens, prompt and answers together (in a run that leaves it open: on a GPU 8192, on a CPU
     2048, more for a longer `max_tokens`, and never more than the model reads)."""
     micro_batch_tokens: PositiveInt | None = None
-    """Largest micro-batch in tokens, into which samples are packed (null: `sequence_len`, on a GPU at least 16384)."""
+    """Largest micro-batch in tokens, what samples begin with together counted once (null: `sequence_len`, on a GPU at
+    least 16384)."""
     lora: bool = True
     """A LoRA adapter is trained. false: all weights are, and are published whole (`weight_broadcast.format: full`)."""
     lora_rank: Annotated[PositiveInt, OnlyWith("lora")] = 16
@@ -120,22 +121,21 @@ class TrainSettings(ProcessSettings, SharedSettings):
     nodes: PositiveInt = 1
     """Number of machines that train together. `grpo-train` is started on each of them by the same command."""
     min_nodes: Annotated[PositiveInt | None, OnlyWith("rendezvous")] = None
-    """With how many of `nodes` the trainer begins, or goes on when it is started again, where no more come soon (null:
-    with all of them)."""
+    """The number of machines with which the trainer begins or continues if no more come soon (null: all)."""
     rendezvous: str | None = Field(default=None, pattern=r"^([^\s:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}$")
     """HOST:PORT where several machines meet: the name of one of them, and a free port there (null: one machine)."""
     zero_level: int = Field(default=1, ge=1, le=3)
-    """What ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
+    """ZeRO level: ranks divide the optimizer's state (1), also gradients (2), also weights (3)."""
     offload: bool = False
-    """What is trained, its gradients and the optimizer's state are kept in main memory, where the optimizer steps them:
-    less of the GPU's memory for a slower step. For `lora: false`."""
+    """Trained weights, gradients and optimizer state are kept in main memory, where the optimizer steps them: less GPU
+    memory, slower steps. For `lora: false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: all cores that affinity and cgroup quotas allow, divided
     among the ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"] | None, BeforeValidator(_underlined)] = None
-    """Type of the base weights and the computation (null: bf16 on a GPU, fp32 on a CPU). What is trained is always kept
-    in float32. `fp8_hybrid` and `nvfp4` are bf16 but for the frozen weights of layers with an adapter, whose products
-    in training are in 8 or 4 bits, on GPUs that can (docs/quantization.md)."""
+    """Type of the base weights and the computation (null: bf16 on a GPU, fp32 on a CPU). Trained weights are always
+    float32. `fp8_hybrid` and `nvfp4` are bf16, except that frozen weights of layers with an adapter are multiplied in 8
+    or 4 bits in training, on GPUs that can (docs/quantization.md)."""
     gradient_checkpointing: bool | Literal["selective"] | None = None
     """Activations are computed again in the backward pass: less memory, a third more work (selective: all but
     attention's; null: on a GPU none, all but attention's, or all, the first that fits; on a CPU none)."""
@@ -163,9 +163,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
     stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
     little_signal: Share = 0.0
-    """Share of a batch's loss tokens that have anything to teach, an advantage other than 0 for example, below which
-    its learning rate is lower, by the square root of that share over this: where most groups have equal rewards the
-    batch is a small one, and one without any signal changes nothing (0: the rate stays)."""
+    """If a smaller share than this of the batch's loss tokens can teach anything (for example, has an advantage other
+    than 0), the step's learning rate is multiplied by sqrt(share / little_signal); without any signal, nothing moves. 0
+    switches this off."""
     decay_steps: Annotated[PositiveInt | None, OnlyWith("lr_scheduler_type", "wsd")] = None
     """Steps over which `wsd` falls to 0 (null: a tenth of `max_steps`)."""
     warmup_steps: NonNegativeInt = 0

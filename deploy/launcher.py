@@ -18,6 +18,7 @@ from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.facts import VARIABLE as VISIBLE_GPUS
 from grpo.configs.facts import model_facts
 from grpo.configs.loading import Given
+from grpo.configs.reporting import TRACKER_EXTRAS
 from grpo.configs.resuming import changes, record_of
 from grpo.configs.run import LoadedRun, is_preset, load_run
 from grpo.deploy.memory import with_split
@@ -88,7 +89,7 @@ def checked(asked: LoadedRun) -> Plan:
     if plan.orch.arena is not None:
         check_arena(plan.orch.arena)
     for tracker in () if plan.orch.report_to is None else plan.orch.report_to.to:
-        check_installed(tracker, f"report_to: {tracker}")
+        check_installed(TRACKER_EXTRAS[tracker], f"report_to: {tracker}")
     if (what := plan.train.needs_bitsandbytes) is not None:
         check_installed("bitsandbytes", what)
     return plan

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo.configs.errors import Problem, SettingsError
 from grpo.configs.run import LoadedRun, run_file
-from grpo.deploy.cluster import Part, Places, name_of, output_of, parts, secrets
+from grpo.deploy.cluster import Part, Places, name_of, output_of, parts, preset_of, secrets
 from grpo.deploy.launcher import MODULES, SETTINGS_PREFIXES, Show, clear_for_start, explain, launched, print_summary
 from grpo.deploy.programs import Program, Signals, run_programs
 from grpo.transport.errors import START_AGAIN
@@ -60,6 +60,13 @@ def _check_lines(run: LoadedRun, folder: Path) -> None:
         run.problem("topology.slurm", f"{key!r} is no option of sbatch; write it as sbatch --help does, without --")
         for key in slurm
         if not re.fullmatch("[a-z][a-z0-9-]*", key)
+    ]
+    container = run.settings.topology.container
+    named = {"output_dir": str(folder), "container.mounts": ":".join(container.mounts)} if container.image else {}
+    problems += [
+        run.problem(key if key == "output_dir" else f"topology.{key}", "has a comma, which divides mounts; use others")
+        for key, path in named.items()
+        if "," in path
     ]
     problems += [run.problem(f"topology.slurm.{key}", why) for key, one in slurm.items() if not str(one).isprintable()]
     # A backslash in the name of a log changes how sbatch reads the rest of it.
@@ -153,8 +160,9 @@ def inside(run: LoadedRun, target: str, show: Show) -> int:
 
 
 def _programs(run: LoadedRun, target: str, folder: RunFolder) -> list[Program]:
+    in_container = run.settings.topology.container.image is not None
     places = Places(
-        target=str(run_file(target)),
+        target=(preset_of(target) if in_container else None) or str(run_file(target)),
         output_dir=str(folder.path.absolute()),
         trainer=_hosts("train")[0],
         orchestrator=_hosts("orch")[0],
@@ -169,15 +177,15 @@ def _programs(run: LoadedRun, target: str, folder: RunFolder) -> list[Program]:
         for number in range(several):
             name = f"{part.role}.{number}" if several > 1 else part.role
             argv = _own_port(part, number) if role == "infer" else part.argv
-            command = (sys.executable, "-P", "-m", MODULES[role], *argv[1:])
+            command = ("-P", "-m", MODULES[role], *argv[1:])
             programs.append(
                 Program(
                     role=name,
-                    command=command if role == "orch" else (*_srun(part), *command),
+                    command=(*_start(run, target, folder.path, part), *command),
                     log=folder.logs / f"{name}.log",
                     status=folder.status / f"{role}.json" if role in ("orch", "train") else None,
                     environment=environment,
-                    elsewhere=role != "orch",
+                    elsewhere=role != "orch" or in_container,
                 )
             )
     return programs
@@ -188,15 +196,30 @@ def _own_port(part: Part, number: int) -> tuple[str, ...]:
     return tuple(f"--port={(part.port or 0) + number}" if word.startswith("--port=") else word for word in part.argv)
 
 
-def _srun(part: Part) -> tuple[str, ...]:
-    """Starts one process, of the trainer one on each of its machines. It does not end with the launcher as a child of
+def _start(run: LoadedRun, target: str, folder: Path, part: Part) -> tuple[str, ...]:
+    """Returns what starts a part's Python: of the orchestrator this one, unless it is in a container, else srun. That
+    starts one process, of the trainer one on each of its machines, which does not end with the launcher as a child of
     it would; Slurm ends it."""
-    role = part.role.partition(".")[0]
+    role, container = part.role.partition(".")[0], run.settings.topology.container
+    if role == "orch" and container.image is None:
+        return (sys.executable,)
     num = part.replicas if role == "train" else 1
-    return (
-        *("srun", f"--het-group={_GROUPS.index(role)}", f"--nodes={num}", f"--ntasks={num}", "--exact"),
-        *("--unbuffered", "--kill-on-bad-exit=0", *resources_of(part), "env", f"--unset={PARENT_VAR}"),
+    alone = "--overlap" if role == "orch" else "--exact"  # the launcher has the orchestrator's cores already
+    srun = (
+        *("srun", f"--het-group={_GROUPS.index(role)}", f"--nodes={num}", f"--ntasks={num}", alone),
+        *("--unbuffered", "--kill-on-bad-exit=0", *resources_of(part)),
     )
+    unset = ("env", f"--unset={PARENT_VAR}")
+    if container.image is None:
+        return (*srun, *unset, sys.executable)
+    here = str(Path.cwd())
+    own = (str(folder.absolute()), here, *(() if preset_of(target) else (str(run_file(target).absolute().parent),)))
+    mounts = ",".join(dict.fromkeys(one if ":" in one else f"{one}:{one}" for one in (*own, *container.mounts)))
+    if container.runtime == "pyxis":
+        inside = f"--container-image={container.image}", f"--container-mounts={mounts}", f"--container-workdir={here}"
+        return (*srun, *inside, *unset, "python")
+    gpus = ("--nv",) if part.gpus else ()
+    return (*srun, "apptainer", "exec", *gpus, f"--bind={mounts}", f"--pwd={here}", container.image, *unset, "python")
 
 
 def _hosts(role: str) -> list[str]:

@@ -22,7 +22,7 @@ COMMANDS = {
     "ledger": "what became of a prompt, a group, a rollout, and what trained a step",
     "view": "runs in a browser: curves, timeline, every rollout token by token, live",
     "report": "runs on one page for a paper or a pull request: curves, held out, proofs, costs, how to repeat it",
-    "launch": "a run over the machines of a cluster: starts it, shows how it stands, ends it",
+    "launch": "a run on a cluster, or a machine that ssh reaches: starts it, shows how it stands, ends it",
     "export": "a policy version as a PEFT adapter or a whole model, with its model card",
     "serve": "a policy version and its base over the OpenAI API",
     "service": "a training service for loops that are written against the tinker client",

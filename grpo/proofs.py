@@ -10,7 +10,7 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,12 +23,12 @@ from grpo.commands.ledger_check import check
 from grpo.orchestrator.ledger import LEDGER_FILE
 from grpo.orchestrator.ledger_reader import LedgerReader, NoRollouts, open_ledger
 from grpo.orchestrator.witness import Expectation, expected_witness, kept_gap, largest_gap, sentence, unpacked
-from grpo.run_files import NoRun, ProgramStatus, metrics, orch_settings, read, read_run
+from grpo.run_files import STEP, NoRun, ProgramStatus, metrics, orch_settings, read, read_run
 from grpo.transport.batches.store import StepStore
 from grpo.transport.digests import DIGESTS_FILE, MAY_GO, differing, final_files, read_digests
 from grpo.transport.errors import CorruptError, ProofFailed, TransportError, UserError
 from grpo.transport.folders import STABLE, check_file, digest_of, read_manifest, step_folder, steps_in
-from grpo.transport.receipts import REFUSED, ExpectedWitness, KeptWitness, Receipt, SpotProof, Witness
+from grpo.transport.receipts import RECEIPT_FILE, REFUSED, ExpectedWitness, KeptWitness, Receipt, SpotProof, Witness
 from grpo.transport.records import SCHEMA_VERSION, BatchManifest, Manifest, PolicyManifest
 from grpo.transport.run import RUN_FILE, RunFile, code_changes
 from grpo.transport.status import FAILED, FINISHED, STOPPED
@@ -95,8 +95,8 @@ class Page(msgspec.Struct, kw_only=True):
         return "everything is proved"
 
     def exit_code(self, *, strict: bool = False) -> int:
-        """Returns 1 where something is broken, with `strict` also where something is unproved."""
-        return int(bool(self.broken or (strict and self.unproved)))
+        """Returns 1 where something is broken, and with `strict` 3 where something is only unproved."""
+        return 1 if self.broken else 3 if strict and self.unproved else 0
 
     def as_fields(self) -> dict[str, Any]:
         """Returns the page as JSON takes it."""
@@ -125,6 +125,11 @@ class _Run:
         """Returns the settings of a program."""
         found: Mapping[str, Any] = self.file.programs.get(role, {}).get("settings", {})
         return found
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether it is a stage of `grpo sft`, in which nothing is sampled."""
+        return "model" in (of_orch := self.settings("orch")) and "env" not in of_orch
 
 
 def prove(folder: Path, *, limit_s: float = math.inf) -> Page:
@@ -281,12 +286,29 @@ def _open(run: _Run, stack: ExitStack, limit_s: float) -> Part:
     try:
         ledger = stack.enter_context(open_ledger(run.folder, limit_s=limit_s))
     except NoRollouts:
+        if run.is_supervised:
+            return _supervised(run)
         return Part(name="rollouts", summary="none", unproved=[f"there is no {LEDGER_FILE} with rollouts"])
     ledger.freeze()
     run.steps = sorted(step for step, whole in ledger.steps().items() if whole)
     run.ledger = ledger
     run.receipts, run.kept = ledger.receipts(), ledger.kept()
     return Part(name="rollouts")
+
+
+def _supervised(run: _Run) -> Part:
+    """Reads what a supervised stage has left, which has no ledger: the trainer's receipts lie beside its versions, and
+    batches that are still on disk say which witness each must have."""
+    receipts = {}
+    for step in steps_in(broadcasts := run.folder / "broadcasts", part=STABLE):
+        with suppress(FileNotFoundError):  # version 0 has none
+            receipts[step] = Receipt.from_json((step_folder(broadcasts, step) / RECEIPT_FILE).read_bytes())
+    batches = {step: _of_batch(run, step, receipt) for step, receipt in receipts.items()}
+    run.receipts = {
+        step: (None if (batch := batches[step]) is None else batch.witness, one) for step, one in receipts.items()
+    }
+    run.steps = sorted({int(line[STEP]) for line in run.records if STEP in line} | receipts.keys())
+    return Part(name="rollouts", summary="none: answers that were known before were learned")
 
 
 # --- versions ---
@@ -416,7 +438,9 @@ def _tokens(run: _Run) -> Part:
     if held:
         worst = max(held, key=lambda spot: getattr(spot, spot.measure) / max(spot.tolerance, 1e-300))
         part.facts["largest"] = msgspec.to_builtins(worst)
-    if receipts:
+    if run.is_supervised:
+        part.summary = f"{total:,} trained, which no server had sampled"
+    elif receipts:
         later = total - now
         part.summary = (
             f"{total:,} trained: {now:,} ({share(now, total)}) proved by the step that trained them, at lag 0; of the "
@@ -433,7 +457,7 @@ def _tokens(run: _Run) -> Part:
     if drawn:
         part.unproved.append(f"{_num(drawn, 'sample')} drawn for a proof could not be scored again{why}")
     # Of small batches samples are drawn in some steps alone.
-    if total > now and not spots and not drawn:
+    if total > now and not spots and not drawn and not run.is_supervised:
         part.unproved.append(f"no sample of lag 1 or more was scored again{_why(run)}")
     return part
 

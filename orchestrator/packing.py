@@ -1,4 +1,5 @@
-"""Packing samples into micro-batches: bounded in tokens, balanced over ranks, nothing lost.
+"""Packing samples into micro-batches: bounded in tokens, balanced over ranks, nothing lost. Samples that begin with the
+same tokens are kept together, because the trainer computes those once in a micro-batch, and they count once.
 
 Legend: `S` samples, `B` micro-batches of one rank, `R` ranks, `T` tokens; of the whole step, where not said otherwise.
 A bin is the list of a micro-batch's samples by index. Pure: no I/O, no settings.
@@ -12,11 +13,15 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from grpo.transport.prefixes import tree_order
 from grpo.transport.records import Float32, Int32, MicroBatch, PreferencePair, Tolerance, TrainingSample
+from numpy.typing import NDArray
 
 FILLER_ID = "filler"
 """Stands in `rollout_ids` for the one token without loss that a rank gets which would have nothing to do."""
 
+LEAST_SHARED = 0.02
+"""Share of a batch's tokens below which samples that share go wherever they fit best."""
 Bin = list[int]
 
 
@@ -30,16 +35,17 @@ def pack(
     pairs: Sequence[PreferencePair] = (),
     tolerances: Mapping[str, Tolerance] = MappingProxyType({}),
 ) -> list[list[MicroBatch]]:
-    """`samples` as micro-batches [R][B] of at most `capacity` tokens. Every rank has the same number B: where samples
-    are too few for that, a micro-batch of one token without loss takes the place of a missing one. `pairs` go with the
-    first micro-batch of each rank, in which they are sequences of their own, each to the rank that has the fewest
-    tokens of them. `tolerances` are of the servers that sampled.
+    """`samples` as micro-batches [R][B] of at most `capacity` tokens that are computed. Every rank has the same number
+    B: where samples are too few for that, a micro-batch of one token without loss takes the place of a missing one.
+    `pairs` go with the first micro-batch of each rank, in which they are sequences of their own, each to the rank that
+    has the fewest tokens of them. `tolerances` are of the servers that sampled.
 
     Raises ValueError without samples, and for a sample longer than `capacity`: nothing is ever cut off.
     """
     if 0 < (num_taught := sum(sample.teacher_logprobs is not None for sample in samples)) < len(samples):
         raise ValueError(f"{num_taught} of {len(samples)} samples have teacher log-probabilities; give all or none")
-    ranks = plan([len(sample.token_ids) for sample in samples], capacity=capacity, num_ranks=num_ranks)
+    ids, adapters = [sample.token_ids for sample in samples], [sample.adapter for sample in samples]
+    ranks = plan_tree(ids, adapters, capacity=capacity, num_ranks=num_ranks)
     pairs_of_rank = _spread_pairs(pairs, num_ranks)
     common: dict[str, Any] = {
         "run_id": run_id,
@@ -127,6 +133,54 @@ def _filler(sample: TrainingSample) -> TrainingSample:
 
 
 # --- which sample goes where ---
+
+
+def plan_tree(samples: Sequence[Int32], adapters: Sequence[int], *, capacity: int, num_ranks: int) -> list[list[Bin]]:
+    """Bins [R][B] of at most `capacity` computed tokens. What shares goes as one into a bin; how much is taken for one
+    is what leaves the ranks the least to do, each micro-step as long as its fullest bin. Raises as `plan` does."""
+    lengths = [len(ids) for ids in samples]
+    apart = plan(lengths, capacity=capacity, num_ranks=num_ranks)
+    order, shared = tree_order(samples, adapters)
+    if sum(shared) < LEAST_SHARED * sum(lengths):
+        return apart
+    in_order, of_shared = [lengths[sample] for sample in order], np.array(shared)
+    place = {sample: number for number, sample in enumerate(order)}
+    found = [[[[place[sample] for sample in chosen] for chosen in bins] for bins in apart]]
+    for limit in (capacity, capacity // 4, capacity // 16):
+        units, sizes = _units(in_order, shared, limit)
+        ranks = plan(sizes, capacity=capacity, num_ranks=num_ranks)
+        found.append([[[one for unit in chosen for one in units[unit]] for chosen in bins] for bins in ranks])
+
+    def busiest(ranks: Sequence[Sequence[Bin]]) -> int:
+        sizes = [[_num_computed(chosen, in_order, of_shared) for chosen in bins] for bins in ranks]
+        return sum(map(max, zip(*sizes, strict=True)))
+
+    best = min(found, key=busiest)
+    return [[[order[one] for one in sorted(chosen)] for chosen in bins] for bins in best]
+
+
+def _units(lengths: Sequence[int], shared: Sequence[int], limit: int) -> tuple[list[range], list[int]]:
+    """Neighbours in the tree's order [S] that go into one bin, of at most `limit` computed tokens, and how many these
+    are. Those join first that share most, if that is an eighth of the smaller one."""
+    first, last, sizes = list(range(len(lengths))), list(range(len(lengths))), list(lengths)
+    # first[l] of a unit's last sample l, last[f] and sizes[f] of its first one f
+    for right in sorted(range(1, len(lengths)), key=lambda one: -shared[one]):
+        left = first[right - 1]
+        total = sizes[left] + sizes[right] - shared[right]
+        if total <= limit and 8 * shared[right] >= min(sizes[left], sizes[right]):
+            first[last[right]], last[left], sizes[left] = left, last[right], total
+            last[right] = -1
+    kept = [one for one in range(len(lengths)) if last[one] >= 0]
+    return [range(one, last[one] + 1) for one in kept], [sizes[one] for one in kept]
+
+
+def _num_computed(chosen: Bin, lengths: Sequence[int], shared: NDArray[np.int64]) -> int:
+    """Tokens that are computed of samples at these places in the tree's order: two share what all between them do."""
+    places = np.sort(np.array(chosen, np.int64))
+    total = sum(lengths[one] for one in chosen)
+    if len(places) < 2:
+        return total
+    return total - int(np.minimum.reduceat(shared[: places[-1] + 1], places[:-1] + 1).sum())
 
 
 def plan(lengths: Sequence[int], *, capacity: int, num_ranks: int) -> list[list[Bin]]:

@@ -428,15 +428,8 @@ def packed(batch: Sequence[Datum], device: torch.device) -> PackedTokens:
     lengths = np.array([len(datum.token_ids) + 1 for datum in batch], np.int32)
     mask = np.ones(len(ids), np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
-    tokens = pack(ids, lengths, loss_mask=mask, device=device)
-    targets, candidates = np.concatenate([datum.targets for datum in batch]).astype(np.int64), batch[0].candidates
-    before, temperatures = tokens.before_targets, tokens.temperatures
-    return replace(
-        tokens,
-        targets=to_device(targets, device),
-        before_targets=before if candidates == 1 else before.repeat_interleave(candidates),
-        temperatures=temperatures if candidates == 1 else temperatures.repeat_interleave(candidates),
-    )
+    targets = np.concatenate([datum.targets for datum in batch])
+    return pack(ids, lengths, loss_mask=mask, targets=targets.reshape(-1), device=device)
 
 
 def adam_params(given: Mapping[str, Any]) -> dict[str, float]:

@@ -14,28 +14,24 @@ from pydantic import BaseModel
 
 _HEAD = """# Settings
 
-Made from the settings models by `python -m tools.settings_page > docs/settings.md`; a test compares the two.
+Made from the settings models by `python -m tools.settings_page > docs/settings.md`.
 
-`run.yaml` has what the programs share at its top, and below `train`, `infer`, `orch` and `teacher` the keys of one
-program. A file of one program alone has its keys at the top, the shared ones included. Every key can also be given on
-the command line (`grpo quickstart --train.learning_rate 1e-3`, `grpo-train train.yaml --learning_rate 1e-3`) and in the
-environment (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Precedence,
-highest first: command line, environment, file, default. Of a program's key and the shared one that stands for it, the
-program's holds. `env` at the top stands for `orch.env`; there and on the command line (`--env FILE:CLASS`) an id alone
-is enough. A run needs no file: `grpo --model MODEL --env ENVIRONMENT` is one. With a file for each program
-(`grpo --train train.yaml --infer infer.yaml --orch orch.yaml`), what one of them says and another leaves open, though
-both must agree in it, holds for both.
+A `run.yaml` has shared keys at its top and the keys of one program below `train`, `infer`, `orch` and `teacher`. A file
+for one program has all its keys at the top. Every key can also be an option (`grpo quickstart --train.learning_rate
+1e-3`, `grpo-train train.yaml --learning_rate 1e-3`) or an environment variable (`GRPO_TRAIN_LEARNING_RATE=1e-3`,
+`GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Options come before variables, variables before files, files
+before defaults. A program's own key comes before the shared one. `env` at the top stands for `orch.env`; there and on
+the command line an id alone is enough. No file is needed: `grpo --model MODEL --env ENVIRONMENT`. With a file per
+program (`grpo --train train.yaml --infer infer.yaml --orch orch.yaml`), keys that must agree need stand in one only.
 
-A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
-file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice and keys without effect
-are refused, with the file or variable, the key, the value and what to do; so are variables that begin with `GRPO_` and
-that nothing reads (but those that end in `_KEY` or `_TOKEN`, whose names are settings).
+Paths in a file are relative to that file (values of `args` if they begin with `./` or `../`); `output_dir` is relative
+to where you type the command. Unknown keys, keys given twice and keys without effect are refused, with their origin and
+the remedy; so are variables that begin with `GRPO_` and that nothing reads (except those that end in `_KEY` or
+`_TOKEN`).
 
-Values are read by the sources of pydantic-settings: `YamlConfigSettingsSource`, `EnvSettingsSource` and, by dotted key,
-`CliSettingsSource`. Two things they do not do were tried with version 2.16 and are done in `configs/loading.py`:
-`BaseSettings` merges its sources and forgets which of them had a value, which every message here names; and
-`CliSettingsSource` splits a command line by argparse, which takes the last of two `--seed` without a word, cannot have
-a switch both with and without a value, and stops at its first error.
+pydantic-settings reads the values (`YamlConfigSettingsSource`, `EnvSettingsSource`, `CliSettingsSource`).
+`configs/loading.py` adds the origin of each value, which `BaseSettings` forgets, and a command line that refuses
+repeated options and reports all errors at once, which argparse does not.
 """
 
 REFERENCE = Path(__file__).parents[1] / "tests" / "configs" / "reference_defaults.yaml"

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from grpo.configs.loss import LossSettings
 from grpo.trainer.errors import BatchError
+from grpo.trainer.packing import first_fit
+from grpo.transport.prefixes import tree_order
 from grpo.transport.records import Bool, MicroBatch
 from msgspec.structs import replace
 
@@ -101,6 +103,19 @@ def _has_signal(batch: MicroBatch, settings: LossSettings) -> Bool:
     return batch.loss_mask & has_advantage
 
 
+def in_rows(batches: Sequence[MicroBatch], *, capacity: int) -> list[MicroBatch]:
+    """Returns the samples as micro-batches of at most `capacity` tokens, for a model that shares none among them;
+    without hints and pairs where one is divided."""
+    found = list[MicroBatch]()
+    for batch in batches:
+        if len(batch.token_ids) <= capacity:
+            found.append(batch)
+            continue
+        for chosen in first_fit(batch.sequence_lengths.tolist(), capacity=capacity):
+            found += _only(batch, np.isin(np.arange(len(batch.sequence_lengths)), chosen))
+    return found
+
+
 def _only(batch: MicroBatch, chosen: Bool) -> list[MicroBatch]:
     """Returns the samples of `chosen` [S] as one micro-batch, or none, without hints and pairs."""
     if not chosen.any():
@@ -173,10 +188,10 @@ def _size_problems(
             f"trainer's sequence_len is {sequence_len}; give sequence_len (train.yaml) and seq_len (orch.yaml) the "
             "same value"
         )
-    if len(batch.token_ids) > pack_tokens:
+    if len(batch.token_ids) > pack_tokens and (computed := num_computed(batch)) > pack_tokens:
         yield (
-            f"has {len(batch.token_ids)} tokens; the trainer's micro_batch_tokens is {pack_tokens}; give "
-            "micro_batch_tokens the same value in train.yaml and orch.yaml"
+            f"has {computed} tokens, those once that samples share; the trainer's micro_batch_tokens is {pack_tokens}; "
+            "give micro_batch_tokens the same value in train.yaml and orch.yaml"
         )
     for ids in (batch.token_ids, *pairs, *contexts):
         if (largest := int(ids.max())) >= vocab_size:
@@ -190,6 +205,13 @@ def _size_problems(
             f"is for adapter {last}, counted from 0, and the trainer has {num_adapters}; give lora_adapters "
             "(train.yaml) and model.lora_adapters (orch.yaml) the same names"
         )
+
+
+def num_computed(batch: MicroBatch) -> int:
+    """Returns how many tokens of a micro-batch are computed: those once that samples begin with together."""
+    of_samples = None if batch.adapters is None else batch.adapters.tolist()
+    _, shared = tree_order(np.split(batch.token_ids, batch.starts[1:]), of_samples)
+    return len(batch.token_ids) - sum(shared)
 
 
 def _term_problems(batch: MicroBatch, settings: LossSettings) -> Iterator[str]:

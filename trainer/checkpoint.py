@@ -3,7 +3,7 @@ the one that a run resumes from.
 
 One safetensors file for each part of the state, `manifest.json` with everything else, and `STABLE`, written last, with
 the manifest's digest. The folder appears whole or not at all, and is never written twice. Tensors are whole, so that
-any number of ranks can resume from them (why not torch.distributed.checkpoint: docs/checkpoints.md).
+any number of ranks can resume from them.
 """
 
 import logging

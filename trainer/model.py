@@ -63,14 +63,11 @@ class PackedModel(torch.nn.Module):
             hidden, head = hidden.float(), head.float()
         if output == "hidden":
             return hidden
-        differentiable = output == "differentiable entropy"
-        if not tokens.parts:
-            inputs = hidden, head, tokens.targets, tokens.temperatures
-            return logprobs_and_entropy(*inputs, differentiable=differentiable)
-        found = [
-            logprobs_and_entropy(own, head, part.targets, part.temperatures, differentiable=differentiable)
-            for part, own in zip(tokens.parts, hidden.split([len(one.targets) for one in tokens.parts]), strict=True)
-        ]
+        differentiable, parts = output == "differentiable entropy", tokens.parts or (tokens,)
+        states = hidden.split([len(part.targets) for part in parts])
+        found = [_scored(part, own, head, differentiable) for part, own in zip(parts, states, strict=True)]
+        if len(found) == 1:
+            return found[0]
         logprobs, entropies = (torch.cat(values) for values in zip(*found, strict=True))
         return logprobs, entropies
 
@@ -89,9 +86,10 @@ class PackedModel(torch.nn.Module):
     def _row_states(self, tokens: PackedTokens) -> torch.Tensor:
         """Returns [U, H] computed as batches of samples of similar length, padded on the right, where no real token
         sees it."""
-        buckets, states = tokens.layout.buckets, []
-        sizes = [count * length for count, length in buckets.shapes]
-        for shape, slots in zip(buckets.shapes, buckets.slots.split(sizes), strict=True):
+        rows, states = tokens.layout.rows, []
+        shapes = [(count, length) for count, length, _ in rows.shapes]
+        slots_of = rows.queries.split([count * length for count, length in shapes])
+        for shape, slots in zip(shapes, slots_of, strict=True):
             adapters = None if tokens.adapters is None else tokens.adapters[slots]
             output = self.causal_lm.base_model(
                 input_ids=tokens.token_ids[slots].view(shape),
@@ -99,7 +97,7 @@ class PackedModel(torch.nn.Module):
                 **self._adapter_mask(adapters, len(slots)),
             )
             states.append(output.last_hidden_state.flatten(0, 1))
-        return torch.cat(states).index_select(0, buckets.slot_of)
+        return torch.cat(states).index_select(0, rows.slot_of)
 
     def _adapter_mask(self, adapters: torch.Tensor | None, num_tokens: int) -> dict[str, torch.Tensor]:
         """Returns the mask that layers with several adapters get; nothing with one adapter."""
@@ -114,6 +112,18 @@ class PackedModel(torch.nn.Module):
         """[V, H] the LM head's weight."""
         weight: torch.Tensor = self.causal_lm.get_output_embeddings().weight
         return weight
+
+
+def _scored(
+    tokens: PackedTokens, hidden: torch.Tensor, head: torch.Tensor, differentiable: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [K] log-probabilities and entropies of `hidden` [K, H]; those that samples share are computed once."""
+    if tokens.distinct is None:
+        return logprobs_and_entropy(hidden, head, tokens.targets, tokens.temperatures, differentiable=differentiable)
+    first, same = tokens.distinct
+    inputs = hidden.index_select(0, first), head, tokens.targets[first], tokens.temperatures[first]
+    logprobs, entropies = logprobs_and_entropy(*inputs, differentiable=differentiable)
+    return logprobs.index_select(0, same), entropies.index_select(0, same)
 
 
 class Policy:

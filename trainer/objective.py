@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from grpo.configs.loss import DpoSettings, LossSettings, SdpoSettings
-from grpo.trainer.batch import StepCounts, by_signal, counts_of, tokens_by_adapter
+from grpo.trainer.batch import StepCounts, by_signal, counts_of, in_rows, tokens_by_adapter
 from grpo.trainer.custom_loss import custom_loss, loss_function
 from grpo.trainer.distributed import Ranks, full_tensor
 from grpo.trainer.divergence import generalized_jsd
@@ -177,6 +177,8 @@ class Objective:
         return self._passes_over(by_signal(batches, self._settings).teaching, counts)
 
     def _passes_over(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
+        if not self._policy.can_join:
+            batches = in_rows(batches, capacity=self._pack_tokens)
         return [
             partial(
                 self._policy_loss,

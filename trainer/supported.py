@@ -18,7 +18,7 @@ PACKED = frozenset(
 
 UNPACKED = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "lfm2", "olmo_hybrid", "qwen3_5_text"})
 """Model types with recurrent or convolutional layers, whose state would go from one packed sample into the next: each
-sample is a row of its own, and a shared prompt is computed for each of them."""
+sample is a row of its own, and what they share is computed for each of them."""
 
 LEFT_OUT = {"falcon_h1": frozenset({"out_proj"}), "glm4": frozenset({"gate_up_proj"})}
 """Linear layers, by model type, that `all-linear` leaves out. PEFT refuses `out_proj` of Falcon-H1, whose fused kernels

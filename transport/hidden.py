@@ -9,7 +9,12 @@ from typing import Any
 
 ENV_KEY_VAR = "GRPO_ENV_KEY"
 """The environment variable with the key that `grpo-env` and its orchestrators share."""
-RUN_KEYS = frozenset({ENV_KEY_VAR, "GRPO_TRANSPORT_KEY", "VLLM_API_KEY", "WANDB_API_KEY"})
+RUN_KEYS = frozenset(
+    {
+        *(ENV_KEY_VAR, "GRPO_TRANSPORT_KEY", "VLLM_API_KEY", "WANDB_API_KEY"),
+        *(f"OTEL_EXPORTER_OTLP{of}_HEADERS" for of in ("", "_TRACES", "_METRICS")),
+    }
+)
 """Environment variables that are keys by their names."""
 _ENVIRON_START = 49
 """Place in /proc/self/stat, from 0, of the address at which the environment begins that the process was given."""

@@ -191,8 +191,9 @@ class Server:
         return _answer(made["prompt_token_ids"], made["prompt_logprobs"], logprobs, sampled=seed is not None)
 
     def _generated(self, model: str, ids: list[int], *, seed: int | None) -> Answer:
-        """SGLang's own route, by its documentation; not yet run against a server."""
+        """SGLang's own route, by its documentation; not yet run against SGLang itself."""
         sampling = {"temperature": 1.0, "max_new_tokens": 1 if seed is None else NUM_TOKENS, "ignore_eos": True}
+        sampling |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         meta = self._json("POST", "/generate", body | ({} if model == self.base else {"lora_path": model}))["meta_info"]
         found = meta["input_token_logprobs"][1:] if seed is None else meta["output_token_logprobs"]

@@ -1,5 +1,5 @@
-"""`grpo launch RUN --on slurm|kubernetes|sky`: a run over the machines of a cluster, by what schedules them; with the
-word `service` in place of a run, a training service."""
+"""`grpo launch RUN --on slurm|kubernetes|sky|ssh:HOST`: a run over the machines of a cluster, or on one that ssh
+reaches; with the word `service` in place of a run, a training service."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from grpo.commands.service import add_arguments as add_service_arguments
 from grpo.commands.status import run_status, shown, text
 from grpo.configs.run import LoadedRun, load_run
 from grpo.configs.topology import Topology
-from grpo.deploy import cluster, kubernetes, service, sky, slurm
+from grpo.deploy import cluster, kubernetes, service, sky, slurm, ssh
 from grpo.deploy.service import ServiceLaunch
 from grpo.service_folder import SERVICE
 from grpo.transport.errors import UserError
@@ -33,11 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", metavar="RUN", help="a folder with run.yaml, such a file, or a preset's name; or: service"
     )
-    parser.add_argument("--on", required=True, choices=("slurm", "kubernetes", "sky"), help="what starts the programs")
+    parser.add_argument(
+        "--on", required=True, type=_engine, metavar="slurm|kubernetes|sky|ssh:HOST", help="where it runs"
+    )
     parser.add_argument("--overlay", choices=kubernetes.OVERLAYS, default="base", help="what Kubernetes gets")
     parser.add_argument("--dry-run", action="store_true", help="print what would be handed over, and stop")
     parser.add_argument("--stop", action="store_true", help="end what runs; the run's folder stays")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+
+
+def _engine(text: str) -> str:
+    if text not in ("slurm", "kubernetes", "sky") and not text.startswith("ssh:"):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected slurm, kubernetes, sky or ssh:HOST")
+    return text
 
 
 def main(options: argparse.Namespace) -> int:
@@ -46,6 +54,9 @@ def main(options: argparse.Namespace) -> int:
         print(_service(launched(options.others), options))
         return 0
     run = load_run(options.run, options.others, hardware=cluster.HARDWARE)
+    if options.on.startswith("ssh:"):
+        print(_by_ssh(run, ssh.host_of(options.on), options))
+        return 0
     cluster.check(run)
     if options.inside:
         return slurm.inside(run, options.run, shown)
@@ -63,6 +74,14 @@ def _on_slurm(run: LoadedRun, options: argparse.Namespace) -> str:
     if (state := slurm.state(folder)) is not None:
         return f"{state}\n{text(run_status(folder))}"
     return _finished(run, folder) or slurm.submit(run, options.run, options.others)
+
+
+def _by_ssh(run: LoadedRun, host: str, options: argparse.Namespace) -> str:
+    if options.dry_run:
+        return ssh.script(run, options.run, options.others)
+    if options.stop:
+        return ssh.stop(run, host)
+    return ssh.state(run, host) or ssh.submit(run, host, options.run, options.others)
 
 
 def _finished(run: LoadedRun, folder: Path) -> str | None:
@@ -132,8 +151,10 @@ def launched(words: Sequence[str]) -> ServiceLaunch:
 
 
 def _service(asked: ServiceLaunch, options: argparse.Namespace) -> str:
-    if options.on == "sky":
-        raise UserError("a service is written for slurm and kubernetes; on SkyPilot start grpo service in a task")
+    if options.on not in ("slurm", "kubernetes"):
+        raise UserError(f"a service is written for slurm and kubernetes; start grpo service itself on {options.on}")
+    if options.on == "slurm" and asked.topology.container.image is not None:
+        raise UserError("topology.container is of runs; a service on Slurm runs as it is installed there")
     if options.overlay != "base":
         raise UserError(f"--overlay {options.overlay} is of runs; a service has Kubernetes' own kinds alone")
     if options.on == "slurm":

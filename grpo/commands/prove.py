@@ -14,14 +14,14 @@ EPILOG = """\
 It reads the run's folder alone, or a copy of it, and needs neither torch nor a network. docs/proofs.md says what each
 part proves, and what it does not.
 
-exit codes: 0 nothing is broken; 1 something is broken, or with --strict unproved; 2 there is no run, or the command
-line is wrong"""
+exit codes: 0 nothing is broken; 1 something is broken; 2 there is no run, or the command line is wrong; 3 with
+--strict, nothing is broken and something is unproved"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder (its output_dir), or a copy of it")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where something is unproved, too")
+    parser.add_argument("--strict", action="store_true", help="exit with 3 where something is unproved")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 

@@ -280,7 +280,7 @@ def _versions(run: _Run) -> Iterable[Row]:
     for role, program in read_run(run.folder).programs.items():
         versions = ", ".join(f"{name} {version}" for name, version in program.get("versions", {}).items())
         files = [f"{name}: {digest}" for name, digest in program.get("code", {}).items()]
-        yield run.name, role, versions, program.get("base_model", ""), "; ".join([*files, *changed])
+        yield run.name, role, versions, _text(program.get("base_model")), "; ".join([*files, *changed])
 
 
 # --- how to repeat it ---

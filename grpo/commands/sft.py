@@ -28,6 +28,7 @@ from grpo.orchestrator.rollouts.messages import messages_of
 from grpo.orchestrator.supervised import SupervisedFeed, end_token, examples_of, fitting, rollouts_of
 from grpo.policy_version import recorded_arguments
 from grpo.transport.batches.channel import open_sender
+from grpo.transport.digests import write_digests
 from grpo.transport.errors import UserError
 from grpo.transport.folders import step_folder
 from grpo.transport.hidden import RUN_KEYS, named_keys
@@ -114,6 +115,8 @@ def main(options: argparse.Namespace) -> int:
             outcome = run_programs([_trainer(settings, run)], restarts=_RESTARTS, signals=signals, tick=feed.tick)
             ended(outcome)
         feed.report()
+        if not outcome.exit_code:
+            write_digests(run.path, run_id=run.run_id)
     explain(outcome)
     if not outcome.exit_code:
         folder = step_folder(run.broadcasts, settings.max_steps)

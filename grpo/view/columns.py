@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from grpo.run_files import EVALUATED, METRICS_FILE, STEP, read_file
 
-POINTS = 1000
+POINTS = 500
 """Points of a curve that are sent; of a longer run the least and the greatest of neighbours."""
 _TAIL_BYTES = 64
 """Bytes before the end of what was read, by which a file that was written anew is known."""

@@ -124,10 +124,11 @@ def read_timeline(folder: Path) -> list[Span]:
         lines = (folder / TIMELINE_FILE).read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    return sorted((span for line in lines if (span := _parsed(line)) is not None), key=lambda span: span.start_s)
+    return sorted((span for line in lines if (span := parsed(line)) is not None), key=lambda span: span.start_s)
 
 
-def _parsed(line: bytes) -> Span | None:
+def parsed(line: bytes) -> Span | None:
+    """Returns the span in a line of the file; None for a line that holds none."""
     try:
         event = json.loads(line.rstrip(b","))
         who, step = event["args"]["who"], event["args"]["step"]

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import yaml
-from grpo.configs.reporting import ReportSettings, TrackerName
+from grpo.configs.reporting import TRACKER_EXTRAS, ReportSettings, TrackerName
 from grpo.orchestrator.monitoring.metrics import STEP
 from grpo.orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of
 from grpo.orchestrator.samples import ScoredGroup
@@ -132,7 +132,21 @@ def _cell(value: Any) -> str:
 
 
 Makers = Mapping[TrackerName, Callable[[RunFolder, ReportSettings], Tracker]]
-TRACKERS: Makers = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def _otlp(run: RunFolder, settings: ReportSettings) -> Tracker:
+    from grpo.orchestrator.monitoring.telemetry import Otlp
+
+    return Otlp(run, settings)
+
+
+def _prometheus(run: RunFolder, settings: ReportSettings) -> Tracker:
+    from grpo.orchestrator.monitoring.telemetry import Prometheus
+
+    return Prometheus(run, settings)
+
+
+TRACKERS: Makers = {"wandb": Wandb, "tensorboard": TensorBoard, "otlp": _otlp, "prometheus": _prometheus}
 
 
 class Reporter:
@@ -233,7 +247,13 @@ def check_reports(settings: ReportSettings | None) -> None:
     if settings is None:
         return
     for name in settings.to:
-        check_installed(name, f"report_to: {name}")
+        check_installed(TRACKER_EXTRAS[name], f"report_to: {name}")
+    protocols = {os.environ.get(f"OTEL_EXPORTER_OTLP{of}_PROTOCOL") for of in ("", "_TRACES", "_METRICS")}
+    if "otlp" in settings.to and (others := protocols - {None, "", "http/protobuf"}):
+        raise ValueError(
+            f"report_to: otlp speaks http/protobuf, and OTEL_EXPORTER_OTLP_PROTOCOL is {others.pop()}; unset it, and "
+            "give OTEL_EXPORTER_OTLP_ENDPOINT the collector's port for HTTP, 4318 by default"
+        )
     server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     if "wandb" in settings.to and not settings.offline and not _has_key(server):
         raise ValueError(

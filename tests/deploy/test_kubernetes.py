@@ -56,6 +56,29 @@ def pods(all_of: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[str, A
     return {name: one["spec"]["template"]["spec"] for (_, name), one in all_of.items() if "template" in one["spec"]}
 
 
+def test_what_kueue_admits_names_its_queue_and_priority_and_nothing_else_does() -> None:
+    words = ("--topology.kueue.queue", "gpus", "--topology.kueue.priority", "high")
+    label, kinds = "kueue.x-k8s.io/queue-name", set()
+    for overlay in OVERLAYS:
+        for (kind, _), one in resources(rendered(*words), overlay).items():
+            if kind in ("Job", "StatefulSet", "Deployment", "JobSet", "LeaderWorkerSet"):
+                kinds.add(kind)
+                labels = one["metadata"]["labels"]
+                assert (labels[label], labels["kueue.x-k8s.io/priority-class"]) == ("gpus", "high")
+            else:
+                assert label not in one["metadata"].get("labels", {}), kind
+    assert len(kinds) == 5
+    assert "kueue" not in "".join(rendered().values())
+
+
+@pytest.mark.parametrize(
+    "words", [("--topology.kueue.queue", "a b"), ("--topology.kueue.priority", "high"), ("--topology.kueue.queue", "A")]
+)
+def test_a_queue_that_is_no_name_and_a_priority_without_a_queue_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError, match=words[0].removeprefix("--")):
+        rendered(*words)
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl here")
 def test_kustomize_builds_the_base_and_its_overlays(overlay: str, tmp_path: Path) -> None:
@@ -202,6 +225,7 @@ def test_the_containers_commands_killed_and_started_again_go_on_with_the_run(tmp
     ("words", "said"),
     [
         (("--train.colocate", "true", "--infer.colocate", "true"), "colocate"),
+        (("--topology", '{"train": {"nodes": 1, "min_nodes": 2}}'), "must not exceed nodes"),
         (("--topology", '{"train": {"nodes": 2, "min_nodes": 1}}', "--train.optimizer", "adamw_8bit"), "8-bit"),
     ],
 )

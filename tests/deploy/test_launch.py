@@ -19,17 +19,19 @@ from grpo.configs.loading import S, load
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import LoadedRun, load_part, load_run
 from grpo.configs.train import TrainSettings
-from grpo.deploy import service
-from grpo.deploy.cluster import Places, parts
+from grpo.deploy import service, slurm
+from grpo.deploy.cluster import HARDWARE, Places, parts
 from grpo.deploy.service import ServiceLaunch
 from grpo.deploy.sky import group
 from grpo.deploy.slurm import script
 from grpo.transport.errors import UserError
+from grpo.transport.run import create_run
 
 from grpo.commands.launch import launched
 from grpo.commands.service import add_arguments
 from tests.grpo.run_folder import grpo
 
+ROOT = Path(__file__).parents[2]
 TOPOLOGY = {
     "infer": {"replicas": 3, "gpus": 2, "cpus": 8, "memory_gb": 64},
     "train": {"nodes": 2, "gpus": 4},
@@ -80,6 +82,59 @@ def test_what_sbatch_would_read_otherwise_is_refused(words: list[str], key: str)
     with pytest.raises(SettingsError) as caught:
         script(load_run("quickstart", words), "quickstart", words)
     assert [problem.key for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "image", "start"),
+    [
+        (
+            "pyxis",
+            "registry.example#team/grpo:gpu",
+            [
+                "--container-image=registry.example#team/grpo:gpu",
+                "--container-mounts={m}",
+                "--container-workdir={here}",
+            ],
+        ),
+        (
+            "apptainer",
+            "/images/grpo.sif",
+            ["apptainer", "exec", "--nv", "--bind={m}", "--pwd={here}", "/images/grpo.sif"],
+        ),
+    ],
+)
+def test_in_a_container_every_program_sees_the_runs_folder_and_its_file(
+    runtime: str, image: str, start: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", "n0")
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/sh\necho NodeName=n0 NodeAddr=10.0.0.1 Port=1\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine/run.yaml"
+    mine.parent.mkdir()
+    mine.write_text((ROOT / "configs/quickstart/run.yaml").read_text().replace("model: model", "model: me/model"))
+    container = {"image": image, "runtime": runtime, "mounts": ["/data", "/a:/b"]}
+    words = ["--topology", json.dumps(TOPOLOGY | {"container": container}), "--output_dir", "out"]
+    run = load_run(mine, words, hardware=HARDWARE)
+    found = {one.role: list(one.command) for one in slurm._programs(run, str(mine), create_run(tmp_path / "out"))}
+    mounts = f"{tmp_path}/out:{tmp_path}/out,{tmp_path}:{tmp_path},{mine.parent}:{mine.parent},/data:/data,/a:/b"
+    expected = [one.format(m=mounts, here=tmp_path) for one in start]
+    for role, command in found.items():
+        module = command.index("python")
+        asked = [one for one in expected if one != "--nv" or role[:5] in ("infer", "train")]
+        assert command[0] == "srun"
+        assert command[module - len(asked) - 2 : module - 2] == asked, role
+        assert command[module + 1 : module + 3] == ["-P", "-m"]
+    assert str(mine) in found["train"]
+    assert "--overlap" in found["orch"]
+    assert not {"--overlap", sys.executable} & set(found["infer.0"])
+    bare = load_run("quickstart", ["--topology", json.dumps(TOPOLOGY)], hardware=HARDWARE)
+    plain = {one.role: list(one.command) for one in slurm._programs(bare, "quickstart", create_run(tmp_path / "p"))}
+    assert plain["orch"][0] == sys.executable in plain["train"]
 
 
 def argv_of(run: LoadedRun, **places: Any) -> dict[str, tuple[str, ...]]:

@@ -39,6 +39,8 @@ main()
     [
         ("wandb", ("--orch.report_to", "wandb")),
         ("tensorboard", ("--orch.report_to", "tensorboard")),
+        ("telemetry", ("--orch.report_to", "otlp")),
+        ("telemetry", ("--orch.report_to", "prometheus")),
         ("bitsandbytes", ("--train.optimizer", "adamw_8bit")),
         ("bitsandbytes", ("--train.qlora_bnb", "true", "--infer.base_quantization", "nf4")),
         ("openenv", ("--orch.env", '[{"id": "openenv", "args": {"base_url": "http://127.0.0.1:9"}}]')),

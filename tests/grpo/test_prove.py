@@ -89,7 +89,7 @@ def test_a_finished_run_is_whole_and_what_has_no_proof_is_told(finished: Path) -
     assert part_of(page, "rollouts").facts["states"] == {"trained": 48}
     assert page.digest == read_digests(finished)[1]
     assert any("receipt" in one for one in page.unproved), "this trainer writes none"
-    assert (page.exit_code(), page.exit_code(strict=True)) == (0, 1)
+    assert (page.exit_code(), page.exit_code(strict=True)) == (0, 3)
 
 
 def test_the_page_is_the_same_on_a_read_only_copy_by_a_python_without_heavy_libraries(
@@ -327,6 +327,20 @@ def test_a_mismatch_that_the_policy_does_not_explain_and_a_proof_that_ended_the_
     [ended], [unexplained] = part_of(page, "tokens").broken, part_of(page, "rollouts").broken
     assert "rollout 9/9" in ended
     assert "0.71" in unexplained
+
+
+def test_a_run_whose_versions_are_gone_is_unproved_and_strictly_has_a_code_of_its_own(
+    finished: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(finished, tmp_path / "copy"))
+    for folder in (copy / "broadcasts").iterdir():
+        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+    page = prove(copy)
+    assert page.broken == []
+    assert any("gone from disk" in one for one in part_of(page, "versions").unproved)
+    assert [grpo("prove", copy, *words).returncode for words in ((), ("--strict",))] == [0, 3]
+    (copy / "metrics.jsonl").write_bytes(b"x" + (copy / "metrics.jsonl").read_bytes())
+    assert grpo("prove", copy, "--strict").returncode == 1
 
 
 def test_a_run_without_any_spot_proof_says_so(run: Path) -> None:

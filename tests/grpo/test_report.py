@@ -1,5 +1,6 @@
 """`grpo report`: one page of runs, from their folders alone."""
 
+import json
 import math
 import re
 import shutil
@@ -99,8 +100,11 @@ def test_what_is_asked_wrongly_is_told(tmp_path: Path) -> None:
         assert said in done.stderr
 
 
-def test_a_run_without_any_metrics_has_a_page(tmp_path: Path) -> None:
+def test_a_run_without_any_metrics_and_of_an_unknown_base_model_has_a_page(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    record["programs"]["train"] = {"base_model": None, "versions": {"torch": "2.13.0"}}
+    (run / "run.json").write_text(json.dumps(record))
     (run / "metrics.jsonl").unlink()
     (run / "summary.json").unlink()
     assert grpo("report", run).returncode == 0

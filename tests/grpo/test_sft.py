@@ -13,6 +13,7 @@ from grpo.orchestrator.supervised import end_token, examples_of, fitting, rollou
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.errors import UserError
 from grpo.transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
+from grpo.transport.witness import TOLERANCE
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -21,6 +22,7 @@ from grpo.commands.export import export
 from grpo.commands.sft import rows_of, supervised_settings
 from grpo.commands.status import run_status
 from grpo.policy_version import open_version
+from grpo.proofs import prove
 from grpo.view.data import curves
 from tests.orchestrator.chat_templates import QWEN3, model_with
 from tests.trainer.models import is_zero, tiny_policy
@@ -147,6 +149,13 @@ def test_a_stage_learns_goes_on_and_gives_a_run_its_adapter(tmp_path: Path, caps
     assert losses[-1] < 0.7 * losses[0]
     assert "step 6/6" in capsys.readouterr().out
     assert run_status(output).state == "finished"
+    page = prove(output)
+    parts = {part.name: part for part in page.parts}
+    assert page.broken == []
+    assert parts["gradients"].facts["again"] == sorted(map(int, parts["batches"].facts["files"])) != []
+    assert max(parts["gradients"].facts["gaps"].values()) < TOLERANCE
+    assert parts["tokens"].unproved + parts["rollouts"].unproved + parts["files"].unproved == []
+    assert page.step == 6
     assert (export(open_version(output, None), output=tmp_path / "exported") / "README.md").exists()
     policy = tiny_policy(MODEL, moved=False)
     assert isinstance(policy.weights, AdapterWeights)

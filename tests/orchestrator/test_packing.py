@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from grpo.orchestrator.packing import FILLER_ID, pack, plan
+from grpo.orchestrator.packing import FILLER_ID, pack, plan, plan_tree
 from grpo.transport.records import Hint, PreferencePair, TrainingSample
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -108,6 +108,45 @@ def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_ea
     steps = zip(*ranks, strict=True)
     busiest = sum(max(sum(lengths[sample] for sample in chosen) for chosen in step) for step in steps)
     assert busiest * num_ranks / sum(lengths) <= 1.01
+
+
+def computed(samples: list[np.ndarray], adapters: list[int], chosen: list[int]) -> int:
+    """Beginnings that are different."""
+    ends = [(adapters[one], samples[one][:end].tobytes()) for one in chosen for end in range(1, len(samples[one]) + 1)]
+    return len(set(ends))
+
+
+@given(seed=st.integers(0, 10_000), num_ranks=st.sampled_from([1, 2, 3]))
+@settings(deadline=None)
+def test_trees_are_kept_together_in_bins_that_count_what_is_shared_once(seed: int, num_ranks: int) -> None:
+    random = np.random.default_rng(seed)
+    samples = [random.integers(0, 2, random.integers(1, 5), np.int32)]
+    for _ in range(int(random.integers(0, 30))):
+        parent = samples[random.integers(len(samples))]
+        own = random.integers(0, 2, random.integers(0, 12), np.int32)
+        samples.append(np.concatenate([parent[: random.integers(1, len(parent) + 1)], own])[:40])
+    adapters = random.integers(0, 2, len(samples)).tolist()
+    ranks = plan_tree(samples, adapters, capacity=40, num_ranks=num_ranks)
+    assert len(ranks) == num_ranks
+    assert len({len(bins) for bins in ranks}) == 1
+    bins = [chosen for rank in ranks for chosen in rank]
+    assert sorted(one for chosen in bins for one in chosen) == list(range(len(samples)))
+    assert all(computed(samples, adapters, chosen) <= 40 for chosen in bins)
+
+
+def test_conversations_stay_whole_and_fill_a_micro_batch_with_what_is_computed() -> None:
+    random, samples = np.random.default_rng(0), []
+    for _ in range(8):
+        history = random.integers(2, 1000, 20, np.int32)
+        for _ in range(6):
+            samples.append(np.concatenate([history, random.integers(2, 1000, 10, np.int32)]))
+            history = np.concatenate([history, random.integers(2, 1000, 10, np.int32)])
+    shuffled = random.permutation(len(samples))
+    given = [samples[one] for one in shuffled]
+    [bins] = plan_tree(given, [0] * len(given), capacity=260, num_ranks=1)
+    assert len(bins) == 4  # of 130 computed tokens each, and 330 without sharing
+    assert all(len({int(shuffled[one]) // 6 for one in chosen}) == 2 for chosen in bins)
+    assert sorted(computed(given, [0] * len(given), chosen) for chosen in bins) == [260] * 4
 
 
 def pair(length: int) -> PreferencePair:

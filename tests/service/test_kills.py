@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.service_kills import differences, run
+from benchmarks.service_kills import Loop, differences, run, served
 
 pytestmark = [pytest.mark.service, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 
 def test_a_loop_with_kills_comes_to_the_bytes_of_one_without(tmp_path: Path) -> None:
-    draw, kills = random.Random(1), ["server", "engine"]
-    plain, _ = run(tmp_path / "plain", [], draw, print, sft_steps=4, rl_steps=4)
-    found, killed = run(tmp_path / "killed", kills, draw, print, sft_steps=4, rl_steps=4)
-    assert killed == dict.fromkeys(kills, 1)
-    assert found["optimizer's steps"] == 8
+    draw, kills, steps = random.Random(1), ["server", "engine"], {"sft_steps": 4, "rl_steps": 4}
+    with served(tmp_path / "service") as service:
+        plain, _ = run(Loop(tmp_path / "plain", service, **steps), [], draw, print)
+        found, killed = run(Loop(tmp_path / "killed", service, **steps), kills, draw, print)
+    assert killed == kills
+    assert found["optimizer's steps"] == sum(steps.values())
     assert not differences(plain, found)

@@ -1,18 +1,16 @@
 """Recipes of tinker-cookbook, unchanged, on the embedded model; `benchmarks.service_recipes` runs longer ones too."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.service_recipes import RECIPES, Workplace
+from benchmarks.service_recipes import COOKBOOK, RECIPES, Workplace
 
 pytestmark = [
     pytest.mark.service,
     pytest.mark.e2e,
     pytest.mark.skipif(
-        find_spec("tinker_cookbook") is None or find_spec("chz") is None,
-        reason="needs tinker-cookbook, which docs/service.md tells how to install",
+        not COOKBOOK.is_dir(), reason="needs tinker-cookbook, which docs/service.md tells how to install"
     ),
 ]
 

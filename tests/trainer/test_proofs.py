@@ -216,21 +216,29 @@ def test_in_16_bits_a_mean_over_few_tokens_is_allowed_more_and_one_over_many_les
     assert allowed(EXACT[SERVER], 3) == 1e-4
 
 
+@pytest.mark.parametrize(
+    ("measure", "by", "nats"),
+    [("max_abs", 1.0, 0.3), ("max_abs", 0.3, 0.04), ("mean_abs", 0.3, None), ("mean_abs", 1.0, 0.3)],
+)
 def test_a_mismatch_far_beyond_what_the_policy_moved_is_warned_of_once(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, measure: str, by: float, nats: float | None
 ) -> None:
     lengths = (20,) * 5
+    tolerances = {SERVER: replace(EXACT[SERVER], measure=measure)}  # a mean in 16 bits, with a floor of 0.1 nats
     steps = Steps(tiny_model, tmp_path, proofs={"share": 0.6, "on_failure": "warn"}, learning_rate=1e-3)
-    older = [steps.sampled(lengths=lengths) for _ in range(2)]
-    steps.take(steps.sampled())
+    older = [steps.sampled(lengths=lengths, tolerances=tolerances) for _ in range(2)]
+    steps.take(steps.sampled(tolerances=tolerances))
     healthy = steps.take(older[0])
     assert (healthy.unexplained, "mismatch_kl" in caplog.text) == ({}, False)
     strange = older[1].inference_logprobs.copy()
-    strange[older[1].loss_mask] -= 1.0
+    strange[older[1].loss_mask] -= by
     for _ in range(2):
         receipt = steps.take(replace(older[1], inference_logprobs=strange))
-    assert receipt.unexplained["3"] > 0.3
-    assert caplog.text.count("policy/mismatch_kl_lag") == 1
+    if nats is None:
+        assert (receipt.unexplained, "mismatch_kl" in caplog.text) == ({}, False)
+    else:
+        assert receipt.unexplained["3"] > nats
+        assert caplog.text.count("policy/mismatch_kl_lag") == 1
 
 
 def test_a_mismatch_far_beyond_what_the_policy_moved_is_explained_where_its_samples_hold(

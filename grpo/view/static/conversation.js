@@ -7,13 +7,15 @@ const FOLDED = 400; // characters of a tool's output that is shown whole
 const textOf = ({ content }) => (typeof content === "string" ? content : content === null || content === undefined
     ? "" : JSON.stringify(content, null, 1));
 const isWrong = (message) => Boolean(message.error);
+const isFolded = (message) => message.role === "tool"
+    && (textOf(message).length > FOLDED || textOf(message).split("\n").length > 8);
 
 export function Message({ message, id }) {
   const text = textOf(message), name = `${message.role}${message.name ? ` ${message.name}` : ""}`;
   const [whole, setWhole] = useState(text.length < LONG);
   const body = html`<pre dir="auto">${shown(whole ? text : text.slice(0, LONG))}</pre>${!whole
     && html`<button onClick=${() => setWhole(true)}>all ${figure(text.length)} characters</button>`}`;
-  const folds = message.role === "tool" && (text.length > FOLDED || text.split("\n").length > 8);
+  const folds = isFolded(message);
   return html`<div class=${`message ${message.role}${isWrong(message) ? " wrong" : ""}`} id=${id}>
     ${folds ? html`<details><summary>${name}, ${figure(text.length)} characters: <span>${shown(text.slice(0, 80))}…</span>
         </summary>${body}</details>`
@@ -31,6 +33,12 @@ export function Conversation({ messages, name }) {
     for (const one of box.current.querySelectorAll("details")) one.open = open;
     setFold(!open);
   };
+  // One stop for Tab; the arrows go through the map.
+  const step = (event) => {
+    const { nextElementSibling: next, previousElementSibling: before } = event.target;
+    const to = { ArrowDown: next, ArrowRight: next, ArrowUp: before, ArrowLeft: before }[event.key];
+    if (to) { to.focus(); event.preventDefault(); }
+  };
   const jump = (index) => document.getElementById(id(index))?.scrollIntoView({ block: "start" });
   if (!messages.length) return html`<p class="quiet">The trace has no conversation of this row.</p>`;
   const turns = messages.filter((one) => one.role === "assistant").length;
@@ -38,13 +46,14 @@ export function Conversation({ messages, name }) {
   if (messages.length < 5) return html`<div ref=${box}>${list}</div>`;
   return html`<p class="fields quiet">${turns} answers, ${messages.length} messages${messages.some(isWrong)
       ? `, ${messages.filter(isWrong).length} with an error` : ""}
-      ${messages.some((one) => one.role === "tool") && html`<button
+      ${messages.some(isFolded) && html`<button
           onClick=${() => all(fold)}>${fold ? "unfold all" : "fold all"}</button>`}</p>
-    <div class="talk"><nav class="map" aria-label=${`messages of ${name}`}>${messages.map((message, index) => html`<button
+    <div class="talk"><nav class="map" aria-label=${`messages of ${name}; arrow keys go from one to the next`}
+      onKeyDown=${step}>${messages.map((message, index) => html`<button
       key=${index}
       class=${`${message.role}${isWrong(message) ? " wrong" : ""}`} style=${{ flexGrow: Math.sqrt(textOf(message).length + 1) }}
       title=${`${index + 1}: ${message.role}, ${textOf(message).slice(0, 60)}`}
-          aria-label=${`message ${index + 1}, ${message.role}`}
+          tabindex=${index ? -1 : 0} aria-label=${`message ${index + 1}, ${message.role}`}
       onClick=${() => jump(index)}></button>`)}</nav><div ref=${box}>${list}</div></div>`;
 }
 

@@ -113,6 +113,7 @@ function grouped(names) {
 
 // With one environment, its own figure is the mean of all; of several curves of the same values one is shown.
 function distinct(names, columns) {
+  if (names.length < 2) return names;
   const seen = new Set();
   return names.filter((name) => {
     const values = columns[name].join();
@@ -152,7 +153,7 @@ function Tools({ query, ends, onSave, found }) {
 
 // The charts of one run. `marks`: steps where something was dropped, began again, stood still, or code was changed.
 export function RunCharts({ run, about, query, numbers }) {
-  const long = about?.step > 1000 && (query.from || query.to);
+  const long = about?.step > 500 && (query.from || query.to);
   const range = new URLSearchParams({ ...(query.from && { low: query.from }), ...(query.to && { high: query.to }) });
   const state = useAnswer(runPath(run, `curves${long ? `?${range}` : ""}`), run);
   return html`<${Answer} state=${state}>${(told) => html`<${Charts} run=${run} told=${told} query=${query} numbers=${numbers}
@@ -192,13 +193,20 @@ function Charts({ run, told, query, numbers, traced }) {
   };
   return html`<${Tools} query=${query} ends=${ends} onSave=${() => savePage(run, numbers)}
       found=${words.length ? `${found.length} of ${names.length} metrics` : `${names.length} metrics`} />
-    ${groups.map(([name, made]) => html`<details key=${name} class="part" open=${words.length > 0 || OPEN.has(name)}>
-      <summary>${name} <span class="quiet">${made.length}</span></summary><div class="charts">${made.map(chart)}</div>
-        </details>`)}
+    ${groups.map(([name, made]) => html`<${Part} key=${`${name} ${words.length > 0}`} name=${name} charts=${made} chart=${chart}
+      first=${words.length > 0 || OPEN.has(name)} />`)}
     <p class="quiet">A click or Enter on a step opens its rollouts; dragging chooses a range for all charts, a double click all
       steps. Dashed: something was dropped, began again, or stood still${changed.length ? ", or code was changed" : ""}.</p>
     ${changes.map(([step, files]) => html`<p key=${step}>Code changed after step ${step}: <code>${files.join(", ")}</code>
         </p>`)}`;
+}
+
+// A group of charts, which are made once it is opened.
+function Part({ name, charts, chart, first }) {
+  const [open, setOpen] = useState(first);
+  return html`<details class="part" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
+    <summary>${name} <span class="quiet">${charts.length}</span></summary>
+    <div class="charts">${open && charts.map(chart)}</div></details>`;
 }
 
 // Several runs over each other, held-out accuracy first, and the settings in which they differ.

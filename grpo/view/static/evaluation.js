@@ -68,8 +68,8 @@ function Case({ run, one, versions, texts }) {
         (differs ? (number ? html`<ins>${shown(text)}</ins>` : html`<del>${shown(text)}</del>`) : shown(text)))}<//></div>`;
   return html`<li><a href=${address(["run", run, "prompt", one.env, one.example])}>${one.env} ${one.example}</a>
     <${Clip} text=${after?.prompt ?? before?.prompt ?? ""} />
-    ${(after?.right ?? before?.right) != null && html`<div class="facts"><div><dt class="quiet">right answer</dt>
-        <${Clip} text=${after?.right ?? before?.right} /></div></div>`}
+    ${(after?.right ?? before?.right) != null && html`<div class="facts"><span class="quiet">right answer</span>
+        <${Clip} text=${after?.right ?? before?.right} /></div>`}
     <div class="pair">${side(0)}${side(1)}</div></li>`;
 }
 
@@ -85,7 +85,11 @@ export function common(mine, others) {
   let begin = 0, end = 0;
   const most = Math.min(mine.length, others.length);
   while (begin < most && mine[begin] === others[begin]) { kept[0].add(begin); kept[1].add(begin); begin++; }
-  while (end < most - begin && mine.at(-1 - end) === others.at(-1 - end)) { kept[0].add(mine.length - 1 - end); kept[1].add(others.length - 1 - end); end++; }
+  while (end < most - begin && mine.at(-1 - end) === others.at(-1 - end)) {
+    kept[0].add(mine.length - 1 - end);
+    kept[1].add(others.length - 1 - end);
+    end++;
+  }
   const rows = mine.length - begin - end, columns = others.length - begin - end;
   if (rows * columns === 0 || rows * columns > 4e6) return kept;
   const width = columns + 1, length = new Uint32Array((rows + 1) * width);

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from grpo.orchestrator.ledger import Game, Ledger
 from grpo.transport.http import CanaryFigures, LoadReport
-from grpo.transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
+from grpo.transport.traces import SCHEMA, VOCABULARY_FILE, make_table, trace_path, write_table
 
 from tests.grpo.run_folder import found
 
@@ -63,7 +63,7 @@ def trace(step: int, groups: int, size: int, tokens: int, text: str, *, first_gr
         for group in range(groups)
         for number in range(size)
     ]
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
+    return make_table(rows, SCHEMA)
 
 
 def _row(

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from grpo.transport.run_warnings import kept_warnings
-from grpo.transport.traces import trace_path, write_table
+from grpo.transport.traces import SCHEMA, make_table, trace_path, write_table
 
 from tests.grpo.run_folder import found, grpo
 from tests.grpo.view.made_run import HOSTILE, make_run, trace
@@ -183,6 +185,124 @@ def test_keys_go_on_back_and_elsewhere(browser: Browser) -> None:
     browser.page.locator("table.rollouts tbody tr >> nth=1").wait_for(state="detached")
 
 
+def test_any_metric_is_found_and_a_range_holds_for_all_charts(browser: Browser) -> None:
+    page = browser.page
+    browser.open("run/one", "figure:has-text('Importance ratio') .u-over")
+    page.fill("#search", "canary BASE")
+    page.wait_for_selector("figure:has-text('policy/canary_base_max_abs') .u-over")
+    assert page.locator("figure").count() == 1
+    page.fill("#search", "reward")
+    page.wait_for_selector("figure:has-text('reward/mean') .u-over")
+    box = page.locator("figure:has-text('reward/mean') .u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 40, steps=4)
+    page.mouse.up()
+    page.wait_for_url("**from=*to=*")
+    ends = [float(page.input_value(f"input[aria-label='{one} step']")) for one in ("first", "last")]
+    assert 1 < ends[0] < ends[1] < 12
+    page.click("button:has-text('all steps')")
+    page.wait_for_function("!location.hash.includes('from')")
+
+
+def test_a_chart_and_the_page_are_saved_as_pictures(browser: Browser) -> None:
+    browser.open("run/one", "figure:has-text('Importance ratio') .u-over")
+    for button in ("figure:has-text('Importance ratio') button", "button:has-text('picture of the page')"):
+        with browser.page.expect_download() as download:
+            browser.page.click(button)
+        assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+        assert download.value.suggested_filename.endswith(".png")
+
+
+def test_a_step_is_opened_from_a_chart_by_keys(browser: Browser) -> None:
+    browser.open("run/one", "figure:has-text('Importance ratio') .u-over")
+    chart = browser.page.locator("figure:has-text('Importance ratio') [role=slider]")
+    chart.focus()
+    for key in ("Home", "ArrowRight", "ArrowRight"):
+        browser.page.keyboard.press(key)
+    assert (chart.get_attribute("aria-valuetext") or "").startswith("step 3:")
+    browser.page.keyboard.press("Enter")
+    browser.page.wait_for_url("**/step/3")
+
+
+def test_tab_reaches_the_charts_and_shows_where_it_is(browser: Browser) -> None:
+    browser.open("run/one", ".charts .u-over")
+    browser.page.evaluate("document.activeElement.blur()")
+    seen: list[str] = []
+    for _ in range(60):
+        browser.page.keyboard.press("Tab")
+        seen.append(
+            browser.page.evaluate("document.activeElement.getAttribute('role') ?? document.activeElement.tagName")
+        )
+        if seen[-1] == "slider":
+            break
+    assert seen[-1] == "slider"
+    assert "A" in seen
+    width = "getComputedStyle(document.activeElement).outlineWidth"
+    assert browser.page.evaluate(width) not in ("", "0px")
+
+
+def test_rollouts_are_found_by_their_text_and_filtered(browser: Browser) -> None:
+    page = browser.page
+    browser.open("run/one/step/3", "table.rollouts .clip")
+    assert "so be it" in page.inner_text("table.rollouts")
+    page.fill("#search", "so be it 2")
+    page.wait_for_selector("[role=status]:text-is('4 of 16')")
+    page.fill("#search", "")
+    page.wait_for_selector("[role=status]:text-is('16 of 16')")
+    page.fill("input[aria-label='least reward']", "1")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelectorAll('table.rollouts tbody tr').length < 16")
+    rewards = page.locator("table.rollouts td[data-label=reward]").all_inner_texts()
+    assert rewards
+    assert set(rewards) == {"1"}
+
+
+def test_pages_of_thousands_of_rollouts_are_turned(chromium: object, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", steps=1, groups=100, size=20, tokens=4)
+    with served(tmp_path) as view, opened(chromium, view) as browser:
+        browser.open("run/run/step/1", "table.rollouts .clip")
+        assert browser.page.locator("table.rollouts tbody tr").count() == 50
+        assert browser.page.locator(".groups li").count() == 60
+        browser.page.click("nav[aria-label='pages of rollouts'] button:has-text('next')")
+        browser.page.wait_for_selector("text=page 2 of 40")
+        browser.page.wait_for_selector("table.rollouts a:text-is('2/10')")
+
+
+def test_a_conversation_of_a_hundred_turns_is_folded_and_has_a_map_and_its_tree(
+    chromium: object, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    rows = trace(1, 1, 1, 40, "x").to_pylist()
+    talk = [{"role": "user", "content": "Find it."}]
+    for turn in range(100):
+        answer = {"role": "assistant", "content": f"turn {turn}"}
+        talk += [answer | ({"error": "no such file"} if turn == 50 else {}), {"role": "tool", "content": "line\n" * 40}]
+    rows[0]["messages"] = json.dumps(talk)
+    write_table(make_table([rows[0], rows[0] | {"rollout": "0/0.0", "role": "helper"}], SCHEMA), trace_path(run, 1))
+    with served(tmp_path) as view, opened(chromium, view) as browser:
+        page = browser.page
+        browser.open("run/run/step/1/rollout/0%2F0", ".map button")
+        assert page.locator("article >> nth=0 >> .map button").count() == 201
+        assert page.locator("article >> nth=0 >> .message details:not([open])").count() == 100
+        assert page.locator(".tree li").count() == 2
+        page.locator(".map .wrong >> nth=0").evaluate("(one) => one.click()")
+        page.wait_for_function("document.querySelector('.message.wrong').getBoundingClientRect().top < innerHeight")
+        page.click("button:has-text('unfold all') >> nth=0")
+        page.wait_for_selector("article >> nth=0 >> .message details[open] >> nth=99", state="attached")
+
+
+def test_what_keeps_a_run_from_learning_is_at_its_head(chromium: object, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=12)
+    lines = [{"progress/step": step, "reward/mean": 0.0, "reward/groups_without_spread": 1.0} for step in range(1, 13)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with served(tmp_path) as view, opened(chromium, view) as browser:
+        browser.open("run/run", ".note.finding:has-text('nothing can be learned')")
+        browser.page.click(".note.finding a:has-text('answers of step 12')")
+        browser.page.wait_for_url("**/step/12")
+
+
 def test_a_key_counts_from_the_moment_that_its_page_is_there(browser: Browser) -> None:
     browser.open("run/one/step/3", ".groups a")
     browser.page.evaluate("""() => new MutationObserver((_, observer) => {
@@ -224,6 +344,23 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
         browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
 
 
+def test_live_means_that_the_run_is_alive(chromium: object, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+
+    def say(state: str) -> None:
+        (run / "status").mkdir(exist_ok=True)
+        for role in ("orch", "train"):
+            said = {"state": state, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            (run / "status" / f"{role}.json").write_text(json.dumps(said))
+
+    say("training")
+    with served(run) as view, opened(chromium, view) as browser:
+        browser.open("run/run", "main .state.live")
+        say("finished")
+        (run / "summary.json").write_text("{}")
+        browser.page.wait_for_selector("main .state.finished:not(.live)")
+
+
 def test_a_long_rollout_is_shown_to_its_end(browser: Browser) -> None:
     """How soon its beginning is there: benchmarks.view."""
     browser.open("run/long/step/2/rollout/0%2F1", ".tokens span")
@@ -238,3 +375,6 @@ def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) 
         assert _order(browser.page) == IN_ORDER
         browser.open("run/one/step/12", ".groups a")
         browser.open("run/one/proof", ".checks li")
+        browser.open("run/one/step/12?worst=log-ratio", "table[aria-label='worst tokens'] ins")
+        assert "so be it" in browser.page.inner_text("table.rollouts")
+        browser.open("run/one/evaluation?kind=all", ".cases .clip:has-text('cat')")
