@@ -5,8 +5,8 @@
 Throughput: 8 models on the embedded base, each with 2 datums of 24 tokens a round and a step on them. Once as the
 engine computes them, in this process (`passes`, processor time of one thread), once by stock clients over HTTP
 (`clients`); one model after the other and all together, in turn, the median of the rounds. Latency: a small model's
-gradient and step beside one that has 1,000 datums in one request, and the time of that one's micro-batch. Snapshots: the
-client's `save_weights_and_get_sampling_client` of a 10 MB adapter, with a real grpo-infer.
+gradient and step beside one that has 1,000 datums in one request, and the time of that one's micro-batch. Snapshots:
+the client's `save_weights_and_get_sampling_client` of a 10 MB adapter, with a real grpo-infer.
 """
 
 import statistics
