@@ -24,7 +24,7 @@ BUDGETS = {
 TOTAL = 36_500
 BESIDE = {"tests": 26_000, "benchmarks": 4_000, "tools": 800}
 """What is no product code, and how many lines it should have."""
-PAGE = ("grpo/view/static/*.*", 2_000)
+PAGE = ("grpo/view/static/*.*", 2_200)
 """HTML, CSS and JavaScript of the page, without what is vendored, and how many lines they may have."""
 
 

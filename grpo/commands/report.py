@@ -4,6 +4,7 @@ import argparse
 import html
 import json
 import math
+import re
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +29,8 @@ from grpo.view.data import find_runs
 EPILOG = """\
 It reads the runs' folders alone, or copies of them. Runs that differ in nothing but their seeds are one arm: curves and
 figures are means over its seeds, with the 95 % interval of Student's t distribution. The file's ending chooses the
-format: .html, with curves drawn, or .md. Settings whose names look like those of secrets are left out; look through the
-page before you publish it, because arguments of environments and prompts are in it.
+format: .html, with curves drawn, or .md. Settings whose names are those of secrets, as api_key, are shown as ***; look
+through the page before you publish it, because arguments of environments and prompts are in it.
 
   grpo report outputs/first                                  outputs/first/report.html
   grpo report outputs/compare/*/* --output report.md
@@ -40,7 +41,7 @@ PLACES = (
     *("port", "host", "num_threads", "client.base_url", "rollout_transport.port", "weight_broadcast.port"),
 )
 """Settings that say where a run is and not what it does: another one is somewhere else."""
-_SECRET = ("key", "token", "secret", "password", "credential", "auth")
+_SECRET = {"key", "token", "secret", "password", "credential", "credentials", "auth", "authorization"}
 _NUM_ROWS = 10
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's, which the colour-blind can tell apart."""
@@ -305,13 +306,13 @@ def _one_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_secrets(tree: Any) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _without_secrets(one) for key, one in tree.items() if not _is_secret(str(key), one)}
+        return {key: "***" if _is_secret(str(key), one) else _without_secrets(one) for key, one in tree.items()}
     return [_without_secrets(one) for one in tree] if isinstance(tree, list) else tree
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Tells whether a text's name is that of a secret; the name of a variable that holds one (`_var`) is none."""
-    return isinstance(value, str) and not key.endswith("_var") and any(word in key.lower() for word in _SECRET)
+    """Tells whether a text's name ends as that of a secret, as `api_key`; `key_var` names a variable."""
+    return isinstance(value, str) and re.split(r"[^a-z0-9]", key.lower())[-1] in _SECRET
 
 
 def _text(value: Any) -> str:

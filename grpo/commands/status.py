@@ -4,7 +4,9 @@ run's files alone."""
 import argparse
 import contextlib
 import json
+import math
 import sqlite3
+import statistics
 import sys
 import time
 from collections import Counter
@@ -61,7 +63,9 @@ _COLUMNS = (
     ("lag", "policy/lag_mean", "{:.2f}"),
     ("seconds", "time/step_s", "{:.2f}"),
 )
-_ACCURACY = "eval/accuracy/"
+_ACCURACY, _STEP_S, _MEAN_ACCURACY = "eval/accuracy/", "time/step_s", "eval/accuracy"
+_SPARKS, _BLOCKS, _PACE = 40, "▁▂▃▄▅▆▇█", 10
+"""Characters of a curve, from low to high, and the steps whose pace tells how long the rest takes."""
 EPILOG = """\
 exit codes: 0 the run has finished; 1 it has failed: a program has, or is gone without a word; 2 there is no run, or the
 command line is wrong; 3 it is starting or running; 4 it was stopped (Ctrl-C, SIGTERM), and the same command goes on. To
@@ -468,6 +472,7 @@ def shown(folder: Path) -> Iterator[Callable[[], None]]:
     print(f"run folder {folder}", flush=True)
     began_s, next_s = time.monotonic(), 0.0
     live = Live(auto_refresh=False) if sys.stdout.isatty() else None
+    curves = _Curves(folder)
     lines = _Lines(folder)
 
     def show() -> None:
@@ -482,7 +487,7 @@ def shown(folder: Path) -> Iterator[Callable[[], None]]:
             if live is None:
                 lines.print_new(status, elapsed)
             else:
-                live.update(_table(status, metrics(folder, last_bytes=_TAIL_BYTES), elapsed), refresh=True)
+                live.update(_table(status, curves, elapsed), refresh=True)
 
     def tick() -> None:
         nonlocal next_s
@@ -497,23 +502,77 @@ def shown(folder: Path) -> Iterator[Callable[[], None]]:
             show()
 
 
-def _table(status: RunStatus, records: Sequence[Mapping[str, float]], elapsed: str) -> "Group":
-    """The newest step with the share of all, the newest evaluation, and what each program does."""
+class _Curves:
+    """What the table of a terminal draws of a run's metrics."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last_bytes: int | None = None
+        self.newest: dict[bool, Mapping[str, float]] = {}
+        """The newest step (True) and the newest evaluation."""
+        self.rewards: dict[float, float] = {}
+        self.accuracies: dict[float, float] = {}
+        self.seconds: dict[float, float] = {}
+        """Of each step."""
+
+    def read(self) -> None:
+        """Takes what is new: all at first, later the end of the file."""
+        for record in metrics(self._folder, last_bytes=self._last_bytes):
+            self.newest[REWARD in record] = record
+            for key, curve in ((REWARD, self.rewards), (_MEAN_ACCURACY, self.accuracies), (_STEP_S, self.seconds)):
+                if key in record:
+                    curve[record[STEP]] = record[key]
+        self._last_bytes = _TAIL_BYTES
+
+    def left(self, max_steps: int | None) -> str:
+        """Returns how long the steps that are left take at the pace of the last ones; empty where that is unknown."""
+        done = self.newest.get(True, {}).get(STEP, 0.0)
+        if max_steps is None or not self.seconds or done >= max_steps:
+            return ""
+        seconds = statistics.median([*self.seconds.values()][-_PACE:]) * (max_steps - done)
+        minutes, hours = seconds / 60, seconds / 3600
+        return (
+            f"{seconds:.0f} s left"
+            if minutes < 2
+            else f"{minutes:.0f} min left"
+            if hours < 2
+            else f"{hours:.1f} h left"
+        )
+
+
+def _spark(values: Sequence[float]) -> str:
+    """Returns a curve of block characters: means of neighbours, from the smallest to the largest of them."""
+    size = math.ceil(len(values) / _SPARKS) or 1
+    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
+    means = [one for one in means if math.isfinite(one)]
+    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
+    return "".join(_BLOCKS[round((one - low) / span * (len(_BLOCKS) - 1))] if span else _BLOCKS[0] for one in means)
+
+
+def _table(status: RunStatus, curves: _Curves, elapsed: str) -> "Group":
+    """The newest step with the share of all and the time left, curves, the newest evaluation, what is being done and
+    what each program does."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    newest = {REWARD in record: record for record in records}
+    curves.read()
+    newest = curves.newest
     done = newest.get(True, {}).get(STEP, 0.0)
     head, programs = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     bar = "" if status.max_steps is None else ProgressBar(total=status.max_steps, completed=done, width=24)
     line = _line_of(newest[True], status.max_steps) if True in newest else "no step is done yet"
-    head.add_row(elapsed, bar, Text(line))
+    head.add_row(elapsed, bar, curves.left(status.max_steps), Text(line))
+    drawn = Table.grid(padding=(0, 2))
+    for name, curve in (("reward", curves.rewards), ("held-out accuracy", curves.accuracies)):
+        if len(curve) > 1:
+            values = [one for _, one in sorted(curve.items())]
+            drawn.add_row(name, Text(_spark(values)), f"{values[0]:.3f} → {values[-1]:.3f}")
     for process in status.processes:
         programs.add_row(process.name, Text(printable(doing(process))))
     evaluated = [Text(_line_of(newest[False], None))] if False in newest else []
-    return Group(head, *evaluated, programs)
+    return Group(head, drawn, *evaluated, Text(printable(status.waits)), programs)
 
 
 class _Lines:

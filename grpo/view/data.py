@@ -109,7 +109,12 @@ def overview(name: str, run: Path) -> dict[str, Any]:
         "step": int(max((*train.get(STEP, ()), *evaluated.get(STEP, ())), default=0)),
         "seconds": seconds or None,
         "rollouts_per_s": num / seconds if seconds and num else None,
-        "findings": findings(train, evaluated, failures=lambda: traces.failures(run, traced[-1]) if traced else {}),
+        "findings": findings(
+            train,
+            evaluated,
+            failures=lambda: traces.failures(run, traced[-1]) if traced else {},
+            num_equal=lambda: traces.num_equal(run, traced[-1]) if traced else 0,
+        ),
         "reward": rewards[-1] if rewards else None,
         "rewards": _thinned(rewards),
         "accuracies": _thinned(accuracies) if len(accuracies) > 2 * _SPARKS else accuracies,

@@ -14,12 +14,19 @@ WINDOW = 10
 """Newest steps, and first ones, whose means are compared."""
 
 
-def findings(train: Columns, evaluated: Columns, *, failures: Failures) -> list[dict[str, Any]]:
-    """Returns what stands out, each with the `metric` and the newest `step` to look at. `failures`: reasons of the
-    rollouts dropped from the newest trace."""
+def findings(
+    train: Columns, evaluated: Columns, *, failures: Failures, num_equal: Callable[[], int] = lambda: 0
+) -> list[dict[str, Any]]:
+    """Returns what stands out, each with the `metric` and the newest `step` to look at. Of the newest trace are asked:
+    `failures`, the reasons of dropped rollouts; `num_equal`, how many answers are the right ones word for word."""
     if not len(steps := train.get(STEP, np.empty(0))):
         return []
-    found = [*_of_drops(train, failures), *_of_answers(train), *_of_policy(train), *_of_rewards(train, evaluated)]
+    found = [
+        *_of_drops(train, failures),
+        *_of_answers(train),
+        *_of_policy(train),
+        *_of_rewards(train, evaluated, num_equal),
+    ]
     return [{"text": text, "do": do, "metric": metric, "step": int(steps[-1])} for text, do, metric in found]
 
 
@@ -39,21 +46,26 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f}%"
 
 
-def _of_rewards(train: Columns, evaluated: Columns) -> Found:
+def _of_rewards(train: Columns, evaluated: Columns, num_equal: Callable[[], int]) -> Found:
     rewards = train.get(REWARD, np.empty(0))
     rewards = rewards[np.isfinite(rewards)]
     before, after = _ends(train, REWARD)
     flat = _ends(train, "reward/groups_without_spread")[1]
     if len(rewards) > 1 and np.ptp(rewards) == 0 and flat > 0.99:
+        equal = num_equal() if rewards[0] <= 0 else 0
         yield (
             f"Every rollout has the same reward, {rewards[0]:g}: nothing can be learned.",
-            "Read some answers beside the right ones: the task may be too hard, or the reward expects another form.",
+            f"{equal} answers of the newest step are the right ones, word for word: the reward is wrong."
+            if equal
+            else "Read answers beside the right ones: the task may be too hard, or the reward expects another form.",
             "reward/groups_without_spread",
         )
     elif flat > 0.5:
         yield (
             f"In {_percent(flat)} of the groups all rewards are equal, and teach nothing.",
-            "More rollouts per example, other examples, or partial rewards.",
+            "Most of it is solved: harder examples, or orch.buffer.easy_threshold."
+            if _ends(train, "reward/accuracy")[1] > 0.8
+            else "More rollouts per example, other examples, or partial rewards.",
             "reward/groups_without_spread",
         )
     accuracies = evaluated.get("eval/accuracy", np.empty(0))

@@ -112,8 +112,16 @@ def _texts(row: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": _cut(asked[-1].get("content") if asked else None),
         "answer": _cut(messages[answers[-1]].get("content") if answers else None),
         "right": _cut(right),
+        "equal": _is_equal(messages, answers, right),
         "turns": len(answers),
     }
+
+
+def _is_equal(messages: Sequence[Mapping[str, Any]], answers: Sequence[int], right: Any) -> bool:
+    """Returns whether the last answer is the right one, word for word."""
+    return (
+        bool(answers) and right is not None and str(messages[answers[-1]].get("content")).strip() == str(right).strip()
+    )
 
 
 def _cut(content: Any) -> str | None:
@@ -303,6 +311,11 @@ def versions_of(run: Path, steps: Sequence[int], env: str, example: int, *, eval
                 table = file.read(columns=names)
                 found += [_plain(table.slice(place, 1).to_pylist()[0]) for place in hits]
     return found
+
+
+def num_equal(run: Path, step: int) -> int:
+    """Returns how many answers of a step are the right ones, word for word."""
+    return sum(one["equal"] for one in texts_of(run, step, None).values())
 
 
 def failures(run: Path, step: int) -> dict[str, tuple[int, str | None]]:

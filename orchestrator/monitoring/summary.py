@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Summary:
     accuracies: Mapping[str, Mapping[str, float]]
     """Held-out accuracies by version and environment."""
     evaluations: Mapping[str, Mapping[str, float]]
-    """All metrics of each evaluation, by version. They are not in the printed table."""
+    """All metrics of each evaluation, by version."""
     evaluations_failed: int
     """Held-out answers that could not be scored, over all evaluations; they count as wrong."""
     reward_first: float
@@ -69,30 +69,55 @@ class Summary:
         write_atomic(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
     def print(self) -> None:
-        """Prints it as a table on standard output, below it the rubrics' metrics at the first and the last evaluation,
-        and the programs' warnings."""
+        """Prints it as a table on standard output, which says each thing once, and the programs' warnings."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
         table = Table(title=f"run {self.run_id}", show_header=False)
-        hidden = {"run_id", "evaluations", "warnings"}
-        if self.accuracies.keys() <= {"0", str(self.steps)} and all(len(one) == 1 for one in self.accuracies.values()):
-            hidden.add("accuracies")  # the two rows above it say the same
-        for name, value in asdict(self).items():
-            if name not in hidden:
-                table.add_row(name.replace("_", " "), Text(printable(_shown(name, value))))
+        for name, value in self._rows():
+            table.add_row(Text(printable(name)), Text(printable(value)))
         Console().print(table)
-        if len(self.evaluations) > 1:
-            (first, before), *_, (last, after) = self.evaluations.items()
-            measures = Table("measure", f"version {first}", f"version {last}", title="held out")
-            for key in (key for key in after if key.startswith(MEASURE)):
-                measure = Text(printable(key.removeprefix(MEASURE)))
-                measures.add_row(measure, _shown("", before.get(key, "")), _shown("", after[key]))
-            if measures.row_count > 1:
-                Console().print(measures)
         for warning in self.warnings:
             print(f"warning: {as_line(RunWarning(**warning))}")
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "steps", _shown(self.steps)
+        yield from self._held_out()
+        yield "reward, first and last batch", f"{_shown(self.reward_first)} → {_shown(self.reward_last)}"
+        parts = ", ".join(f"{name.replace('_', ' ')} {_shown(one)}" for name, one in self.seconds.items())
+        yield "seconds", f"{_shown(self.wall_s)}, of which, side by side: {parts}"
+        yield "tokens", ", ".join(f"{name} {_shown(one)}" for name, one in self.tokens.items())
+        issued, trained = _shown(self.rollouts_issued), _shown(self.rollouts_trained)
+        every = "all" if self.rollouts_issued == self.rollouts_trained else f"{trained} of {issued}"
+        yield "rollouts", f"{issued}, {_shown(self.rollouts_per_s)} a second; trained: {every}"
+        for reason, number in self.rollouts_dropped.items():
+            yield f"  dropped, {reason}", _shown(number)
+        if self.evaluations_failed:
+            yield "held-out answers without a score", _shown(self.evaluations_failed)
+        base = f"of the base model {_shown(self.canary_base_max_abs)}"
+        yield "largest canary difference, nats", f"{_shown(self.canary_max_abs)}; {base}"
+        if self.mismatch_max_lag0 is not None:
+            yield "largest difference of a trained token at lag 0, nats", _shown(self.mismatch_max_lag0)
+
+    def _held_out(self) -> Iterator[tuple[str, str]]:
+        """Yields accuracies and rubrics' measures over all evaluations, but for measures that are the accuracy."""
+        lines = list(self.evaluations.values())
+        curves = {key: [line.get(key) for line in lines] for line in lines for key in line}
+        shown: dict[str, list[float | None]] = {}
+        for prefix, title in ((ACCURACY, "held-out accuracy"), (MEASURE, "held-out")):
+            for key in sorted(key for key in curves if key.startswith(prefix)):
+                env = key.rpartition("/")[2]
+                if shown.get(env) != curves[key]:
+                    shown.setdefault(env, curves[key])
+                    yield f"{title}, {key.removeprefix(prefix)}", _ends(curves[key])
+
+
+def _ends(curve: Sequence[float | None]) -> str:
+    """Returns the first and the last value, and the best one where it is neither."""
+    values = [one for one in curve if one is not None]
+    ends = _shown(values[0]) if len(values) == 1 else f"{_shown(values[0])} → {_shown(values[-1])}"
+    return f"{ends}, at most {_shown(max(values))}" if max(values) > max(values[0], values[-1]) else ends
 
 
 def what_next(folder: Path) -> str:
@@ -101,16 +126,10 @@ def what_next(folder: Path) -> str:
     return f"look at it: grpo view {place}    take it along: grpo export {place}"
 
 
-def _shown(name: str, value: object) -> str:
-    if name == "versions_served" and isinstance(value, tuple):
-        return f"{len(value)}: {value[0]} to {value[-1]}" if value else "none"
-    if isinstance(value, Mapping):
-        return "\n".join(f"{key}: {_shown('', inner)}" for key, inner in value.items()) or "none"
-    if isinstance(value, str):
-        return value
+def _shown(value: float) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value if value is not None else "not evaluated")
+    return f"{value:,}"
 
 
 def summarise(

@@ -76,13 +76,20 @@ def test_neither_names_nor_settings_can_change_the_page_and_secrets_are_not_on_i
     run = made(tmp_path / "run")
     file = run / "settings/orch.yaml"
     tree = yaml.safe_load(file.read_text())
-    tree["env"] = [{"id": "x", "args": {"api_key": "sk-1234", "key_var": "MY_KEY", "prompt": f"```\n{HOSTILE}"}}]
+    tree["env"] = [
+        {
+            "id": "x",
+            "args": {"api_key": "sk-1234", "key_var": "MY_KEY", "tokens_field": "t", "prompt": f"```\n{HOSTILE}"},
+        }
+    ]
     file.write_text(yaml.safe_dump(tree, default_style="|"))
     for name in ("page.html", "page.md"):
         assert grpo("report", run, "--title", HOSTILE, "--output", tmp_path / name).returncode == 0
         page = (tmp_path / name).read_text()
         assert "sk-1234" not in page
+        assert "api_key: " in page
         assert "MY_KEY" in page
+        assert "tokens_field: " in page.replace('"', "")
         if name == "page.html":
             assert "<script" not in page
             assert page.count("<svg") == 2

@@ -72,6 +72,23 @@ def test_on_a_terminal_a_table_shows_the_newest_step_and_evaluation_and_what_eac
         assert part in text
 
 
+def test_on_a_terminal_reward_and_accuracy_are_curves_and_the_time_left_is_the_pace_of_the_last_steps(
+    run: Path,
+) -> None:
+    settings = json.loads((run / "run.json").read_text())
+    settings["programs"]["orch"]["settings"]["max_steps"] = 20
+    (run / "run.json").write_text(json.dumps(settings))
+    rewards = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    steps = [STEP | {"progress/step": float(n), "reward/mean": one} for n, one in enumerate(rewards, 1)]
+    evaluated = [EVALUATION | {"progress/step": v, "eval/accuracy": one} for v, one in ((0.0, 0.25), (8.0, 0.75))]
+    write(run, *evaluated, *steps)
+    text = on_terminal(run)
+    assert "▁▂▃▄▅▆▇█" in text
+    assert "▁█" in text
+    assert "0.250 → 0.750" in text
+    assert "28 s left" in text  # 12 steps of 2.345 s
+
+
 def test_on_a_terminal_a_run_without_a_step_has_no_figures_and_what_it_warns_of_stands_above(run: Path) -> None:
     during = "import logging, grpo.transport.run_warnings as kept\n    with kept.kept_warnings(run, 'orch'): "
     during += "logging.getLogger('grpo.orchestrator').warning('all rewards are equal')"

@@ -59,6 +59,19 @@ def test_summary_and_its_warnings(capsys: pytest.CaptureFixture[str], monkeypatc
     assert screen.count("title") == 4
 
 
+def test_the_summary_does_not_say_a_measure_that_is_the_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    fields: dict[str, Any] = dict.fromkeys(Summary.__dataclass_fields__, 0)
+    fields |= {"run_id": "a", "accuracies": {}, "seconds": {}, "tokens": {}, "rollouts_dropped": {}, "warnings": []}
+    lines = [
+        {"eval/accuracy/words": one, "eval/measure/exact/words": one, "eval/measure/tidy/words": 1 - one}
+        for one in (0.25, 0.875, 0.5)
+    ]
+    Summary(**fields | {"evaluations": dict(zip(("0", "4", "8"), lines, strict=True))}).print()
+    screen = capsys.readouterr().out
+    assert screen.count("0.25 → 0.5, at most 0.875") == 1
+    assert screen.count("0.75 → 0.5") == 1
+
+
 def test_the_table_of_a_run_that_goes_on(run: Path) -> None:
     says(run, "orch", "failed", message=HOSTILE)
     code = f"from pathlib import Path; from grpo.commands.status import shown\nwith shown(Path({str(run)!r})): pass"

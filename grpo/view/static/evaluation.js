@@ -85,7 +85,11 @@ export function common(mine, others) {
   let begin = 0, end = 0;
   const most = Math.min(mine.length, others.length);
   while (begin < most && mine[begin] === others[begin]) { kept[0].add(begin); kept[1].add(begin); begin++; }
-  while (end < most - begin && mine.at(-1 - end) === others.at(-1 - end)) { kept[0].add(mine.length - 1 - end); kept[1].add(others.length - 1 - end); end++; }
+  while (end < most - begin && mine.at(-1 - end) === others.at(-1 - end)) {
+    kept[0].add(mine.length - 1 - end);
+    kept[1].add(others.length - 1 - end);
+    end++;
+  }
   const rows = mine.length - begin - end, columns = others.length - begin - end;
   if (rows * columns === 0 || rows * columns > 4e6) return kept;
   const width = columns + 1, length = new Uint32Array((rows + 1) * width);

@@ -23,9 +23,7 @@ function Table({ run, table, traced }) {
   const judged = Object.keys(table.judged).map(Number);
   const rated = table.players.filter((one) => versionOf(one.name) !== null).sort((a, b) => versionOf(a.name) - versionOf(b.name));
   return html`<h2>${table.env}: ${figure(table.num_games)} games</h2>
-    ${[...table.cycles.slice(0, 8).map((one) =>
-        `Cycle: ${one.player} won ${percent(one.won)} of ${one.games} games against ${one.other}, and their ratings say ${percent(one.expected)}.`),
-      ...table.disagree.map((one) => `Ratings and judge disagree: version ${one.later} is rated ${figure(one.elo)} ± ${figure(one.sigma)} against version ${one.earlier}, and its NashConv is ${figure(one.nash_conv)} off.`)]
+    ${warningsOf(table)
       .map((text) => html`<p key=${text} class="note" role="status">${text}</p>`)}
     <div class="charts"><${Ratings} rated=${rated} />
       ${judged.length > 0 && html`<${Curve} title="NashConv by the exact judge: what the best opponents win, 0 is perfect"
@@ -48,6 +46,16 @@ function Table({ run, table, traced }) {
       { name: "other", label: "as", cell: (one) => one.other_role },
       { name: "result", cell: (one) => html`<span class=${one.score > 0.5 ? "good" : one.score < 0.5
           ? "bad" : "quiet"}>${result(one.score)}</span>` }]} />`;
+}
+
+function warningsOf({ cycles, disagree }) {
+  const beaten = cycles.slice(0, 8).map((one) =>
+    `Cycle: ${one.player} won ${percent(one.won)} of ${one.games} games against ${one.other}, and their ratings say`
+    + ` ${percent(one.expected)}.`);
+  const judged = disagree.map((one) =>
+    `Ratings and judge disagree: version ${one.later} is rated ${figure(one.elo)} ± ${figure(one.sigma)} against version`
+    + ` ${one.earlier}, and its NashConv is ${figure(one.nash_conv)} off.`);
+  return [...beaten, ...judged];
 }
 
 const result = (score) => (score > 0.5 ? "✓ won" : score < 0.5 ? "✗ lost" : "– drawn");
@@ -81,8 +89,9 @@ function Matrix({ table }) {
   const names = [...new Set(table.pairs.map((one) => one.player))].sort((a, b) => met(b) - met(a)).slice(0,
       MAX_COLUMNS).sort(order);
   return html`<h3>Who beats whom: share won by the row against the column</h3>
-    <${Scroll} label="who beats whom"><table class="matrix"><thead><tr><th>
-      </th>${names.map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr></thead><tbody>
+    <${Scroll} label="who beats whom"><table class="matrix"><thead><tr>
+      <th><span class="hidden">player</span></th>${names.map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr>
+        </thead><tbody>
     ${names.map((row) => html`<tr key=${row}><th scope="row">${row}</th>${names.map((column) => {
       const one = by.get(`${row} ${column}`);
       if (!one) return html`<td key=${column} class="quiet">·</td>`;

@@ -69,8 +69,9 @@ function Canary({ proofs }) {
   const versions = [...new Set(proofs.map((one) => one.version))], servers = [...new Set(proofs.map((one) => one.server))];
   const by = new Map(proofs.map((one) => [`${one.version} ${one.server}`, one.max_abs]));
   const largest = (key) => figure(range(proofs.map((one) => one[key]))[1]);
-  return html`<h2>Canary</h2><p class="quiet">Differences up to ${figure(range(proofs.map((one) =>
-      one.tolerance))[0])} nats are a proof. The bases of trainer and servers differ by up to ${largest("base_max_abs")} nats, ${largest("base_mean_abs")} on average.</p>
+  const tolerance = figure(range(proofs.map((one) => one.tolerance))[0]);
+  return html`<h2>Canary</h2><p class="quiet">Differences up to ${tolerance} nats are a proof. The bases of trainer and servers
+      differ by up to ${largest("base_max_abs")} nats, ${largest("base_mean_abs")} on average.</p>
     <div class="charts"><${Curve} title="Largest difference between trainer and server (nats), by version" steps=${versions}
       series=${servers.map((server) => ({ label: server,
           values: versions.map((version) => by.get(`${version} ${server}`) ?? null) }))} /></div>`;

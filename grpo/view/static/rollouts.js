@@ -175,7 +175,8 @@ function Figures({ row, at }) {
       : "";
   return html`<p class="figures" role="status">
       <b>${at}</b> <code>${visible(row.tokens[at],
-        row.token_ids[at])}</code> id ${row.token_ids[at]} · version ${one("versions")} · server ${one("logprobs")} · trainer ${one("trainer_logprobs")}${teacher}
+        row.token_ids[at])}</code> id ${row.token_ids[at]} · version ${one("versions")} · server ${one("logprobs")}
+    · trainer ${one("trainer_logprobs")}${teacher}
     · log-ratio ${figure(ratio, 4)} · ratio ${ratio === null
         ? "–" : figure(Math.exp(ratio), 4)} · entropy ${one("entropy")} · advantage ${one("advantages")}${row.masked?.[at]
     ? html` · <b>masked: ${row.mask_names[row.masked[at]]}</b>` : ""}</p>`;

@@ -7,7 +7,7 @@ import { Gantt, Spark } from "./charts.js";
 import { RunCharts } from "./curves.js";
 
 const ENDED = ["finished", "failed", "stopped", "unreadable"];
-const isLive = (one) => !ENDED.includes(one.state) && (one.processes ?? []).some((process) => process.alive !== false);
+const isLive = (one) => !ENDED.includes(one.state) && (one.processes ?? []).some((process) => process.alive);
 
 // "Live" means that the run is alive, not that this page is connected.
 export function State({ one }) {
@@ -149,6 +149,7 @@ export function TimelinePage({ run, query }) {
         <${Gantt} lanes=${told.lanes} spans=${told.spans} from=${from} to=${to}
           onMove=${(low, high) => setView([Math.max(0, low), Math.min(told.end_s, high)])}
           onStep=${(step, what) => go(what === "evaluate" ? ["run", run, "eval", step] : ["run", run, "step", step])} />
-        <p class="quiet">The share is how much of the time a program worked. Wheel, + and −: zoom; drag or arrows: move; click: the step.</p>`;
+        <p class="quiet">The share is how much of the time a program worked. Wheel, + and −: zoom; drag or arrows: move;
+          click: the step.</p>`;
     }}<//>`}<//>`;
 }

@@ -57,8 +57,12 @@ function Rollouts({ run, kind, step, rows, query }) {
   useEffect(() => {
     let current = true;
     setHits(null);
-    if (text) ask(`${path}/find?text=${encodeURIComponent(text)}`).then((ids) => current && setHits(new Set(ids)), () => current
-        && setHits(new Set()));
+    if (text) ask(`${path}/find?text=${encodeURIComponent(text)}`).then((ids) => current && setHits(new Set(ids)), async () => {
+      // A report has no search of its own, but all texts.
+      const all = await ask(`${path}/texts`), wanted = text.toLowerCase();
+      const ids = Object.keys(all).filter((id) => JSON.stringify(all[id]).toLowerCase().includes(wanted));
+      if (current) setHits(new Set(ids));
+    });
     return () => { current = false; };
   }, [text, path]);
   const between = (value, low, high) => (!low || value >= Number(low)) && (!high || value <= Number(high));
@@ -87,7 +91,8 @@ function Rollouts({ run, kind, step, rows, query }) {
     { name: "prompt", sort: false, kind: "text", cell: (row) => html`<${Clip} text=${texts[row.rollout]?.prompt} />` },
     { name: "answer", label: "last answer", sort: false, kind: "text", cell: (row) => (row.failure ? html`<span class="bad">
         <${Clip} text=${row.failure} /></span>`
-      : html`<${Clip} text=${texts[row.rollout]?.answer} />`) },
+      : html`<${Clip} text=${texts[row.rollout]?.answer} />${texts[row.rollout]?.equal && (row.reward ?? 0) <= 0
+        && html`<span class="bad">✗ equal to the right answer, reward ${figure(row.reward)}</span>`}`) },
     ...(Object.values(texts).some((one) => one.right !== null)
         ? [{ name: "right", label: "right answer", sort: false, kind: "text", cell: (row) => html`<${Clip}
           text=${texts[row.rollout]?.right} />` }] : []),
@@ -149,7 +154,7 @@ function Groups({ rows, measure, to, onGroup, query }) {
       const known = members.map(of).filter((value) => value !== null && value !== undefined);
       const mean = known.reduce((sum, one) => sum + one, 0) / Math.max(1, known.length);
       return html`<li key=${group}><button class="plain caption" onClick=${() => onGroup(group)} title=${`only group ${group}`}>
-        <span><span class="hidden">only the group of example </span>${members[0].example}<span class="hidden">, mean</span>
+        <span><span class="hidden">only the group of </span>example ${members[0].example}<span class="hidden">, mean</span>
           </span> <b>${figure(mean, 2)}</b></button>
         <div class="bars">${members.map((row) => html`<a key=${row.rollout} href=${to(row)} tabindex="-1" aria-hidden="true"
           class=${row.drop_reason ? "dropped" : (of(row) ?? low) < middle || (low === high && !(high > 0)) ? "less" : ""}

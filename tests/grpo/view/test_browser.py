@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -340,6 +342,23 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
         with kept_warnings(run, "orch", step=lambda: 4):
             logging.getLogger("grpo.orchestrator").warning("all rewards are equal")
         browser.page.wait_for_selector("main .warning:has-text('all rewards are equal')")
+
+
+def test_live_means_that_the_run_is_alive(chromium: object, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+
+    def say(state: str) -> None:
+        (run / "status").mkdir(exist_ok=True)
+        for role in ("orch", "train"):
+            said = {"state": state, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            (run / "status" / f"{role}.json").write_text(json.dumps(said))
+
+    say("training")
+    with served(run) as view, opened(chromium, view) as browser:
+        browser.open("run/run", "main .state.live")
+        say("finished")
+        (run / "summary.json").write_text("{}")
+        browser.page.wait_for_selector("main .state.finished:not(.live)")
 
 
 def test_a_long_rollout_is_shown_to_its_end(browser: Browser) -> None:

@@ -93,6 +93,15 @@ def test_nothing_stands_out_of_a_run_that_learns() -> None:
     assert findings({}, {}, failures=dict) == []
 
 
+@pytest.mark.parametrize(
+    ("equal", "told"), [(7, "7 answers of the newest step are the right ones"), (0, "Read answers")]
+)
+def test_a_reward_that_refuses_right_answers_is_told(equal: int, told: str) -> None:
+    columns = STEPS | {"reward/mean": np.zeros(20), "reward/groups_without_spread": np.ones(20)}
+    [one] = findings(columns, {}, failures=dict, num_equal=lambda: equal)
+    assert told in one["do"]
+
+
 def test_the_reasons_of_dropped_rollouts_are_told_with_their_errors() -> None:
     columns = STEPS | {"rollout/dropped": np.full(20, 10.0), "rollout/num": np.full(20, 30.0)}
     [one] = findings(columns, {}, failures=lambda: {"env_error": (7, "the judge answered 503")})

@@ -63,7 +63,7 @@ def test_prompts_answers_and_right_answers_of_chosen_rollouts_are_told(view: Ser
         "so be it 1",
         "so be it 1",
     )
-    assert len(told["0/1"]["tokens"]) == 30
+    assert (len(told["0/1"]["tokens"]), told["0/1"]["equal"]) == (30, True)
     assert len(view.json("runs/one/eval/6/texts")) == 8
 
 
