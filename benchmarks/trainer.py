@@ -1,6 +1,6 @@
 """The trainer's step beside TRL's on the same samples, and its time a token as the packed length grows.
 
-    python -m benchmarks.trainer [--check] [--part trl|lengths] [--dtype bfloat16] [--threads 2]
+    python -m benchmarks.trainer [--check] [--part trl|lengths|tree] [--dtype bfloat16] [--threads 2] [--trees 16]
 
 A random Qwen3 on the CPU: 4 layers of hidden size 256, a vocabulary of 151,936, LoRA 16 on all linear layers; 16
 samples in 2 groups of 8, prompts and completions log-normal with median 64 and at most 512 tokens. What a step is, and
@@ -14,6 +14,9 @@ All of it is done twice: with advantages in both groups, and, as `half_…`, wit
 
 The time a token is measured with the same model, on samples of 1,024 tokens of which the last 128 carry loss.
 
+Samples that fork are computed as trees, beside the same as unshared rows and beside TRL's tree packing, in float32
+(`benchmarks/tree.py`).
+
 Needs the extra `bench`. The last line is one JSON object. `--check` exits 1 where a figure misses its target.
 """
 
@@ -23,7 +26,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +47,7 @@ from benchmarks.grpo_step import (
     serve,
 )
 from benchmarks.report import parser, report
+from benchmarks.tree import CONTENDERS, forked, save_tree_model, serve_tree
 
 SIZES = (1, 4, 8)
 """Micro-batches that tuned TRL may choose from, in samples."""
@@ -62,6 +66,12 @@ TARGETS = {
     "gradient_difference": ("<=", 1e-3),
     "half_gradient_difference": ("<=", 1e-3),
     "largest_to_smallest_us_per_token": ("<=", 1.10),
+    "thinking_to_unshared": (">=", 1.5),
+    "agents_to_unshared": (">=", 1.5),
+    "apart_to_unshared": (">=", 0.98),
+    "thinking_to_trl": (">=", 2.0),
+    "agents_to_trl": (">=", 2.0),
+    **{f"{case}_gradient_difference": ("<=", 1e-3) for case in ("thinking", "agents", "apart")},
 }
 
 
@@ -223,21 +233,50 @@ def by_length(folder: str, **options: Any) -> dict[str, float]:
     return figures | {"largest_to_smallest_us_per_token": max(times_us.values()) / min(times_us.values())}
 
 
+def of_trees(_given: str, *, num_threads: int, trees: int, **_options: Any) -> dict[str, float]:
+    """The figures of samples that fork, in tokens of the samples by a processor second: medians of rounds in turn."""
+    context, figures = multiprocessing.get_context("spawn"), dict[str, float]()
+    with tempfile.TemporaryDirectory() as folder:
+        _in_a_process(save_tree_model, Path(folder))
+        ends: dict[str, Connection] = {}
+        for kind in CONTENDERS:
+            ends[kind], theirs = multiprocessing.Pipe()
+            context.Process(target=serve_tree, args=(kind, folder, num_threads, theirs)).start()
+            theirs.close()
+        for case in ("thinking", "agents", "apart"):
+            num_ids = sum(len(sample.ids) for sample in forked(case, trees))
+            turns: dict[str, list[tuple[float, float]]] = {kind: [] for kind in CONTENDERS}
+            for _ in range(NUM_ROUNDS):
+                for kind, end in ends.items():
+                    end.send((case, trees))
+                    turns[kind].append(end.recv())
+            speeds = {kind: num_ids / statistics.median(seconds for seconds, _ in each) for kind, each in turns.items()}
+            norms = {kind: each[0][1] for kind, each in turns.items()}
+            figures |= {f"{case}_{kind}_tokens_per_s".replace(" ", "_"): speed for kind, speed in speeds.items()}
+            figures[f"{case}_to_unshared"] = speeds["ours"] / speeds["ours unshared"]
+            figures[f"{case}_to_trl"] = speeds["ours"] / max(speeds["trl tiles"], speeds["trl full logits"])
+            figures[f"{case}_gradient_difference"] = max(abs(norms["ours"] / norm - 1) for norm in norms.values())
+        for end in ends.values():
+            end.send(None)
+    return figures
+
+
 def _in_a_process(work: Any, *arguments: Any) -> None:
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
     process.start()
     process.join()
 
 
-PARTS = {"trl": beside_trl, "lengths": by_length}
+PARTS: dict[str, Callable[..., dict[str, float]]] = {"trl": beside_trl, "lengths": by_length, "tree": of_trees}
 
 
 def main() -> int:
     """The command."""
     command = parser(__doc__)
-    command.add_argument("--part", choices=tuple(PARTS), help="only this one; both take some ten minutes")
+    command.add_argument("--part", choices=tuple(PARTS), help="only this one; all take some ten minutes")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of model and computation")
     command.add_argument("--threads", type=int, default=os.cpu_count(), help="of every process")
+    command.add_argument("--trees", type=int, default=16, help="conversations or agents of the part `tree`")
     options = command.parse_args()
     print(f"{len(samples())} samples, {num_tokens(samples())} tokens; {options.dtype}, {options.threads} threads")
     print(f"{os.cpu_count()} cores, {platform.machine()}\n")
@@ -245,7 +284,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         _in_a_process(save_model, Path(folder), options.dtype)
         for measure in (PARTS[options.part],) if options.part else PARTS.values():
-            figures |= measure(folder, dtype=options.dtype, num_threads=options.threads)
+            more = {"trees": options.trees} if measure is of_trees else {}
+            figures |= measure(folder, dtype=options.dtype, num_threads=options.threads, **more)
     # Of numbers that have 8 bits each.
     rounded = (
         dict.fromkeys(("gradient_difference", "half_gradient_difference"), ("<=", 5e-3))
