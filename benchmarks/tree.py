@@ -7,9 +7,9 @@ without the thinking of those before. `agents`: an episode and two sub-episodes 
 samples that share nothing.
 
 TRL's packing (`trl.experimental.async_grpo`) runs with flash attention 3 on GPUs alone. Here its kernel is torch's
-attention, one call a run; the loss is its `compute_loss` without the metrics. Its head is used in both ways: in tiles
-of all positions, as it runs on a CPU, and all logits of the labelled positions, which no setting gives; the faster one
-counts. Nobody recomputes activations. Seconds are those of the processor, all threads together, in turn.
+attention, one call a run; the loss is its `compute_loss` without the metrics. Its head is used in two ways: in tiles of
+all positions, as it runs on a CPU, and by hand with all logits of the labelled positions, which no setting gives.
+Nobody recomputes activations. Seconds are those of the processor, all threads together, in turn.
 """
 
 import functools

@@ -505,8 +505,9 @@ class CommandLog:
                 ON commands.target = versions.model AND commands.seq = versions.seq WHERE state = 'waiting'"""
         found: dict[int, dict[str, int]] = {}
         for version, by in self._rows(query, heard_since, heard_since):
-            of_version = found.setdefault(version, {})
-            of_version[by] = of_version.get(by, 0) + 1
+            if version is not None:  # as of an inflight session before the first proof
+                of_version = found.setdefault(version, {})
+                of_version[by] = of_version.get(by, 0) + 1
         return found
 
     def add_sampler(self, sampler: str, tenant: str, model_path: str | None, version: int | None) -> None:

@@ -407,9 +407,8 @@ class TrainedModel:
 
 def _are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Returns whether all values are finite."""
-    if not (found := list(gradients)):
-        return True
-    return bool(torch.stack(torch._foreach_norm(found, ord=math.inf)).isfinite().all())
+    found = [gradient.flatten() for gradient in gradients]
+    return not found or bool(torch.cat(found).isfinite().all())
 
 
 def shape_record(shape: AdapterShape) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class Optimizer:
             more = f" and {len(wrong) - 3} more" if named and len(wrong) > 3 else ""
             raise NonFiniteError(f"the gradient's norm is {value}{named}{more}")
         self.without_gradient = _without(dict(zip(gradients, each, strict=False)), self._parameters)
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        if self._max_grad_norm < math.inf:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         for optimizer, held in self._optimizers.values():
             for name, parameter in held.items():
                 gradient = self._parameters[name].grad

@@ -6,6 +6,7 @@ Snapshots are whole even if the weights are sharded: all ranks must take them to
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -35,6 +36,11 @@ class AdapterWeights:
         self._model, self._folders, self._name, self._ranks = model, dict(folders), name, ranks
         self._parameters = {folder: _parameters_of(model, adapter) for folder, adapter in folders.items()}
 
+    @cached_property
+    def _layers(self) -> Sequence[FusedLoraLinear]:
+        """The layers that have adapters, which no further adapter changes."""
+        return list(_adapted(self._model).values())
+
     @property
     def target_modules(self) -> tuple[str, ...]:
         """Names of the linear layers that have an adapter, sorted."""
@@ -55,7 +61,7 @@ class AdapterWeights:
         """Divides passes within the block into runs of so many tokens, each with the adapter of weights that are
         `beside` these. They must be computed with by nobody else."""
         named = [Segment(next(iter(weights._folders.values())), size) for weights, size in segments]
-        return by_segment(list(_adapted(self._model).values()), named)
+        return by_segment(self._layers, named)
 
     def remove(self) -> None:
         """Takes these adapters from the model. Others must be in use."""

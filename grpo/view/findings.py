@@ -63,7 +63,9 @@ def _of_rewards(train: Columns, evaluated: Columns, num_equal: Callable[[], int]
     elif flat > 0.5:
         yield (
             f"In {_percent(flat)} of the groups all rewards are equal, and teach nothing.",
-            "More rollouts per example, other examples, or partial rewards.",
+            "Most of it is solved: harder examples, or orch.buffer.easy_threshold."
+            if _ends(train, "reward/accuracy")[1] > 0.8
+            else "More rollouts per example, other examples, or partial rewards.",
             "reward/groups_without_spread",
         )
     accuracies = evaluated.get("eval/accuracy", np.empty(0))

@@ -166,3 +166,24 @@ async def test_requests_are_spread_over_servers_and_those_of_one_that_is_gone_ar
         await asyncio.gather(*(sampling._post("/policy/score", score, Scored, 1) for _ in range(2)))
         assert servers[0].live == [1], "a server that comes back empty loads what it is asked for"
     await sampling.close()
+
+
+def test_an_inflight_session_has_the_newest_version_that_a_server_has_proved(tmp_path: Path) -> None:
+    log, path = CommandLog(tmp_path / "log"), "tinker://a:train:0/inflight"
+    log.add_session("a", "t")
+    log.add_sampler("a:sample:0", "t", path, None)
+    log.add_sampler("a:sample:1", "t", None, None)
+    versions = []
+    for seq in (1, 2):
+        command = Command(target="a:train:0", seq=seq, tenant="t", kind="save_weights_for_sampler", body=b"{}")
+        log.add(command).result()
+        versions.append(log.new_version(command, path))
+        log.finish(command, Answer(state="done", content=b"")).result()
+    assert log.sampler("a:sample:0", "t") == (path, None)
+    assert log.pins(heard_since=1.0) == {}
+    for version in versions:
+        log.add_canary(version, "{}")
+        assert log.sampler("a:sample:0", "t") == (path, version)
+        assert log.pins(heard_since=1.0) == {version: {"session": 1}}
+    assert log.sampler("a:sample:1", "t") == (None, None), "the base"
+    log.close()

@@ -3,6 +3,7 @@ import { figure, html, range, useEffect, useRef } from "./common.js";
 
 const TONES = 6;
 const HEIGHT = 176;
+const WHOLE = [1, 2, 5].flatMap((one) => Array.from({ length: 9 }, (_, power) => one * 10 ** power)).sort((a, b) => a - b);
 
 export function tone(index) {
   return styled(`--series-${(index % TONES) + 1}`);
@@ -124,7 +125,7 @@ function makePlot(place, box, now, group) {
     scales: { x: { time: false, range: (_, low, high) => (low === high ? [low, low + 1] : [low, high]) }, y: log && positive
         ? { distr: 3 } : { range: spread } },
     legend: { show: false },
-    axes: [{ ...axis, space: 56, size: 28 },
+    axes: [{ ...axis, space: 56, size: 28, incrs: WHOLE },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
     series: [{ label: "step" }, ...(smooth ? series.map((one, index) => line(one, index, true)) : []),
       ...series.map((one, index) => line(one, index, false))],

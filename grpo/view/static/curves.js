@@ -133,13 +133,16 @@ function shortNames(names) {
 const usable = (columns) => Object.keys(columns).filter((name) => !NO_CHART.test(name)
     && columns[name].some((one) => one !== null));
 
+// The least and greatest values of a long run hide where it goes.
+const usualSmoothing = (steps) => (steps.length >= 400 ? "0.9" : "0");
+
 // What stands above charts: search, smoothing, axis, range, picture.
-function Tools({ query, ends, onSave, found }) {
+function Tools({ query, smooth, ends, onSave, found }) {
   const [low, high] = [query.from ?? "", query.to ?? ""];
   return html`<form class="fields" role="search" aria-label="charts" onSubmit=${(event) => event.preventDefault()}>
     <${Search} label="metric" value=${query.find ?? ""} onChange=${(find) => setQuery({ find })} />
-    <${Choice} label="smoothing" value=${query.smooth ?? "0"}
-      onChange=${(smooth) => setQuery({ smooth: smooth === "0" ? "" : smooth })}
+    <${Choice} label="smoothing" value=${smooth}
+      onChange=${(one) => setQuery({ smooth: one })}
       options=${[["0", "none"], ["0.6", "some"], ["0.9", "much"], ["0.97", "most"]]} />
     <label class="check"><span><input type="checkbox" checked=${query.log === "1"}
       onChange=${(event) => setQuery({ log: event.target.checked ? "1" : "" })} />log axis</span></label>
@@ -177,21 +180,23 @@ function Charts({ run, told, query, numbers, traced }) {
   const groups = words.length
     ? [["Found", found.slice(0, MAX_FOUND).map((name) => ({ title: name, names: [name] }))]]
     : grouped(names);
-  const changed = changes.map(([step]) => step);
+  const changed = changes.map(([step]) => step), smooth = query.smooth ?? usualSmoothing(steps);
   const ends = [Math.min(...steps.slice(0, 1), ...known.slice(0, 1)), Math.max(...steps.slice(-1), ...known.slice(-1))];
   const span = query.from || query.to ? [Number(query.from || ends[0]), Number(query.to || ends[1])] : null;
+  const smoothingOf = (own) => (query.smooth === undefined && own.length < 100 ? 0 : Number(smooth)); // few points need none
   const chart = ({ title, names: wanted }) => {
     const held = wanted.filter(isEval), here = held.length ? held : wanted;
     const shown = distinct(here, columns), drawn = shown.slice(0, MAX_SERIES), labels = shortNames(drawn);
     return html`<${Curve} key=${title} title=${title} steps=${held.length ? known : steps} group="steps" span=${span}
-      marks=${held.length ? changed : [...marks, ...changed]} smooth=${Number(query.smooth ?? 0)} log=${query.log === "1"}
+      marks=${held.length ? changed : [...marks, ...changed]} smooth=${smoothingOf(held.length ? known : steps)}
+          log=${query.log === "1"}
       series=${drawn.map((name, index) => ({ label: labels[index], values: columns[name] }))}
       note=${shown.length > drawn.length ? `and ${shown.length - drawn.length} more, by search` : null}
       onRange=${(from, to) => setQuery({ from: from ?? "", to: to ?? "" })}
       onStep=${(step) => (held.length ? go(["run", run, "evaluation"], { after: step })
         : go(["run", run, "step", traced.length ? nearest(traced, step) : step]))} />`;
   };
-  return html`<${Tools} query=${query} ends=${ends} onSave=${() => savePage(run, numbers)}
+  return html`<${Tools} query=${query} smooth=${smooth} ends=${ends} onSave=${() => savePage(run, numbers)}
       found=${words.length ? `${found.length} of ${names.length} metrics` : `${names.length} metrics`} />
     ${groups.map(([name, made]) => html`<${Part} key=${`${name} ${words.length > 0}`} name=${name} charts=${made} chart=${chart}
       first=${words.length > 0 || OPEN.has(name)} />`)}
@@ -237,7 +242,7 @@ function Overlay({ runs, query }) {
     return [kind, { steps, at: runs.map((run) =>
         new Map((run[kind]["progress/step"] ?? []).map((step, index) => [step, index]))) }];
   }));
-  const all = [...kinds.train.steps, ...kinds.evaluated.steps];
+  const all = [...kinds.train.steps, ...kinds.evaluated.steps], smooth = query.smooth ?? usualSmoothing(kinds.train.steps);
   const ends = all.length ? [Math.min(...all.slice(0, 1)), Math.max(kinds.train.steps.at(-1) ?? 0,
       kinds.evaluated.steps.at(-1) ?? 0)] : [0, 1];
   const span = query.from || query.to ? [Number(query.from || ends[0]), Number(query.to || ends[1])] : null;
@@ -246,14 +251,14 @@ function Overlay({ runs, query }) {
     const series = runs.map((run, index) =>
         ({ label: run.name, values: steps.map((step) => run[kind][name]?.[at[index].get(step)] ?? null) }));
     return html`<${Curve} key=${name} title=${name} steps=${steps} series=${series} group="compare" span=${span}
-      smooth=${Number(query.smooth ?? 0)} log=${query.log === "1"}
+      smooth=${Number(smooth)} log=${query.log === "1"}
           onRange=${(from, to) => setQuery({ from: from ?? "", to: to ?? "" })} />`;
   };
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].filter((key) =>
     new Set(runs.map((run) => JSON.stringify(run.settings[key]))).size > 1
         && !/output_dir|run_id|port|endpoint|base_url/.test(key));
   return html`<p>${runs.map((run) => html`<a key=${run.name} href=${address(["run", run.name])}>${run.name}</a> `)}</p>
-    <${Tools} query=${query} ends=${ends} onSave=${() => savePage(runs.map((run) => run.name).join(" and "), [])}
+    <${Tools} query=${query} smooth=${smooth} ends=${ends} onSave=${() => savePage(runs.map((run) => run.name).join(" and "), [])}
       found=${words.length ? `${wanted.length} of ${names.length} metrics`
           : `${wanted.length} of ${names.length} metrics; search for others`} />
     <div class="charts">${wanted.slice(0, MAX_FOUND).map(chart)}</div>

@@ -90,7 +90,8 @@ function Matrix({ table }) {
       MAX_COLUMNS).sort(order);
   return html`<h3>Who beats whom: share won by the row against the column</h3>
     <${Scroll} label="who beats whom"><table class="matrix"><thead><tr>
-      <th><span class="hidden">player</span></th>${names.map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr></thead><tbody>
+      <th><span class="hidden">player</span></th>${names.map((name) => html`<th key=${name} scope="col">${name}</th>`)}</tr>
+        </thead><tbody>
     ${names.map((row) => html`<tr key=${row}><th scope="row">${row}</th>${names.map((column) => {
       const one = by.get(`${row} ${column}`);
       if (!one) return html`<td key=${column} class="quiet">·</td>`;

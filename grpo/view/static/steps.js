@@ -154,7 +154,7 @@ function Groups({ rows, measure, to, onGroup, query }) {
       const known = members.map(of).filter((value) => value !== null && value !== undefined);
       const mean = known.reduce((sum, one) => sum + one, 0) / Math.max(1, known.length);
       return html`<li key=${group}><button class="plain caption" onClick=${() => onGroup(group)} title=${`only group ${group}`}>
-        <span><span class="hidden">only the group of example </span>${members[0].example}<span class="hidden">, mean</span>
+        <span><span class="hidden">only the group of </span>example ${members[0].example}<span class="hidden">, mean</span>
           </span> <b>${figure(mean, 2)}</b></button>
         <div class="bars">${members.map((row) => html`<a key=${row.rollout} href=${to(row)} tabindex="-1" aria-hidden="true"
           class=${row.drop_reason ? "dropped" : (of(row) ?? low) < middle || (low === high && !(high > 0)) ? "less" : ""}
