@@ -69,7 +69,8 @@ class Otlp:
     """Sends spans and metrics by OTLP over HTTP, to where the environment variables of OpenTelemetry say
     (`OTEL_EXPORTER_OTLP_ENDPOINT`, http://localhost:4318 by default, `OTEL_EXPORTER_OTLP_HEADERS` …)."""
 
-    def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
+    def __init__(self, run: RunFolder, settings: ReportSettings, num_old_bytes: int) -> None:
+        """`num_old_bytes` of the timeline are of before, and have been sent."""
         self._run, self._about = run, _about(run, settings)
         self._spans, self._metrics = OTLPSpanExporter(), OTLPMetricExporter()
         self._kept = _Kept()
@@ -80,7 +81,7 @@ class Otlp:
         self._gauge = meter.create_gauge
         self._gauges: dict[str, Any] = {}
         self._path = run.path / TIMELINE_FILE
-        self._read = self._path.stat().st_size if self._path.exists() else 0
+        self._read = num_old_bytes
         self._steps: dict[int, list[Span]] = defaultdict(list)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

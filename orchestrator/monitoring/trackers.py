@@ -16,6 +16,7 @@ import yaml
 from grpo.configs.reporting import TRACKER_EXTRAS, ReportSettings, TrackerName
 from grpo.orchestrator.monitoring.metrics import STEP
 from grpo.orchestrator.monitoring.samples import COLUMNS, SAMPLES, Rollouts, rollouts_of
+from grpo.orchestrator.monitoring.timeline import TIMELINE_FILE
 from grpo.orchestrator.samples import ScoredGroup
 from grpo.transport.extras import check_installed
 from grpo.transport.hidden import key_variables
@@ -131,22 +132,31 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-Makers = Mapping[TrackerName, Callable[[RunFolder, ReportSettings], Tracker]]
+Makers = Mapping[TrackerName, Callable[[RunFolder, ReportSettings, int], Tracker]]
+"""They also get how many bytes the run's timeline had when this process began to report."""
 
 
-def _otlp(run: RunFolder, settings: ReportSettings) -> Tracker:
+def _wandb(run: RunFolder, settings: ReportSettings, _: int) -> Tracker:
+    return Wandb(run, settings)
+
+
+def _tensorboard(run: RunFolder, settings: ReportSettings, _: int) -> Tracker:
+    return TensorBoard(run, settings)
+
+
+def _otlp(run: RunFolder, settings: ReportSettings, num_old_bytes: int) -> Tracker:
     from grpo.orchestrator.monitoring.telemetry import Otlp
 
-    return Otlp(run, settings)
+    return Otlp(run, settings, num_old_bytes)
 
 
-def _prometheus(run: RunFolder, settings: ReportSettings) -> Tracker:
+def _prometheus(run: RunFolder, settings: ReportSettings, _: int) -> Tracker:
     from grpo.orchestrator.monitoring.telemetry import Prometheus
 
     return Prometheus(run, settings)
 
 
-TRACKERS: Makers = {"wandb": Wandb, "tensorboard": TensorBoard, "otlp": _otlp, "prometheus": _prometheus}
+TRACKERS: Makers = {"wandb": _wandb, "tensorboard": _tensorboard, "otlp": _otlp, "prometheus": _prometheus}
 
 
 class Reporter:
@@ -159,6 +169,8 @@ class Reporter:
         self._num_reports = self._num_logged = 0
         self._warned = False
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+        timeline = None if run is None else run.path / TIMELINE_FILE
+        self._num_old_bytes = 0 if timeline is None or not timeline.exists() else timeline.stat().st_size
         self._over = run is None or settings is None
         if not self._over:
             self._thread.start()
@@ -221,7 +233,7 @@ class Reporter:
         trackers: dict[TrackerName, Tracker] = {}
         for name in self._settings.to:
             with self._warned_of(name):
-                trackers[name] = self._makers[name](self._run, self._settings)
+                trackers[name] = self._makers[name](self._run, self._settings, self._num_old_bytes)
         while isinstance(report := self._queue.get(), tuple | Rollouts):
             num_taken = 0
             for name, tracker in trackers.items():

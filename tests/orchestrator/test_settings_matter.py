@@ -97,7 +97,7 @@ def server(server: FakeServer) -> FakeServer:
 async def test_names_sizes_and_requests_are_as_they_are_set(tmp_path: Path, env: str, server: FakeServer) -> None:
     model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapter": "mine"}
     named = [{"id": env, "name": "words", "args": {"words": "xyz"}}, {"id": env, "name": "a", "args": {"words": "ab"}}]
-    sizes: dict[str, Any] = {"batch_size": 12, "rollouts_per_example": 3, "max_steps": 3, "seq_len": 64}
+    sizes: dict[str, Any] = {"batch_size": 12, "rollouts_per_example": 3, "max_steps": 3, "seq_len": 32}
     schedule = {"type": "linear", "start_temperature": 1.5, "end_temperature": 0.5}
     sampling = {"max_tokens": 9, "seed": 5, "temp_scheduler": schedule}
     buffer = {"env_ratios": [3, 1], "hash_keys": ["length"]}  # all words of an environment are one example
@@ -113,8 +113,8 @@ async def test_names_sizes_and_requests_are_as_they_are_set(tmp_path: Path, env:
     assert at == {0: 1.5, 1: 1.0, 2: 0.5}
     assert [line["rollout/temperature"] for line in made.steps] == [1.5, 1.0, 0.5]
     for step, expected in ((1, 1.5), (2, 1.0), (3, 0.5)):
-        # Each sample has 24 tokens or so: two of them in 64.
-        assert [len(batch.sequence_lengths) for batch in made.batches[step]] == [2] * 6
+        # Each sample has 24 tokens or so, and shares its prompt's: one prompt and its answers in 32, not both.
+        assert sorted(len(batch.sequence_lengths) for batch in made.batches[step]) == [3, 9]
         assert {number for batch in made.batches[step] for number in batch.temperatures.tolist()} == {expected}
 
 

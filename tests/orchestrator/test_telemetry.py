@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from grpo.configs.reporting import ReportSettings
 from grpo.orchestrator.monitoring.timeline import Timeline
-from grpo.orchestrator.monitoring.trackers import Reporter, check_reports
+from grpo.orchestrator.monitoring.trackers import TRACKERS, Reporter, check_reports
 from grpo.transport.ports import free_port
 from grpo.transport.run import create_run
 from grpo.transport.status import StatusFile
@@ -115,20 +116,23 @@ def test_spans_of_a_resumed_run_are_sent_once_and_a_torn_line_waits_for_its_end(
         timeline.add("grpo-train", "train", start_s=float(step), end_s=step + 0.5, step=step)
         timeline.flush()
 
-    trained(1)
-    reporter = Reporter(folder, ReportSettings(to=["otlp"]))
     file = folder.path / "timeline.jsonl"
     opened = threading.Event()
-    reporter.metrics({"progress/step": 1.0, "reward/mean": 0.5})
-    while not collector.metrics:  # the tracker has been made, and has seen where the file ends
-        opened.wait(0.01)
+
+    def slow(*about: Any) -> Any:
+        assert opened.wait(60)
+        return TRACKERS["otlp"](*about)
+
+    trained(1)
+    reporter = Reporter(folder, ReportSettings(to=["otlp"]), trackers={"otlp": slow})
     trained(2)
     trained(3)
+    opened.set()
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
     reporter.metrics({"progress/step": 9.0, "reward/mean": 0.5})
     while not any(span.name == "rl.train" for _, span in collector.spans):
-        opened.wait(0.01)
+        time.sleep(0.01)
     file.write_bytes(whole)
     reporter.end(None)
     starts = [span.start_time_unix_nano for _, span in collector.spans if span.name == "rl.train"]
