@@ -91,7 +91,7 @@ def test_calls_that_fail_become_rarer_and_each_answer_has_a_mode(shown: Shown) -
     assert after["eval/measure/tool_error_rate/zorplex"] < 0.6 * before["eval/measure/tool_error_rate/zorplex"]
     for found in (before, after):
         assert sum(found[f"eval/measure/{mode}/zorplex"] for mode in MODES) == pytest.approx(1)
-    assert all(mode in shown.output for mode in MODES)
+    assert all(mode in shown.output for mode in MODES[1:])  # success is the accuracy
 
 
 def test_pairs_are_what_two_teachers_agree_on_against_the_policy(run: Run) -> None:
@@ -133,8 +133,7 @@ def page(run: Run) -> Iterator[Any]:
         page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.set_default_timeout(180_000)
-        page.goto(view.address)
-        page.click("td a")
+        page.goto(view.address)  # there is one run, and its page is the first
         yield page
         assert wrong == []
 
@@ -151,12 +150,11 @@ def test_a_run_is_looked_into(page: Any) -> None:
     page.wait_for_selector("text=pass@k")
 
     page.goto(f"{re.split('[?#]', page.url)[0]}#/run/run/step/1")
-    page.select_option("select >> nth=0", "log-ratio")
     page.click("table.rollouts a >> nth=0")
     page.click("button:has-text('largest')")
     page.wait_for_selector(".figures b")
     said = page.inner_text(".figures")
-    trainer, ratio = (float(found) for found in re.findall(r"(?:trainer|ratio) (-?[\d.]+(?:e-\d+)?)", said))
+    trainer, ratio = (float(found) for found in re.findall(r"(?<!-)(?:trainer|ratio) (-?[\d.]+(?:e-\d+)?)", said))
     assert trainer <= 0
     assert ratio == pytest.approx(1, abs=0.01)  # the first step is strictly on-policy
     assert page.locator(".message.tool").count() > 0
