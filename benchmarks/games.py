@@ -18,6 +18,7 @@ import argparse
 import json
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def train(table: Table, options: argparse.Namespace, seed: int) -> list[dict[str
             weights = np.ones(len(past))
             if options.pool == "pfsp":
                 weights = np.array(pfsp_weights([won / num for _, won, num in past]))
-            others = [lambda rows, probs=one[0]: probs[rows] for one in past]
+            others = [partial(np.take, one[0], axis=0) for one in past]
             drawn = 1 + rng.choice(len(past), options.games, p=weights / weights.sum())
         if others:
             chosen = rng.integers(0, 2, options.games)
