@@ -25,7 +25,7 @@ LOSSES = ("cross_entropy", "importance_sampling")
 
 def requests(seed: int) -> list[Any]:
     """A request that one rank has room for, and one of several passes."""
-    sizes = [[9, 30, 4], [70, 60, 50, 40, 30, 20, 10]]
+    sizes = [[9, 30, 4], [70, 50, 40, 20]]
     return [
         request_of([datum(length, seed + place, loss_fn) for place, length in enumerate(lengths)], loss_fn, seq=seq)
         for seq, (lengths, loss_fn) in enumerate(zip(sizes, LOSSES, strict=True), start=1)
