@@ -396,7 +396,8 @@ class TrainedModel:
 
     def weights(self) -> bytes:
         """Returns the adapter for `put`."""
-        return save({name: p.detach().cpu().contiguous() for name, p in self.policy.named_parameters.items()})
+        tensors = {name: p.detach().cpu().contiguous() for name, p in self.policy.named_parameters.items()}
+        return bytes(save(tensors))
 
     @torch.no_grad()
     def put(self, weights: bytes) -> None:
