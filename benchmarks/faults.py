@@ -399,7 +399,8 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             continue
         about = f"`{fault.name}`: {fault.about}" + (f" ({fault.elsewhere})" if fault.elsewhere else "")
         by = found["by"] or "**nothing**"
-        steps = "" if found["by"] is None else f"{found['steps']} of {steps_promised(fault.share)}"
+        promised = steps_promised(fault.share)
+        steps = "" if found["by"] is None else str(found["steps"]) + (f" of {promised}" if promised != 2 else "")
         trl = TRL.get(fault.name, "nothing") + (", run" if fault.name in faults_trl.FAULTS else "")
         yield f"| {about} | {by} | {steps} | {trl} |"
 
