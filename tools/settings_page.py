@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 from grpo.configs.common import ProcessSettings
-from grpo.configs.help import one_line, rows
+from grpo.configs.help import Row, one_line, rows
 from grpo.configs.infer import InferSettings, TeacherServerSettings
 from grpo.configs.orch import OrchSettings
 from grpo.configs.run import PROGRAMS, SHARED, RunSettings
@@ -56,6 +56,8 @@ REASONS = {
     "train.max_async_level": "`null` follows the orchestrator's, whose default is 1",
 }
 """Why a default is not that of the reference."""
+ALIKE = {"preferences.teachers[]": "hints.model", "preferences.judge": "hints.model", "eval.env[]": "env[]"}
+"""Sections with the keys of an earlier one, which the page lists once."""
 _DIFFERING = """
 ## Defaults that are not the reference's
 
@@ -85,9 +87,19 @@ def _table(title: str, cls: type[BaseModel], about: str, left_out: frozenset[str
     yield f"\n## {title}\n"
     yield f"{one_line(cls.__doc__)} {about}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
-    for key, what, value, meaning in rows(cls):
-        if key.split(".")[0] not in left_out:
+    found = [row for row in rows(cls) if row[0].split(".")[0] not in left_out]
+    for key, what, value, meaning in found:
+        section = next((one for one in ALIKE if key.startswith(f"{one}.")), None)
+        if section is None:
             yield f"| `{key}` | {what} | `{value}` | {meaning.replace('|', chr(92) + '|')} |"
+        elif key == f"{section}.{_keys(found, section)[0][0]}":
+            assert _keys(found, section) == _keys(found, ALIKE[section]), f"{section} is not like {ALIKE[section]}"
+            yield f"| `{section}.…` | | | The keys of `{ALIKE[section]}`. |"
+
+
+def _keys(found: list[Row], section: str) -> list[Row]:
+    """The rows of a section, by their keys in it."""
+    return [(row[0].removeprefix(f"{section}."), *row[1:]) for row in found if row[0].startswith(f"{section}.")]
 
 
 def reference() -> str:
