@@ -133,7 +133,7 @@ class Shared(Section):
     model: Any = None
     """The model."""
     output_dir: str = Field(default="outputs", pattern=r"^[^\x00]*\S[^\x00]*$")
-    """The run's folder, relative to where the command is given; the same for all programs."""
+    """The run's folder, relative to the current directory; the same for all programs."""
     seed: Seed = 42
     """Seed of everything that is random."""
     sleep_mode: bool = False
