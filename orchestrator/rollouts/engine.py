@@ -47,6 +47,8 @@ NUM_LONG_TEXTS = 2
 LEAST_APART, MANY_TIMES = 1024, 8
 """Answers that may have so many tokens, and so many times those of their prompt, are requests of their own: what that
 costs is little beside them."""
+NUM_RENDERED = 512
+"""Prompts whose ids are kept."""
 NUM_TOGETHER = 4
 """Groups whose answers, or outcomes, are taken in at one turn of the event loop, however many come at once."""
 
@@ -116,6 +118,8 @@ class RolloutEngine:
         self.num_withdrawn = 0
         """Answers that nobody received."""
         self._max_prompt_length = max_prompt_length
+        self._rendered: dict[tuple[tuple[tuple[str, str], ...], ...], list[int]] = {}
+        """Ids of the newest prompts, which may come again, by their messages."""
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
         self.long_texts = asyncio.Semaphore(NUM_LONG_TEXTS)
         self.max_characters = context_len * renderer.longest_token
@@ -234,7 +238,7 @@ class RolloutEngine:
                 sampled()
 
         run = partial(self._run_answers, group, role.id, prompt, params, taken=taken, delays=delays)
-        if max_tokens < max(LEAST_APART, MANY_TIMES * len(prompt)):
+        if max_tokens < max(LEAST_APART, MANY_TIMES * len(prompt)) or self.client.is_crowded:
             return await run(range(group.num))
         return [result for [result] in await together(run(range(one, one + 1)) for one in range(group.num))]
 
@@ -343,7 +347,13 @@ class RolloutEngine:
         if num > MAX_CHARACTERS_ON_LOOP:
             async with self.long_texts:
                 return await in_thread(self.renderer.prompt_ids, messages)
-        return self.renderer.prompt_ids(messages)
+        texts = tuple(tuple(message.items()) for message in messages)
+        if (ids := self._rendered.pop(texts, None)) is None:
+            ids = self.renderer.prompt_ids(messages)
+        self._rendered[texts] = ids
+        if len(self._rendered) > NUM_RENDERED:
+            del self._rendered[next(iter(self._rendered))]
+        return ids
 
     def _taken(
         self, group: Group, role: str, prompt: Sequence[int], completions: Sequence[Choice]

@@ -313,6 +313,8 @@ async def test_long_answers_are_requests_of_their_own_and_scored_as_they_come(
     sampled: list[int] = []
 
     class OneIsLate(Parrot):
+        is_crowded = False
+
         async def generate(self, *args: Any, seed: int | None, **more: Any) -> list[Choice]:
             if seed == 12:
                 raise TimedOut("its server is slow")
