@@ -360,9 +360,9 @@ class RolloutEngine:
     ) -> list[tuple[Step, TrainingRow]]:
         """Returns the step and the row of each answer to a group's prompt."""
         opening, temperature = self.templates.plain.opening_ids, group.params.temperature
-        adapter, prompt, taken = group.adapters.place(role), np.asarray(prompt, np.int32), []
+        adapter, prompt_ids, taken = group.adapters.place(role), np.asarray(prompt, np.int32), []
         for one, text in zip(completions, self.renderer.texts(completions), strict=True):
-            row = single_row(prompt, one, opening=opening, version=group.version, temperature=temperature)
+            row = single_row(prompt_ids, one, opening=opening, version=group.version, temperature=temperature)
             step = Step(
                 role=role,
                 temperature=temperature,

@@ -194,7 +194,7 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def single_row(
-    prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
+    prompt: Sequence[int] | Int32, completion: Choice, *, opening: Sequence[int], version: int, temperature: float
 ) -> TrainingRow:
     """Returns the row of a prompt with one answer, of a rollout with one step. `opening`: how the template opens the
     policy's turn; `version`: the requested one. Raises ValueError if the completion contradicts itself."""
@@ -216,7 +216,7 @@ def single_row(
     )
 
 
-def opening_at(token_ids: Sequence[int], opening: Sequence[int]) -> int:
+def opening_at(token_ids: Sequence[int] | Int32, opening: Sequence[int]) -> int:
     """Returns where `opening` begins at the end of a row; the row's length where it does not stand there."""
     length = len(token_ids)
     at = length - len(opening)
