@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
-from grpo.orchestrator.advantage import StepKey
-from grpo.orchestrator.rollouts.records import EpisodeResult, walk_all
+from grpo import EpisodeResult
+
+StepKey = tuple[str, int]
+"""(rollout id, index of the step)"""
 
 
 def by_position(results: Sequence[EpisodeResult], *, prior: float = 8.0) -> dict[StepKey, float]:
@@ -18,9 +20,10 @@ def by_position(results: Sequence[EpisodeResult], *, prior: float = 8.0) -> dict
 
     The game tells positions as `extras["positions"]`, one for each step.
     """
-    left = {(one.id, index): one.step_reward(index) for one in walk_all(results) for index in range(len(one.steps))}
+    everyone = [one for root in results for one in root.walk()]
+    left = {(one.id, index): one.step_reward(index) for one in everyone for index in range(len(one.steps))}
     role, prompt, position = dict[StepKey, Hashable](), dict[StepKey, Hashable](), dict[StepKey, Hashable]()
-    for one in walk_all(results):
+    for one in everyone:
         for index, step in enumerate(one.steps):
             key = one.id, index
             role[key] = step.role
