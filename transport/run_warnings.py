@@ -1,6 +1,7 @@
 """The warnings of a run: what its programs report stays in the run's folder, for all who look at it."""
 
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -68,7 +69,14 @@ def kept_warnings(
 
 
 def _shortened(message: str) -> str:
-    """Returns a message with its beginning and its end, where a traceback has its error."""
+    """Returns a message with its beginning and its end; of a traceback, the error and where it was raised. The log has
+    all of it."""
+    head, _, traceback = message.partition("Traceback (most recent call last):\n")
+    before, frame, last = traceback.rpartition('  File "')
+    place, *lines = last.splitlines() or [""]
+    errors = [*itertools.dropwhile(lambda line: line.startswith(" "), lines)]
+    if frame and errors and not before.endswith("|"):
+        message = head + "\n".join(errors) + f' ("{place})'
     return message if len(message) <= MAX_CHARS else f"{message[: MAX_CHARS // 4]} … {message[-3 * MAX_CHARS // 4 :]}"
 
 

@@ -247,7 +247,9 @@ const SPANS = {
   train: [0, 24], busy: [1, 24], generate: [1, 8], load: [2, 24], ship: [2, 12], publish: [4, 24], pack: [4, 12],
   evaluate: [3, 24], sleep: [5, 12], wait: [5, 4],
 };
-const LANE = 32;
+const name = (one) => one.who.replace(/^grpo-/, "").replace("http://", "");
+const busy = (one) => (one.busy === null ? "" : `${Math.round(one.busy * 100)}%`);
+const NARROW = innerWidth <= 640, LANE = NARROW ? 48 : 32; // where there is no room beside them, lanes have names above
 
 // Programs as lanes, spans as bars; the wheel or + and - zoom, dragging or arrows move, a click on a span with a step calls
 // `onStep`.
@@ -282,8 +284,6 @@ export function Gantt({ lanes, spans, from, to, onMove, onStep }) {
     if (hit?.[4] && onStep) onStep(hit[4], hit[1]);
   };
   const kinds = [...new Set(spans.map((span) => span[1]))].sort();
-  const name = (one) => one.who.replace(/^grpo-/, "").replace("http://", "");
-  const busy = (one) => (one.busy === null ? "" : `${Math.round(one.busy * 100)}%`);
   return html`<ul class="legend">${kinds.map((what) => html`<li key=${what}><i style=${{
       background: tone((SPANS[what] ?? [5])[0]), height: `${(SPANS[what] ?? [5, 24])[1] / 2}px`, verticalAlign: "middle" }}>
           </i>${what}</li>`)}</ul>
@@ -307,14 +307,14 @@ function drawSpans(canvas, { lanes, spans, from, to, height }) {
   for (const [lane, what, begin, end] of spans) {
     const [index, tall] = SPANS[what] ?? [5, 24];
     ctx.fillStyle = tones[index];
-    ctx.fillRect(x(begin), lane * LANE + (LANE - tall) / 2, Math.max(0.7, x(end) - x(begin)), tall);
+    ctx.fillRect(x(begin), (lane + 1) * LANE - 16 - tall / 2, Math.max(0.7, x(end) - x(begin)), tall);
   }
   ctx.fillStyle = styled("--quiet");
-  if (width < 480) lanes.forEach((one, index) => ctx.fillText(one.who.replace(/^grpo-/, ""), 4, index * LANE + 12));
+  if (NARROW) lanes.forEach((one, index) => ctx.fillText(`${name(one)} ${busy(one)}`, 4, index * LANE + 14));
   const unit = 10 ** Math.floor(Math.log10(Math.max(1e-6, to - from)));
   const every = (to - from) / unit < 3 ? unit / 2 : (to - from) / unit < 6 ? unit : 2 * unit;
   for (let tick = Math.ceil(from / every) * every; tick < to; tick += every) {
     ctx.fillRect(x(tick), lanes.length * LANE, 1, 4);
-    ctx.fillText(`${figure(tick, every < 1 ? 2 : 0)} s`, x(tick) + 4, height - 8);
+    if (x(tick) < width - 40) ctx.fillText(`${figure(tick, every < 1 ? 2 : 0)} s`, x(tick) + 4, height - 8);
   }
 }

@@ -145,7 +145,7 @@ export function Clip({ text, children }) {
   useLayoutEffect(() => {
     setOpen(false);
     setLong(box.current ? box.current.scrollHeight > box.current.clientHeight + 4 : false);
-  }, [text]);
+  }, [text, children?.length]);
   if (text === null || text === undefined) return html`<span class="quiet">–</span>`;
   return html`<div ref=${box} class=${`clip${open ? " open" : ""}`} dir="auto">${children ?? (shown(text) || "∅")}</div>
     ${long && html`<button class="plain" aria-expanded=${open}
