@@ -148,13 +148,14 @@ def curves(run: Path, low: float | None = None, high: float | None = None) -> di
 def settings(run: Path) -> dict[str, Any]:
     """Returns the resolved settings of each program, by dotted key."""
     programs = json.loads(read_file(run, run / RUN_FILE).read_text()).get("programs", {})
-    return {f"{role}.{key}": value for role, one in programs.items() for key, value in _flat(one.get("settings", {}))}
+    return {f"{role}.{key}": value for role, one in programs.items() for key, value in flat(one.get("settings", {}))}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Returns the leaves of nested settings by dotted key."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
