@@ -5,9 +5,8 @@ const TONES = 6;
 const HEIGHT = 176;
 const WHOLE = [1, 2, 5].flatMap((one) => Array.from({ length: 9 }, (_, power) => one * 10 ** power)).sort((a, b) => a - b);
 
-export function tone(index) {
-  return styled(`--series-${(index % TONES) + 1}`);
-}
+const toneName = (index) => `--series-${(index % TONES) + 1}`;
+const tone = (index) => styled(toneName(index)); // for a canvas; asking for it makes the browser style the page
 
 function styled(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -90,7 +89,7 @@ export function Curve({ title, steps, series, onStep, onRange, span, group, mark
   return html`<figure class="chart" ref=${box}><figcaption><span>${title}</span>
       <button class="plain" title="save as a picture" aria-label=${`PNG, save a picture of ${title}`}
         onClick=${() => saveChart(box.current.chart)}>PNG</button></figcaption>
-    <ul class="legend">${series.map((one, index) => html`<li key=${one.label}><i style=${{ background: tone(index) }}></i>${
+    <ul class="legend">${series.map((one, index) => html`<li key=${one.label}><i style=${{ background: `var(${toneName(index)})` }}></i>${
       series.length > 1 || one.label !== title ? `${one.label} ` : ""}<b data-value=${index}>${figure(last(one), 4)}</b></li>`)}
       ${note && html`<li>${note}</li>`}</ul>
     <div ref=${place} class=${`plot${onStep ? " clickable" : ""}`} tabindex="0" role="slider" aria-label=${`${title}, by step`}
@@ -196,7 +195,7 @@ function paintChart(ctx, chart, x, y, width, scale) {
   let at = x;
   for (const item of chart.box.querySelectorAll(".legend li")) {
     const mark = item.querySelector("i");
-    ctx.fillStyle = mark ? mark.style.background : "transparent";
+    ctx.fillStyle = mark ? getComputedStyle(mark).backgroundColor : "transparent";
     ctx.fillRect(at, y + 30 * scale, 12 * scale, 3 * scale);
     ctx.fillStyle = styled("--quiet");
     ctx.fillText(item.textContent, at + 16 * scale, y + 36 * scale);
@@ -285,7 +284,7 @@ export function Gantt({ lanes, spans, from, to, onMove, onStep }) {
   };
   const kinds = [...new Set(spans.map((span) => span[1]))].sort();
   return html`<ul class="legend">${kinds.map((what) => html`<li key=${what}><i style=${{
-      background: tone((SPANS[what] ?? [5])[0]), height: `${(SPANS[what] ?? [5, 24])[1] / 2}px`, verticalAlign: "middle" }}>
+      background: `var(${toneName((SPANS[what] ?? [5])[0])})`, height: `${(SPANS[what] ?? [5, 24])[1] / 2}px`, verticalAlign: "middle" }}>
           </i>${what}</li>`)}</ul>
     <div class="gantt"><ul aria-label="programs and how busy they were">${lanes.map((one) => html`<li key=${one.who}>
       <b>${name(one)}</b> <span class="quiet">${busy(one)}</span></li>`)}</ul>

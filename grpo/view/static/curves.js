@@ -222,7 +222,7 @@ export function ComparePage({ query }) {
     let current = true;
     Promise.all(names.map(async (name) => {
       const { train, eval: evaluated } = await ask(runPath(name, "curves"));
-      return { name, train, evaluated, settings: await ask(runPath(name, "settings")) };
+      return { name, train, evaluated, settings: (await ask(runPath(name, "settings"))).values };
     })).then((value) => current && setFound({ value }), (error) => current && setFound({ error: error.message }));
     return () => { current = false; };
   }, [query.runs]);

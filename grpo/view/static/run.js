@@ -123,17 +123,18 @@ export function SettingsPage({ run, query }) {
   return html`<${Frame} run=${run} here="settings" title="settings">${() => html`
     <form class="fields" onSubmit=${(event) => event.preventDefault()}><${Search} label="find a key or value"
       value=${query.find ?? ""} onChange=${(text) => setQuery({ find: text })} /></form>
-    <${Answer} state=${state}>${(values) => {
+    <${Answer} state=${state}>${({ values, given }) => {
       const rows = Object.entries(values).filter(([key, value]) =>
           `${key} ${JSON.stringify(value)}`.toLowerCase().includes(find));
       const programs = [...new Set(rows.map(([key]) => key.split(".")[0]))];
-      return programs.map((program) => {
-        const own = rows.filter(([key]) => key.startsWith(`${program}.`));
-        return html`<details class="part settings" key=${program} open=${find !== "" || program === "orch"}>
-            <summary>${program} <span class="quiet">${own.length}</span></summary>
-          <dl>${own.map(([key, value]) => html`<dt key=${key}><code>${key.slice(program.length + 1)}</code></dt>
+      const part = (title, own, start, open) => own.length > 0 && html`<details class="part settings" key=${title}
+          open=${find !== "" || open}>
+          <summary>${title} <span class="quiet">${own.length}</span></summary>
+          <dl>${own.map(([key, value]) => html`<dt key=${key}><code>${key.slice(start)}</code></dt>
             <dd>${JSON.stringify(value)}</dd>`)}</dl></details>`;
-      });
+      return html`${part("given by the preset, the command line or grpo", rows.filter(([key]) => given.includes(key)), 0, true)}
+        ${programs.map((program) => part(program, rows.filter(([key]) => key.startsWith(`${program}.`)), program.length + 1,
+          program === "orch" && !given.length))}`;
     }}<//>`}<//>`;
 }
 
