@@ -185,7 +185,9 @@ def _datums(service: Path, reader: ServiceReader, models: Sequence[Of]) -> Part:
         if figures != metrics(folder):
             lines.append(f"{model.name}: {len(metrics(folder))} lines, expected {len(figures)}")
         for step_number in traced_steps(folder):
-            table = pq.read_table(trace_path(folder, step_number), columns=["rollout"])
+            table = pq.read_table(
+                trace_path(folder, step_number), columns=["rollout"], filters=[("trained", "=", True)]
+            )
             if not set(table["rollout"].to_pylist()) <= own.get(step_number, set()):
                 traced.append(f"{model.name}: step {step_number}")
     dropped = Counter(one.reason or "" for _, _, datums in models for one in datums if one.fate == "dropped")
