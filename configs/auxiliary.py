@@ -29,7 +29,7 @@ class TeacherClientSettings(Section):
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     timeout: Seconds = 120.0
-    """Seconds that scoring a sample may take, retries included; after that it is dropped and counted."""
+    """Seconds that scoring a sample may take, retries included; then it is dropped and counted."""
 
 
 class TeacherSettings(Section):
@@ -71,14 +71,14 @@ class ApiSettings(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Its name in metrics, pairs and messages."""
     base_url: str | None = Field(default=None, pattern=r"^https?://")
-    """Address of the API, with /v1 where it has that (null: the run's own servers)."""
+    """Address of the API, with its `/v1` (null: the run's own servers)."""
     model: str | None = None
-    """The model's name there (null: the policy's base model, on the run's own servers)."""
+    """The model's name at the API (null: the policy's base model, on the run's own servers)."""
     api_key_var: Annotated[str | None, OnlyWith("base_url")] = None
     """Name of the environment variable that holds the key (null: none; on the run's own servers
     `client.api_key_var`)."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.0
-    """Sampling temperature of its answers (null: the API's own; some take no other)."""
+    """Sampling temperature of its answers (null: the API's default, which some require)."""
     max_tokens: PositiveInt = 1024
     """Longest answer in tokens."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
@@ -115,7 +115,7 @@ class HintSettings(Section):
     """A YAML or JSON file of texts by `hint_template_key` or `error_kind`, which replace and extend the built-in ones;
     null removes one."""
     max_per_sample: PositiveInt | None = None
-    """Only this many errors of a sample have hints, the first ones (null: all)."""
+    """Number of errors of a sample that get hints, the first ones (null: all)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
     """Adds this times (log-probability with the hint − without) to the advantage of each hinted token, independently of
     `loss.alpha_sdpo`."""

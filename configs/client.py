@@ -35,7 +35,7 @@ class ClientSettings(Section):
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     skip_model_check: bool = False
-    """The servers' base model is not compared with `model.name`."""
+    """Does not compare the servers' base model with `model.name`."""
 
     def conflicts(self) -> Conflicts:
         if self.elastic is not None and "base_url" in self.changed:

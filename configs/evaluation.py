@@ -29,8 +29,8 @@ class EnvSettings(Section):
     memory_gb: float | None = Field(default=None, ge=0.05, le=1e6)
     """Memory in GB that its code may allocate in each process; rollouts that need more are dropped (null: no limit)."""
     adapters: dict[str, str] = {}
-    """The adapter of each role, from `model.lora_adapters`: `{Proposer: proposer}`. Other roles have the first; the
-    role of single answers is `policy`."""
+    """The adapter of each role, from `model.lora_adapters`, such as `{Proposer: proposer}`. Other roles have the first;
+    the role of single answers is `policy`."""
 
     @property
     def label(self) -> str:
@@ -75,7 +75,7 @@ class EvalSettings(Section):
     sampling: EvalSamplingSettings = EvalSamplingSettings()
     """How held-out prompts are answered."""
     eval_base_model: bool = True
-    """Version 0 is evaluated too, before the first step."""
+    """Also evaluates version 0, before the first step."""
     skip_eval_on_resume: bool = True
     """The version with which a run resumes is not evaluated, unless it is the last one."""
     cancel_inflight_rollouts_on_eval: bool = False

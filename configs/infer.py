@@ -60,13 +60,13 @@ class _ServerSettings(ProcessSettings):
     trust_remote_code: bool = False
     """Code that comes with the checkpoint may run."""
     enforce_eager: bool = False
-    """The model runs without CUDA graphs."""
+    """Runs the model without CUDA graphs."""
     tp: PositiveInt = 1
     """Tensor parallel degree."""
     dp: PositiveInt = 1
     """Data parallel degree."""
     enable_prefix_caching: bool | None = None
-    """The KV cache of equal prefixes is used again (null: vLLM's default)."""
+    """Reuses the KV cache of equal prefixes (null: vLLM's default)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
     """Share of the GPU's memory that vLLM may take. Left open in a run on one GPU, it is what a step of the trainer
     leaves (docs/memory.md)."""
@@ -129,9 +129,9 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """The base has the quantized values of a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4); see
     docs/quantization.md."""
     weight_broadcast_type: Literal["filesystem", "http", "nccl"] = "filesystem"
-    """How policy versions arrive: as the trainer's `weight_broadcast.type`."""
+    """How policy versions arrive; must equal the trainer's `weight_broadcast.type`."""
     weight_broadcast_url: Annotated[str | None, OnlyWith("weight_broadcast_type", "http")] = None
-    """Where the orchestrator serves them, as `http://10.0.0.5:5556`. Copies lie below `output_dir`."""
+    """Where the orchestrator serves versions, such as `http://10.0.0.5:5556`; copies are kept below `output_dir`."""
     weight_broadcast_key_var: Annotated[str, OnlyWith("weight_broadcast_type", "http")] = "GRPO_TRANSPORT_KEY"
     """Name of the environment variable that holds the key of both ends (if unset, the key in `output_dir`)."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)

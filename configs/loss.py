@@ -45,9 +45,9 @@ class SdpoSettings(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1), OnlyWith("teacher", "ema")] = 0.99
     """The moving average keeps this share of itself at each step."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the weight `alpha_sdpo` rises from 0 in equal parts."""
+    """Steps over which the weight `alpha_sdpo` rises linearly from 0."""
     decay_steps: PositiveInt | None = None
-    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
+    """Steps over which it then falls linearly to 0 (null: it stays)."""
 
 
 class DpoSettings(Section):
@@ -59,9 +59,9 @@ class DpoSettings(Section):
     beta: float = Field(default=0.1, gt=0, le=1e3)
     """Scale of the policy's preference against the reference's."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the weight `beta_replay` rises from 0 in equal parts."""
+    """Steps over which the weight `beta_replay` rises linearly from 0."""
     decay_steps: PositiveInt | None = None
-    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
+    """Steps over which it then falls linearly to 0 (null: it stays)."""
 
 
 class LossSettings(Section):

@@ -63,7 +63,7 @@ class ResumeSettings(CheckpointSettings):
     """Checkpoints, as the trainer has them, and what the orchestrator takes up when a run goes on."""
 
     wait_for_weights_timeout: Seconds | None = None
-    """Seconds to wait for the trainer's version to go on with (null: `wait_timeout_s`)."""
+    """Seconds to wait for the version with which a run continues (null: `wait_timeout_s`)."""
     skip_progress: bool = False
     """The summary's totals restart; steps continue."""
     skip_buffer: bool = False
@@ -143,13 +143,12 @@ class OrchSettings(ProcessSettings, Shared):
     max_concurrent_groups: PositiveInt | None = None
     """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
     reward_timeout_s: Seconds = 30.0
-    """Seconds that an environment may take for one prompt or reward before the rollout is dropped and
-    counted."""
+    """Seconds that an environment may take for one prompt or reward; then the rollout is dropped and counted."""
     max_env_failure_rate: Share = 0.5
     """The run stops if more than this share of an environment's last `batch_size` rollouts failed. It also stops if a
     whole evaluation fails, or `batch_size` rollouts (at least 32) in a row."""
     wait_timeout_s: Seconds = 1200.0
-    """Seconds to wait for the trainer's next version before the run is given up."""
+    """Seconds to wait for the trainer's next version before giving up."""
     rollout_transport: Transport = FilesystemTransport()
     """How batches leave, as the trainer's `rollout_transport`."""
     weight_broadcast: Broadcast = FilesystemBroadcast()

@@ -59,9 +59,9 @@ class CheckpointSettings(Section):
     """What a run goes on from when its programs are started again."""
 
     interval: PositiveInt | None = 10
-    """Steps between two checkpoints (null: none, so that a restarted run begins again and no batch is ever removed)."""
+    """Steps between two checkpoints (null: none; a restarted run begins again, and no batch is ever removed)."""
     keep_last: Annotated[PositiveInt | None, OnlyWith("interval")] = 2
-    """This many of the newest checkpoints are kept (null: all)."""
+    """Number of newest checkpoints that are kept (null: all)."""
     keep_interval: Annotated[PositiveInt | None, OnlyWith("keep_last")] = None
     """Older checkpoints of steps that this divides are kept too (null: none)."""
     resume_step: int | None = Field(default=None, ge=-1)
@@ -79,7 +79,7 @@ class SharedSettings(OnDevice, Shared):
     """Continue although files that the settings name (environments, rewards, losses, data) have changed since the run
     began; `run.json` and curves show where. false: refuse."""
     overwrite_output_dir: bool = False
-    """An earlier run in `output_dir` is removed first."""
+    """Remove an earlier run in `output_dir` first."""
     sequence_len: PositiveInt = 2048
     """Longest sample in tokens, prompt and answers together (left open in a run: 8192 on a GPU, 2048 on a CPU, more for
     a longer `max_tokens`, never more than the model reads)."""
@@ -144,15 +144,15 @@ class TrainSettings(ProcessSettings, SharedSettings):
     max_steps: int = Field(default=-1, ge=-1)
     """Number of optimizer steps (-1: until the orchestrator ends the run)."""
     max_async_level: NonNegativeInt | None = None
-    """As the orchestrator's `max_async_level` (null: as that says)."""
+    """The orchestrator's `max_async_level` (null: follow it)."""
     transport_type: Literal["filesystem", "zmq"] | None = None
-    """As `rollout_transport.type` (null: as that says)."""
+    """Must equal `rollout_transport.type` (null: follow it)."""
     per_device_train_batch_size: Annotated[int, only(1, "samples are packed; set sequence_len instead")] = 1
     """Number of packed micro-batches that one rank computes at a time."""
     gradient_accumulation_steps: PositiveInt | None = None
     """Number of micro-batches per optimizer step on each rank (null: all of a batch). A batch makes one version."""
     ppo_epochs: PositiveInt = 1
-    """Number of times that a batch is trained before its version is published."""
+    """Number of passes over a batch before its version is published."""
     logging_steps: PositiveInt = 1
     """Steps between two lines in the trainer's log. Metrics are written at every step."""
     learning_rate: float = Field(default_factory=lambda data: 2e-5 if data["lora"] else 1e-6, gt=0, le=10)
@@ -199,7 +199,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     ckpt: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
     wait_timeout_s: Seconds = 1200.0
-    """Seconds to wait for the orchestrator's next batch, or for another rank, before the run is given up."""
+    """Seconds to wait for the orchestrator's next batch, or for another rank, before giving up."""
 
     @model_validator(mode="before")
     @classmethod
