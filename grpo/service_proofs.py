@@ -89,7 +89,7 @@ def _versions(service: Path, reader: ServiceReader, only: str | None) -> Part:
     if only is None and (without := sorted(reader.sampled_versions().keys() - proved)):
         part.broken.append(f"{proofs.ranges(without)} were sampled from, and no server has proved them")
     if gone := sorted(proved - kept.keys()):
-        part.unproved.append(f"{proofs.ranges(gone)} are gone from disk, and their files cannot be compared again")
+        part.unproved.append(f"gone from disk: {proofs.ranges(gone)}; their files cannot be compared again")
     part.broken = proofs.listed(part.broken)
     part.facts = {"canaries": [_figures(one) for one in canaries], "proved": sorted(proved), "gone": gone}
     part.facts["files"] = {version: one.digest for version, one in kept.items() if version in proved}
