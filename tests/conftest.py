@@ -20,6 +20,8 @@ PROFILE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.to
 hypothesis.settings.register_profile("grpo", derandomize=True, **PROFILE)
 hypothesis.settings.register_profile("explore", max_examples=2000, **PROFILE)
 hypothesis.settings.load_profile("grpo")
+LONG = ("test_first_hour", "test_pipeline", "test_sampling", "test_slurm", "test_recipes", "test_canary_command")
+"""Files whose tests take minutes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     busy from the first test to the last one."""
     files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
     heavy = [tests for tests in files if any(item.get_closest_marker("e2e") for item in tests)]
+    heavy.sort(key=lambda tests: tests[0].path.stem not in LONG)  # a long one that begins last would end alone
     light = [tests for tests in files if tests not in heavy]
     items[:] = [item for tests in _spread(heavy, light) for item in tests]
 

@@ -20,7 +20,7 @@ from tests.support import END_S
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS, CHECKPOINT = 10, 5
+NUM_STEPS, CHECKPOINT = 8, 6
 SAME = {"GRPO_ORCH_SAMPLING__SEED": "7", "GRPO_RUN_MAX_STEPS": str(NUM_STEPS)}
 SAME |= {"GRPO_TRAIN_WEIGHT_BROADCAST__KEEP_LAST": "20", "GRPO_TRAIN_CKPT__INTERVAL": str(CHECKPOINT)}
 """What a rollout samples does not depend on when it is asked for, and all versions are kept: so two runs that are
