@@ -5,7 +5,7 @@ import json
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,6 @@ pytestmark = [
     pytest.mark.service,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    model = save_tiny_model(folder / "model")
-    with running(folder / "run", model, "--no_sampling", "--tenants", "default,other") as service:
-        yield service
 
 
 def waited(holds: Callable[[], bool]) -> None:
