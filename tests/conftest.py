@@ -1,11 +1,11 @@
 """Settings of all tests."""
 
 import os
-
 # For tiny tensors a second thread only spins between them, at many times the work itself. Read when torch is imported,
 # here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import subprocess
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -14,6 +14,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Imports and collection make objects that stay; looking through them takes a third of the time.
+gc.disable()
 # Two shared cores: an example that takes long says nothing about the code. Examples are the same ones each time; others
 # are met where somebody looks for them: `pytest --hypothesis-profile=explore`.
 PROFILE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
@@ -32,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     heavy.sort(key=lambda tests: tests[0].path.stem not in LONG)  # a long one that begins last would end alone
     light = [tests for tests in files if tests not in heavy]
     items[:] = [item for tests in _spread(heavy, light) for item in tests]
+
+
+def pytest_collection_finish() -> None:
+    """What is there stays, and is never looked through."""
+    gc.freeze()
+    gc.enable()
 
 
 def _spread(heavy: list[list[pytest.Item]], light: list[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
