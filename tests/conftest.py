@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import os
+
 # For tiny tensors a second thread only spins between them, at many times the work itself. Read when torch is imported,
 # here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
