@@ -35,15 +35,16 @@ from benchmarks.orchestrator import PROBE_S, Forgetful, use_of_workers
 from benchmarks.report import parser, report
 from grpo import Environment, EpisodeState, MultiTurnEpisode, RolloutContext, Rubric
 
-LONGEST, MEDIAN, SIGMA, TOKENS_PER_S = 32_768, 4096, 1.0, 30.0
+LONGEST, MEDIAN, MEDIAN_TURN, SIGMA, TOKENS_PER_S = 32_768, 4096, 256, 1.0, 30.0
 SEQ_LEN, GROUP, TURN_TOKENS = 40_960, 16, 2048
+WITH_TOOLS = "With tools"
 LOST_EVERY_S, AWAY_S, JUDGE_S = 30.0, 20.0, 0.2
 TARGETS = {"lag_p99_ms": ("<=", 50.0), "orchestrator_share": ("<=", 1.0)}
 
 
-def prompts() -> Sequence[Mapping[str, Any]]:
+def prompts(title: str) -> Sequence[Mapping[str, Any]]:
     """Ten thousand examples."""
-    return [{"prompt": f"Example {number}: " + "what follows? " * 20} for number in range(10_000)]
+    return [{"prompt": f"{title} {number}: " + "what follows? " * 20} for number in range(10_000)]
 
 
 async def judge(completion: str) -> float:
@@ -58,7 +59,7 @@ class Judged(Environment):
     rubric = Rubric([judge])
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        return prompts()
+        return prompts("Question")
 
 
 class Tools(MultiTurnEpisode, Environment):
@@ -70,7 +71,7 @@ class Tools(MultiTurnEpisode, Environment):
         super().__init__(max_turns=3)
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        return prompts()
+        return prompts(WITH_TOOLS)
 
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> str:
         return "word " * (600_000 if random.random() < 0.02 else 400)
@@ -93,9 +94,10 @@ def stand_in(folder: str, num_servers: int, sequences: int, speed: float, connec
             asked = json.loads(await request.read())
             if (version := asked["version"]) not in self.live:
                 return web.json_response({"error": {"type": "not_live", "message": "not live"}}, status=404)
-            most = asked["max_tokens"] if asked["n"] > 1 else min(asked["max_tokens"], TURN_TOKENS)
+            is_turn = WITH_TOOLS.encode() in bytes(one for one in asked["prompt_token_ids"][:64] if one < 256)
+            most, median = (TURN_TOKENS, MEDIAN_TURN) if is_turn else (asked["max_tokens"], MEDIAN)
             lengths = [
-                min(most, 1 + int(draw.lognormvariate(math.log(MEDIAN if asked["n"] > 1 else 256), SIGMA)))
+                min(most, asked["max_tokens"], 1 + int(draw.lognormvariate(math.log(median), SIGMA)))
                 for _ in range(asked["n"])
             ]
             seen["in_flight"] += len(lengths)

@@ -39,6 +39,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import uvloop
 from grpo.transport.limits import raise_file_limit
@@ -99,6 +100,8 @@ def stand_in(output_dir: str, delay_s: float, cores: set[int], connection: Conne
     os.sched_setaffinity(0, cores)
     raise_file_limit()
     from aiohttp import web
+    from grpo.transport.http import Choice, Generated
+    from grpo.transport.records import MESSAGE_TYPE, to_body
 
     from tests.orchestrator.fakes import FakeServer, FakeTrainer
 
@@ -108,15 +111,14 @@ def stand_in(output_dir: str, delay_s: float, cores: set[int], connection: Conne
         def make_answers(self) -> None:
             draw = random.Random(0)
             choices = [
-                {
-                    "token_ids": [draw.randrange(97, 123) for _ in range(NUM_TOKENS)],
-                    "logprobs": [-draw.random() for _ in range(NUM_TOKENS)],
-                    "finish_reason": "length",
-                    "stop_reason": None,
-                }
+                Choice(
+                    token_ids=np.array([draw.randrange(97, 123) for _ in range(NUM_TOKENS)], np.int32),
+                    logprobs=np.array([-draw.random() for _ in range(NUM_TOKENS)], np.float32),
+                    finish_reason="length",
+                )
                 for _ in range(NUM_ANSWERS)
             ]
-            self.choices = [json.dumps(choices[at : at + GROUP_SIZE]) for at in range(0, NUM_ANSWERS, GROUP_SIZE)]
+            self.choices = [choices[at : at + GROUP_SIZE] for at in range(0, NUM_ANSWERS, GROUP_SIZE)]
 
         async def _generate(self, request: web.Request) -> web.Response:
             version = json.loads(await request.read())["version"]
@@ -127,7 +129,8 @@ def stand_in(output_dir: str, delay_s: float, cores: set[int], connection: Conne
             self.num_in_flight -= GROUP_SIZE
             self.num_answered += 1
             choices = self.choices[self.num_answered % len(self.choices)]
-            return web.Response(text=f'{{"version": {version}, "choices": {choices}}}', content_type="application/json")
+            body = to_body(Generated(version=version, choices=choices), MESSAGE_TYPE)
+            return web.Response(body=body, content_type=MESSAGE_TYPE)
 
     async def serve() -> None:
         server = Canned(max_model_len=SEQ_LEN)
@@ -358,7 +361,6 @@ def measure_prompts() -> dict[str, float]:
 
 def worst_issue_s(num: int) -> float:
     """The processor time of an `issue`, 99th percentile, where as many examples are normal as make it slowest."""
-    import numpy as np
     from grpo.orchestrator.buffer import HARD, Buffer
 
     buffer, worst_s = Buffer({"e": [f"{one:024x}" for one in range(num)]}, seed=1, hard_threshold=0.0), 0.0

@@ -3,10 +3,10 @@
     python -m benchmarks.service_kills [--kills 36] [--seed 0] [--check]
 
 The loop is a person's script against the stock tinker client: a supervised stage on sums, then importance sampling on
-them, with a checkpoint every few steps from which the same command goes on. There are four kinds of process: the script
-(`client`), `grpo service` (`service`; the trainer is a thread of it), its grpo-infer (`server`) and that one's engine
-(`engine`). Half of the service's kills wait until it computes a gradient. After each kill the same command is given
-again. A round is one loop with four kills; all rounds are on one service, each with a model of its own.
+them, with a checkpoint every few steps from which the same command goes on. There are five kinds of process: the script
+(`client`), `grpo service` (`service`), the other one of two that train (`trainer`), its grpo-infer (`server`) and that
+one's engine (`engine`). Half of the service's kills wait until it computes a gradient. After each kill the same command
+is given again. A round is one loop with four kills; all rounds are on one service, each with a model of its own.
 
 Claims of each round: adapter and optimizer's state at the end have the bytes of a loop that nobody kills; each step's
 loss is the same whenever it was computed; the optimizer has counted each step once; nothing of a killed service
@@ -37,7 +37,7 @@ from tests.service.running import Running
 from tests.support import until
 
 MODEL = Path(__file__).parents[1] / "configs/tiny/model"
-KINDS = ("client", "service", "server", "engine")
+KINDS = ("client", "service", "trainer", "server", "engine")
 SEED = 5
 SAVE_EVERY = 3
 A_ROUND = 4
@@ -186,7 +186,7 @@ class Loop:
             return True
         processes = self._processes()
         processes[kind].kill()
-        # The service ends with its server; the server ends with the service.
+        # The service ends with its server and its trainer; both end with the service.
         _, left = psutil.wait_procs(processes.values(), timeout=WAIT_S)
         assert not left, left
         self.service.end(signal.SIGKILL)
@@ -204,7 +204,8 @@ class Loop:
         service = psutil.Process(self.service.pid)
         (server,) = [one for one in service.children() if "grpo.infer.cli" in one.cmdline()]
         (engine,) = [one for one in server.children() if "resource_tracker" not in " ".join(one.cmdline())]
-        return {"service": service, "server": server, "engine": engine}
+        (trainer,) = [one for one in service.children() if "grpo.service.ranks" in one.cmdline()]
+        return {"service": service, "trainer": trainer, "server": server, "engine": engine}
 
     def log(self) -> str:
         """The ends of both logs."""
@@ -255,8 +256,8 @@ def run(loop: Loop, kills: list[str], draw: random.Random, told: Callable[[str],
 
 @contextmanager
 def served(folder: Path) -> Iterator[Running]:
-    """A service with the embedded model, on a port that it keeps."""
-    service = Running(folder, MODEL, "--port", str(free_port()))
+    """A service with the embedded model, two processes of which train, on a port that it keeps."""
+    service = Running(folder, MODEL, "--port", str(free_port()), "--gpus", "2")
     service.start()
     try:
         yield service

@@ -15,8 +15,7 @@ class TeacherModelSettings(Section):
     """The model that teaches."""
 
     name: str | None = None
-    """A local folder or a Hugging Face id; for a server that has only OpenAI's routes also the name under which it
-    serves the teacher."""
+    """A local folder or a Hugging Face id; with a server that has OpenAI's routes only, also the model's name there."""
     tokenizer: str | None = None
     """A folder or an id with its tokenizer, which must be the policy's (null: that of `name`)."""
 
@@ -25,12 +24,12 @@ class TeacherClientSettings(Section):
     """How the teacher's servers are reached."""
 
     base_url: Listed[str] | None = None
-    """Addresses of the servers: grpo-infer, or any vLLM with OpenAI's routes, which can score at temperature 1 only
-    (null: `grpo` starts one)."""
+    """Addresses of the servers: grpo-infer, or any vLLM, which scores at temperature 1 only (null: `grpo` starts
+    one)."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     timeout: Seconds = 120.0
-    """Seconds that scoring a sample may take, retries included; after that it is dropped and counted."""
+    """Seconds that scoring a sample may take, retries included; then it is dropped and counted."""
 
 
 class TeacherSettings(Section):
@@ -40,8 +39,8 @@ class TeacherSettings(Section):
     model: TeacherModelSettings = TeacherModelSettings()
     """The model that teaches."""
     reference: bool = False
-    """The teacher is the model as it was before training, on the run's own servers, so that `loss.teacher_tau` is the
-    weight of the KL to it (false: the teacher is `model.name`)."""
+    """The teacher is the model before training, on the run's own servers, and `loss.teacher_tau` the weight of the KL
+    to it (false: the teacher is `model.name`)."""
     client: TeacherClientSettings = TeacherClientSettings()
     """How the servers of `model.name` are reached."""
 
@@ -72,18 +71,18 @@ class ApiSettings(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Its name in metrics, pairs and messages."""
     base_url: str | None = Field(default=None, pattern=r"^https?://")
-    """Address of the API, with /v1 where it has that (null: the run's own servers)."""
+    """Address of the API, with its `/v1` (null: the run's own servers)."""
     model: str | None = None
-    """The model's name there (null: the policy's base model, on the run's own servers)."""
+    """The model's name at the API (null: the policy's base model, on the run's own servers)."""
     api_key_var: Annotated[str | None, OnlyWith("base_url")] = None
     """Name of the environment variable that holds the key (null: none; on the run's own servers
     `client.api_key_var`)."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.0
-    """Sampling temperature of its answers (null: the API's own; some take no other)."""
+    """Sampling temperature of its answers (null: the API's default, which some require)."""
     max_tokens: PositiveInt = 1024
     """Longest answer in tokens."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """Name of the request's field that says so."""
+    """Name of that field in requests."""
     extra: dict[str, Any] = {}
     """Further fields of every request."""
     price: PriceSettings = PriceSettings()
@@ -109,17 +108,17 @@ class HintSettings(Section):
 
     sources: Listed[HintSource] = Field(default=("templates", "environment"), min_length=1)
     """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
-    `environment`: what it said of the error. `sibling`: the answer of the rollout of the group that did best from
-    the same point. `model`: written by `model`. `solution`: the example's own `solution`, for every answer, marked or
-    not (privileged self-distillation)."""
+    `environment`: what it said about the error. `sibling`: the group's best answer from the same point. `model`:
+    written by `model`. `solution`: the example's `solution`, for every answer, marked or not (privileged
+    self-distillation)."""
     templates: Annotated[str | None, OnlyWith("sources", "templates")] = None
-    """Texts of your own by `hint_template_key` or `error_kind`, which replace and extend the built-in ones: a YAML or
-    JSON file; null takes a built-in one away."""
+    """A YAML or JSON file of texts by `hint_template_key` or `error_kind`, which replace and extend the built-in ones;
+    null removes one."""
     max_per_sample: PositiveInt | None = None
-    """Only this many errors of a sample have hints, the first ones (null: all)."""
+    """Number of errors of a sample that get hints, the first ones (null: all)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
-    """Adds this much times (log-probability with the hint less that without) to the advantage of each hinted token,
-    independently of `loss.alpha_sdpo`."""
+    """Adds this times (log-probability with the hint − without) to the advantage of each hinted token, independently of
+    `loss.alpha_sdpo`."""
     model: Annotated[ApiSettings | None, OnlyWith("sources", "model")] = None
     """The model that writes hints."""
 
@@ -141,29 +140,28 @@ class PreferenceSettings(Section):
     teachers: tuple[ApiSettings, ...] = ()
     """Models that are asked."""
     num_agreeing: PositiveInt = 2
-    """Number of teachers that must agree. 1: one teacher that differs from the policy is enough, for more and noisier
-    pairs."""
+    """Number of teachers that must agree. 1 makes more pairs, and noisier ones."""
     judge: ApiSettings | None = None
-    """The model that says whether two actions are the same, where their words, numbers and signs are not (null: these
-    alone decide, whatever their case, punctuation and Markdown)."""
+    """The model that says whether two actions are the same although their words differ (null: words, numbers and signs
+    decide)."""
     select: Listed[Selection] = Field(default=("low_reward", "errors"), min_length=1)
-    """Which of the policy's turns are asked about; any that one of these names. `errors`: those that the environment
-    marked. `low_reward`: all of rollouts with a reward below the group's mean."""
+    """Which of the policy's turns teachers are asked about. `errors`: those that the environment marked. `low_reward`:
+    those of rollouts with a reward below the group's mean."""
     max_cost: Cost | None = None
     """No more questions once this much is spent in the whole run, across restarts (null: no limit)."""
     max_waiting: PositiveInt = 1024
-    """Most turns that wait to be asked about; the newest is next, and the oldest is dropped and counted."""
+    """Most turns that wait to be asked about; the newest is asked next, the oldest is dropped and counted."""
     max_pairs: PositiveInt = 64
     """Most pairs in one batch, those of the newest versions; others wait for the next."""
     max_off_policy_steps: NonNegativeInt | None = 32
-    """Largest version lag of a turn when the batch with its pair ships (null: no limit). Older turns are not asked
-    about, older pairs are not trained, and both are counted."""
+    """Largest version lag of a pair when its batch ships (null: no limit). Older turns and pairs are dropped and
+    counted."""
     pairs: str | None = None
-    """The folder of another run with the same base model: `max_pairs` of its pairs go into every batch, and no teacher
-    is asked (null: teachers are asked)."""
+    """The folder of another run with the same base model, whose pairs are used, `max_pairs` in every batch (null:
+    teachers are asked)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
-    """Adds this much times (share of teachers that would have done the same, less the largest share for one other
-    action) to a turn's advantage, independently of `loss.beta_replay`. A group then waits for its teachers."""
+    """Adds this times (share of teachers that agree − largest share for another action) to a turn's advantage,
+    independently of `loss.beta_replay`. A group then waits for its teachers."""
 
     def conflicts(self) -> Conflicts:
         changed = self.changed

@@ -11,8 +11,8 @@ class ElasticSettings(Section):
     where they are."""
 
     hostname: str | None = Field(default=None, min_length=1)
-    """DNS name; every address behind it is a server, for example a headless service (null: servers with the same
-    `output_dir`, found in its `status` folder)."""
+    """DNS name, such as a headless service's; every address behind it is a server (null: servers with the same
+    `output_dir`)."""
     port: Annotated[Port, OnlyWith("hostname")] = 8000
     """Port of every server."""
     sync_interval: Seconds = 5.0
@@ -29,13 +29,13 @@ class ClientSettings(Section):
     timeout: Seconds = 1200.0
     """Seconds that one request may take, retries included, and that the start waits for the servers."""
     health_interval_s: Seconds = 1.0
-    """Seconds between two questions to a server about its health and load."""
+    """Seconds between two checks of a server's health and load."""
     health_timeout_s: Seconds = 30.0
     """Seconds without an answer after which a server counts as dead and its requests go elsewhere."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     skip_model_check: bool = False
-    """The servers' base model is not compared with `model.name`."""
+    """Does not compare the servers' base model with `model.name`."""
 
     def conflicts(self) -> Conflicts:
         if self.elastic is not None and "base_url" in self.changed:

@@ -133,19 +133,19 @@ class Shared(Section):
     model: Any = None
     """The model."""
     output_dir: str = Field(default="outputs", pattern=r"^[^\x00]*\S[^\x00]*$")
-    """The run's folder, relative to where the command is given; the same for all programs."""
+    """The run's folder, relative to the current directory; the same for all programs."""
     seed: Seed = 42
     """Seed of everything that is random."""
     sleep_mode: bool = False
-    """The server sleeps while the trainer steps, to leave it the memory of one GPU; needs `max_async_level: 0`."""
+    """The server sleeps while the trainer steps, so that both fit on one GPU; needs `max_async_level: 0`."""
 
 
 class OnDevice(Section):
     """Settings of programs that compute."""
 
     fp32_lm_head: bool = False
-    """Server and trainer compute the LM head in float32, whatever the type of the other layers: their log-probabilities
-    are nearer to each other, for a copy of the head in float32."""
+    """Server and trainer compute the LM head in float32, so that their log-probabilities agree better; costs a copy of
+    the head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes a GPU if there is one."""
     colocate: bool = False
@@ -156,17 +156,17 @@ class ProofSettings(Section):
     """Proofs of what was sampled and trained (docs/proofs.md)."""
 
     on_failure: Literal["stop", "drop", "warn"] = "stop"
-    """Where a proof does not hold: `stop` ends the run with exit code 76 (for a spot proof before the step changes
-    anything, with a checkpoint of the state before it; for a witness before the version is served); `drop` leaves the
-    samples of failed spot proofs out of their step; `warn` goes on. Both of these warn."""
+    """What happens when a proof fails. `stop` ends the run with exit code 76: for a spot proof before the step changes
+    anything, for a gradient before the version is served. `drop` leaves samples of failed spot proofs out of the step,
+    with a warning. `warn` only warns."""
 
 
 class SpotProofSettings(ProofSettings):
     """Proofs of what was sampled and trained (docs/proofs.md)."""
 
     share: Share = 0.01
-    """Share of a batch's samples that the trainer scores again under the version that each record names, two a step on
-    average at least (0: none; tokens that the newest version sampled are proved all the same, for nothing)."""
+    """Share of a batch's samples of earlier versions that the trainer scores again under the version that each record
+    names, on average at least two a step (0: none)."""
 
 
 # --- how batches travel -------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class FilesystemTransport(Section):
 
     type: Literal["filesystem"] = "filesystem"
     hwm: PositiveInt = 10
-    """The orchestrator waits while this many batches (high-water mark) are sent and not received."""
+    """The orchestrator waits while this many batches (high-water mark) have been sent but not received."""
 
 
 class ZmqTransport(Section):
@@ -185,7 +185,7 @@ class ZmqTransport(Section):
 
     type: Literal["zmq"] = "zmq"
     hwm: PositiveInt = 10
-    """The orchestrator waits while this many batches (high-water mark) are sent and not received."""
+    """The orchestrator waits while this many batches (high-water mark) have been sent but not received."""
     host: str = "localhost"
     """Address of the orchestrator."""
     port: Port = 5555
@@ -202,9 +202,9 @@ Transport: TypeAlias = Annotated[FilesystemTransport | ZmqTransport, Field(discr
 
 class _Broadcast(Section):
     allow_rounding: Annotated[bool, OnlyWith("format", "merged")] = False
-    """Merged weights may be rounded to 16 bits, which loses the smaller part of each update."""
+    """Merged weights may be rounded to 16 bits, which loses small updates."""
     keep_last: PositiveInt | None = None
-    """This many of the newest versions stay on disk (null: 8, or 2 of `merged` and `full` ones). One in use stays."""
+    """Number of newest versions that stay on disk, besides those in use (null: 8, or 2 of `merged` and `full` ones)."""
     keep_interval: PositiveInt | None = None
     """Versions that are multiples of this stay on disk too (null: no others)."""
 
@@ -214,8 +214,8 @@ class FilesystemBroadcast(_Broadcast):
 
     type: Literal["filesystem"] = "filesystem"
     format: Literal["adapter", "merged", "full"] = "adapter"
-    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the changed matrices with the
-    adapter merged in; a server drains before each switch. `full`: all weights, of `lora: false`."""
+    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: matrices with the adapter merged
+    in; a server drains before each switch. `full`: all weights, with `lora: false`."""
 
 
 class HttpBroadcast(_Broadcast):
@@ -223,14 +223,14 @@ class HttpBroadcast(_Broadcast):
 
     type: Literal["http"] = "http"
     format: Literal["adapter", "merged", "full"] = "adapter"
-    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the changed matrices with the
-    adapter merged in; a server drains before each switch. `full`: all weights, of `lora: false`."""
+    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: matrices with the adapter merged
+    in; a server drains before each switch. `full`: all weights, with `lora: false`."""
     host: str = "localhost"
     """Address at which the orchestrator serves them."""
     port: Port = 5556
     """Port at which the orchestrator serves them."""
     key_var: str = "GRPO_TRANSPORT_KEY"
-    """Name of the environment variable that holds the key of both ends (where it is not set, the run's own)."""
+    """Name of the environment variable that holds the key of both ends (if unset, the run's own key)."""
 
 
 class NcclBroadcast(_Broadcast):
@@ -238,7 +238,7 @@ class NcclBroadcast(_Broadcast):
 
     type: Literal["nccl"] = "nccl"
     format: Literal["merged", "full"] = "merged"
-    """`merged`: the changed matrices with the adapter merged in. `full`: all weights, of `lora: false`."""
+    """`merged`: matrices with the adapter merged in. `full`: all weights, with `lora: false`."""
     host: str = "localhost"
     """Address of the trainer's machine."""
     port: Port = 29501

@@ -22,16 +22,15 @@ class EnvSettings(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     address: str | None = Field(default=None, pattern=_ADDRESS)
-    """Address of an environment server, `tcp://host:port`, as `grpo-env ID` starts one; `args` are sent there (null:
-    the orchestrator starts processes of its own)."""
+    """Address of an environment server, `tcp://host:port`, which `grpo-env ID` starts (null: the orchestrator starts
+    processes of its own)."""
     num_workers: PositiveInt = 1
-    """Number of processes that its rollouts are spread over."""
+    """Number of processes for its rollouts."""
     memory_gb: float | None = Field(default=None, ge=0.05, le=1e6)
-    """Memory in GB that its code may allocate in each process; a rollout that needs more is dropped (null: no
-    limit)."""
+    """Memory in GB that its code may allocate in each process; rollouts that need more are dropped (null: no limit)."""
     adapters: dict[str, str] = {}
-    """Which of `model.lora_adapters` each role has, by its id, as `{Proposer: proposer}`; the role of an environment of
-    single answers is `policy`. Roles that are not named have the first."""
+    """The adapter of each role, from `model.lora_adapters`, such as `{Proposer: proposer}`. Other roles have the first;
+    the role of single answers is `policy`."""
 
     @property
     def label(self) -> str:
@@ -66,23 +65,22 @@ class EvalSettings(Section):
     meanwhile, unless it is told to wait."""
 
     env: Environments = ()
-    """Environments to evaluate on (empty: the training ones). One that shares its name with a training environment, but
-    not its arguments, is another environment, and both keep the name in their own metrics."""
+    """Environments to evaluate on (empty: the training ones)."""
     num_examples: int = Field(default=200, ge=-1)
-    """Number of held-out examples of each environment, the first ones (-1: all, 0: no evaluation)."""
+    """Number of held-out examples of each environment (-1: all, 0: no evaluation)."""
     rollouts_per_example: PositiveInt = 1
-    """Number of answers to each prompt. With more than one, pass@k is estimated for k = 1, 2, 4 and so on."""
+    """Number of answers to each prompt. With more than one, pass@k is estimated for k = 1, 2, 4, …"""
     interval: PositiveInt = 100
     """Steps between two evaluations."""
     sampling: EvalSamplingSettings = EvalSamplingSettings()
     """How held-out prompts are answered."""
     eval_base_model: bool = True
-    """Version 0 is evaluated too, before the first step."""
+    """Also evaluates version 0, before the first step."""
     skip_eval_on_resume: bool = True
-    """The version with which a run continues is not evaluated, unless it is the last one."""
+    """The version with which a run resumes is not evaluated, unless it is the last one."""
     cancel_inflight_rollouts_on_eval: bool = False
-    """Training waits while a version is evaluated: rollouts in flight are cancelled and counted, and their prompts are
-    asked again afterwards. false: both share the servers."""
+    """Training waits while a version is evaluated; rollouts in flight are cancelled, and their prompts asked again
+    afterwards. false: both share the servers."""
 
     def conflicts(self) -> Conflicts:
         yield from label_conflicts("env", self.env)

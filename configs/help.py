@@ -112,7 +112,7 @@ def kind(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         return kind(get_args(annotation)[0])
     if isinstance(annotation, type) and not get_args(annotation):
-        names = {"NoneType": "null", "str": "text", "int": "whole number", "float": "number", "bool": "true or false"}
+        names = {"NoneType": "null", "str": "text", "int": "integer", "float": "number", "bool": "boolean"}
         return names.get(annotation.__name__, annotation.__name__)
     values = [str(a) if isinstance(a, str | int | bool) else kind(a) for a in get_args(annotation) if a is not ...]
     if get_origin(annotation) in (tuple, dict):

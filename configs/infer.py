@@ -49,28 +49,27 @@ class _ServerSettings(ProcessSettings):
     """Settings that servers of the policy and of a teacher have in common."""
 
     host: Annotated[str, BeforeValidator(lambda given: "0.0.0.0" if given is None else given)] = "127.0.0.1"
-    """Address to listen on (null: all interfaces, as 0.0.0.0, where other machines can reach it, and it should have an
-    API key)."""
+    """Address to listen on (null: all interfaces; then set an API key)."""
     port: Port = 8000
     """Port to listen on."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and of the computation; `auto` follows the checkpoint. In a run that leaves it open it is the
+    """Type of the weights and of the computation; `auto` follows the checkpoint. Left open in a run, it is the
     trainer's."""
     max_model_len: PositiveInt | None = None
     """Longest sequence in tokens, prompt and answer together (null: what the model allows; in a run, `seq_len`)."""
     trust_remote_code: bool = False
-    """Model code that comes with the checkpoint may run."""
+    """Code that comes with the checkpoint may run."""
     enforce_eager: bool = False
-    """The model runs without CUDA graphs."""
+    """Runs the model without CUDA graphs."""
     tp: PositiveInt = 1
     """Tensor parallel degree."""
     dp: PositiveInt = 1
     """Data parallel degree."""
     enable_prefix_caching: bool | None = None
-    """The KV cache of equal prefixes is used again (null: vLLM's default)."""
+    """Reuses the KV cache of equal prefixes (null: vLLM's default)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
-    """Share of the GPU's memory that vLLM may take. In a run that leaves it open, and has one GPU for server and
-    trainer, what a step of the trainer leaves (docs/memory.md)."""
+    """Share of the GPU's memory that vLLM may take. Left open in a run on one GPU, it is what a step of the trainer
+    leaves (docs/memory.md)."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads for computation on a CPU (null: 1)."""
     reasoning_parser: str | None = None
@@ -78,11 +77,11 @@ class _ServerSettings(ProcessSettings):
     enable_auto_tool_choice: bool = False
     """Chat answers may call tools; needs `tool_call_parser` in `vllm`."""
     rope_scaling: dict[str, Any] | None = None
-    """The model's rope scaling is replaced by this."""
+    """Replaces the model's rope scaling."""
     vllm: dict[str, Any] = {}
-    """More arguments of vLLM's server, as `max_num_seqs: 256` or `speculative_config: {method: ngram, …}`, which vLLM's
-    own parser checks. On a CPU, `max_num_seqs` is 64, `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128
-    MiB or what two of the longest sequences need. docs/servers.md has those that are refused."""
+    """More arguments of vLLM's server, such as `max_num_seqs: 256`. On a CPU, `max_num_seqs` is 64,
+    `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128 MiB or what two of the longest sequences need.
+    docs/servers.md has those that are refused."""
 
     def conflicts(self) -> Conflicts:
         for name in sorted(self.vllm.keys() & VLLM_REFUSED.keys()):
@@ -113,38 +112,33 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     chat_template_kwargs: TemplateArguments = {}
     """Arguments of the model's chat template for chat requests, which may give others; rollouts come as tokens."""
     api_key_var: str = "VLLM_API_KEY"
-    """Name of the environment variable that holds the API key; where it is set, every route but /health asks for it."""
+    """Name of the environment variable that holds the API key; if it is set, every route but /health asks for it."""
     enable_lora: bool = True
-    """Policy versions are LoRA adapters on top of the base model, several at once. false: versions (`merged` or `full`
-    ones) replace the model's own weights, one at a time."""
+    """Policy versions are LoRA adapters, several at once. false: versions (`merged` or `full`) replace the model's
+    weights, one at a time."""
     max_lora_rank: Annotated[PositiveInt | None, OnlyWith("enable_lora")] = None
     """Highest LoRA rank that can be served (null: 16), rounded up to one that vLLM knows."""
     max_loras: Annotated[int, Field(ge=2), OnlyWith("enable_lora")] = 10
-    """How many policy versions one batch can mix; with 1 a new version would wait until all work on the old one ends.
-    With `norm_noise` a version counts twice. In a run that leaves it open: `max_off_policy_steps` + 2 for each adapter,
-    as many as can be in use."""
+    """Number of policy versions that can be served at once; with `norm_noise` each counts twice. Left open in a run:
+    `max_off_policy_steps` + 2 for each adapter, as many as can be in use."""
     max_cpu_loras: Annotated[PositiveInt, OnlyWith("enable_lora")] = 100
-    """How many policy versions are kept in main memory. With `norm_noise` a version counts twice."""
+    """Number of policy versions that are kept in main memory; with `norm_noise` each counts twice."""
     norm_noise: Annotated[bool, OnlyWith("enable_lora")] = False
-    """Policy versions are also served with the trainer's noise on their norm weights (its
-    `noise_scheduler.enabled`)."""
+    """Policy versions are also served with noise on their norm weights (the trainer's `noise_scheduler.enabled`)."""
     base_quantization: Annotated[Quantization | None, OnlyWith("enable_lora")] = None
-    """The base has the values of a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4): read by vLLM
-    from a checkpoint in that format if it is on a GPU and not shared, otherwise from the trainer's copy beside the
-    run."""
+    """The base has the quantized values of a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4); see
+    docs/quantization.md."""
     weight_broadcast_type: Literal["filesystem", "http", "nccl"] = "filesystem"
-    """How policy versions arrive: as the trainer's `weight_broadcast.type`."""
+    """How policy versions arrive; must equal the trainer's `weight_broadcast.type`."""
     weight_broadcast_url: Annotated[str | None, OnlyWith("weight_broadcast_type", "http")] = None
-    """Where the orchestrator serves them, as `http://10.0.0.5:5556`. Copies lie below `output_dir`."""
+    """Where the orchestrator serves versions, such as `http://10.0.0.5:5556`; copies are kept below `output_dir`."""
     weight_broadcast_key_var: Annotated[str, OnlyWith("weight_broadcast_type", "http")] = "GRPO_TRANSPORT_KEY"
-    """Name of the environment variable that holds the key of both ends (where it is not set, the key in
-    `output_dir`)."""
+    """Name of the environment variable that holds the key of both ends (if unset, the key in `output_dir`)."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
-    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: twice
-    what the two differ by without an adapter, and always 1e-4 at most in float32, 1e-2 on a GPU, 0.05 on average in
-    bfloat16, 0.01 in float16)."""
+    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: as
+    docs/versions.md says, such as 1e-4 at most in float32 on a CPU, 0.05 on average in bfloat16)."""
     canary_timeout_s: Seconds = 120.0
-    """Seconds that loading and proving a policy version may take, and in `sleep_mode` falling asleep or waking."""
+    """Seconds that loading and proving a policy version may take, and falling asleep or waking in `sleep_mode`."""
 
     def conflicts(self) -> Conflicts:
         yield from super().conflicts()

@@ -211,7 +211,8 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-# --- pydantic-settings' sources: docs/settings.md says what they do not do here ---
+# --- pydantic-settings' sources, but not `BaseSettings`, which forgets the origin of a value, nor its command line,
+# which takes repeated options and reports one error at a time ---
 
 
 @dataclass(frozen=True, slots=True)

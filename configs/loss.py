@@ -32,36 +32,36 @@ class SdpoSettings(Section):
     """Self-distillation: the policy without a hint learns from itself with the hint."""
 
     beta: Share = 0.5
-    """The teacher's share of the mixture in the generalized Jensen-Shannon divergence; 0 is KL(teacher ‖ student), 1
-    the reverse. Near 0 and 1, but not at them, the divergence is small: that KL times the smaller share."""
+    """The teacher's share in the generalized Jensen-Shannon divergence; 0 is KL(teacher ‖ student), 1 the reverse.
+    Close to 0 or 1, but not at them, the divergence is small."""
     temperature: Temperature = 1.0
     """Both distributions are softened by this temperature before they are compared."""
     token_clip: PositiveFloat | None = 10.0
-    """Upper bound, in nats, of what one token of the vocabulary adds to a position's divergence (null: none)."""
+    """Upper bound, in nats, of what one vocabulary entry adds to a position's divergence (null: none)."""
     clip_by: Annotated[Literal["entry", "position"], OnlyWith("token_clip")] = "entry"
-    """`token_clip` bounds what each entry of the vocabulary adds, or the divergence of each position."""
+    """What `token_clip` bounds: each vocabulary entry's term, or each position's divergence."""
     teacher: Literal["current", "ema"] = "current"
     """The model that gets the hint: the current policy, or the moving average of its trained weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1), OnlyWith("teacher", "ema")] = 0.99
     """The moving average keeps this share of itself at each step."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the weight `alpha_sdpo` rises from 0 in equal parts."""
+    """Steps over which the weight `alpha_sdpo` rises linearly from 0."""
     decay_steps: PositiveInt | None = None
-    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
+    """Steps over which it then falls linearly to 0 (null: it stays)."""
 
 
 class DpoSettings(Section):
     """Direct preference optimization, or regression of the teachers' scores, on preference pairs."""
 
     objective: Literal["preference", "regression"] = "preference"
-    """`preference`: the log-likelihood of the preference (DPO). `regression`: the squared difference of the margin to
-    the pair's difference of scores, the shares of teachers that would have done the one and the other (REBEL)."""
+    """`preference`: the log-likelihood of the preference (DPO). `regression`: the squared difference of the margin and
+    the pair's difference of scores, which are shares of teachers (REBEL)."""
     beta: float = Field(default=0.1, gt=0, le=1e3)
     """Scale of the policy's preference against the reference's."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the weight `beta_replay` rises from 0 in equal parts."""
+    """Steps over which the weight `beta_replay` rises linearly from 0."""
     decay_steps: PositiveInt | None = None
-    """Steps over which it then falls to 0 in equal parts (null: it stays)."""
+    """Steps over which it then falls linearly to 0 (null: it stays)."""
 
 
 class LossSettings(Section):
@@ -73,35 +73,33 @@ class LossSettings(Section):
     import_path: str | None = None
     """A policy loss of your own, as `my_loss.py:loss` (null: none); docs/losses.md has an example."""
     ratio_type: Literal["token", "sequence", "geometric", "none"] = "token"
-    """The importance ratio is each token's own, that of the whole sequence (the product of its tokens' ratios), their
-    geometric mean, or 1."""
+    """The importance ratio: each token's, the product over its sequence, their geometric mean, or 1."""
     importance: Literal["mask", "clip", "ppo", "none"] = "mask"
-    """The use of the bounds `token_mask_*`. `mask`: tokens with a ratio outside them are masked. `clip`: ratios are
+    """How the bounds `token_mask_*` are used. `mask`: tokens with a ratio outside are masked. `clip`: ratios are
     lowered to `token_mask_high`, as in the AIPO paper. `ppo`: tokens whose ratio has passed a bound in the direction of
-    their advantage learn no more. `none`: nothing. Masks of whole sequences apply as well."""
+    their advantage learn no more. `none`: not at all. Masks of whole sequences apply besides."""
     normaliser: Literal["token", "sequence", "constant"] = "token"
-    """Each token counts alike, each sequence counts alike (the mean over its tokens), or a sequence counts by its
-    length over `constant_tokens`."""
+    """Each token counts the same, each sequence counts the same, or a sequence counts by its length over
+    `constant_tokens`."""
     constant_tokens: Annotated[PositiveInt, OnlyWith("normaliser", "constant")] = 1024
-    """Tokens of a sequence that counts fully; take the longest answer that is sampled."""
+    """Length at which a sequence counts fully; use the longest answer."""
     kl_tau: Weight = 0.0
     """Weight of the log-ratio penalty, which keeps the policy near the one that sampled."""
     adv_tau: Weight = 1.0
     """Weight of the advantage."""
     teacher_tau: Weight = 0.0
-    """Weight of the teacher's log-probability minus the trainer's (on-policy distillation, or the KL to a reference);
-    above 0 a teacher is needed."""
+    """Weight of the teacher's log-probability minus the trainer's (on-policy distillation, or the KL to a reference).
+    Needs a teacher."""
     teacher_kl: Annotated[Literal["k1", "k3"], OnlyWith("teacher_tau")] = "k1"
-    """Estimate of the KL to the teacher: `k1` in the reward (its gradient is that of k2 in the loss), or `k3` in the
-    loss, as in GRPO's paper."""
+    """Estimate of the KL to the teacher: `k1` in the reward (the gradient of k2 in the loss), or `k3` in the loss, as
+    in GRPO's paper."""
     entropy_tau: Weight = 0.0
-    """Weight of the policy's entropy, in nats a token: above 0 keeps it from becoming certain too early."""
+    """Weight of the policy's entropy in nats per token; above 0 it keeps the policy from becoming certain too early."""
     entropy_tau_end: Annotated[float, Field(gt=0, le=1e3), OnlyWith("entropy_decay_steps")] = 1e-3
     """The weight that `entropy_tau` falls to."""
     entropy_decay_steps: Annotated[PositiveInt | None, OnlyWith("entropy_tau")] = None
-    """Steps over which `entropy_tau` falls to `entropy_tau_end`, by the same factor at each step (null: it stays). In
-    self-play, a policy without it circles around the equilibrium instead of reaching it (Sokota et al. 2022,
-    arXiv:2206.05825)."""
+    """Steps over which `entropy_tau` falls geometrically to `entropy_tau_end` (null: it stays). Self-play needs it to
+    reach an equilibrium (Sokota et al. 2022, arXiv:2206.05825)."""
     token_mask_low: Annotated[NonNegativeFloat, OnlyWith("importance", "mask", "ppo")] = 0.125
     """Lower bound of the importance ratio; see `importance`."""
     token_mask_high: Annotated[PositiveFloat, OnlyWith("importance", "mask", "clip", "ppo")] = 8.0
@@ -111,18 +109,18 @@ class LossSettings(Section):
     geo_mask_high: PositiveFloat | None = 10.0
     """Sequences with a larger geometric mean of the ratios are masked (null: none)."""
     sequence_mask_low: NonNegativeFloat = 0.0
-    """Sequences with a token of a smaller ratio are masked."""
+    """Sequences in which a token has a smaller ratio are masked."""
     sequence_mask_high: PositiveFloat | None = 100.0
-    """Sequences with a token of a larger ratio are masked (null: none)."""
+    """Sequences in which a token has a larger ratio are masked (null: none)."""
     sequence_clip_high: Annotated[PositiveFloat, OnlyWith("ratio_type", "sequence")] = 10.0
     """Upper bound of the importance ratio of a sequence."""
     silent_share: Annotated[float, Field(gt=0, le=1)] = 0.125
-    """Share of the samples that teach nothing, such as those of a group with equal rewards, that is computed for
-    metrics and traces. The others cost nothing."""
+    """Share of the samples that teach nothing, such as those of groups with equal rewards, that are computed anyway,
+    for metrics and traces."""
     alpha_sdpo: Weight = 0.0
-    """Weight of self-distillation from hints (SDPO); at 0 nobody gives hints."""
+    """Weight of self-distillation from hints (SDPO); 0 switches it off."""
     beta_replay: Weight = 0.0
-    """Weight of the preference loss on pairs from teachers (DPO); at 0 no teacher is asked."""
+    """Weight of the preference loss on pairs from teachers (DPO); 0 switches it off."""
     sdpo: Annotated[SdpoSettings, OnlyWith("alpha_sdpo")] = SdpoSettings()
     """Self-distillation from hints."""
     dpo: Annotated[DpoSettings, OnlyWith("beta_replay")] = DpoSettings()

@@ -46,8 +46,8 @@ class ModelSettings(Section):
     name: str
     """Base model: a local folder or a Hugging Face id. Its tokenizer is used."""
     chat_template_kwargs: TemplateArguments = {}
-    """Arguments of the model's chat template, as `{enable_thinking: false}`, wherever messages become tokens: rollouts,
-    evaluation, judges and hints. One that the template does not use is refused."""
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`, for rollouts, evaluation, judges and
+    hints. Unused ones are refused."""
     lora_adapter: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]+$")
     """Name under which chat users get the newest policy version."""
     lora_rank: PositiveInt = 16
@@ -55,19 +55,19 @@ class ModelSettings(Section):
     lora_alpha: PositiveInt = 32
     """LoRA alpha, as the trainer's `lora_alpha`."""
     lora_adapters: Listed[AdapterName] = ()
-    """Names of several adapters, as the trainer's `lora_adapters` (empty: one adapter for all). Chat users get the
-    newest version of each but the first as `lora_adapter`-NAME."""
+    """Names of several adapters, as the trainer's `lora_adapters` (empty: one for all). Chat users get all but the
+    first as `lora_adapter`-NAME."""
 
 
 class ResumeSettings(CheckpointSettings):
     """Checkpoints, as the trainer has them, and what the orchestrator takes up when a run goes on."""
 
     wait_for_weights_timeout: Seconds | None = None
-    """Seconds to wait for the trainer's version to go on with (null: `wait_timeout_s`)."""
+    """Seconds to wait for the version with which a run continues (null: `wait_timeout_s`)."""
     skip_progress: bool = False
     """The summary's totals restart; steps continue."""
     skip_buffer: bool = False
-    """The order of examples restarts: none is easy or hard, and prompts that were in flight are not asked first."""
+    """The order of examples restarts; what was easy, hard or in flight is forgotten."""
 
 
 class OrchSettings(ProcessSettings, Shared):
@@ -82,19 +82,19 @@ class OrchSettings(ProcessSettings, Shared):
     env: Environments = ()
     """Environments to train on; an id alone stands for one."""
     arena: str | None = None
-    """A schedule of your own instead of environments: `file.py:Class` or `module:Class`, derived from `grpo.Arena`
-    (null: examples of `env` are sampled)."""
+    """A schedule of your own, derived from `grpo.Arena`: `file.py:Class` or `module:Class` (null: examples of `env` are
+    sampled)."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run in `output_dir` that an orchestrator has worked in goes on (`auto`) or is refused (`never`)."""
     resume_with_changed_code: bool = False
-    """A run goes on although files that its settings name (environments, rewards, advantages, filters, data) have
-    changed since it began. false: that is refused."""
+    """A run continues although files that its settings name (environments, rewards, advantages, filters, data) have
+    changed. false: refuse."""
     run_id: str | None = None
-    """Id of the run to join, which the launcher gives (null: the one in `output_dir`)."""
+    """Id of the run to join, set by the launcher (null: the one in `output_dir`)."""
     batch_size: PositiveInt = 128
     """Number of rollouts that one step trains on."""
     rollouts_per_example: PositiveInt = 8
-    """Number of rollouts of one prompt, whose mean reward is the baseline."""
+    """Number of rollouts of each prompt (a group); their mean reward is the baseline."""
     seq_len: PositiveInt = 2048
     """Longest sample in tokens, as the trainer's `sequence_len`."""
     micro_batch_tokens: PositiveInt | None = None
@@ -102,18 +102,18 @@ class OrchSettings(ProcessSettings, Shared):
     max_steps: PositiveInt | None = None
     """Number of training steps (null: until stopped)."""
     max_async_level: NonNegativeInt = 1
-    """How many steps sampling may run ahead of the newest policy version; 0 is strictly on-policy."""
+    """Number of steps that sampling may run ahead of the newest policy version; 0 is strictly on-policy."""
     max_off_policy_steps: NonNegativeInt = 8
     """Largest version lag of a rollout when its batch ships; sampling is paced so that none exceeds it."""
     inflight_weight_updates: bool = False
-    """Answers in progress continue under a new policy version when it becomes live. Each token is trained with the
-    version and the log-probability that it was sampled under; a rollout's lag is that of its oldest token."""
+    """Answers in progress continue under a new policy version when it becomes live. A rollout's lag is that of its
+    oldest token."""
     oversampling_factor: float = Field(default=1.0, ge=1, le=100)
-    """Samples this many times the groups that the next batches need, so that no batch waits for slow groups; these ship
-    later, within `max_off_policy_steps`."""
+    """Samples this many times the groups that the next batches need, so that no batch waits for slow ones, which ship
+    later."""
     max_opponents: NonNegativeInt = 0
-    """Number of earlier versions that the games of one version may meet, for environments with pools of opponents.
-    Servers need slots for them: `grpo` multiplies their `max_loras` by 1 + `max_opponents`."""
+    """Number of earlier versions that the games of one version may meet, in environments with pools of opponents.
+    `grpo` multiplies the servers' `max_loras` by 1 + `max_opponents`."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are sampled."""
     buffer: BufferSettings = BufferSettings()
@@ -143,13 +143,12 @@ class OrchSettings(ProcessSettings, Shared):
     max_concurrent_groups: PositiveInt | None = None
     """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
     reward_timeout_s: Seconds = 30.0
-    """Seconds that an environment may take for one prompt or reward before the rollout is dropped and
-    counted."""
+    """Seconds that an environment may take for one prompt or reward; then the rollout is dropped and counted."""
     max_env_failure_rate: Share = 0.5
-    """Share of failed rollouts among the last `batch_size` of an environment above which the run stops with its error.
-    It also stops if a whole evaluation fails, or if `batch_size` rollouts (at least 32) fail in a row."""
+    """The run stops if more than this share of an environment's last `batch_size` rollouts failed. It also stops if a
+    whole evaluation fails, or `batch_size` rollouts (at least 32) in a row."""
     wait_timeout_s: Seconds = 1200.0
-    """Seconds to wait for the trainer's next version before the run is given up."""
+    """Seconds to wait for the trainer's next version before giving up."""
     rollout_transport: Transport = FilesystemTransport()
     """How batches leave, as the trainer's `rollout_transport`."""
     weight_broadcast: Broadcast = FilesystemBroadcast()

@@ -11,11 +11,11 @@ class TraceSettings(Section):
     """Which rollouts are kept token by token, in `traces/`, for `grpo view` and for analysis."""
 
     every: PositiveInt | None = 1
-    """Steps between two that are kept, the first one and all evaluations besides (null: nothing is kept)."""
+    """Steps between two traces; the first step and all evaluations are kept too (null: no traces)."""
     keep_last: Annotated[PositiveInt | None, OnlyWith("every")] = None
-    """Number of the newest steps whose traces stay (null: all that `max_bytes` leaves room for)."""
+    """Number of newest steps whose traces stay (null: as many as `max_bytes` allows)."""
     max_bytes: Annotated[PositiveInt, OnlyWith("every")] = 4_000_000_000
-    """Bytes that the traces of steps may take together; the oldest are removed."""
+    """Total size of the steps' traces in bytes; the oldest are removed."""
 
 
 TrackerName = Literal["wandb", "tensorboard", "otlp", "prometheus"]
@@ -33,23 +33,22 @@ class ReportSettings(Section):
     demand answers and distributions. Without it nothing leaves the machine."""
 
     to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
-    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder), each an extra of the same name;
-    otlp (OpenTelemetry: spans and metrics, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says) and prometheus (GET /metrics),
-    both in the extra telemetry."""
+    """Trackers: wandb (Weights & Biases) and tensorboard, extras of the same names; otlp (OpenTelemetry, to
+    `OTEL_EXPORTER_OTLP_ENDPOINT`) and prometheus (GET /metrics), both in the extra telemetry."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the run (null: that of the run's folder)."""
     offline: Annotated[bool, OnlyWith("to", "wandb")] = False
-    """W&B writes to the run's folder only, for `wandb sync` to upload later; needs no network and no key."""
+    """W&B writes to the run's folder only, for a later `wandb sync`; needs no network and no key."""
     prometheus_host: Annotated[str, OnlyWith("to", "prometheus"), Field(min_length=1)] = "127.0.0.1"
-    """Address on which the orchestrator answers Prometheus; nobody needs a key to read there."""
+    """Address on which the orchestrator answers Prometheus, without a key."""
     prometheus_port: Annotated[int, OnlyWith("to", "prometheus"), Field(ge=1, le=65535)] = 9464
     """Port of `prometheus_host`."""
     samples: PositiveInt | None = None
-    """Number of rollouts of a step that are reported with prompt, answer and reward (null: none)."""
+    """Number of rollouts that are reported with prompt, answer and reward (null: none)."""
     distributions: bool | None = None
-    """Histograms of a step's rewards, advantages and lengths are reported (null: none)."""
+    """Histograms of rewards, advantages and lengths are reported (null: none)."""
     interval: PositiveInt = 10
     """Steps between two reports of samples and distributions. Metrics are reported at every step."""
 

@@ -12,11 +12,11 @@ class TempSchedulerSettings(Section):
     """A temperature that changes with the policy version that samples."""
 
     type: Literal["linear", "cosine"]
-    """Shape: `linear`, or `cosine`, which changes little at both ends."""
+    """Shape of the change: `linear` or `cosine`."""
     start_temperature: Temperature
     """Temperature of version 0."""
     end_temperature: Temperature
-    """Temperature of version `max_steps` - 1, the newest that the last batch can be sampled under."""
+    """Temperature of version `max_steps` - 1, the last that is sampled from."""
 
     def conflicts(self) -> Conflicts:
         if self.start_temperature == self.end_temperature:
@@ -34,11 +34,11 @@ class SamplingSettings(Section):
     temp_scheduler: TempSchedulerSettings | None = None
     """A temperature for each policy version, instead of `temperature` (null: that)."""
     seed: Seed | None = None
-    """Seed of each request, mixed with the group's and the rollout's number (null: the server's own randomness)."""
+    """Seed of requests, mixed with group and rollout number (null: the server's own randomness)."""
     min_tokens: Annotated[int, only(0, _NOT_FOLLOWED)] = 0
-    """Only 0: a least number of tokens changes what is sampled in a way that the trainer could not follow."""
+    """Only 0: a minimum would change the distribution in a way that the trainer cannot follow."""
     repetition_penalty: Annotated[float, only(1.0, _NOT_FOLLOWED)] = 1.0
-    """Only 1: a penalty of tokens that have occurred changes what is sampled, likewise."""
+    """Only 1: a penalty would change the distribution in a way that the trainer cannot follow."""
 
     def conflicts(self) -> Conflicts:
         if self.temp_scheduler is not None and "temperature" in self.changed:
@@ -51,27 +51,25 @@ class BufferSettings(Section):
     seed: Seed | None = None
     """Seed of the order of examples (null: `seed`)."""
     env_ratios: Listed[NonNegativeFloat] | None = None
-    """How often each environment is asked relative to the others, in the order of `env` (null: equally often)."""
+    """Relative frequency of each environment, in the order of `env` (null: equal)."""
     hash_keys: Listed[str] = Field(default=("task", "prompt"), min_length=1)
-    """Fields that identify an example, also after a restart: if two agree in them, the second is skipped and counted.
-    `task` is the environment's name, unless the example has its own."""
+    """Fields that identify an example; the second of two that agree in them is skipped and counted. `task` is the
+    environment's name, unless the example has its own."""
     max_prompt_length: PositiveInt | None = None
-    """Longest training prompt in tokens; longer ones are skipped and counted as `prompt_too_long` (null: room for an
-    answer remains). Held-out prompts may have any length."""
+    """Longest training prompt in tokens; longer ones are skipped and counted as `prompt_too_long` (null: those without
+    room for an answer are)."""
     online_difficulty_filtering: bool = False
-    """Groups with equal rewards, which teach nothing, are replaced by others, at most 8 per group with spread (DAPO's
-    dynamic sampling)."""
+    """Groups with equal rewards are replaced by others, at most 8 per group with spread (DAPO's dynamic sampling)."""
     easy_threshold: FiniteFloat | None = None
-    """An example is easy, and not asked again, when its group's mean reward reaches this (null: none is)."""
+    """An example whose group's mean reward reaches this is easy and not asked again (null: none)."""
     hard_threshold: FiniteFloat | None = None
-    """An example is hard, and not asked again, when its group's mean reward is this or less (null: none is)."""
+    """An example whose group's mean reward is at most this is hard and not asked again (null: none)."""
     easy_fraction: Annotated[Share, OnlyWith("easy_threshold")] = 0.0
     """Share of the easy examples that are asked again after a restart."""
     hard_fraction: Annotated[Share, OnlyWith("hard_threshold")] = 0.0
     """Share of the hard examples that are asked again after a restart."""
     skip_verification: bool = False
-    """Rollouts are not scored: rewards are 0, and only the evaluation runs rubrics. For learning from a teacher
-    alone."""
+    """Training rollouts are not scored, and rewards are 0, for learning from a teacher alone."""
 
     def conflicts(self) -> Conflicts:
         easy, hard = self.easy_threshold, self.hard_threshold
@@ -96,7 +94,7 @@ class DefaultAdvantage(_Signed):
 
     type: Literal["default"] = "default"
     length_weighted_mean: bool = False
-    """Rewards are weighed in the mean by tokens, so that the advantages of tokens, not of rollouts, sum to 0."""
+    """The mean is weighted by tokens, so that the advantages of tokens sum to 0, not those of rollouts."""
 
 
 class ComparedAdvantage(_Signed):
@@ -115,11 +113,11 @@ class ConstantAdvantage(Section):
 
 
 class RunningBaseline(Section):
-    """The reward minus a running mean of the environment's rewards: REINFORCE with a baseline, which needs no group."""
+    """The reward minus a running mean of the environment's rewards (REINFORCE with a baseline), without groups."""
 
     type: Literal["running_baseline"]
     decay: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the running mean that a batch leaves; the rest is the batch's own mean."""
+    """Share of the running mean that stays; the rest is the batch's mean."""
 
 
 class ReinforcePlusPlus(Section):
@@ -141,7 +139,7 @@ class EpisodicAdvantage(Section):
 
 
 class CustomAdvantage(_Signed):
-    """The result of a function of a group's rewards and numbers of sampled tokens, two lists, which returns as many
+    """The result of a function of two lists, a group's rewards and numbers of sampled tokens, which returns as many
     advantages."""
 
     type: Literal["custom"]
@@ -152,8 +150,8 @@ class CustomAdvantage(_Signed):
 
 
 class CustomCredit(Section):
-    """The result of a subclass of `CreditAssigner`, or of a function of a list of `EpisodeResult`, which returns an
-    advantage for each (rollout id, index of the step)."""
+    """The result of a subclass of `CreditAssigner`, or of a function of a list of `EpisodeResult`
+    (docs/environments.md)."""
 
     type: Literal["custom_credit"]
     import_path: str
@@ -188,28 +186,28 @@ class RewardShapingSettings(Section):
     """What is taken off rewards before advantages are made of them. Rewards in metrics and traces are not changed."""
 
     overlong_interval: PositiveInt | None = None
-    """DAPO's soft overlong punishment: an answer loses up to 1 over this many last tokens before `sampling.max_tokens`
-    (null: off)."""
+    """DAPO's soft overlong punishment: an answer loses up to 1 over the last so many tokens before
+    `sampling.max_tokens` (null: off)."""
     reference_kl: NonNegativeFloat = 0.0
-    """Weight of the KL to the model before training, summed over a rollout's tokens and subtracted from its reward. The
-    run's servers score it."""
+    """Weight of the KL to the model before training, summed over a rollout's tokens and subtracted from its reward."""
     reference_kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnlyWith("reference_kl")] = "k1"
     """Estimate of the KL of a token, with d = log π - log π_ref: `k1` d, `k2` d² / 2, `k3` exp(-d) - 1 + d."""
 
 
 class _Filter(Section):
     enforce: bool = False
-    """Finds are kept out of the loss; their rewards still count in the group's mean. false: they are only counted."""
+    """Rollouts with a find are kept out of the loss; their rewards still count in the group's mean. false: finds are
+    only counted."""
 
 
 class GibberishFilter(_Filter):
-    """Finds a rare token that was sampled against all odds."""
+    """Finds a rare token that was sampled although improbable."""
 
     type: Literal["gibberish"]
     token_id_threshold: NonNegativeInt = 100_000
     """Tokens with a higher id are rare."""
     logprob_offset: NonNegativeFloat = 2.0
-    """A token is hardly likely when its log-probability is this many nats below -log(size of the vocabulary)."""
+    """A token is improbable if its log-probability is this many nats below -log(size of the vocabulary)."""
 
 
 class RepetitionFilter(_Filter):
@@ -219,11 +217,11 @@ class RepetitionFilter(_Filter):
     window: PositiveInt = 3000
     """Length of the run in tokens."""
     prob_threshold: float = Field(default=0.99, gt=0, lt=1)
-    """A token is all but certain when its probability is above this."""
+    """A token is nearly certain if its probability is above this."""
 
 
 class CustomFilter(_Filter):
-    """Finds what a function of an answer's token ids and log-probabilities, two lists, says."""
+    """Finds what a function of two lists, an answer's token ids and log-probabilities, says."""
 
     type: Literal["custom"]
     import_path: str

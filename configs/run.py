@@ -48,25 +48,25 @@ class RunSettings(SharedSettings):
     """A run: what its programs share, then each program's own settings."""
 
     resume_step: int | None = Field(default=None, ge=-1)
-    """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
+    """Go back to the checkpoint of this step (-1: the newest; null: as `resume` says)."""
     output_dir: str = Field(default="outputs", pattern=r"^[^\x00]*\S[^\x00]*$")
-    """The run's folder, relative to where the command is given (left out: one in `outputs` that has the name of the
-    folder of run.yaml or, without a file, of environment and model)."""
+    """The run's folder, relative to the current directory (left out: a folder in `outputs`, named after that of
+    run.yaml or, without a file, after environment and model)."""
     max_steps: PositiveInt | None = MAX_STEPS
     """Number of training steps (null: until stopped)."""
     max_tokens: PositiveInt | None = None
-    """Longest answer in tokens, as `orch.sampling.max_tokens`. Lengths that are defaults or a preset's grow with it."""
+    """Longest answer in tokens (`orch.sampling.max_tokens`). Lengths that are defaults or a preset's grow with it."""
     env: Environments = ()
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
     chat_template_kwargs: TemplateArguments = {}
-    """Arguments of the model's chat template, as `{enable_thinking: false}` for a model that thinks, in training,
-    evaluation and chat alike (docs/models.md); null takes one back that a preset gives."""
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`, in training, evaluation and chat
+    (docs/models.md); null removes one that a preset sets."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3
-    """How often `grpo` restarts each program that ended by itself."""
+    """Number of times that `grpo` restarts a program that ended by itself."""
     infer_replicas: PositiveInt = 1
-    """Number of servers that `grpo` starts on this machine; with `grpo launch`, `topology` says it."""
+    """Number of servers that `grpo` starts on this machine (`grpo launch` uses `topology`)."""
     topology: Topology = Topology()
     """What runs where on a cluster, for `grpo launch`."""
     train: TrainSettings

@@ -24,7 +24,7 @@ class InferTopology(Machine):
     replicas: PositiveInt = 1
     """Number of servers."""
     gpus: NonNegativeInt | None = None
-    """GPUs of each (null: `tp` · `dp` of the server; none where it computes on a CPU)."""
+    """GPUs of each (null: `tp` · `dp` of the server, none with `device: cpu`)."""
 
 
 class TrainTopology(Machine):
@@ -33,9 +33,9 @@ class TrainTopology(Machine):
     nodes: PositiveInt = 1
     """Number of machines."""
     min_nodes: PositiveInt | None = None
-    """The number of machines with which it continues if others are lost (null: all)."""
+    """Number of machines with which it continues if others are lost (null: all)."""
     gpus: NonNegativeInt | None = None
-    """GPUs, and ranks, of each machine (null: `gpus` of the trainer; no GPUs where it computes on a CPU)."""
+    """GPUs, and ranks, of each machine (null: `gpus` of the trainer; no GPUs with `device: cpu`)."""
 
     def conflicts(self) -> Conflicts:
         if (self.min_nodes or 1) > self.nodes:
@@ -50,7 +50,7 @@ class EnvTopology(Machine):
     """Machines that run the environments (`grpo-env`), apart from the orchestrator's."""
 
     replicas: NonNegativeInt = 0
-    """Number of processes for each environment without an `address`; 0: environments run beside the orchestrator."""
+    """Number of processes for each environment without an `address` (0: they run beside the orchestrator)."""
 
 
 class Kueue(Section):
@@ -67,21 +67,21 @@ class Container(Section):
 
     image: str | None = Field(default=None, pattern=r"^[^\s-]\S*$")
     """For pyxis what enroot takes (`registry.example#team/grpo:gpu`, or a file .sqsh), for apptainer a file .sif or
-    `docker://…` (null: programs run as they are installed here)."""
+    `docker://…` (null: no container)."""
     runtime: Annotated[Literal["pyxis", "apptainer"], OnlyWith("image")] = "pyxis"
-    """What starts containers: the plugin of srun, or the program."""
+    """What starts containers: srun's plugin pyxis, or apptainer."""
     mounts: Annotated[Listed[str], OnlyWith("image")] = ()
-    """Folders of the machines that programs see besides the run's folder, the working directory and the folder of
-    run.yaml: PATH, or PATH:PATH_INSIDE."""
+    """More folders that programs see, besides the run's folder, the working directory and that of run.yaml: PATH or
+    PATH:PATH_INSIDE."""
 
 
 class Ssh(Section):
     """The machine of `grpo launch --on ssh:HOST`."""
 
     folder: str = Field(default="grpo-runs", pattern=r"^[^\x00\n-][^\x00\n]*$")
-    """Folder there for runs, below the home unless it begins with a slash."""
+    """Folder for runs on that machine, below the home unless it begins with a slash."""
     command: str = Field(default="grpo", min_length=1)
-    """How `grpo` is called there, as `/opt/env/bin/grpo`."""
+    """Command on that machine, such as `/opt/env/bin/grpo`."""
     options: Listed[str] = ()
     """More options of ssh: `["-p", "2222"]`."""
 
@@ -98,14 +98,14 @@ class Topology(Section):
     env: EnvTopology = EnvTopology()
     """The environments."""
     port: Port = 8000
-    """Port of the servers; on Slurm of the first, and each further one has the next."""
+    """Port of the servers (on Slurm of the first; the others have the next ones)."""
     rendezvous_port: Port = 29400
     """Port at which the trainer's machines meet."""
     env_port: Port = 7000
-    """Port of the first environment; each further one has the next."""
+    """Port of the first environment; the others have the next ones."""
     image: str = "grpo:gpu"
-    """Container image on Kubernetes and SkyPilot, as `deploy/Dockerfile` builds it (with an address that the cluster
-    can pull from)."""
+    """Container image on Kubernetes and SkyPilot, built by `deploy/Dockerfile`, with an address that the cluster can
+    pull from."""
     storage_gb: PositiveInt = 100
     """Size of the volume for the run's folder on Kubernetes."""
     slurm: dict[str, str | int] = {}

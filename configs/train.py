@@ -59,13 +59,13 @@ class CheckpointSettings(Section):
     """What a run goes on from when its programs are started again."""
 
     interval: PositiveInt | None = 10
-    """Steps between two checkpoints (null: none, so that a restarted run begins again and no batch is ever removed)."""
+    """Steps between two checkpoints (null: none; a restarted run begins again, and no batch is ever removed)."""
     keep_last: Annotated[PositiveInt | None, OnlyWith("interval")] = 2
-    """This many of the newest checkpoints are kept (null: all)."""
+    """Number of newest checkpoints that are kept (null: all)."""
     keep_interval: Annotated[PositiveInt | None, OnlyWith("keep_last")] = None
     """Older checkpoints of steps that this divides are kept too (null: none)."""
     resume_step: int | None = Field(default=None, ge=-1)
-    """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
+    """Go back to the checkpoint of this step (-1: the newest; null: as `resume` says)."""
 
 
 class SharedSettings(OnDevice, Shared):
@@ -77,17 +77,16 @@ class SharedSettings(OnDevice, Shared):
     """Continue a run that is in `output_dir` (`auto`) or refuse (`never`)."""
     resume_with_changed_code: bool = False
     """Continue although files that the settings name (environments, rewards, losses, data) have changed since the run
-    began; `run.json` records it under `changes`, and curves have a line there. false: refuse."""
+    began; `run.json` and curves show where. false: refuse."""
     overwrite_output_dir: bool = False
-    """An earlier run in `output_dir` is removed first."""
+    """Remove an earlier run in `output_dir` first."""
     sequence_len: PositiveInt = 2048
-    """Longest sample in tokens, prompt and answers together (in a run that leaves it open: on a GPU 8192, on a CPU
-    2048, more for a longer `max_tokens`, and never more than the model reads)."""
+    """Longest sample in tokens, prompt and answers together (left open in a run: 8192 on a GPU, 2048 on a CPU, more for
+    a longer `max_tokens`, never more than the model reads)."""
     micro_batch_tokens: PositiveInt | None = None
-    """Largest micro-batch in tokens, what samples begin with together counted once (null: `sequence_len`, on a GPU at
-    least 16384)."""
+    """Largest micro-batch in tokens; shared beginnings count once (null: `sequence_len`, on a GPU at least 16384)."""
     lora: bool = True
-    """A LoRA adapter is trained. false: all weights are, and are published whole (`weight_broadcast.format: full`)."""
+    """Train a LoRA adapter. false: train all weights, and publish them whole (`weight_broadcast.format: full`)."""
     lora_rank: Annotated[PositiveInt, OnlyWith("lora")] = 16
     """Rank of the LoRA adapter."""
     lora_alpha: Annotated[PositiveInt, OnlyWith("lora")] = 32
@@ -96,7 +95,7 @@ class SharedSettings(OnDevice, Shared):
     """Linear layers that get an adapter, by the model's own names (`q_proj,v_proj`). `all-linear`: all of the decoder's
     layers."""
     lora_adapters: Annotated[Listed[AdapterName], OnlyWith("lora")] = ()
-    """Names of several adapters of rank `lora_rank`, for roles that do not share one (empty: one adapter for all)."""
+    """Names of several adapters, for roles that do not share one (empty: one adapter for all)."""
     rollout_transport: Transport = FilesystemTransport()
     """How batches travel from the orchestrator to the trainer."""
     weight_broadcast: Broadcast = FilesystemBroadcast()
@@ -115,46 +114,45 @@ class TrainSettings(ProcessSettings, SharedSettings):
     model: str
     """Base model: a local folder or a Hugging Face id."""
     run_id: str | None = None
-    """Id of the run to join, which the launcher gives (null: the trainer makes one)."""
+    """Id of the run to join, set by the launcher (null: the trainer makes one)."""
     gpus: PositiveInt = 1
-    """Number of data-parallel ranks on each machine: one process for each GPU, or as many processes on a CPU."""
+    """Number of data-parallel ranks on each machine: one process per GPU, or so many on a CPU."""
     nodes: PositiveInt = 1
-    """Number of machines that train together. `grpo-train` is started on each of them by the same command."""
+    """Number of machines that train together; start `grpo-train` on each by the same command."""
     min_nodes: Annotated[PositiveInt | None, OnlyWith("rendezvous")] = None
-    """The number of machines with which the trainer begins or continues if no more come soon (null: all)."""
+    """Number of machines with which the trainer begins or continues if no more come soon (null: all)."""
     rendezvous: str | None = Field(default=None, pattern=r"^([^\s:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}$")
-    """HOST:PORT where several machines meet: the name of one of them, and a free port there (null: one machine)."""
+    """HOST:PORT where machines meet: one of them, and a free port there (null: one machine)."""
     zero_level: int = Field(default=1, ge=1, le=3)
     """ZeRO level: ranks divide the optimizer's state (1), also gradients (2), also weights (3)."""
     offload: bool = False
-    """Trained weights, gradients and optimizer state are kept in main memory, where the optimizer steps them: less GPU
-    memory, slower steps. For `lora: false`."""
+    """Keeps trained weights, gradients and optimizer state in main memory: less GPU memory, slower steps. For `lora:
+    false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
-    """Threads of each rank for computation on a CPU (null: all cores that affinity and cgroup quotas allow, divided
-    among the ranks)."""
+    """Threads of each rank on a CPU (null: all cores that affinity and cgroup quotas allow, divided among the
+    ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"] | None, BeforeValidator(_underlined)] = None
     """Type of the base weights and the computation (null: bf16 on a GPU, fp32 on a CPU). Trained weights are always
-    float32. `fp8_hybrid` and `nvfp4` are bf16, except that frozen weights of layers with an adapter are multiplied in 8
-    or 4 bits in training, on GPUs that can (docs/quantization.md)."""
+    float32. `fp8_hybrid` and `nvfp4` multiply frozen weights in 8 or 4 bits in training, and are bf16 otherwise
+    (docs/quantization.md)."""
     gradient_checkpointing: bool | Literal["selective"] | None = None
-    """Activations are computed again in the backward pass: less memory, a third more work (selective: all but
-    attention's; null: on a GPU none, all but attention's, or all, the first that fits; on a CPU none)."""
+    """Activations are computed again in the backward pass: less memory, a third more work. `selective`: all but
+    attention's. null: on a CPU false; on a GPU the first of false, selective and true that fits."""
     compile: bool | None = None
-    """Layers are compiled with `torch.compile`; the first steps take longer (null: on a GPU where Triton can compile).
-    On a CPU it needs a C++ compiler."""
+    """Compiles layers with `torch.compile`; the first steps take longer (null: on a GPU, if Triton can compile). On a
+    CPU it needs a C++ compiler."""
     max_steps: int = Field(default=-1, ge=-1)
     """Number of optimizer steps (-1: until the orchestrator ends the run)."""
     max_async_level: NonNegativeInt | None = None
-    """As the orchestrator's `max_async_level` (null: as that says)."""
+    """The orchestrator's `max_async_level` (null: follow it)."""
     transport_type: Literal["filesystem", "zmq"] | None = None
-    """As `rollout_transport.type` (null: as that says)."""
+    """Must equal `rollout_transport.type` (null: follow it)."""
     per_device_train_batch_size: Annotated[int, only(1, "samples are packed; set sequence_len instead")] = 1
     """Number of packed micro-batches that one rank computes at a time."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Number of micro-batches of an optimizer step on each rank; a batch may make several, and makes one version (null:
-    all of a batch)."""
+    """Number of micro-batches per optimizer step on each rank (null: all of a batch). A batch makes one version."""
     ppo_epochs: PositiveInt = 1
-    """Number of times that a batch is trained before its version is published."""
+    """Number of passes over a batch before its version is published."""
     logging_steps: PositiveInt = 1
     """Steps between two lines in the trainer's log. Metrics are written at every step."""
     learning_rate: float = Field(default_factory=lambda data: 2e-5 if data["lora"] else 1e-6, gt=0, le=10)
@@ -163,17 +161,16 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
     stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
     little_signal: Share = 0.0
-    """If a smaller share than this of the batch's loss tokens can teach anything (for example, has an advantage other
-    than 0), the step's learning rate is multiplied by sqrt(share / little_signal); without any signal, nothing moves. 0
-    switches this off."""
+    """If a smaller share than this of the batch's loss tokens can teach anything (has an advantage other than 0), the
+    step's learning rate is multiplied by sqrt(share / little_signal). 0 switches this off."""
     decay_steps: Annotated[PositiveInt | None, OnlyWith("lr_scheduler_type", "wsd")] = None
     """Steps over which `wsd` falls to 0 (null: a tenth of `max_steps`)."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0 to its peak."""
     optimizer: Optimizer = Field(default_factory=lambda data: "adamw" if data["lora"] else "adamw_8bit")
-    """Optimizer. Left open, it is `adamw_8bit` with `lora: false`. `adamw` has float32 state and steps all tensors in
-    one kernel, `adamw_8bit` has 8-bit state and waits for the GPU after each tensor, `adamw_8bit_paged` may page its
-    8-bit state out of a GPU; `muon` orthogonalizes the updates of matrices and gives all else to AdamW."""
+    """Optimizer. Left open, it is `adamw_8bit` with `lora: false`. `adamw` has float32 state, `adamw_8bit` 8-bit state,
+    `adamw_8bit_paged` may page that out of a GPU; `muon` orthogonalizes the updates of matrices and leaves the rest to
+    AdamW."""
     weight_decay: float = Field(default=0.01, ge=0, le=10)
     """Decoupled weight decay."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -185,16 +182,16 @@ class TrainSettings(ProcessSettings, SharedSettings):
     muon_momentum: Annotated[float, Field(ge=0, lt=1), OnlyWith("optimizer", "muon")] = 0.95
     """Muon's momentum."""
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e6)
-    """Gradients with a larger norm are scaled down to it."""
+    """Gradients with a larger norm are scaled down to this."""
     qlora_bnb: Annotated[bool, OnlyWith("lora")] = False
-    """The base is held in bitsandbytes' NF4 with double quantization."""
+    """Holds the base in bitsandbytes' NF4 with double quantization."""
     qlora_fp8: Annotated[bool, OnlyWith("lora")] = False
-    """The base is held in FP8 (E4M3) with a scale for each block of 128 by 128."""
+    """Holds the base in FP8 (E4M3) with a scale per 128 × 128 weights."""
     qlora_fp4: Annotated[bool, OnlyWith("lora")] = False
-    """The base is held in NVFP4: E2M1 with an FP8 scale for each block of 16 and one for the tensor."""
+    """Holds the base in NVFP4: E2M1 with an FP8 scale per 16 weights and one per matrix."""
     init_adapter: Annotated[str | None, OnlyWith("lora")] = None
-    """Folder of a PEFT adapter that the training begins with, as `outputs/sft/broadcasts/step_000060` of `grpo sft`
-    (null: a new one, which changes nothing)."""
+    """Folder of a PEFT adapter to begin with, such as `outputs/sft/broadcasts/step_000060` of `grpo sft` (null: a new
+    one)."""
     loss: LossSettings = LossSettings()
     """The objective."""
     noise_scheduler: NoiseSettings = NoiseSettings()
@@ -202,7 +199,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     ckpt: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
     wait_timeout_s: Seconds = 1200.0
-    """Seconds to wait for the orchestrator's next batch, or for another rank, before the run is given up."""
+    """Seconds to wait for the orchestrator's next batch, or for another rank, before giving up."""
 
     @model_validator(mode="before")
     @classmethod

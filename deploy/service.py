@@ -36,7 +36,8 @@ class ServiceLaunch:
     """Options of `grpo service` but for folder, address and servers."""
     server: Mapping[str, Any]
     """Settings of each grpo-infer but for folder and address; empty for no sampling."""
-    is_on_gpu: bool
+    num_gpus: int
+    """GPUs that the service trains on; 0 for a CPU."""
     key_var: str
     """Environment variable with the servers' API key."""
     topology: Topology
@@ -50,7 +51,7 @@ class ServiceLaunch:
 def parts(asked: ServiceLaunch, *, output_dir: str, servers: str) -> list[Part]:
     """Returns the servers, where there are any, and the service, for which `topology.train` holds."""
     infer, train = asked.topology.infer, asked.topology.train
-    gpus = int(asked.is_on_gpu)
+    of_server = int(asked.num_gpus > 0)
     address = {"host": ALL_INTERFACES, "port": asked.topology.port, "output_dir": output_dir}
     found = []
     if asked.server:
@@ -59,7 +60,7 @@ def parts(asked: ServiceLaunch, *, output_dir: str, servers: str) -> list[Part]:
                 role="infer",
                 argv=("grpo-infer", *(f"--{key}={value}" for key, value in {**asked.server, **address}.items())),
                 replicas=infer.replicas,
-                gpus=gpus if infer.gpus is None else infer.gpus,
+                gpus=of_server if infer.gpus is None else infer.gpus,
                 cpus=infer.cpus,
                 memory_gb=infer.memory_gb,
                 port=asked.topology.port,
@@ -70,7 +71,7 @@ def parts(asked: ServiceLaunch, *, output_dir: str, servers: str) -> list[Part]:
     service = Part(
         role="service",
         argv=("grpo", "service", *asked.words, *own, *samples),
-        gpus=gpus if train.gpus is None else train.gpus,
+        gpus=asked.num_gpus if train.gpus is None else train.gpus,
         cpus=train.cpus,
         memory_gb=train.memory_gb,
         port=asked.port,

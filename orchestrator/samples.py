@@ -104,15 +104,22 @@ def _with_evidence(result: EpisodeResult, found: Mapping[StepKey, StepEvidence])
 def unfit(samples: Sequence[TrainingSample]) -> str | None:
     """Returns why the trainer would refuse one of these samples: a number that float32 does not hold, or a temperature
     by which nothing can be divided. None where it would take them all."""
-    for sample in samples:
-        for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
-            with np.errstate(over="ignore"):
-                values = np.asarray(getattr(sample, name) if getattr(sample, name) is not None else 0.0, np.float32)
-            if not np.isfinite(values).all():
-                return f"rollout {sample.rollout_id} has {name} that are not finite in float32"
-            if name == "temperatures" and not values.min() > 0:
-                return f"rollout {sample.rollout_id} has a temperature of {values.min():g}, expected more than 0"
+    for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
+        if not _fit(name, samples):
+            sample = next(one for one in samples if not _fit(name, [one]))
+            expected = "finite in float32" + " and above 0" * (name == "temperatures")
+            return f"rollout {sample.rollout_id} has {name} that are not {expected}"
     return None
+
+
+def _fit(name: str, samples: Sequence[TrainingSample]) -> bool:
+    """Returns whether these numbers of all samples fit."""
+    given = [value for sample in samples if (value := getattr(sample, name)) is not None]
+    numbers = np.array([value for value in given if not isinstance(value, np.ndarray)], np.float64)
+    arrays = [value for value in given if isinstance(value, np.ndarray)]
+    with np.errstate(over="ignore"):
+        values = np.concatenate([numbers, *arrays], dtype=np.float32, casting="same_kind")
+    return bool(np.isfinite(values).all()) and not (name == "temperatures" and (values <= 0).any())
 
 
 def training_samples(

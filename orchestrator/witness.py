@@ -322,12 +322,13 @@ def unpacked(batches: Sequence[MicroBatch]) -> tuple[list[TrainingSample], list[
 
 def placed(batches: Sequence[Sequence[MicroBatch]]) -> dict[str, tuple[int, int]]:
     """Returns rank and micro-batch of each rollout that is in one alone, by id."""
-    found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    found, several = dict[str, tuple[int, int]](), set[str]()
     for of_rank in batches:
         for batch in of_rank:
-            for rollout in batch.rollout_ids:
-                found[rollout].add((batch.rank, batch.index))
-    return {rollout: next(iter(places)) for rollout, places in found.items() if len(places) == 1}
+            own = dict.fromkeys(batch.rollout_ids, (batch.rank, batch.index))
+            several.update(own.keys() & found.keys())
+            found |= own
+    return {rollout: place for rollout, place in found.items() if rollout not in several} if several else found
 
 
 def sentence(findings: Sequence[Finding]) -> str:

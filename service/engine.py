@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo.service.errors import Refused
+from grpo.service.errors import RankGone, Refused
 from grpo.service.log import Answer, Command, CommandLog, StepRow
 from grpo.service.recorder import Recorder
 from grpo.service.training import AdapterShape, Base, Pass, TrainedModel, saved_shape
@@ -202,16 +202,21 @@ class Engine:
     def _run(self) -> None:
         try:
             self._take_turns()
+            if self._base.others is not None:
+                self._base.others.end()
         except Exception as error:
             self._failure = error
 
     def _take_turns(self) -> None:
         """The loop that takes turns among the models. Consumes queued commands. Waits for `submit`, and for what
-        servers have been asked. Ends when the engine is closed, and with the log, which raises `LogFailed`."""
+        servers have been asked. Ends when the engine is closed, and with the log or a rank, which raise `LogFailed`
+        and `RankGone`."""
         looked_s = -EXPIRED_S
         while True:
             if time.monotonic() > looked_s + EXPIRED_S:
                 self._remove_expired()
+                if self._base.others is not None:
+                    self._base.others.keep()
                 looked_s = time.monotonic()
             with self._changed:
                 if not (ready := self._ready()) and not self._ending:
@@ -260,6 +265,8 @@ class Engine:
                 self._changed.wait(left_s)
         try:
             results: list[Any] = self._base.compute(asked)
+        except RankGone:
+            raise
         except Exception as error:
             results = [error] * len(joined)
         for queue, result in zip(joined, results, strict=True):

@@ -22,3 +22,10 @@ class LogFailed(Refused):
     def __init__(self, path: object, error: object) -> None:
         message = f"{path} cannot be written: {error}. Make room, and start the service again by the same command"
         super().__init__(f"{message}: it goes on where it was", status=503)
+
+
+class RankGone(UserError):
+    """A process that computes a part of the passes is gone, late, or cannot start. Started again, the service goes on
+    from its log."""
+
+    exit_code = START_AGAIN

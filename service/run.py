@@ -15,7 +15,7 @@ from grpo.service.log import CommandLog
 from grpo.service.recorder import Recorder
 from grpo.service.routes import Futures, Routes
 from grpo.service.sampling import Sampling
-from grpo.service.training import Base
+from grpo.service.training import Base, OtherRanks
 from grpo.trainer.memory import keep_freed_memory
 from grpo.trainer.startup import device_for, set_threads
 from grpo.transport.folders import write_atomic
@@ -51,16 +51,21 @@ def serve(
     servers: Sequence[str],
     server_key: str | None,
     check: Callable[[Sequence[str]], None],
+    num_ranks: int = 1,
+    join: Callable[[Base], OtherRanks] | None = None,
 ) -> None:
     """Serves on the socket `listening`. `servers` are the addresses of the grpo-infers that sample, empty for no
     sampling, and `server_key` is their key; `check` is called each second, with those that do not answer, and may
-    raise. Returns after SIGINT or SIGTERM. Raises `LogFailed` where the log cannot be written."""
+    raise; `join` are the other ranks, of which there are `num_ranks` with this one. Returns after SIGINT or SIGTERM.
+    Raises `LogFailed` where the log cannot be written, and `RankGone`."""
     raise_file_limit()  # each client keeps connections open
     device = device_for(settings.device)
     set_threads(settings.num_threads)
     if device.type == "cpu":
         keep_freed_memory()
-    base = Base(settings, model_folder, device, max_rank=max_rank)
+    base = Base(settings, model_folder, device, max_rank=max_rank, num_ranks=num_ranks)
+    if join is not None:
+        base.others = join(base)
     keys = tenant_keys(run.path, tenants)
     sampling = servers, server_key
     asyncio.run(_serve(base, model_folder.resolve(), run, sampling, listening=listening, keys=keys, check=check))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from grpo.trainer.witness import GradientWitness
 from grpo.transport.folders import write_folder
 from grpo.transport.records import Canary, Float32
 from grpo.transport.weights.store import ADAPTER_FILE, CANARY_FILE
-from safetensors.torch import load_file, save
+from safetensors.torch import load, load_file, save
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +80,32 @@ class AdapterShape:
         return AdapterShape(rank=rank, seed=0 if seed is None else seed, attn=attn, mlp=mlp)
 
 
+class OtherRanks(Protocol):
+    """The other ranks, as rank 0 has them."""
+
+    def compute(self, passes: "Sequence[Pass]") -> list["Results"]:
+        """Does what `Base.compute` does, with all ranks. Raises `RankGone`."""
+
+    def forget(self, model: int) -> None:
+        """Has the copies of a model freed."""
+
+    def keep(self) -> None:
+        """Tells the others now and then that rank 0 is there. Raises `RankGone`."""
+
+    def end(self) -> None:
+        """Ends the others."""
+
+
 class Base:
     """The frozen base model, which all adapters share."""
 
-    def __init__(self, settings: TrainSettings, folder: Path, device: torch.device, *, max_rank: int) -> None:
+    def __init__(
+        self, settings: TrainSettings, folder: Path, device: torch.device, *, max_rank: int, num_ranks: int = 1
+    ) -> None:
         """Loads the base model in `folder`, for adapters of at most this rank. Raises `ModelError`."""
-        self.settings, self._max_rank = settings, max_rank
+        self.settings, self._max_rank, self.num_ranks = settings, max_rank, num_ranks
+        self.others: OtherRanks | None = None
+        """The other ranks, where this is rank 0 of several."""
         self._resting = load_policy(settings, folder, device)
         assert isinstance(self._resting.weights, AdapterWeights)
         self._weights: AdapterWeights = self._resting.weights
@@ -114,18 +134,22 @@ class Base:
         wanted = {True: shape.attn, False: shape.mlp}
         return tuple(sorted(name for name, of in kinds.items() if any(wanted[kind] for kind in of)))
 
-    def add(self, shape: AdapterShape) -> Policy:
-        """Returns a policy with a new adapter. Raises `Refused` for a rank that is too high."""
+    def add(self, shape: AdapterShape) -> tuple[int, Policy]:
+        """Returns a policy with a new adapter, and its number. Raises `Refused` for a rank that is too high."""
         if shape.rank > self._max_rank:
             raise Refused(f"lora_config.rank is {shape.rank}, expected at most {self._max_rank} (--max_rank)")
-        name, targets = f"tenant_{next(self._numbers)}", self.targets(shape)
+        number, targets = next(self._numbers), self.targets(shape)
         options: Any = {"rank": shape.rank, "alpha": ALPHA, "targets": targets, "seed": shape.seed}
-        return self._resting.beside(self._weights.beside(name, **options))
+        return number, self._resting.beside(self._weights.beside(f"tenant_{number}", **options))
 
     def compute(self, passes: "Sequence[Pass]") -> list["Results"]:
         """Computes passes, all with gradients or all without, as one. Gradients are added to those that the parameters
         have."""
-        packs = [packed(one.batch, one.model.policy.device) for one in passes]
+        return self.compute_parts(passes, 0) if self.others is None else self.others.compute(passes)
+
+    def compute_parts(self, passes: "Sequence[Pass]", rank: int) -> list["Results"]:
+        """Computes this rank's part of passes, which all have one."""
+        packs = [packed(one.parts[rank], one.model.policy.device) for one in passes]
         segments: list[tuple[AdapterWeights, int]] = []
         for one, tokens in zip(passes, packs, strict=True):
             assert isinstance(one.model.policy.weights, AdapterWeights)
@@ -138,7 +162,7 @@ class Base:
             whole = self._resting.logprobs(joined(packs))
             each = whole.split([len(tokens.targets) for tokens in packs])
             for one, tokens, logprobs in zip(passes, packs, each, strict=True):
-                loss, values = one.loss(tokens, logprobs)
+                loss, values = one.loss(one.parts[rank], tokens, logprobs)
                 total = loss if total is None else total + loss
                 results.append((logprobs.detach().cpu().numpy(), values.cpu().numpy()))
             if not forward_only and total is not None:
@@ -148,9 +172,9 @@ class Base:
 
     def can_join(self, passes: "Sequence[Pass]", another: "Pass") -> bool:
         """Returns whether a pass can be computed with these: they fit into a micro-batch together."""
-        num_tokens = sum(one.num_tokens for one in (*passes, another))
-        alike = another.request.forward_only == passes[0].request.forward_only
-        return self._joins and alike and num_tokens <= self.settings.pack_tokens
+        alike, capacity = another.request.forward_only == passes[0].request.forward_only, self.settings.pack_tokens
+        fits = all(sum(one.tokens_of(rank) for one in (*passes, another)) <= capacity for rank in range(self.num_ranks))
+        return self._joins and alike and fits
 
     def _has_whole_vectors(self) -> bool:
         """Returns whether no element's place decides how it is computed. On a CPU torch computes the last ones of a
@@ -170,8 +194,10 @@ class Base:
             policy.weights.use()
             self._in_use = policy.weights
 
-    def remove(self, policy: Policy) -> None:
+    def remove(self, number: int, policy: Policy) -> None:
         """Frees this policy's adapter."""
+        if self.others is not None:
+            self.others.forget(number)
         assert isinstance(policy.weights, AdapterWeights)
         self.use(self._resting)
         policy.weights.remove()
@@ -183,29 +209,35 @@ Results = tuple[Any, Any, float]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch of a model that waits to be computed."""
+    """A micro-batch of a model for each rank, or for the first ones, that waits to be computed."""
 
     model: "TrainedModel"
-    batch: Sequence[Datum]
+    parts: Sequence[Sequence[Datum]]
+    """By rank."""
     request: ForwardBackward
+
+    def tokens_of(self, rank: int) -> int:
+        """Returns the tokens of a rank's part as they are packed, prompts in common included."""
+        return sum(map(_size, self.parts[rank])) if rank < len(self.parts) else 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens as they are packed, prompts in common included."""
-        return sum(len(datum.token_ids) + 1 for datum in self.batch)
+        """Those of all ranks."""
+        return sum(map(self.tokens_of, range(len(self.parts))))
 
-    def loss(self, pack: PackedTokens, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss [], with what it adds to the witness, and the protocol's losses [K]."""
-        first, device = self.batch[0], logprobs.device
+    def loss(
+        self, batch: Sequence[Datum], pack: PackedTokens, logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss [] of a part, with what it adds to the witness, and the protocol's losses [K]."""
+        first, device = batch[0], logprobs.device
         inputs = {
-            name: to_device(np.concatenate([datum.inputs[name] for datum in self.batch]), device)
-            for name in first.inputs
+            name: to_device(np.concatenate([datum.inputs[name] for datum in batch]), device) for name in first.inputs
         }
-        lengths = np.array([len(datum.targets) for datum in self.batch])
+        lengths = np.array([len(datum.targets) for datum in batch])
         datum_ids = to_device(np.repeat(np.arange(len(lengths)), lengths), device)
         loss, values = loss_and_values(self.request.loss_fn, logprobs, inputs, self.request.config, datum_ids)
         if not self.request.forward_only:
-            loss = loss + self.model.witness(witness_sums(self.batch, pack, inputs))
+            loss = loss + self.model.witness(witness_sums(batch, pack, inputs))
         return loss, values
 
 
@@ -218,7 +250,9 @@ class TrainedModel:
 
     def __init__(self, base: Base, shape: AdapterShape) -> None:
         self.base, self.shape = base, shape
-        self.policy = base.add(shape)
+        self.number, self.policy = base.add(shape)
+        self.revision = 0
+        """Changes with the weights."""
         self._optimizer = self._new_optimizer()
         self.witness = GradientWitness(self.policy.device)
         self._gradients: dict[str, torch.Tensor] = {}
@@ -231,7 +265,7 @@ class TrainedModel:
         """What the last `optim_step` has applied."""
 
     @property
-    def _differentiated(self) -> dict[str, torch.nn.Parameter]:
+    def differentiated(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by name, and the witness of their gradients, which goes all their ways."""
         return {**self.policy.named_parameters, WITNESS: self.witness.zeros}
 
@@ -254,7 +288,7 @@ class TrainedModel:
 
     def close(self) -> None:
         """Frees the adapter."""
-        self.base.remove(self.policy)
+        self.base.remove(self.number, self.policy)
 
     # --- gradients ---
 
@@ -267,19 +301,19 @@ class TrainedModel:
         logprobs: list[Any] = [None] * len(data)
         losses: list[Any] = [None] * len(data)
         seconds = 0.0
-        for parameter in self._differentiated.values():
+        for parameter in self.differentiated.values():
             parameter.grad = None
         try:
-            for chosen in first_fit([len(datum.token_ids) + 1 for datum in data], capacity=capacity):
-                batch = [data[index] for index in chosen]
-                ends = np.cumsum([len(datum.targets) for datum in batch])[:-1]
-                *both, own_s = yield Pass(self, batch, request)
+            for bins in for_ranks([_size(datum) for datum in data], self.base.num_ranks, capacity=capacity):
+                chosen = [index for one in bins for index in one]
+                ends = np.cumsum([len(data[index].targets) for index in chosen])[:-1]
+                *both, own_s = yield Pass(self, [[data[index] for index in one] for one in bins], request)
                 seconds += own_s
                 for whole, parts in zip(both, (logprobs, losses), strict=True):
                     for index, part in zip(chosen, np.split(whole, ends), strict=True):
                         parts[index] = part
             total = float(sum(part.sum(dtype=np.float64) for part in losses))
-            found = {name: p.grad for name, p in self._differentiated.items() if p.grad is not None}
+            found = {name: p.grad for name, p in self.differentiated.items() if p.grad is not None}
             if not math.isfinite(total) or not _are_finite(found.values()):
                 raise Refused(f"the loss is {total} or its gradient is not finite; the gradient was not added")
             for name, gradient in found.items():
@@ -289,7 +323,7 @@ class TrainedModel:
                 self._expected.add(data)
                 self._computed.append(computed(request, logprobs, loss=total, seconds=seconds, before=self._computed))
         finally:
-            for parameter in self._differentiated.values():
+            for parameter in self.differentiated.values():
                 parameter.grad = None
         outputs = {"logprobs": logprobs}
         if request.loss_fn == "cross_entropy":
@@ -318,6 +352,7 @@ class TrainedModel:
         )
         try:
             norm = self._optimizer.step(learning_rate=adam["learning_rate"])
+            self.revision += 1
         except NonFiniteError as error:
             raise Refused(f"{error}; the gradient was dropped, and the weights are as before") from error
         finally:
@@ -343,7 +378,7 @@ class TrainedModel:
         self.base.use(self.policy)
         try:
             self._put(load_file(adapter))
-            sizes, capacity = [len(datum.token_ids) + 1 for datum in data], self.base.settings.pack_tokens
+            sizes, capacity = [_size(datum) for datum in data], self.base.settings.pack_tokens
             for chosen in first_fit(sizes, capacity=capacity):
                 batch = [data[index] for index in chosen]
                 values = self.policy.logprobs(packed(batch, self.policy.device)).cpu().numpy()
@@ -357,6 +392,17 @@ class TrainedModel:
     def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.policy.named_parameters.items():
             parameter.copy_(tensors[name])
+        self.revision += 1
+
+    def weights(self) -> bytes:
+        """Returns the adapter for `put`."""
+        tensors = {name: p.detach().cpu().contiguous() for name, p in self.policy.named_parameters.items()}
+        return bytes(save(tensors))
+
+    @torch.no_grad()
+    def put(self, weights: bytes) -> None:
+        """Replaces the weights."""
+        self._put(load(weights))
 
     # --- checkpoints ---
 
@@ -403,6 +449,24 @@ class TrainedModel:
             self._optimizer.load_state_tensors(load_file(folder / OPTIMIZER_FILE))
             self.num_steps = state["num_steps"]
         return int(state["seq"])
+
+
+def _size(datum: Datum) -> int:
+    """Returns a datum's tokens as they are packed."""
+    return len(datum.token_ids) + 1
+
+
+def for_ranks(sizes: Sequence[int], num_ranks: int, *, capacity: int) -> list[list[list[int]]]:
+    """Returns indices by pass and rank: bins of `first_fit`, or, where their number is not one of whole passes, runs of
+    about equal size, which keep what comes together and shares its beginning."""
+    bins = first_fit(sizes, capacity=capacity)
+    if num_even := min(len(sizes), num_ranks * math.ceil(len(bins) / num_ranks)) if len(bins) % num_ranks else 0:
+        middles = np.cumsum(sizes) - np.array(sizes) / 2
+        of_run = (middles * num_even / sum(sizes)).astype(int)
+        even = [run for run in ([*np.flatnonzero(of_run == number).tolist()] for number in range(num_even)) if run]
+        if max(sum(sizes[index] for index in run) for run in even) <= capacity:
+            bins = even
+    return [bins[start : start + num_ranks] for start in range(0, len(bins), num_ranks)]
 
 
 def _are_finite(gradients: Iterable[torch.Tensor]) -> bool:

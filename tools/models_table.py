@@ -1,34 +1,35 @@
-"""Prints the table of docs/models.md: every model type that the trainer takes, how it computes samples, and whether
-vLLM's build for CPUs serves it.
+"""Prints the tables of docs/models.md: every model type that the trainer takes, by how it computes samples, and those
+that vLLM's build for CPUs does not serve.
 
 python -m tools.models_table
 """
 
-from grpo.trainer.supported import PACKED, UNPACKED
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from collections.abc import Iterable
 
-_NO_WAY = "refused by vLLM: “Layer 0 does not dispatch through the Transformers attention interface”"
+from grpo.trainer.supported import PACKED, UNPACKED
+
 NOT_SERVED = {
-    "apertus": "refused by the canary: vLLM rounds parameters of its activation to bfloat16",
-    "bamba": _NO_WAY,
-    "diffllama": _NO_WAY,
-    "olmo_hybrid": "not on CPUs: “module 'triton' has no attribute 'set_allocator'”",
-    "qwen3_5_text": "not without torchvision",
+    ("bamba", "diffllama"): "vLLM refuses: “Layer 0 does not dispatch through the Transformers attention interface”",
+    ("apertus",): "the canary refuses: vLLM rounds parameters of its activation to bfloat16",
+    ("olmo_hybrid",): "“module 'triton' has no attribute 'set_allocator'”",
+    ("qwen3_5_text",): "it needs torchvision",
 }
 """Types of which vLLM 0.32 for CPUs does not serve an adapter, as `python -m benchmarks.served_models` has found. All
 others agreed with the trainer within 1e-5 nats, in float32 and with an adapter on all linear layers."""
 
 
-def table() -> str:
-    """Returns the table as Markdown."""
-    rows = ["| `model_type` | class in transformers | samples | adapter served on a CPU |", "|---|---|---|---|"]
-    for kind in sorted(PACKED | UNPACKED):
-        how = "packed" if kind in PACKED else "one per row"
-        rows.append(
-            f"| `{kind}` | `{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]}` | {how} | {NOT_SERVED.get(kind, 'yes')} |"
-        )
+def tables() -> str:
+    """Returns the two tables as Markdown."""
+    rows = ["| samples | `model_type` |", "|---|---|"]
+    rows += [f"| packed | {_names(sorted(PACKED))} |", f"| one per row | {_names(sorted(UNPACKED))} |"]
+    rows += ["", "| adapter not served on a CPU | because |", "|---|---|"]
+    rows += [f"| {_names(kinds)} | {reason} |" for kinds, reason in NOT_SERVED.items()]
     return "\n".join(rows)
 
 
+def _names(kinds: Iterable[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
 if __name__ == "__main__":
-    print(table())
+    print(tables())

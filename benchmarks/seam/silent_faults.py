@@ -709,7 +709,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="base-on-one-route",
-        about="answers that go on under a newer version are sampled from the base, others are not",
+        about="answers that continue under a newer version are sampled from the base",
         patches=(engine("Engine.generate", base_sampled(route="follow")),),
         run="in flight",
         acts="version 1",
@@ -723,7 +723,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="version-before",
-        about="the server samples under version n - 1 what it says is of version n",
+        about="the server samples with version n - 1 and says n",
         patches=other_adapter(lambda adapter: KNOWN.get(adapter.key - 1)),
         acts="version 1",
         elsewhere="verl #7453, SkyRL #1776",
@@ -747,7 +747,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="temperature-ignored",
-        about="the server samples at temperature 1 where 0.7 is asked for",
+        about="the server samples at temperature 1 instead of 0.7",
         patches=(engine("Engine.generate", request_with(temperature=1.0)),),
         settings=WARM,
     ),
@@ -769,7 +769,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="noise-not-sampled",
-        about="rollouts are sampled without the version's noise, whose canary is scored with it",
+        about="rollouts are sampled without noise, and the canary is scored with it",
         patches=other_adapter(lambda adapter: without_noise(adapter) if adapter.noisy else None),
         run="noise",
         acts="version 3",
@@ -788,7 +788,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="versions-joined",
-        about="an answer that went on under a newer version says that the newest sampled all of it",
+        about="an answer that continued under a newer version is labelled as wholly the newest's",
         patches=(Patch("grpo.infer.following", "_joined", joined_as_newest),),
         run="in flight",
         acts="version 1",
@@ -872,13 +872,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="mask-shifted", about="the loss mask is one token too early", patches=each_sample(mask_shifted)),
     Fault(
         name="older-label",
-        about="samples say that the version before sampled them",
+        about="samples are labelled with the version before",
         patches=each_sample(older_versions),
         acts="version 1",
     ),
     Fault(
         name="adapter-label-lost",
-        about="every sample says that the first adapter sampled it",
+        about="every sample is labelled with the first adapter",
         patches=each_sample(lambda one: changed(one, adapter=0)),
         run="two adapters",
         acts="version 1",
@@ -886,23 +886,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="temperature-label-lost",
-        about="samples at temperature 0.7 say 1",
+        about="samples at temperature 0.7 are labelled 1",
         patches=each_sample(lambda one: changed(one, temperatures=1.0)),
         settings=WARM,
     ),
     Fault(
         name="logprobs-bf16",
-        about="the server's log-probabilities are cut to bfloat16 on their way",
+        about="the server's log-probabilities are rounded to bfloat16 on their way",
         patches=each_sample(rounded_logprobs),
     ),
     Fault(
         name="prompt-retokenised",
-        about="the trained prompt lacks the first token of the one that was sampled from",
+        about="the trained prompt lacks its first token",
         patches=(Patch("grpo.orchestrator.rollouts.records", "single_row", retokenised),),
     ),
     Fault(
         name="answer-twice",
-        about="a group has its first answer twice, and lacks its second",
+        about="a group has its first answer twice and lacks its second",
         patches=(Patch("grpo.orchestrator.inference.client", "PolicyClient.generate", first_answer_twice),),
     ),
     Fault(
@@ -912,12 +912,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="reward-of-neighbour",
-        about="each rollout has the next one's reward, before anybody has written it down",
+        about="each rollout gets the next one's reward",
         patches=(Patch("grpo.orchestrator.sink", "RolloutSink.take", neighbours_rewards),),
     ),
     Fault(
         name="data-begun-again",
-        about="a resumed run asks its examples from the first one on",
+        about="a resumed run begins its examples again",
         patches=(Patch("grpo.orchestrator.buffer", "Buffer.restore", nothing_restored),),
         run="resumed",
         acts="step 5",
@@ -926,12 +926,12 @@ FAULTS: tuple[Fault, ...] = (
     # Between the programs.
     Fault(
         name="batch-bit",
-        about="one bit of a batch's file is turned",
+        about="one bit of a batch's file is flipped",
         patches=(Patch("grpo.transport.batches.store", "StepStore.write", flipped("rank_0.msgpack", batch_folder)),),
     ),
     Fault(
         name="batch-before",
-        about="the trainer gets the batch before again, under the new one's number",
+        about="the trainer gets the previous batch again, under the new number",
         patches=(Patch("grpo.transport.batches.filesystem", "FilesystemBatchReceiver.receive", batch_before),),
         acts="step 2",
     ),
@@ -943,7 +943,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="version-bit",
-        about="one bit of an adapter's file is turned once it is published",
+        about="one bit of a published adapter's file is flipped",
         patches=(
             Patch(
                 "grpo.transport.weights.store",
@@ -954,18 +954,18 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="file-of-version-before",
-        about="a version's folder holds the adapter of the version before, with its right digest",
+        about="a version's folder holds the previous version's adapter, with the right digest",
         patches=(Patch("grpo.transport.weights.store", "PolicyPublisher.publish", file_before),),
     ),
     # The trainer.
     Fault(
         name="published-before-step",
-        about="a version's adapter is that before its step, its canary that after it",
+        about="a version has the adapter from before its step and the canary from after it",
         patches=trainer("weights", "AdapterWeights.snapshot", snapshot_before),
     ),
     Fault(
         name="published-after-next",
-        about="a version is written when the next step has changed it",
+        about="a version is written after the next step has changed the weights",
         patches=(
             *trainer("weights", "AdapterWeights.snapshot", live_snapshot),
             *trainer("weights", "AdapterWeights.make", late),
@@ -973,7 +973,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="version-lags",
-        about="a version's adapter and canary are both those before its step",
+        about="a version's adapter and canary are both from before its step",
         patches=trainer("publishing", "Publishing.publish", whole_version_before),
         acts="version 1",
         elsewhere="verl #7413",
@@ -992,7 +992,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="ranks-not-reduced",
-        about="each rank steps by the gradients of its own samples",
+        about="each rank steps with the gradients of its own samples only",
         patches=reduced(lambda output, own, size: output.copy_(own)),
         run="two ranks",
     ),
@@ -1022,7 +1022,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="gradients-of-before",
-        about="the optimizer steps by the gradients of the step before",
+        about="the optimizer steps with the previous step's gradients",
         patches=trainer("optim", "Optimizer.step", gradients_before),
         acts="step 2",
     ),
@@ -1065,13 +1065,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="trainer-ignores-temperature",
-        about="the trainer computes at temperature 1 what was sampled at 0.7",
+        about="the trainer computes at temperature 1 although 0.7 was sampled",
         patches=trainer("packing", "pack", without_temperatures),
         settings=WARM,
     ),
     Fault(
         name="positions-run-on",
-        about="a packed sample's positions go on from the one before",
+        about="a packed sample's positions continue those of the sample before",
         patches=trainer("packing", "pack", running_positions),
     ),
 )

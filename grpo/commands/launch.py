@@ -138,13 +138,13 @@ def launched(words: Sequence[str]) -> ServiceLaunch:
     server = {} if options.no_sampling else server_settings(options, settings)
     own = {"model": options.model, "tenants": ",".join(options.tenants), "sequence_len": settings.sequence_len}
     own |= {"micro_batch_tokens": options.micro_batch_tokens, "max_rank": options.max_rank, "device": options.device}
-    own |= {"num_threads": options.num_threads}
+    own |= {"num_threads": options.num_threads, "gpus": options.gpus}
     return ServiceLaunch(
         output_dir=options.output_dir,
         port=options.port or service.PORT,
         words=tuple(f"--{key}={value}" for key, value in own.items() if value is not None),
         server={key: value for key, value in server.items() if key not in ("host", "port")},
-        is_on_gpu=options.device == "cuda",
+        num_gpus=options.gpus if options.device == "cuda" else 0,
         key_var=SERVER_KEY_VAR,
         topology=topology,
     )

@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro_batch_tokens", metavar="N", help="tokens of a pass (the longest sequence)")
     parser.add_argument("--max_rank", type=_rank, default=32, metavar="R", help="highest LoRA rank (%(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to train")
+    parser.add_argument(
+        "--gpus", type=_gpus, default=1, metavar="N", help="GPUs that train, each with the whole base (1)"
+    )
     parser.add_argument("--num_threads", metavar="N", help="the trainer's threads on a CPU")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--no_sampling", action="store_true", help="train only, without a grpo-infer")
@@ -89,6 +92,12 @@ def _rank(text: str) -> int:
     return int(text)
 
 
+def _gpus(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a whole number from 1 on")
+    return int(text)
+
+
 def main(options: argparse.Namespace) -> int:
     """Serves, and returns the exit code."""
     if find_spec("tinker") is None:
@@ -111,7 +120,14 @@ def main(options: argparse.Namespace) -> int:
             started = stack.enter_context(server_process(asked, run.logs / "infer.log", output_dir=run.path))
             servers = (started.url,)
             checks.append(started.check)
+        from grpo.service.ranks import other_ranks
         from grpo.service.run import serve
+
+        join = None
+        if options.gpus > 1:
+            limits: Any = {"num": options.gpus, "max_rank": options.max_rank}
+            join, check_ranks = stack.enter_context(other_ranks(settings, folder, run.logs, **limits))
+            checks.append(check_ranks)
 
         def serving(left_out: Sequence[str]) -> None:
             status.set("serving", message=f"left out, not answering: {', '.join(left_out)}" if left_out else None)
@@ -128,6 +144,8 @@ def main(options: argparse.Namespace) -> int:
             servers=servers,
             server_key=os.environ.get(SERVER_KEY_VAR),
             check=serving,
+            num_ranks=options.gpus,
+            join=join,
         )
     return 0
 

@@ -85,7 +85,7 @@ class PolicyClient:
         self._released.set()
         headers = {"Content-Type": "application/json", "Accept": MESSAGE_TYPE}
         headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        max_connections = raise_file_limit() * 3 // 4  # the rest is for what else the program opens
+        self._max_connections = raise_file_limit() * 3 // 4  # the rest is for what else the program opens
 
         def session(limit: int) -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
@@ -94,13 +94,18 @@ class PolicyClient:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s)),
             )
 
-        self._session, self._control_session = session(max_connections), session(0)
+        self._session, self._control_session = session(self._max_connections), session(0)
         """Connections for requests for answers, which wait where there are too many, and for all other requests."""
 
     @property
     def num_in_flight(self) -> int:
         """Number of requests for answers that servers have now."""
         return self._num_in_flight.total()
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether half of the connections that it may open are in use: what can be one request is to be one."""
+        return 2 * self.num_in_flight >= self._max_connections
 
     async def close(self) -> None:
         """Closes all connections; servers drop what was in flight."""

@@ -1,6 +1,7 @@
 """Hands on what becomes of rollouts, batches and versions to all who keep it."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from grpo.orchestrator.witness import Expectation, differs, kept_gap, kept_of, s
 from grpo.transport.receipts import KeptWitness, Receipt
 from grpo.transport.witness import TOLERANCE
 
+WRITE_INTERVAL_S = 0.02
+"""Least time between two transactions of rollouts that begin: each costs as much as a rollout."""
 _KEPT_BATCHES = 2
 """Batches whose samples are known after their version is there: strange samples may be theirs."""
 
@@ -40,7 +43,7 @@ class Fates:
         """When batches left whose version is not live yet, on the monotonic clock."""
         self._expected: dict[int, Expectation] = {}
         """What the gradients of the newest batches must show."""
-        self._writing = asyncio.Lock()
+        self._writing, self._written_s = asyncio.Lock(), 0.0
 
     # --- rollouts ---
 
@@ -59,11 +62,13 @@ class Fates:
         )
 
     async def written(self) -> None:
-        """Returns when the ledger's database has every rollout that was issued until now. Groups that begin together
-        share a transaction."""
+        """Returns when the ledger's database has every rollout that was issued until now. Groups that begin together,
+        or within `WRITE_INTERVAL_S` of the transaction before, share one."""
         async with self._writing:
             if self.ledger.has_unwritten:
+                await asyncio.sleep(self._written_s + WRITE_INTERVAL_S - time.monotonic())
                 await in_thread(self.ledger.changes())
+                self._written_s = time.monotonic()
 
     def scored(self, result: EpisodeResult) -> None:
         """A rollout has its reward."""

@@ -248,8 +248,11 @@ def _row(
     }
 
 
+_to_json = msgspec.json.Encoder(enc_hook=str).encode
+
+
 def _json(value: Any) -> str:
-    return msgspec.json.encode(value, enc_hook=str).decode()
+    return _to_json(value).decode()
 
 
 def _stop_reason(result: EpisodeResult, steps: Sequence[int]) -> str | None:
@@ -262,11 +265,11 @@ def _stop_reason(result: EpisodeResult, steps: Sequence[int]) -> str | None:
 
 def _tokens(row: TrainingRow, sample: TrainingSample | None) -> dict[str, Any]:
     """Returns the columns with a value for each token; without a sample there are no advantages."""
-    versions, lengths = zip(*row.versions, strict=True)
+    versions, lengths = np.array(row.versions, np.int32).T
     tokens = {
         "token_ids": row.token_ids,
         "loss_mask": row.sampled,
-        "versions": np.repeat(np.asarray(versions, np.int32), lengths),
+        "versions": np.repeat(versions, lengths),
         "logprobs": row.logprobs,
         "key": token_key(row.token_ids),
     }

@@ -29,14 +29,20 @@ class OwnTimeout:
         self._limit_s, self._left_s, self._num_waits = limit_s, limit_s, 0
 
     async def __aenter__(self) -> Self:
-        self._timeout = await asyncio.timeout(self._limit_s).__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._timeout = await asyncio.timeout(None).__aenter__()
         self._token = _clocks.set((*_clocks.get(), self))
+        self._deadline_s = self._loop.time() + self._limit_s
+        self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline_s, self._look)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _clocks.reset(self._token)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._num_waits += 1  # what it left behind may go on, and resume
         await self._timeout.__aexit__(kind, error, trace)
 
     def expired(self) -> bool:
@@ -45,10 +51,9 @@ class OwnTimeout:
 
     def pause(self) -> None:
         """Stops the time until each `pause` has its `resume`."""
+        if not self._num_waits:
+            self._left_s = self._deadline_s - self._loop.time()
         self._num_waits += 1
-        if (when_s := self._timeout.when()) is not None:
-            self._left_s = when_s - asyncio.get_running_loop().time()
-            self._reschedule(None)
 
     def resume(self, *, restart: bool) -> None:
         """Lets the time go on; with `restart` all of it is there again."""
@@ -56,11 +61,19 @@ class OwnTimeout:
         if restart:
             self._left_s = self._limit_s
         if not self._num_waits:
-            self._reschedule(asyncio.get_running_loop().time() + self._left_s)
+            self._deadline_s = self._loop.time() + self._left_s
+            if self._timer is None:
+                self._timer = self._loop.call_at(self._deadline_s, self._look)
 
-    def _reschedule(self, when_s: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # it is over already, and a task that it left behind goes on
-            self._timeout.reschedule(when_s)
+    def _look(self) -> None:
+        """Runs when the deadline was, as it was known. Pauses only put it off, and need no timer of their own."""
+        self._timer = None
+        if self._num_waits:
+            return
+        if self._loop.time() < self._deadline_s:
+            self._timer = self._loop.call_at(self._deadline_s, self._look)
+        else:
+            self._timeout.reschedule(self._loop.time())
 
 
 _clocks: contextvars.ContextVar[tuple[OwnTimeout, ...]] = contextvars.ContextVar("own_time", default=())
@@ -107,8 +120,13 @@ class _Slots:
 
     def __init__(self) -> None:
         self.free = asyncio.Semaphore(NUM_THREADS)
-        self.left: set[asyncio.Future[Any]] = set()
+        self.left: set[object] = set()
         """Calls that still run although nobody waits for them any more."""
+
+    def over(self, call: object) -> None:
+        """A call has ended."""
+        self.free.release()
+        self.left.discard(call)
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
@@ -136,16 +154,14 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
             await slots.free.acquire()
     else:
         await slots.free.acquire()
+    run: Callable[[], T] = partial(contextvars.copy_context().run, function, *args, **kwargs)
     try:
-        call = background.start_in_thread(partial(contextvars.copy_context().run, function, *args, **kwargs))
+        call = background.start_in_thread(run, partial(slots.over, run))
     except RuntimeError as error:
         slots.free.release()
         raise MemoryError(f"{error}; raise env[].memory_gb") from None
-    call.add_done_callback(lambda _: slots.free.release())
     try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        if not call.done():
-            slots.left.add(call)
-            call.add_done_callback(slots.left.discard)
-        raise
+        return await call
+    finally:
+        if call.cancelled():
+            slots.left.add(run)

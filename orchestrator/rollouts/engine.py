@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 from grpo.orchestrator.background import in_thread
 from grpo.orchestrator.inference.client import PolicyClient, TimedOut
 from grpo.orchestrator.monitoring.metrics import Figures
 from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
+from grpo.orchestrator.rollouts.clock import together
 from grpo.orchestrator.rollouts.messages import num_characters
 from grpo.orchestrator.rollouts.players import PlayerId
 from grpo.orchestrator.rollouts.records import (
@@ -19,9 +21,11 @@ from grpo.orchestrator.rollouts.records import (
     Failure,
     Group,
     Messages,
+    SamplingParams,
     Step,
     Task,
     TrainingRow,
+    seal_of,
     single_row,
 )
 from grpo.orchestrator.rollouts.rollout import (
@@ -40,6 +44,11 @@ from msgspec.structs import replace
 
 NUM_LONG_TEXTS = 2
 """Long texts that are tokenized at once, in threads: more would only take the processor from the event loop."""
+LEAST_APART, MANY_TIMES = 1024, 8
+"""Answers that may have so many tokens, and so many times those of their prompt, are requests of their own: what that
+costs is little beside them."""
+NUM_RENDERED = 512
+"""Prompts whose ids are kept."""
 NUM_TOGETHER = 4
 """Groups whose answers, or outcomes, are taken in at one turn of the event loop, however many come at once."""
 
@@ -109,6 +118,8 @@ class RolloutEngine:
         self.num_withdrawn = 0
         """Answers that nobody received."""
         self._max_prompt_length = max_prompt_length
+        self._rendered: dict[tuple[tuple[tuple[str, str], ...], ...], list[int]] = {}
+        """Ids of the newest prompts, which may come again, by their messages."""
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
         self.long_texts = asyncio.Semaphore(NUM_LONG_TEXTS)
         self.max_characters = context_len * renderer.longest_token
@@ -122,9 +133,8 @@ class RolloutEngine:
         delayed: Callable[[], None] = lambda: None,
     ) -> list[EpisodeResult]:
         """Each of the group's rollouts, scored or failed. `sampled` is called once all of it is sampled that can be in
-        advance: a group of single answers is one request, so that the server reads the prompt once. `delayed` is called
-        once nothing of it goes on but waits for rewards that come later. Raises PromptTooLong, and what servers and
-        broken environments raise."""
+        advance. `delayed` is called once nothing of it goes on but waits for rewards that come later. Raises
+        PromptTooLong, and what servers and broken environments raise."""
         most = self._max_prompt_length if group.task.split == "train" else None
         if most is not None and (num := len(await self._prompt_ids(group.task.messages))) > most:
             raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
@@ -208,12 +218,58 @@ class RolloutEngine:
     async def _run_single_turns(
         self, group: Group, sampled: Callable[[], None], delays: "_Delays"
     ) -> list[EpisodeResult]:
-        """Runs a group of single answers: one request to a server, and one to a worker."""
+        """Runs a group of single answers: one request to a server, and one to a worker. Where answers may be long, each
+        is a request of its own: it is scored as soon as it is there, and a server that is lost takes few with it."""
+        prompt, task = await self._prompt_ids(group.task.messages), group.task
+        room = self.context_len - len(prompt)
+        max_tokens = room if group.params.max_tokens is None else group.params.max_tokens
+        if not 1 <= max_tokens <= room:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens leaves {room} of {self.context_len} for the answer, expected "
+                f"{group.params.max_tokens or 1}; {MAKE_ROOM}, or lower max_tokens"
+            )
+        [role] = self._pools[task.env].loaded.roles
+        params = replace(group.params, adapter=group.adapters.name(role.id), max_tokens=max_tokens)
+        left = set(range(group.num))
+
+        def taken(places: range) -> None:
+            left.difference_update(places)
+            if not left:
+                sampled()
+
+        run = partial(self._run_answers, group, role.id, prompt, params, taken=taken, delays=delays)
+        if max_tokens < max(LEAST_APART, MANY_TIMES * len(prompt)) or self.client.is_crowded:
+            return await run(range(group.num))
+        return [result for [result] in await together(run(range(one, one + 1)) for one in range(group.num))]
+
+    async def _run_answers(
+        self,
+        group: Group,
+        role: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        places: range,
+        *,
+        taken: Callable[[range], None],
+        delays: "_Delays",
+    ) -> list[EpisodeResult]:
+        """Has some answers of a group sampled by one request, and scored by another. `taken` is called with them in
+        between."""
+        seed = None if group.seed is None else group.seed + places[0]
         try:
-            answers = await self._sample_group(group)
+            completions = await self.client.generate(
+                prompt, params=params, num=len(places), version=group.version, seed=seed
+            )
         except TimedOut as error:
-            return group.failed(SERVER_TIMEOUT, str(error))
-        sampled()
+            taken(places)
+            failed = group.failed(SERVER_TIMEOUT, str(error))
+            return [failed[place] for place in places]
+        await self._turn()
+        # 16 answers of 32,000 tokens are 0.1 s of work.
+        is_long = sum(len(one.token_ids) for one in completions) > MAX_TOKENS_ON_LOOP
+        take = partial(self._taken, group, role, prompt, completions)
+        answers = dict(zip(places, await in_thread(take) if is_long else take(), strict=True))
+        taken(places)
         rollouts: dict[int, Rollout] = {}  # those whose rewards call us
 
         async def answer(place: int, call: AnyCall) -> Reply:
@@ -221,13 +277,14 @@ class RolloutEngine:
                 rollouts[place] = self._rollout(group, place, delays, answers[place])
             return await rollouts[place](call)
 
-        def begin(place: int) -> Callable[[AnyCall], Awaitable[Reply]]:
-            if place in rollouts:
+        def begin(index: int) -> Callable[[AnyCall], Awaitable[Reply]]:
+            if (place := places[index]) in rollouts:
                 rollouts[place].begin()
             return partial(answer, place)
 
         try:
-            outcomes = await self._scored(group, [step for step, _ in answers], begin, delays)
+            steps = {place: step for place, (step, _) in answers.items()}
+            outcomes = await self._scored(group, steps, begin, delays)
         finally:
             for rollout in rollouts.values():
                 rollout.close()
@@ -235,31 +292,35 @@ class RolloutEngine:
         trees = {place: (rollout.steps, rollout.rows()) for place, rollout in rollouts.items()}
         return [
             self._result(group, place, outcome, *trees.get(place, ({0: {0: step}}, {0: [row]})))
-            for place, (outcome, (step, row)) in enumerate(zip(outcomes, answers, strict=True))
+            for outcome, (place, (step, row)) in zip(outcomes, answers.items(), strict=True)
         ]
 
     async def _scored(
         self,
         group: Group,
-        steps: Sequence[Step],
+        steps: Mapping[int, Step],
         begin: Callable[[int], Callable[[AnyCall], Awaitable[Reply]]],
         delays: "_Delays",
     ) -> Sequence[Outcome | Failure]:
-        """Returns the outcome of each answer, by the environment's rubric."""
+        """Returns the outcome of each answer, by the environment's rubric. `steps`: by place in the group."""
+        task, places, answers = group.task, [*steps], [*steps.values()]
         if not group.score:
-            return [Outcome(rewards={step.role: 0.0}, num_answers=1) for step in steps]
-        task = group.task
+            return [Outcome(rewards={step.role: 0.0}, num_answers=1) for step in answers]
+
+        def over(index: int) -> None:
+            delays.settled(places[index], over=True)
+
         message = Score(
             split=task.split,
             index=task.index,
             prompt=[dict(message) for message in task.messages],
-            texts=[step.text for step in steps],
+            texts=[step.text for step in answers],
             opening=self.templates.plain.opening,
-            finish_reasons=[step.completion.finish_reason for step in steps],
-            num_tokens=[len(step.completion.token_ids) for step in steps],
-            seeds=[self._seed_of(task, number) for number in range(group.num)],
+            finish_reasons=[step.completion.finish_reason for step in answers],
+            num_tokens=[len(step.completion.token_ids) for step in answers],
+            seeds=[self._seed_of(task, place) for place in places],
         )
-        return await self._pools[task.env].score(message, begin=begin, over=partial(delays.settled, over=True))
+        return await self._pools[task.env].score(message, begin=begin, over=over)
 
     def _result(
         self, group: Group, number: int, outcome: Outcome | Failure, steps: Steps, rows: Mapping[int, list[TrainingRow]]
@@ -286,46 +347,32 @@ class RolloutEngine:
         if num > MAX_CHARACTERS_ON_LOOP:
             async with self.long_texts:
                 return await in_thread(self.renderer.prompt_ids, messages)
-        return self.renderer.prompt_ids(messages)
-
-    async def _sample_group(self, group: Group) -> list[tuple[Step, TrainingRow]]:
-        prompt, task = await self._prompt_ids(group.task.messages), group.task
-        room = self.context_len - len(prompt)
-        max_tokens = room if group.params.max_tokens is None else group.params.max_tokens
-        if not 1 <= max_tokens <= room:
-            raise PromptTooLong(
-                f"a prompt of {len(prompt)} tokens leaves {room} of {self.context_len} for the answer, expected "
-                f"{group.params.max_tokens or 1}; {MAKE_ROOM}, or lower max_tokens"
-            )
-        [role] = self._pools[task.env].loaded.roles
-        params = replace(group.params, adapter=group.adapters.name(role.id), max_tokens=max_tokens)
-        completions = await self.client.generate(
-            prompt, params=params, num=group.num, version=group.version, seed=group.seed
-        )
-        await self._turn()
-        # 16 answers of 32,000 tokens are 0.1 s of work.
-        is_long = sum(len(one.token_ids) for one in completions) > MAX_TOKENS_ON_LOOP
-        taken = partial(self._taken, group, role.id, prompt, completions)
-        return await in_thread(taken) if is_long else taken()
+        texts = tuple(tuple(message.items()) for message in messages)
+        if (ids := self._rendered.pop(texts, None)) is None:
+            ids = self.renderer.prompt_ids(messages)
+        self._rendered[texts] = ids
+        if len(self._rendered) > NUM_RENDERED:
+            del self._rendered[next(iter(self._rendered))]
+        return ids
 
     def _taken(
         self, group: Group, role: str, prompt: Sequence[int], completions: Sequence[Choice]
     ) -> list[tuple[Step, TrainingRow]]:
         """Returns the step and the row of each answer to a group's prompt."""
         opening, temperature = self.templates.plain.opening_ids, group.params.temperature
-        taken = []
+        adapter, prompt_ids, taken = group.adapters.place(role), np.asarray(prompt, np.int32), []
         for one, text in zip(completions, self.renderer.texts(completions), strict=True):
-            row = single_row(prompt, one, opening=opening, version=group.version, temperature=temperature)
+            row = single_row(prompt_ids, one, opening=opening, version=group.version, temperature=temperature)
             step = Step(
                 role=role,
                 temperature=temperature,
-                completion=one,
+                completion=row.holding(one, row.turns[0]),
                 text=text,
                 version=group.version,
                 messages=group.task.messages,
-                adapter=group.adapters.place(role),
+                adapter=adapter,
             )
-            taken.append((step.within(row, row.turns[0]), row))
+            taken.append((step, row))
         return taken
 
 
@@ -365,10 +412,11 @@ def _result_tree(
                 f"the policy gave a rollout {len(own)} answers, and {of.num_answers} are in its state.trajectory; "
                 "leave it as ctx.sample made it, let no call be cancelled, and await each"
             )
-        made = EpisodeResult(
+        own_steps = tuple(marked(step, of.marks.get(call)) for call, step in own.items())
+        return EpisodeResult(
             id=name,
             task=task,
-            steps=tuple(marked(step, of.marks.get(call)) for call, step in own.items()),
+            steps=own_steps,
             rows=tuple(rows.get(of.rollout, ())),
             rewards=of.rewards,
             accuracy=of.accuracy,
@@ -377,8 +425,8 @@ def _result_tree(
             fields=of.fields,
             context_full=of.truncated,
             children=tuple(result(child, f"{name}.{place}") for place, child in enumerate(of.children)),
+            seal=seal_of(name, own_steps, of.rewards),
         )
-        return replace(made, seal=made.sealed())
 
     made = result(outcome, name)
     if any(own and rollout not in seen for rollout, own in steps.items()):

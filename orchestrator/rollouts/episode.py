@@ -101,7 +101,7 @@ async def score_answer(
 ) -> EpisodeState:
     """Scores an answer that is there already, of an episode of one answer; `backend` answers the calls of reward
     functions. Raises what user code and the backend raise."""
-    messages: list[Message] = [*messages_of(example), answer.message]
+    messages: list[Message] = [*map(dict, answer.messages), answer.message]
     state = EpisodeState(example=example, messages=messages, trajectory=[answer], role=answer.role)
     ctx = RolloutContext(backend, state=state, roles=episode.roles, split=split, seed=seed, first_call=answer.call + 1)
     current_context.set(ctx)

@@ -133,9 +133,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     def within(self, row: "TrainingRow", turn: "Turn") -> "Step":
         """Returns the step with its tokens as a part of the row that they are in: they are held once."""
-        own = slice(turn.begins, turn.ends)
-        completion = msgspec.structs.replace(self.completion, token_ids=row.token_ids[own], logprobs=row.logprobs[own])
-        return msgspec.structs.replace(self, completion=completion)
+        return msgspec.structs.replace(self, completion=row.holding(self.completion, turn))
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -181,6 +179,11 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...] = ()
     """The index of each turn's step in the rollout."""
 
+    def holding(self, completion: Choice, turn: Turn) -> Choice:
+        """Returns the completion of a turn with its tokens as a part of the row's."""
+        own = slice(turn.begins, turn.ends)
+        return msgspec.structs.replace(completion, token_ids=self.token_ids[own], logprobs=self.logprobs[own])
+
     def spread(self, by_turn: Sequence[float] | Mapping[int, float | Float32]) -> Float32:
         """[L] a number for each of the conversation's turns (by `Turn.index`), or one for each of its sampled tokens,
         on the tokens of this row's turns; 0 where not sampled. Advantages, for example."""
@@ -191,29 +194,29 @@ class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def single_row(
-    prompt: Sequence[int], completion: Choice, *, opening: Sequence[int], version: int, temperature: float
+    prompt: Sequence[int] | Int32, completion: Choice, *, opening: Sequence[int], version: int, temperature: float
 ) -> TrainingRow:
     """Returns the row of a prompt with one answer, of a rollout with one step. `opening`: how the template opens the
     policy's turn; `version`: the requested one. Raises ValueError if the completion contradicts itself."""
     begins, ends, versions = len(prompt), len(prompt) + len(completion.token_ids), list[tuple[int, int]]()
     add_versions(versions, completion, requested=version, num_before=begins)
-    logprobs, sampled = np.zeros(ends, np.float32), np.zeros(ends, np.bool_)
-    logprobs[begins:] = completion.logprobs
-    sampled[begins:] = True
+    token_ids, logprobs, sampled = np.empty(ends, np.int32), np.zeros(ends, np.float32), np.zeros(ends, np.bool_)
+    token_ids[:begins], token_ids[begins:] = prompt, completion.token_ids
+    logprobs[begins:], sampled[begins:] = completion.logprobs, True
     reason = completion.finish_reason
     turn = Turn(index=0, opens=opening_at(prompt, opening), begins=begins, ends=ends, finish_reason=reason)
     return TrainingRow(
-        token_ids=np.concatenate([np.asarray(prompt, np.int32), completion.token_ids]),
+        token_ids=token_ids,
         sampled=sampled,
         logprobs=logprobs,
-        temperatures=np.broadcast_to(np.float32(temperature), ends),
+        temperatures=np.ndarray(ends, np.float32, np.float32(temperature).tobytes(), strides=(0,)),  # one for all
         versions=tuple(versions),
         turns=(turn,),
         steps=(0,),
     )
 
 
-def opening_at(token_ids: Sequence[int], opening: Sequence[int]) -> int:
+def opening_at(token_ids: Sequence[int] | Int32, opening: Sequence[int]) -> int:
     """Returns where `opening` begins at the end of a row; the row's length where it does not stand there."""
     length = len(token_ids)
     at = length - len(opening)
@@ -300,8 +303,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     def sealed(self) -> int:
         """Returns a number of rollout, answers and rewards, by which it is known that they belong together. It is this
         process's alone."""
-        answers = tuple(step.completion.token_ids.tobytes() for step in self.steps)
-        return hash((self.id, answers, tuple(sorted(self.rewards.items()))))
+        return seal_of(self.id, self.steps, self.rewards)
 
     def step_reward(self, index: int) -> float:
         """The reward of the role that took a step."""
@@ -343,8 +345,16 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
             yield from child.walk()
 
 
+def seal_of(rollout: str, steps: Iterable[Step], rewards: Mapping[str, float]) -> int:
+    """Returns what `EpisodeResult.sealed` does, of a result that is about to be made."""
+    answers = tuple(step.completion.token_ids.tobytes() for step in steps)
+    return hash((rollout, answers, tuple(sorted(rewards.items()))))
+
+
 def check_numbers(who: str, rewards: Mapping[str, float], metrics: Mapping[str, float], accuracy: float) -> None:
     """Raises NotFinite or TooLarge where a rollout's numbers cannot be trained on, or reported."""
+    if all(-MAX_REWARD <= value <= MAX_REWARD for value in (*rewards.values(), *metrics.values(), accuracy)):
+        return  # which is nearly always so, and what is not a number is not
     for numbers, most in ((rewards, MAX_REWARD), (metrics, MAX_METRIC), ({"accuracy": accuracy}, MAX_METRIC)):
         if not all(map(math.isfinite, numbers.values())):
             raise NotFinite(f"{who} has {dict(numbers)}, expected finite numbers")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import functools
 import hashlib
 import logging
 import os
@@ -11,7 +12,7 @@ import signal
 import threading
 import traceback
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,9 @@ class Worker:
     def _take(self, message: ToWorker) -> None:
         match message:
             case RunEpisode():
-                self._begin(message, 0)
+                self._begin(message, 1)
             case Score():
-                for place in range(len(message.texts)):
-                    self._begin(message, place)
+                self._begin(message, len(message.texts))
             case Cancel():
                 if (running := self._running.get(message.job)) is not None:
                     running.cancel()
@@ -207,7 +207,7 @@ class Worker:
         return examples
 
     def _example(self, run: RunEpisode | Score) -> Mapping[str, Any]:
-        """The rollout's own copy. Raises ValueError where it is another one than the orchestrator knows."""
+        """Raises ValueError where it is another one than the orchestrator knows."""
         examples = self._examples(run.split)
         prompt = messages_of(examples[run.index], run.index) if run.index < len(examples) else None
         if prompt != run.prompt:
@@ -215,16 +215,16 @@ class Worker:
                 f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had {run.prompt!r} "
                 "before; it must be the same at every call: seed what it draws at random"
             )
-        example = examples[run.index]
-        is_flat = type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values())
-        return dict(example) if is_flat else copy.deepcopy(example)
+        return examples[run.index]
 
     # --- one rollout ---
 
-    def _begin(self, request: RunEpisode | Score, place: int) -> None:
-        self._running[request.job + place] = asyncio.create_task(self._roll_out(request, place))
+    def _begin(self, request: RunEpisode | Score, num: int) -> None:
+        find = functools.cache(partial(self._example, request))  # all of them have the same
+        for place in range(num):
+            self._running[request.job + place] = asyncio.create_task(self._roll_out(request, place, find))
 
-    async def _roll_out(self, request: RunEpisode | Score, place: int) -> None:
+    async def _roll_out(self, request: RunEpisode | Score, place: int, find: Callable[[], Mapping[str, Any]]) -> None:
         """Rolls out an episode, or scores the answer at `place`. Whatever user code raises becomes an answer. What it
         does when it is told to end is not waited for."""
         episode: asyncio.Task[EpisodeState] | None = None
@@ -232,7 +232,7 @@ class Worker:
         is_trial, job = isinstance(request, Score) and request.trial, request.job + place
         try:
             async with OwnTimeout(self._timeout_s) as timeout:
-                example = Watched(self._example(request)) if is_trial else self._example(request)
+                example = Watched(_copy_of(find())) if is_trial else _copy_of(find())
                 if isinstance(request, Score):
                     running = self._score(request, place, example)
                 else:
@@ -307,6 +307,11 @@ def _values(encoded: Sequence[bytes]) -> Values:
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
+
+
+def _copy_of(example: Mapping[str, Any]) -> Mapping[str, Any]:
+    is_flat = type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values())
+    return dict(example) if is_flat else copy.deepcopy(example)
 
 
 SPEAKS_FOR_ITSELF = (RewardNotFinite, ContextFull, UserError)

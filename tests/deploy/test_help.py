@@ -23,4 +23,4 @@ def test_help_imports_nothing_that_takes_long_and_has_whole_sentences_and_altern
     keys = " ".join(done.stdout.split())
     assert command == "grpo-orch" or "--device Where to compute (auto; or cpu, cuda)." in keys
     if command == "grpo-infer":
-        assert "otherwise from the trainer's copy beside the run (null; or nf4, fp8, nvfp4)." in keys
+        assert "`qlora_fp4` (nvfp4) (null; or nf4, fp8, nvfp4)." in keys

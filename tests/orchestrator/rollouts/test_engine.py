@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 from grpo.orchestrator.advantage import group_credit
-from grpo.orchestrator.inference.client import RequestRefused
+from grpo.orchestrator.inference.client import RequestRefused, TimedOut
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.rollouts import engine
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Task
 from grpo.orchestrator.rollouts.roles import Role
@@ -302,6 +303,31 @@ async def test_single_answers_are_one_request_and_episodes_with_a_row_each(world
     unscored = await world.group(lambda prompt: "a", 2, score=False)
     assert [one.reward for one in unscored] == [0.0, 0.0]
     assert [len(one.rows) for one in unscored] == [1, 1]
+
+
+async def test_long_answers_are_requests_of_their_own_and_scored_as_they_come(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "LEAST_APART", 16)
+    monkeypatch.setattr(engine, "MANY_TIMES", 0)
+    sampled: list[int] = []
+
+    class OneIsLate(Parrot):
+        is_crowded = False
+
+        async def generate(self, *args: Any, seed: int | None, **more: Any) -> list[Choice]:
+            if seed == 12:
+                raise TimedOut("its server is slow")
+            if seed == 13:
+                await until(lambda: world.outcomes)
+                assert not sampled
+            return await super().generate(*args, seed=seed, **more)
+
+    await world.start("Once")
+    results = await world.group(OneIsLate(lambda prompt: "a"), 3, sampled=lambda: sampled.append(1))
+    assert [(one.id, one.reward) for one in results] == [("5/0", 1.0), ("5/1", 0.0), ("5/2", 1.0)]
+    assert failures(results) == ["", "server_timeout", ""]
+    assert ([seed for *_, seed in world.policy.asked], sampled) == ([11, 13], [1])
 
 
 SINGLE = {"fine": "", "ask": "", "sample": "", "mark": "", "raise": "env_error", "inf": "reward_not_finite"}
