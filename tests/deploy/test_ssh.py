@@ -30,7 +30,8 @@ PROGRAM = """\
 # grpo-stand-in.
 case "$*" in
 *--dry-run*) case "$*" in *bad*) echo "error: bad" >&2; exit 2;; esac; exit 0;;
-status*) echo "run 5f0c in ../run: $(cat ../run/state)"; exit 0;;
+status*) state=$(cat ../run/state); echo "run 5f0c in ../run: $state"
+    case "$state" in finished) exit 0;; stopped) exit 4;; *) exit 3;; esac;;
 esac
 mkdir -p ../run
 echo '{}' > ../run/run.json
@@ -126,7 +127,6 @@ def test_a_run_is_started_shown_ended_and_gone_on_with(machine: Machine) -> None
     assert machine.launch("quickstart", "--stop").returncode == 0
     state(machine, "stopped")
     assert "nothing ran" in machine.launch("quickstart", "--stop").stdout
-    (machine.folder / "run/state").unlink()
     assert machine.launch("quickstart").returncode == 0
     state(machine, "running")
     assert (machine.folder / "launch.pid").read_text() != pid
