@@ -48,7 +48,11 @@ def test_the_commands_say_what_the_page_says(typed: dict[str, Typed], desk: Desk
     assert "finished" in said(typed, "grpo status")
     assert "nothing is broken" in said(typed, "grpo prove")
     assert {"gsm8k", "accuracy"} <= set(said(typed, "grpo evaluate").split())
-    assert re.search(r"base .*\| +policy", said(typed, "grpo chat"))
+    chat = said(typed, "grpo chat")
+    assert re.search(r"base .*\| +policy", chat)
+    assert "no answer" not in chat
+    # The servers of evaluate and chat are nothing of the run.
+    [_] = (desk.folder / "outputs/first/status").glob("infer.*.json")
     assert "policy/masked" in (desk.folder / "view.html").read_text()
 
 
