@@ -340,7 +340,7 @@ def _versions(run: _Run) -> Part:
         )
     if gone:
         keep = "weight_broadcast.keep_last and keep_interval say which stay"
-        part.unproved.append(f"{ranges(gone)} are gone from disk, and their files cannot be compared again ({keep})")
+        part.unproved.append(f"gone from disk: {ranges(gone)}; their files cannot be compared again ({keep})")
     if sent := [version for version, manifest in kept.items() if manifest.sent]:
         part.unproved.append(f"{ranges(sent)} went to servers over NCCL: their weights are in no file")
     part.facts = {

@@ -89,7 +89,7 @@ def _versions(service: Path, reader: ServiceReader, only: str | None) -> Part:
     if only is None and (without := sorted(reader.sampled_versions().keys() - proved)):
         part.broken.append(f"{proofs.ranges(without)} were sampled from, and no server has proved them")
     if gone := sorted(proved - kept.keys()):
-        part.unproved.append(f"{proofs.ranges(gone)} are gone from disk, and their files cannot be compared again")
+        part.unproved.append(f"gone from disk: {proofs.ranges(gone)}; their files cannot be compared again")
     part.broken = proofs.listed(part.broken)
     part.facts = {"canaries": [_figures(one) for one in canaries], "proved": sorted(proved), "gone": gone}
     part.facts["files"] = {version: one.digest for version, one in kept.items() if version in proved}
@@ -185,7 +185,9 @@ def _datums(service: Path, reader: ServiceReader, models: Sequence[Of]) -> Part:
         if figures != metrics(folder):
             lines.append(f"{model.name}: {len(metrics(folder))} lines, expected {len(figures)}")
         for step_number in traced_steps(folder):
-            table = pq.read_table(trace_path(folder, step_number), columns=["rollout"])
+            table = pq.read_table(
+                trace_path(folder, step_number), columns=["rollout"], filters=[("trained", "=", True)]
+            )
             if not set(table["rollout"].to_pylist()) <= own.get(step_number, set()):
                 traced.append(f"{model.name}: step {step_number}")
     dropped = Counter(one.reason or "" for _, _, datums in models for one in datums if one.fate == "dropped")

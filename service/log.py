@@ -469,6 +469,19 @@ class CommandLog:
         rows = self._rows("SELECT tokens, logprobs, num_tokens, version FROM samples WHERE tokens=?", tokens)
         return [Sample(tokens=t, logprobs=p, num_tokens=n, version=v) for t, p, n, v in rows]
 
+    def sampled(self, target: str, seq: int) -> list[tuple[str, bytes, bytes, int]]:
+        """Returns id, request, answer and version of what was sampled from the model's 64 newest snapshots between its
+        step that is the command `seq` and the step before, the newest 1,000 requests at most."""
+        before = "SELECT max(ended) FROM steps JOIN commands USING(target, seq) WHERE target=? AND seq<? AND step>0"
+        query = (
+            "SELECT commands.target || ':' || commands.seq, body, answer, version FROM "
+            "(SELECT version FROM versions WHERE model=? ORDER BY version DESC LIMIT 64) JOIN samplers USING(version) "
+            f"JOIN commands ON target=sampler WHERE state='proto' AND ended>coalesce(({before}), 0) "
+            "AND ended<coalesce((SELECT ended FROM commands WHERE target=? AND seq=?), 9e18) "
+            "ORDER BY ended DESC LIMIT 1000"
+        )
+        return [(i, b, a, v) for i, b, a, v in self._rows(query, target, target, seq, target, seq)][::-1]
+
     def lag(self, version: int, target: str, seq: int) -> int | None:
         """Returns how often the model's weights have changed between a version and its command `seq`; None where the
         version is of another model."""

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,15 @@ import numpy as np
 import pyarrow as pa
 from grpo.service.errors import Refused
 from grpo.service.log import Answer, Command, CommandLog, Sample, StepRow, tokens_digest
-from grpo.service.steps import Computed, Step, is_taught, values_of
+from grpo.service.sampling import SampleRequest, read_sample
+from grpo.service.steps import MAX_KEPT, Computed, Step, is_taught, values_of
 from grpo.service.training import TrainedModel
-from grpo.service.wire import Datum
+from grpo.service.wire import Datum, sequences_of
 from grpo.trainer.proofs import EAGER_STEPS, LEAST_DRAWN, MOST_STEPS, allowed, described
 from grpo.transport.folders import step_folder, write_atomic
 from grpo.transport.http import LoadReport
 from grpo.transport.receipts import Receipt, SpotProof
-from grpo.transport.records import Float32, Tolerance
+from grpo.transport.records import Float32, Int32, Tolerance
 from grpo.transport.run import KEY_FILE, RUN_FILE, RunFile
 from grpo.transport.traces import (
     FOLDER,
@@ -201,7 +202,7 @@ class Recorder:
         if len(self._waiting) >= MAX_WAITING:
             self._num_missing[command.target] += 1
             return
-        self._waiting.append(self._writer.submit(self._trace, command.target, folder, number, step, versions))
+        self._waiting.append(self._writer.submit(self._trace, command, folder, number, step, versions))
 
     def _number(self, command: Command) -> int | None:
         found = self._log.last_step(command.target, seq=command.seq)
@@ -228,9 +229,9 @@ class Recorder:
         if not path.exists() or path.read_bytes() != lines:
             write_atomic(path, lines)
 
-    def _trace(self, model_id: str, *arguments: Any) -> None:
-        if not self._guarded(self._write_trace, *arguments):
-            self._num_missing[model_id] += 1
+    def _trace(self, command: Command, *arguments: Any) -> None:
+        if not self._guarded(self._write_trace, command, *arguments):
+            self._num_missing[command.target] += 1
 
     def _guarded(self, write: Callable[..., None], *arguments: Any) -> bool:
         """Returns whether it was written."""
@@ -248,12 +249,15 @@ class Recorder:
             ids = pa.array(range(len(texts)), pa.int32())
             write_table(pa.table({"id": ids, "text": pa.array(texts, pa.string())}), path)
 
-    def _write_trace(self, folder: Path, number: int, step: Step, versions: Mapping[str, int]) -> None:
+    def _write_trace(
+        self, command: Command, folder: Path, number: int, step: Step, versions: Mapping[str, int]
+    ) -> None:
         rows = [
             _row(number, part, datum, logprobs, versions.get(datum.id))
             for part in step.parts
             for datum, logprobs in zip(part.data, part.logprobs, strict=True)
         ]
+        rows += self._untrained(command, number, {row["key"] for row in rows})
         path, own = trace_path(folder, number), folder / FOLDER / VOCABULARY_FILE
         write_table(make_table(rows, SCHEMA), path)
         if not own.exists() and (self._run / FOLDER / VOCABULARY_FILE).exists():
@@ -265,6 +269,19 @@ class Recorder:
         while len(sizes) > 1 and sum(sizes.values()) > TRACE_BYTES:
             sizes.pop(oldest := min(sizes))
             trace_path(folder, oldest).unlink(missing_ok=True)
+
+    def _untrained(self, command: Command, number: int, trained: Set[int]) -> list[dict[str, Any]]:
+        """Returns the rows of what was sampled from the model since the step before, and is none of this step's datums,
+        by their `trained` keys."""
+        rows, num_tokens = list[dict[str, Any]](), 0
+        for request_id, body, answer, version in self._log.sampled(command.target, command.seq):
+            asked = read_sample(body)
+            for index, (tokens, logprobs) in enumerate(sequences_of(answer)):
+                row = _sample_row(number, request_id, index, asked, tokens, logprobs, version)
+                num_tokens += len(row["token_ids"])
+                if row["key"] not in trained and len(tokens) and num_tokens <= MAX_KEPT:
+                    rows.append(row)
+        return rows
 
 
 class _Later(NamedTuple):
@@ -350,5 +367,42 @@ def _row(number: int, part: Computed, datum: Datum, logprobs: Float32, version: 
         "logprobs": placed(logprobs if served is None else served, np.float32),
         "advantages": placed(values, np.float32),
         "trainer_logprobs": placed(logprobs, np.float32),
+        "masked": np.zeros(len(ids), np.int8),
+    }
+
+
+def _sample_row(
+    number: int,
+    request_id: str,
+    index: int,
+    asked: SampleRequest,
+    tokens: Int32,
+    logprobs: Float32,
+    version: int,
+) -> dict[str, Any]:
+    """Returns an answer that was not trained as a row of the trace of the step after it."""
+    ids = np.append(np.array(asked.token_ids, np.int32), tokens)
+    before, (_, _, name) = np.zeros(len(ids) - len(tokens), np.float32), request_id.partition(":")
+    return {
+        "step": number,
+        "group": int(name.rpartition(":")[2]),
+        "rollout": f"{name}/{index}",
+        "row": 0,
+        "env": "sample",
+        "example": index,
+        "trained": False,
+        "drop_reason": "not among the step's datums",
+        "rewards": "{}",
+        "measures": json.dumps({"logprob_mean": float(logprobs.sum()) / max(1, len(tokens))}),
+        "num_tokens": len(tokens),
+        "num_masked": 0,
+        "temperature": asked.sampling_params.temperature,
+        "messages": "[]",
+        "key": token_key(ids),
+        "token_ids": ids,
+        "loss_mask": np.append(before, np.ones_like(logprobs)).astype(np.bool_),
+        "versions": np.full(len(ids), version, np.int32),
+        "logprobs": np.append(before, logprobs),
+        "advantages": np.zeros(len(ids), np.float32),
         "masked": np.zeros(len(ids), np.int8),
     }

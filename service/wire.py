@@ -206,17 +206,22 @@ def forward_backward_answer(
     return content
 
 
-def samples_of(prompt: Sequence[int], content: bytes, *, version: int | None) -> list[Sample]:
-    """Returns the samples in an answer of `asample`."""
+def sequences_of(content: bytes) -> list[tuple[Int32, Float32]]:
+    """Returns tokens and log-probabilities [L] of each sequence in an answer of `asample`."""
     message = schema.SampleResponse()
     message.ParseFromString(content)
+    return [(np.frombuffer(one.tokens, "<i4"), np.frombuffer(one.logprobs, "<f4")) for one in message.sequences]
+
+
+def samples_of(prompt: Sequence[int], content: bytes, *, version: int | None) -> list[Sample]:
+    """Returns the samples in an answer of `asample`."""
     start = np.array(prompt, "<i4").tobytes()
     return [
         Sample(
-            tokens=tokens_digest(start + one.tokens),
-            logprobs=tokens_digest(one.logprobs),
-            num_tokens=len(one.tokens) // 4,
+            tokens=tokens_digest(start + tokens.tobytes()),
+            logprobs=tokens_digest(logprobs.tobytes()),
+            num_tokens=len(tokens),
             version=version,
         )
-        for one in message.sequences
+        for tokens, logprobs in sequences_of(content)
     ]

@@ -1,6 +1,7 @@
 """The warnings of a run: what its programs report stays in the run's folder, for all who look at it."""
 
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -67,8 +68,18 @@ def kept_warnings(
         handler.close()
 
 
+def without_traceback(message: str) -> str:
+    """Returns a message with the error of its traceback and where it was raised, for people; the log has all of it."""
+    head, _, traceback = message.partition("Traceback (most recent call last):\n")
+    before, frame, last = traceback.rpartition('  File "')
+    place, *lines = last.splitlines() or [""]
+    errors = [*itertools.dropwhile(lambda line: line.startswith(" "), lines)]
+    grouped = before.endswith("|")
+    return head + "\n".join(errors) + f' ("{place})' if frame and errors and not grouped else message
+
+
 def _shortened(message: str) -> str:
-    """Returns a message with its beginning and its end, where a traceback has its error."""
+    """Returns a message with its beginning and its end."""
     return message if len(message) <= MAX_CHARS else f"{message[: MAX_CHARS // 4]} … {message[-3 * MAX_CHARS // 4 :]}"
 
 
@@ -87,7 +98,7 @@ class _Keeper(logging.Handler):
         if record.name.partition(".")[0] != "grpo":  # other libraries speak of themselves
             return
         try:
-            self._keep(printable(_shortened(record.getMessage())))
+            self._keep(printable(_shortened(without_traceback(record.getMessage()))))
         except Exception:  # as logging does: a warning never ends a program
             self.handleError(record)
 

@@ -8,6 +8,7 @@ evaluation of version 20. What only the trainer knows (`trainer_logprobs`, `entr
 Legend: `L` tokens of one row.
 """
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,8 +91,12 @@ def trace_path(run: Path, step: int, *, evaluation: bool = False) -> Path:
 
 def traced_steps(run: Path, *, evaluation: bool = False) -> list[int]:
     """Returns the steps, or evaluated versions, that have traces, ascending."""
-    start = "eval_" if evaluation else "step_"
-    found = (path.stem.removeprefix(start) for path in (run / FOLDER).glob(f"{start}*.parquet"))
+    start, end = "eval_" if evaluation else "step_", ".parquet"
+    try:
+        names = os.listdir(run / FOLDER)  # noqa: PTH208 -- a long run has thousands, and paths take their time
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = (name[len(start) : -len(end)] for name in names if name.startswith(start) and name.endswith(end))
     return sorted(int(number) for number in found if number.isdecimal())
 
 

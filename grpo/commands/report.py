@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from grpo.service_proofs import prove
 from grpo.transport.errors import UserError
 from grpo.transport.folders import write_atomic
 from grpo.transport.run import code_changes
-from grpo.view.data import find_runs
+from grpo.view.data import find_runs, flat
 
 EPILOG = """\
 It reads the runs' folders alone, or copies of them. Runs that differ in nothing but their seeds are one arm: curves and
@@ -158,34 +158,38 @@ def report(runs: Mapping[str, Path], *, title: str, metrics: Sequence[str] = (),
     for key in metrics:
         if not any(run.curve(key) for run in made):
             raise UserError(f"--metric {key}: no run has it; docs/metrics.md lists what runs have")
-    page = _Html(title) if drawn else _Markdown(title)
-    page.table(("run", "seed", "state", "steps", "reward", "held-out accuracy"), map(_outcome, made))
-    page.heading("Curves")
+    form = HTML if drawn else MARKDOWN
+    parts = [
+        form.table(("run", "seed", "state", "steps", "reward", "held-out accuracy"), [*map(_outcome, made)]),
+        form.table(("what differs", *named), _differences(named)),
+        form.heading("Curves"),
+    ]
     for key in keys:
         curves = {
             name: curve for name, some in named.items() if (curve := over_seeds([one.curve(key) for one in some]))
         }
-        if curves:
-            page.chart(key, curves)
-    page.heading("Held out")
-    page.table(("arm", "metric", "before", "after", "seeds"), _held_out(named))
-    page.heading("Proofs")
-    page.table(("run", "verdict", "digest of all files"), map(_verdict, made))
+        parts += [form.chart(key, curves)] if curves else []
+    parts += [
+        form.heading("Held out"),
+        form.table(("arm", "metric", "before", "after", "seeds"), [*_held_out(named)]),
+        form.heading("Proofs"),
+        form.table(("run", "verdict", "digest of all files"), [*map(_verdict, made)]),
+    ]
     for run in made:
         if isinstance(run.proof, Page):
-            page.table(
-                (f"{run.name}: part", "what grpo prove says"), [(one.name, one.summary) for one in run.proof.parts]
-            )
-    page.heading("Costs")
-    page.table(("run", *_COSTS), [(run.name, *_costs(run)) for run in made])
-    page.heading("Versions")
-    page.table(
-        ("run", "program", "versions", "base model", "user's files"), [row for run in made for row in _versions(run)]
-    )
-    page.heading("Settings, and how to repeat it")
+            rows = [(one.name, one.summary) for one in run.proof.parts]
+            parts.append(form.table((f"{run.name}: part", "what grpo prove says"), rows))
+    head = ("run", "programs", "versions", "base model", "user's files")
+    parts += [
+        form.heading("Costs"),
+        form.table(("run", *_COSTS), [(run.name, *_costs(run)) for run in made]),
+        form.heading("Versions"),
+        form.table(head, [row for run in made for row in _versions(run)]),
+        form.heading("Settings, and how to repeat it"),
+    ]
     for name, some in named.items():
-        _repeat(page, name, some)
-    return page.text()
+        parts += _repeat(form, name, some)
+    return form.page(title, [*filter(None, parts)])
 
 
 # --- figures ---
@@ -278,25 +282,42 @@ def _versions(run: _Run) -> Iterable[Row]:
     changed = [
         f"{', '.join(files)} changed after step {step}" for step, files in code_changes(read_run(run.folder)).items()
     ]
-    for role, program in read_run(run.folder).programs.items():
+    programs = read_run(run.folder).programs
+    alike: dict[str, list[str]] = {}
+    for role, program in programs.items():
         versions = ", ".join(f"{name} {version}" for name, version in program.get("versions", {}).items())
-        files = [f"{name}: {digest}" for name, digest in program.get("code", {}).items()]
-        yield run.name, role, versions, _text(program.get("base_model")), "; ".join([*files, *changed])
+        alike.setdefault(versions, []).append(role)
+    models = {model: None for one in programs.values() if (model := one.get("base_model"))}
+    files = {f"{name}: {digest}": None for one in programs.values() for name, digest in one.get("code", {}).items()}
+    for number, (versions, roles) in enumerate(alike.items()):
+        more = ("", "") if number else ("; ".join(models), "; ".join([*files, *changed]))
+        yield run.name, ", ".join(roles), versions, *more
 
 
 # --- how to repeat it ---
 
 
-def _repeat(page: "_Page", name: str, some: Sequence[_Run]) -> None:
-    text = yaml.safe_dump(_one_seed(some[0].settings), sort_keys=False, allow_unicode=True)
-    page.paragraph(f"{name}: what differs from the defaults, as a file run.yaml. All other settings are the defaults.")
-    page.code(text)
+def _differences(named: Mapping[str, Sequence[_Run]]) -> Sequence[Row]:
+    """Returns the settings in which arms differ."""
+    told = [dict(flat(_one_seed(some[0].settings))) for some in named.values()]
+    rows = [(key, *(_text(one.get(key, "default")) for one in told)) for key in sorted(set().union(*told))]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _repeat(form: "_Format", name: str, some: Sequence[_Run]) -> list[str]:
+    settings = yaml.safe_dump(_one_seed(some[0].settings), sort_keys=False, allow_unicode=True)
     seeds = [[] if one.seed is None else ["--seed", str(one.seed)] for one in some]
     lines = [
         shlex.join(["grpo", "run.yaml", *words, "--output_dir", f"outputs/again-{number}"])
         for number, words in enumerate(seeds, 1)
     ]
-    page.code("\n".join([*lines, "grpo prove outputs/again-1", "grpo report outputs/again-*"]) + "\n")
+    return [
+        form.paragraph(
+            f"{name}: what differs from the defaults, as a file run.yaml. All other settings are the defaults."
+        ),
+        form.code(settings),
+        form.code("\n".join([*lines, "grpo prove outputs/again-1", "grpo report outputs/again-*"]) + "\n"),
+    ]
 
 
 def _one_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,72 +340,36 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-# --- pages ---
+# --- formats ---
 
 
-class _Page:
-    """Parts of a page, in the order in which they were added."""
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How each kind of part of a page is written."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.parts: list[str] = []
-
-    def heading(self, text: str) -> None:
-        raise NotImplementedError
-
-    def paragraph(self, text: str) -> None:
-        raise NotImplementedError
-
-    def code(self, text: str) -> None:
-        raise NotImplementedError
-
-    def table(self, head: Row, rows: Iterable[Row]) -> None:
-        raise NotImplementedError
-
-    def chart(self, key: str, curves: Mapping[str, Curve]) -> None:
-        raise NotImplementedError
-
-    def text(self) -> str:
-        raise NotImplementedError
+    heading: Callable[[str], str]
+    paragraph: Callable[[str], str]
+    code: Callable[[str], str]
+    table: Callable[[Row, Sequence[Row]], str]
+    """Empty where there are no rows."""
+    chart: Callable[[str, Mapping[str, Curve]], str]
+    page: Callable[[str, Sequence[str]], str]
+    """Takes the title and all parts."""
 
 
-class _Markdown(_Page):
-    """As GitHub shows it, where a pull request has no place for pictures: curves are tables."""
-
-    def heading(self, text: str) -> None:
-        self.parts.append(f"## {text}\n")
-
-    def paragraph(self, text: str) -> None:
-        self.parts.append(f"{_escaped(text)}\n")
-
-    def code(self, text: str) -> None:
-        fence = "`" * max(3, *(len(run) + 1 for run in _ticks(text)))
-        self.parts.append(f"{fence}\n{text}{fence}\n")
-
-    def table(self, head: Row, rows: Iterable[Row]) -> None:
-        lines = [[_escaped(cell) for cell in line] for line in (head, *rows)]
-        if lines[1:]:
-            lines.insert(1, ["---"] * len(head))
-            self.parts.append("".join(f"| {' | '.join(line)} |\n" for line in lines))
-
-    def chart(self, key: str, curves: Mapping[str, Curve]) -> None:
-        steps = sorted({step for curve in curves.values() for step, *_ in curve})
-        chosen = [*steps[:: math.ceil(len(steps) / _NUM_ROWS)], steps[-1]]
-        at = [{step: (mean, half) for step, mean, half in curve} for curve in curves.values()]
-        self.table(
-            (f"{key} at", *curves),
-            [
-                (f"{step:,}", *(_shown(*one[step]) if step in one else "" for one in at))
-                for step in dict.fromkeys(chosen)
-            ],
-        )
-
-    def text(self) -> str:
-        return "\n".join([f"# {_escaped(self.title)}\n", *self.parts])
+def _markdown_code(text: str) -> str:
+    fence = "`" * max(3, *(len(run) + 1 for run in _ticks(text)))
+    return f"{fence}\n{text}{fence}\n"
 
 
 def _ticks(text: str) -> list[str]:
     return ["", *("".join(one) for one in text.replace("\n", " ").split() if set(one) == {"`"})]
+
+
+def _markdown_table(head: Row, rows: Sequence[Row]) -> str:
+    lines = [[_escaped(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, ["---"] * len(head))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if rows else ""
 
 
 def _escaped(text: str) -> str:
@@ -393,38 +378,44 @@ def _escaped(text: str) -> str:
     return text.replace("\n", " ")
 
 
+def _markdown_chart(key: str, curves: Mapping[str, Curve]) -> str:
+    """Returns curves as a table, since a pull request has no place for pictures."""
+    steps = sorted({step for curve in curves.values() for step, *_ in curve})
+    chosen = dict.fromkeys([*steps[:: math.ceil(len(steps) / _NUM_ROWS)], steps[-1]])
+    at = [{step: (mean, half) for step, mean, half in curve} for curve in curves.values()]
+    rows = [(f"{step:,}", *(_shown(*one[step]) if step in one else "" for one in at)) for step in chosen]
+    return _markdown_table((f"{key} at", *curves), rows)
+
+
 def _shown(mean: float, half: float) -> str:
     return f"{mean:.4g}" + (f" ± {half:.2g}" if half else "")
 
 
-class _Html(_Page):
-    """One file without scripts, which needs no network."""
+MARKDOWN = _Format(
+    heading=lambda text: f"## {text}\n",
+    paragraph=lambda text: f"{_escaped(text)}\n",
+    code=_markdown_code,
+    table=_markdown_table,
+    chart=_markdown_chart,
+    page=lambda title, parts: "\n".join([f"# {_escaped(title)}\n", *parts]),
+)
+"""As GitHub shows it."""
 
-    def heading(self, text: str) -> None:
-        self.parts.append(f"<h2>{html.escape(text)}</h2>")
 
-    def paragraph(self, text: str) -> None:
-        self.parts.append(f"<p>{html.escape(text)}</p>")
+def _html_table(head: Row, rows: Sequence[Row]) -> str:
+    names = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in head)
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table tabindex="0"><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>' if rows else ""
 
-    def code(self, text: str) -> None:
-        self.parts.append(f"<pre><code>{html.escape(text)}</code></pre>")
 
-    def table(self, head: Row, rows: Iterable[Row]) -> None:
-        lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in rows]
-        if lines:
-            names = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-            body = "".join(f"<tr>{line}</tr>" for line in lines)
-            self.parts.append(f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>")
-
-    def chart(self, key: str, curves: Mapping[str, Curve]) -> None:
-        self.parts.append(_svg(key, curves))
-
-    def text(self) -> str:
-        title = html.escape(self.title)
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-        body = "\n".join([f"<h1>{title}</h1>", *self.parts])
-        head += f"<style>{_STYLE}</style>"
-        return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+def _html_page(title: str, parts: Sequence[str]) -> str:
+    title = html.escape(title)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    body = "\n".join([f"<main><h1>{title}</h1>", *parts, "</main>"])
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n'
+    )
 
 
 def _svg(key: str, curves: Mapping[str, Curve]) -> str:
@@ -462,3 +453,14 @@ def _svg(key: str, curves: Mapping[str, Curve]) -> str:
     total = top + height + 40 + 18 * len(curves)
     label = html.escape(f"{key} by step", quote=True)
     return f'<svg viewBox="0 0 {left + width + 24} {total}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+HTML = _Format(
+    heading=lambda text: f"<h2>{html.escape(text)}</h2>",
+    paragraph=lambda text: f"<p>{html.escape(text)}</p>",
+    code=lambda text: f'<pre tabindex="0"><code>{html.escape(text)}</code></pre>',
+    table=_html_table,
+    chart=_svg,
+    page=_html_page,
+)
+"""One file without scripts, which needs no network."""

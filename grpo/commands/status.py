@@ -25,7 +25,7 @@ from grpo.transport.checkpoints import TRAINER
 from grpo.transport.errors import UserError
 from grpo.transport.folders import steps_in
 from grpo.transport.logs import printable
-from grpo.transport.run_warnings import RunWarning, as_line, run_warnings
+from grpo.transport.run_warnings import RunWarning, as_line, run_warnings, without_traceback
 from grpo.transport.status import FAILED, FINISHED, LAUNCHER_FILE, STOPPED
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ wait for its end:
 
   while grpo status outputs/first > /dev/null; [ $? -eq 3 ]; do sleep 10; done"""
 EXIT_CODES = {FINISHED: 0, FAILED: 1, "starting": 3, "running": 3, STOPPED: 4}
-"""Colours by state of the run."""
+"""By state of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +290,7 @@ def _processes(
                 step=one.step,
                 seconds=None if one.since is None else max(0.0, time.time() - one.since),
                 waiting_for=one.waiting_for,
-                message=one.message and _TOLD_TO_END.get(one.message, one.message),
+                message=one.message and _TOLD_TO_END.get(one.message, without_traceback(one.message).strip()),
                 pid=one.pid,
                 alive=one.alive,
             )

@@ -1,5 +1,6 @@
 """Reads from the files of a run what the page shows. Every function returns what JSON takes."""
 
+import contextlib
 import json
 import math
 from collections import defaultdict
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from grpo.commands.ratings import ratings_of
 from grpo.commands.status import as_fields, run_status
@@ -146,15 +148,22 @@ def curves(run: Path, low: float | None = None, high: float | None = None) -> di
 
 
 def settings(run: Path) -> dict[str, Any]:
-    """Returns the resolved settings of each program, by dotted key."""
+    """Returns the resolved settings of each program, by dotted key, and which of them were `given`."""
     programs = json.loads(read_file(run, run / RUN_FILE).read_text()).get("programs", {})
-    return {f"{role}.{key}": value for role, one in programs.items() for key, value in _flat(one.get("settings", {}))}
+    given: list[str] = []
+    for role in programs:
+        with contextlib.suppress(OSError, yaml.YAMLError, UserError):  # by hand, without the launcher, there is no file
+            tree = yaml.safe_load(read_file(run, run / "settings" / f"{role}.yaml").read_text(encoding="utf-8"))
+            given += [f"{role}.{key}" for key, _ in flat(tree or {})]
+    values = {f"{role}.{key}": value for role, one in programs.items() for key, value in flat(one.get("settings", {}))}
+    return {"values": values, "given": [key for key in given if key in values]}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Returns the leaves of nested settings by dotted key."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

@@ -10,6 +10,8 @@ from grpo.run_files import REWARD, STEP
 from grpo.view.columns import Columns
 
 Failures = Callable[[], Mapping[str, tuple[int, str | None]]]
+_AUXILIARY = ("policy/teacher_kl", "policy/sdpo_tokens", "policy/dpo_accuracy")
+"""Metrics of what can be learned from beside rewards."""
 WINDOW = 10
 """Newest steps, and first ones, whose means are compared."""
 
@@ -23,6 +25,7 @@ def findings(
         return []
     found = [
         *_of_drops(train, failures),
+        *_of_fall(train),
         *_of_answers(train),
         *_of_policy(train),
         *_of_rewards(train, evaluated, num_equal),
@@ -50,17 +53,24 @@ def _of_rewards(train: Columns, evaluated: Columns, num_equal: Callable[[], int]
     rewards = train.get(REWARD, np.empty(0))
     rewards = rewards[np.isfinite(rewards)]
     before, after = _ends(train, REWARD)
+    fell = any(_of_fall(train))  # what is equal now is so because of it
     flat = _ends(train, "reward/groups_without_spread")[1]
-    if len(rewards) > 1 and np.ptp(rewards) == 0 and flat > 0.99:
+    accuracies = evaluated.get("eval/accuracy", np.empty(0))
+    accuracies = accuracies[np.isfinite(accuracies)]
+    taught = any(name in train for name in _AUXILIARY)
+    if taught and len(accuracies) > 1 and accuracies[-1] > accuracies[0]:
+        return  # it learns from what is no reward
+    if not fell and len(rewards) > 1 and np.ptp(rewards) == 0 and flat > 0.99:
         equal = num_equal() if rewards[0] <= 0 else 0
         yield (
-            f"Every rollout has the same reward, {rewards[0]:g}: nothing can be learned.",
+            f"Every rollout has the same reward, {rewards[0]:g}: "
+            f"{'only auxiliary losses teach' if taught else 'nothing can be learned'}.",
             f"{equal} answers of the newest step are the right ones, word for word: the reward is wrong."
             if equal
             else "Read answers beside the right ones: the task may be too hard, or the reward expects another form.",
             "reward/groups_without_spread",
         )
-    elif flat > 0.5:
+    elif not fell and flat > 0.5:
         yield (
             f"In {_percent(flat)} of the groups all rewards are equal, and teach nothing.",
             "Most of it is solved: harder examples, or orch.buffer.easy_threshold."
@@ -68,8 +78,6 @@ def _of_rewards(train: Columns, evaluated: Columns, num_equal: Callable[[], int]
             else "More rollouts per example, other examples, or partial rewards.",
             "reward/groups_without_spread",
         )
-    accuracies = evaluated.get("eval/accuracy", np.empty(0))
-    accuracies = accuracies[np.isfinite(accuracies)]
     if len(accuracies) > 1 and after > before + 0.1 and accuracies[-1] <= accuracies[0]:
         yield (
             f"The reward rises ({before:.2f} → {after:.2f}), the held-out accuracy does not "
@@ -77,30 +85,44 @@ def _of_rewards(train: Columns, evaluated: Columns, num_equal: Callable[[], int]
             "Read the answers with the highest rewards: they may please the reward without being right.",
             "eval/accuracy",
         )
-    elif len(rewards) > WINDOW and rewards.max() > 0.1 and after < 0.5 * _best(rewards):
+
+
+def _of_fall(train: Columns) -> Found:
+    """Tells of a reward that has fallen by half, and by more than the chance of a batch."""
+    rewards = train.get(REWARD, np.empty(0))
+    rewards = rewards[np.isfinite(rewards)]
+    if len(rewards) <= WINDOW:
+        return
+    best, after = float(np.convolve(rewards, np.ones(3) / 3, "valid").max()), float(rewards[-WINDOW:].mean())
+    spread = float(np.fmax.reduce(train.get("reward/std", np.zeros(1))))
+    if best > 0.1 and after < 0.5 * best and best - after > 0.25 * spread:
         yield (
-            f"The reward has fallen from {_best(rewards):.2f} to {after:.2f}.",
+            f"The reward has fallen from {best:.2f} to {after:.2f}.",
             "The policy moved too far: go back to an earlier step with a lower learning rate.",
             REWARD,
         )
 
 
-def _best(values: Any) -> float:
-    """Returns the best mean over neighbouring steps."""
-    size = min(5, len(values))
-    return float(np.convolve(values, np.ones(size) / size, "valid").max())
-
-
 def _of_answers(train: Columns) -> Found:
     cut = _ends(train, "rollout/truncated")[1]
     longest = float(np.fmax.reduce(train.get("rollout/num_tokens_max", np.array([np.nan]))))
-    if cut > 0.1 and not longest <= 1:  # answers of one token end at it
+    one_each = _ends(train, "rollout/num_tokens_mean")[1] <= np.fmax(1.0, _ends(train, "rollout/num_turns")[1])
+    if cut > 0.1 and not one_each:  # answers of one token, as moves of a game, end at it
+        began = float(np.nanmean(train["rollout/truncated"][:3]))
         yield (
-            f"{_percent(cut)} of the answers are cut off before they end; they are mostly scored as wrong.",
-            f"A larger max_tokens: the longest answer has {longest:.0f} tokens."
-            if math.isfinite(longest)
-            else "A larger max_tokens.",
-            "rollout/truncated",
+            (
+                f"{_percent(cut)} of the answers are cut off before they end, {_percent(began)} at first.",
+                "Read the newest: where they ramble, the policy moved too far; where they are good, raise max_tokens.",
+                "rollout/truncated",
+            )
+            if began < 0.25 * cut
+            else (
+                f"{_percent(cut)} of the answers are cut off before they end; they are mostly scored as wrong.",
+                f"Raise max_tokens: no answer has more than {longest:.0f} tokens."
+                if math.isfinite(longest)
+                else "Raise max_tokens.",
+                "rollout/truncated",
+            )
         )
 
 

@@ -102,8 +102,10 @@ class Assembling:
 
     def _warn_of_little_spread(self, step: int, share: float) -> None:
         """Warns once each time that it begins."""
+        settings = self.sink.settings
+        needed = fewest_rollouts(settings.advantage) > 1 and not settings.buffer.skip_verification
         before, self._little_spread = self._little_spread, share > LITTLE_SPREAD
-        if self._little_spread and not before and fewest_rollouts(self.sink.settings.advantage) > 1:
+        if self._little_spread and not before and needed:
             log.warning(
                 "in %.0f %% of the groups of batch %d all rewards are equal, and teach nothing; give prompts that the "
                 "policy solves at times, more rollouts_per_example, or buffer.online_difficulty_filtering: true",

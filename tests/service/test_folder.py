@@ -1,6 +1,7 @@
 """A service's folder as other commands see it."""
 
 import json
+import shutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -84,10 +85,10 @@ class Service:
         self.log.close()
 
 
-@pytest.fixture
-def run(tmp_path: Path, base: Base, model_folder: Path) -> RunFolder:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, base: Base, model_folder: Path) -> RunFolder:
     """A service's folder in which commands of every kind have ended, and the service too."""
-    run = create_run(tmp_path / "run")
+    run = create_run(tmp_path_factory.mktemp("made") / "run")
     settings = base.settings.model_dump(mode="json") | {"model": str(model_folder)}
     record = {"settings": settings, "tenants": ["ann"], "base_model": base_identity(model_folder), "samples": False}
     join_run(run.path, role="service", record=record, timeout_s=5.0)
@@ -113,6 +114,12 @@ def run(tmp_path: Path, base: Base, model_folder: Path) -> RunFolder:
     service.close()
     StatusFile(run.status / "service.json").set(STOPPED)
     return run
+
+
+@pytest.fixture
+def run(tmp_path: Path, made: RunFolder) -> RunFolder:
+    """A copy of it."""
+    return RunFolder(path=shutil.copytree(made.path, tmp_path / "run"), run_id=made.run_id)
 
 
 FATES = {"trained": 4, "refused": 3, "dropped": 1, "computed": 1, "waiting": 2}
@@ -199,6 +206,38 @@ def test_prove_says_what_holds_and_finds_what_was_changed(run: RunFolder) -> Non
     table = pq.read_table(trace_path(run.path / "models" / NAME, 2))
     pq.write_table(table, trace_path(run.path / "models" / NAME, 1))
     assert any("traces show just the datums" in one for one in prove(run.path).broken)
+
+
+def test_a_steps_trace_shows_samples_before_it_that_it_has_not_trained(run: RunFolder, base: Base) -> None:
+    service, log, sampler = Service(base, run), CommandLog(run.path / "commands.sqlite"), "0123456789abcdef:sample:0"
+    version = log.new_version(Command(target=MODEL, seq=13, tenant="ann", kind="x", body=b""), "tinker://x")
+    log.add_sampler(sampler, "ann", None, version)
+    trained, asked = datum(9, 20), {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"temperature": 0.5}}
+    ids = [*trained.model_input.to_ints(), int(trained.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
+    answers = {0: [7, 8, 9], 1: ids[2:]}
+    for seq, tokens in answers.items():
+        body = json.dumps(asked if seq == 0 else {"prompt": {"chunks": [{"tokens": ids[:2]}]}}).encode()
+        command = Command(target=sampler, seq=seq, tenant="ann", kind="asample", body=body)
+        content = schema.SampleResponse()
+        logprobs = np.full(len(tokens), -1.5, "<f4").tobytes()
+        content.sequences.add(tokens=np.array(tokens, "<i4").tobytes(), logprobs=logprobs)
+        assert log.add(command).result()
+        log.finish(command, Answer(state="proto", content=content.SerializeToString())).result()
+    assert service.forward(14, [trained]) == "proto"
+    assert service.step(15) == "done"
+    assert service.forward(16, [trained]) == "proto"
+    assert service.step(17) == "done"
+    service.close()
+    log.close()
+    folder = run.path / "models" / NAME
+    rows = pq.read_table(trace_path(folder, 3)).to_pylist()
+    assert [row["rollout"] for row in rows if row["trained"]] == ["13/0", "13/1", "14/0"]
+    (sample,) = (row for row in rows if not row["trained"])
+    assert (sample["rollout"], sample["token_ids"], sample["temperature"]) == ("sample:0:0/0", [5, 6, 7, 8, 9], 0.5)
+    assert (sample["logprobs"], sample["versions"]) == ([0.0, 0.0, -1.5, -1.5, -1.5], [version] * 5)
+    assert all(pq.read_table(trace_path(folder, 4))["trained"].to_pylist()), "what was sampled before step 3 is there"
+    assert rollout(folder, 3, "sample:0:0/0", evaluation=False)
+    assert not prove(run.path).broken
 
 
 def test_any_checkpoint_is_exported_and_computes_as_it_did(run: RunFolder, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What programs tell people: texts of others cannot act on a terminal, and a run keeps the warnings of its programs."""
 
 import logging
+import traceback
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_warnings_of_endless_kinds_are_bounded_and_counted_also_by_a_program_tha
         kept = run_warnings(run)
         assert (len(kept), sum(one.times for one in kept)) == (MAX_KINDS + 1, num_starts * (MAX_KINDS + 30))
         assert (kept[0].program, kept[0].times) == ("grpo-train", num_starts)
+
+
+def test_of_a_traceback_the_error_and_its_place_are_kept(run: Path) -> None:
+    with kept_warnings(run, "orch"):
+        try:
+            raise ValueError("first\nsecond")
+        except ValueError:
+            log.warning("rollout 7 failed: %s", traceback.format_exc())
+    [one] = run_warnings(run)
+    assert one.message.startswith(f'rollout 7 failed: ValueError: first\nsecond ("{__file__}", line ')
 
 
 @pytest.mark.parametrize("text", ["", "5", '[{"program": 5}]', "[" * 10**5])

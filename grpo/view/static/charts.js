@@ -5,9 +5,8 @@ const TONES = 6;
 const HEIGHT = 176;
 const WHOLE = [1, 2, 5].flatMap((one) => Array.from({ length: 9 }, (_, power) => one * 10 ** power)).sort((a, b) => a - b);
 
-export function tone(index) {
-  return styled(`--series-${(index % TONES) + 1}`);
-}
+const toneName = (index) => `--series-${(index % TONES) + 1}`;
+const tone = (index) => styled(toneName(index)); // for a canvas; asking for it makes the browser style the page
 
 function styled(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -90,7 +89,7 @@ export function Curve({ title, steps, series, onStep, onRange, span, group, mark
   return html`<figure class="chart" ref=${box}><figcaption><span>${title}</span>
       <button class="plain" title="save as a picture" aria-label=${`PNG, save a picture of ${title}`}
         onClick=${() => saveChart(box.current.chart)}>PNG</button></figcaption>
-    <ul class="legend">${series.map((one, index) => html`<li key=${one.label}><i style=${{ background: tone(index) }}></i>${
+    <ul class="legend">${series.map((one, index) => html`<li key=${one.label}><i style=${{ background: `var(${toneName(index)})` }}></i>${
       series.length > 1 || one.label !== title ? `${one.label} ` : ""}<b data-value=${index}>${figure(last(one), 4)}</b></li>`)}
       ${note && html`<li>${note}</li>`}</ul>
     <div ref=${place} class=${`plot${onStep ? " clickable" : ""}`} tabindex="0" role="slider" aria-label=${`${title}, by step`}
@@ -196,7 +195,7 @@ function paintChart(ctx, chart, x, y, width, scale) {
   let at = x;
   for (const item of chart.box.querySelectorAll(".legend li")) {
     const mark = item.querySelector("i");
-    ctx.fillStyle = mark ? mark.style.background : "transparent";
+    ctx.fillStyle = mark ? getComputedStyle(mark).backgroundColor : "transparent";
     ctx.fillRect(at, y + 30 * scale, 12 * scale, 3 * scale);
     ctx.fillStyle = styled("--quiet");
     ctx.fillText(item.textContent, at + 16 * scale, y + 36 * scale);
@@ -247,7 +246,9 @@ const SPANS = {
   train: [0, 24], busy: [1, 24], generate: [1, 8], load: [2, 24], ship: [2, 12], publish: [4, 24], pack: [4, 12],
   evaluate: [3, 24], sleep: [5, 12], wait: [5, 4],
 };
-const LANE = 32;
+const name = (one) => one.who.replace(/^grpo-/, "").replace("http://", "");
+const busy = (one) => (one.busy === null ? "" : `${Math.round(one.busy * 100)}%`);
+const NARROW = innerWidth <= 640, LANE = NARROW ? 48 : 32; // where there is no room beside them, lanes have names above
 
 // Programs as lanes, spans as bars; the wheel or + and - zoom, dragging or arrows move, a click on a span with a step calls
 // `onStep`.
@@ -282,10 +283,8 @@ export function Gantt({ lanes, spans, from, to, onMove, onStep }) {
     if (hit?.[4] && onStep) onStep(hit[4], hit[1]);
   };
   const kinds = [...new Set(spans.map((span) => span[1]))].sort();
-  const name = (one) => one.who.replace(/^grpo-/, "").replace("http://", "");
-  const busy = (one) => (one.busy === null ? "" : `${Math.round(one.busy * 100)}%`);
   return html`<ul class="legend">${kinds.map((what) => html`<li key=${what}><i style=${{
-      background: tone((SPANS[what] ?? [5])[0]), height: `${(SPANS[what] ?? [5, 24])[1] / 2}px`, verticalAlign: "middle" }}>
+      background: `var(${toneName((SPANS[what] ?? [5])[0])})`, height: `${(SPANS[what] ?? [5, 24])[1] / 2}px`, verticalAlign: "middle" }}>
           </i>${what}</li>`)}</ul>
     <div class="gantt"><ul aria-label="programs and how busy they were">${lanes.map((one) => html`<li key=${one.who}>
       <b>${name(one)}</b> <span class="quiet">${busy(one)}</span></li>`)}</ul>
@@ -307,14 +306,14 @@ function drawSpans(canvas, { lanes, spans, from, to, height }) {
   for (const [lane, what, begin, end] of spans) {
     const [index, tall] = SPANS[what] ?? [5, 24];
     ctx.fillStyle = tones[index];
-    ctx.fillRect(x(begin), lane * LANE + (LANE - tall) / 2, Math.max(0.7, x(end) - x(begin)), tall);
+    ctx.fillRect(x(begin), (lane + 1) * LANE - 16 - tall / 2, Math.max(0.7, x(end) - x(begin)), tall);
   }
   ctx.fillStyle = styled("--quiet");
-  if (width < 480) lanes.forEach((one, index) => ctx.fillText(one.who.replace(/^grpo-/, ""), 4, index * LANE + 12));
+  if (NARROW) lanes.forEach((one, index) => ctx.fillText(`${name(one)} ${busy(one)}`, 4, index * LANE + 14));
   const unit = 10 ** Math.floor(Math.log10(Math.max(1e-6, to - from)));
   const every = (to - from) / unit < 3 ? unit / 2 : (to - from) / unit < 6 ? unit : 2 * unit;
   for (let tick = Math.ceil(from / every) * every; tick < to; tick += every) {
     ctx.fillRect(x(tick), lanes.length * LANE, 1, 4);
-    ctx.fillText(`${figure(tick, every < 1 ? 2 : 0)} s`, x(tick) + 4, height - 8);
+    if (x(tick) < width - 40) ctx.fillText(`${figure(tick, every < 1 ? 2 : 0)} s`, x(tick) + 4, height - 8);
   }
 }

@@ -145,7 +145,7 @@ export function Clip({ text, children }) {
   useLayoutEffect(() => {
     setOpen(false);
     setLong(box.current ? box.current.scrollHeight > box.current.clientHeight + 4 : false);
-  }, [text]);
+  }, [text, children?.length]);
   if (text === null || text === undefined) return html`<span class="quiet">–</span>`;
   return html`<div ref=${box} class=${`clip${open ? " open" : ""}`} dir="auto">${children ?? (shown(text) || "∅")}</div>
     ${long && html`<button class="plain" aria-expanded=${open}
@@ -259,9 +259,9 @@ export function range(values) {
 export function diverging(share) {
   const strength = Math.min(1, Math.abs(share ?? 0));
   const tone = share < 0 ? "var(--low)" : "var(--high)";
-  return `color-mix(in srgb, ${tone} ${Math.round(5 + 75 * strength)}%, transparent)`;
+  return `color-mix(in srgb, ${tone} calc(var(--full) * ${(0.06 + 0.94 * strength).toFixed(3)}), transparent)`;
 }
 
 export function sequential(share) {
-  return `color-mix(in srgb, var(--heat) ${Math.round(80 * Math.min(1, Math.max(0, share ?? 0)))}%, transparent)`;
+  return `color-mix(in srgb, var(--heat) calc(var(--full) * ${Math.min(1, Math.max(0, share ?? 0)).toFixed(3)}), transparent)`;
 }

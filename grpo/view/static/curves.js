@@ -11,7 +11,7 @@ const GROUPS = [
     ["Held-out accuracy", "eval/accuracy eval/accuracy/*"],
     ["Reward", "reward/mean reward/mean/* reward/std"],
     ["Accuracy in training", "reward/accuracy reward/accuracy/*"],
-    ["Groups of equal rewards, which teach nothing (share)", "reward/groups_without_spread reward/groups_without_spread/*"],
+    ["Groups of equal rewards (share)", "reward/groups_without_spread reward/groups_without_spread/*"],
     ["Reward by role", "reward/role/*"],
     ["Rewards taken off or added by shaping", "reward/overlong_penalty reward/reference_kl_penalty"],
     ["Held-out pass@k", "eval/pass@*"],
@@ -222,7 +222,7 @@ export function ComparePage({ query }) {
     let current = true;
     Promise.all(names.map(async (name) => {
       const { train, eval: evaluated } = await ask(runPath(name, "curves"));
-      return { name, train, evaluated, settings: await ask(runPath(name, "settings")) };
+      return { name, train, evaluated, settings: (await ask(runPath(name, "settings"))).values };
     })).then((value) => current && setFound({ value }), (error) => current && setFound({ error: error.message }));
     return () => { current = false; };
   }, [query.runs]);

@@ -9,7 +9,8 @@ export function GamesPage({ run }) {
   const state = useAnswer(runPath(run, "games"), run);
   return html`<${Frame} run=${run} here="games" title="games">${(one) => html`<${Answer}
       state=${state}>${(tables) => (tables.length === 0
-    ? html`<p>No games yet. A game is a rollout in which a role is bound to a player, once its batch has left.</p>`
+    ? html`<p>No games against other players yet. They are rated once a role is bound to one, as an earlier snapshot; where one
+        policy has all roles, its reward by role is on the overview.</p>`
     : tables.map((table) => html`<${Table} key=${table.env} run=${run} table=${table}
       traced=${one?.traced ?? []} />`))}<//>`}<//>`;
 }

@@ -77,7 +77,7 @@ function Row({ row, run, other, single, query }) {
         ["versions", [...new Set(row.versions ?? [])].map((one) => `v${one}`).join(", ")],
     ...Object.entries(row.measures).map(([name, value]) => [name, figure(value, 2)]),
   ].filter(([, value]) => value && value !== "–");
-  const fields = [...Object.entries(row.fields ?? {}), ...Object.entries(row.extras ?? {})];
+  const fields = Object.entries({ ...row.fields, ...row.extras });
   return html`<article id=${idOf(row.rollout)}><h2 class=${single ? "hidden" : ""}>${row.rollout}${row.role ? ` as ${row.role}`
       : ""}${row.row ? `, row ${row.row}` : ""}</h2>
     <p><a href=${address(["run", run, "prompt", row.env, row.example])}>${row.env} ${row.example}</a> over all versions</p>

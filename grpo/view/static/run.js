@@ -9,6 +9,8 @@ import { RunCharts } from "./curves.js";
 const ENDED = ["finished", "failed", "stopped", "unreadable"];
 const isLive = (one) => !ENDED.includes(one.state) && (one.processes ?? []).some((process) => process.alive);
 
+const waitsOf = (one) => (one.state === "finished" ? null : one.waits); // in a run that has finished nobody waits
+
 // "Live" means that the run is alive, not that this page is connected.
 export function State({ one }) {
   const live = isLive(one);
@@ -55,7 +57,7 @@ export function RunsPage() {
     { name: "curve", label: "reward by step", cell: (run) => html`<${Spark} values=${run.rewards} label="reward" />` },
     { name: "look", label: "to look at", kind: "text", cell: (run) => [...run.findings.map((one) => one.text),
         ...run.warnings.map((one) => one.message)][0]?.slice(0, 160) ?? null },
-    { name: "waits", label: "who waits for whom", kind: "text quiet", cell: (run) => run.waits },
+    { name: "waits", label: "who waits for whom", kind: "text quiet", cell: waitsOf },
   ];
   return html`<h1>Runs</h1><div><${Answer} state=${state}>${(all) => (all.length === 0
     ? html`<p>No runs here yet. A run appears when its programs have made <code>run.json</code>.</p>`
@@ -84,7 +86,8 @@ function numbersOf(one) {
   return [
     before === undefined ? ["reward", figure(one.reward), "mean of the newest step; there is no evaluation"]
       : ["accuracy on held-out examples", one.accuracies.length > 1 ? `${percent(before)} → ${percent(after)}` : percent(before),
-        `before and ${ENDED.includes(one.state) ? "after" : "now"}; reward ${figure(one.reward)}`],
+        `${one.accuracies.length < 2 ? "before training" : ENDED.includes(one.state) ? "before and after" : "before and now"}${
+          one.reward === null ? "" : `; reward ${figure(one.reward)}`}`],
     ["steps", `${figure(one.step)}${one.max_steps ? ` / ${figure(one.max_steps)}` : ""}`, one.live === null
         ? "" : `policy v${one.live}`,
       ...(one.max_steps ? [one.step / one.max_steps] : [])],
@@ -97,19 +100,21 @@ function numbersOf(one) {
 
 // Why it may not learn, what its programs have warned of, and who waits for whom.
 function Notes({ run, one }) {
-  const more = one.warnings.length > 3;
+  const flat = one.findings.some((note) => note.metric === "reward/groups_without_spread"); // says it once
+  const warnings = one.warnings.filter((note) => !(flat && note.kind.includes("all rewards are equal")));
   const warning = (note) => html`<div class="note warning" role="status" key=${note.kind}><p>
       <b>${note.program}${note.step === null ? "" : `, step ${note.step}`}${
     note.times > 1 ? `, ${note.times} times` : ""}</b> ${note.message.length < 400 ? note.message
     : html`${note.message.slice(0, 120)} … ${note.message.slice(-240)} <details>
       <summary>all of it</summary>${note.message}</details>`}</p></div>`;
-  return html`${one.waits && html`<p class=${one.state === "failed" ? "error" : "quiet"}>${one.waits}</p>`}
+  return html`${waitsOf(one) && html`<p class=${one.state === "failed" ? "error" : "quiet"}>${one.waits}</p>`}
     ${one.findings.map((note) => html`<div class="note finding" role="status" key=${note.text}><p>
         <b>${note.text}</b> ${note.do}${" "}
       <a href=${address(["run", run], { find: note.metric })}>${note.metric}</a>${one.traced.length > 0 && html`, <a
       href=${address(["run", run, "step", one.traced.at(-1)])}>answers of step ${one.traced.at(-1)}</a>`}</p></div>`)}
-    ${one.warnings.slice(0, 3).map(warning)}
-    ${more && html`<details><summary>${one.warnings.length - 3} more warnings</summary>${one.warnings.slice(3).map(warning)}</details>`}`;
+    ${warnings.slice(0, 3).map(warning)}
+    ${warnings.length > 3 && html`<details><summary>${warnings.length - 3} more warnings</summary>${
+      warnings.slice(3).map(warning)}</details>`}`;
 }
 
 export function SettingsPage({ run, query }) {
@@ -118,17 +123,18 @@ export function SettingsPage({ run, query }) {
   return html`<${Frame} run=${run} here="settings" title="settings">${() => html`
     <form class="fields" onSubmit=${(event) => event.preventDefault()}><${Search} label="find a key or value"
       value=${query.find ?? ""} onChange=${(text) => setQuery({ find: text })} /></form>
-    <${Answer} state=${state}>${(values) => {
+    <${Answer} state=${state}>${({ values, given }) => {
       const rows = Object.entries(values).filter(([key, value]) =>
           `${key} ${JSON.stringify(value)}`.toLowerCase().includes(find));
       const programs = [...new Set(rows.map(([key]) => key.split(".")[0]))];
-      return programs.map((program) => {
-        const own = rows.filter(([key]) => key.startsWith(`${program}.`));
-        return html`<details class="part settings" key=${program} open=${find !== "" || program === "orch"}>
-            <summary>${program} <span class="quiet">${own.length}</span></summary>
-          <dl>${own.map(([key, value]) => html`<dt key=${key}><code>${key.slice(program.length + 1)}</code></dt>
+      const part = (title, own, start, open) => own.length > 0 && html`<details class="part settings" key=${title}
+          open=${find !== "" || open}>
+          <summary>${title} <span class="quiet">${own.length}</span></summary>
+          <dl>${own.map(([key, value]) => html`<dt key=${key}><code>${key.slice(start)}</code></dt>
             <dd>${JSON.stringify(value)}</dd>`)}</dl></details>`;
-      });
+      return html`${part("given by the preset, the command line or grpo", rows.filter(([key]) => given.includes(key)), 0, true)}
+        ${programs.map((program) => part(program, rows.filter(([key]) => key.startsWith(`${program}.`)), program.length + 1,
+          program === "orch" && !given.length))}`;
     }}<//>`}<//>`;
 }
 
@@ -138,7 +144,7 @@ export function TimelinePage({ run, query }) {
   const state = useAnswer(path, known ? undefined : run);
   const [view, setView] = useState(null);
   useEffect(() => { setView(null); }, [path]);
-  return html`<${Frame} run=${run} here="timeline" title="timeline">${(one) => html`<p class="quiet">${one?.waits ?? ""}</p>
+  return html`<${Frame} run=${run} here="timeline" title="timeline">${(one) => html`${one && waitsOf(one) && html`<p class="quiet">${one.waits}</p>`}
     <${Answer} state=${state}>${(told) => {
       if (!told.lanes.length) return html`<p>Nothing has been told yet.</p>`;
       const [from, to] = view ?? (known ? [Number(query.from), Number(query.to)] : [0, told.end_s]);

@@ -94,6 +94,25 @@ def test_nothing_stands_out_of_a_run_that_learns() -> None:
 
 
 @pytest.mark.parametrize(
+    "metrics",
+    [
+        {"reward/mean": 0, "reward/groups_without_spread": 1, "policy/teacher_kl": 0.5},
+        {"rollout/truncated": 1, "rollout/num_tokens_mean": 2.2, "rollout/num_turns": 2.2},
+        {"reward/mean": 0.1 * RISING[::-1], "reward/std": 1.7},
+    ],
+    ids=["a teacher alone teaches", "moves of one token", "a game's reward is noise about 0"],
+)
+def test_what_looks_like_a_failure_and_is_none_does_not_stand_out(metrics: dict[str, Any]) -> None:
+    assert told(metrics, {"eval/accuracy": [0.1, 0.9]}) == []
+
+
+def test_of_a_policy_that_falls_apart_the_fall_comes_first_and_its_consequences_are_no_causes() -> None:
+    late = np.repeat([0.0, 1.0], [3, 17])
+    metrics = {"reward/mean": 0.6 * (1 - late), "reward/groups_without_spread": late, "rollout/truncated": late}
+    assert told(metrics) == ["reward/mean", "rollout/truncated"]
+
+
+@pytest.mark.parametrize(
     ("equal", "told"), [(7, "7 answers of the newest step are the right ones"), (0, "Read answers")]
 )
 def test_a_reward_that_refuses_right_answers_is_told(equal: int, told: str) -> None:
