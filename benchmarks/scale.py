@@ -1,6 +1,7 @@
 """One orchestrator and 1 to 1,000 servers, 100,000 rollouts in flight, on a simulated clock and network.
 
     python -m benchmarks.scale [--servers 1,10,100,1000] [--steps 10] [--picture docs/pictures/scale.png]
+    python -m benchmarks.scale --servers 32 --league 1000 --opponents 0,1,2,4,8
 
 The scheduler, the inference client, the server pool, the watch over servers and the weight sync are the real ones, with
 the records that they encode and decode. Simulated are the network, servers and trainer. A server decodes `SLOTS`
@@ -11,6 +12,9 @@ seconds, loses all its answers, and comes back after `AWAY_S` with no version.
 Waiting takes no real time: the loop's clock jumps to the next event. The processor time of this process is added to
 that clock, so that an orchestrator that is too slow for its servers shows as servers that wait. Shares leave
 out the first and the last two steps. The last line is one JSON object.
+
+With `--league` the run has had so many versions before. Each version's games meet so many of them, drawn anew, which
+servers load and prove before it is live; a game has an answer of each side, as long as one of the policy.
 """
 
 import argparse
@@ -200,10 +204,16 @@ class Simulation:
     level: int
     oversampling: float
     train_s: float
+    players: int = 0
+    """Versions before the run's first, whom games meet."""
+    opponents: int = 0
+    """How many of them the games of one version meet."""
     trained_s: float = 0.0
     lags: list[int] = field(default_factory=list)
     loads_s: list[float] = field(default_factory=list)
     most_in_flight: int = 0
+    most_adapters: int = 0
+    num_loads: int = 0
     num_done: int = 0
     num_failed: int = 0
 
@@ -211,8 +221,8 @@ class Simulation:
         """The figures."""
         loop, network = asyncio.get_running_loop(), Network(self.num_servers)
         self.client = PolicyClient(ServerPool(list(network.servers)), api_key=None, timeout_s=1e6)
-        await self.client._session.close()
-        self.client._session = network  # type: ignore[assignment]
+        await self.client.close()
+        self.client._session = self.client._control_session = network  # type: ignore[assignment]
         self.sync = WeightSync(self.client, alias="default")
         groups = GROUPS_A_SERVER * self.num_servers
         self.scheduler = Scheduler(
@@ -220,8 +230,9 @@ class Simulation:
             max_async_level=self.level,
             max_off_policy_steps=8,
             max_in_flight=math.ceil(groups * self.oversampling),
-            max_steps=self.num_steps,
+            max_steps=self.players + self.num_steps,
             oversampling_factor=self.oversampling,
+            shipped=self.players,
         )
         self.shipped: asyncio.Queue[int] = asyncio.Queue()
         watch = ServerWatch(self.sync, interval_s=HEALTH_S, timeout_s=30.0)
@@ -243,10 +254,12 @@ class Simulation:
                 if step in (FIRST_STEPS, self.num_steps - LAST_STEPS):
                     mark()
                 if step < self.num_steps:
-                    since_s = loop.time()
-                    await self.sync.load(step)
+                    since_s, version = loop.time(), self.players + step
+                    await self._load_opponents(version)
+                    await self.sync.load(version)
                     self.loads_s.append(loop.time() - since_s)
-                    self.scheduler.version_live(step)
+                    self.most_adapters = max(self.most_adapters, len(self.sync.snapshots))
+                    self.scheduler.version_live(version)
                     await self.sync.keep_only(self.scheduler.pinned())
             for task in background:
                 task.cancel()
@@ -264,8 +277,18 @@ class Simulation:
             "load_s": sorted(self.loads_s)[len(self.loads_s) // 2],
             "in_flight": float(self.most_in_flight * GROUP),
             "failed": float(self.num_failed),
+            "most_adapters": float(self.most_adapters),
+            "loads_a_step": self.num_loads / self.num_steps,
             "memory_mb": psutil.Process().memory_info().rss / 1e6,
         }
+
+    async def _load_opponents(self, version: int) -> None:
+        drawn = random.Random(version).sample(range(version), self.opponents)
+        self.scheduler.meets(version, drawn)
+        new = [one for one in drawn if one not in self.sync.snapshots]
+        for opponent in new:
+            await self.sync.load(opponent)
+        self.num_loads += 1 + len(new)
 
     async def _sample(self, group: asyncio.TaskGroup) -> None:
         while not self.scheduler.finished:
@@ -281,6 +304,10 @@ class Simulation:
         params = SamplingParams(temperature=1.0, max_tokens=LONGEST)
         try:
             await self.client.generate(PROMPT, params=params, num=GROUP, version=version, seed=number)
+            if self.players:
+                drawn = sorted(self.scheduler.opponents_of(version)) or [version]
+                other = drawn[number % len(drawn)]
+                await self.client.generate(PROMPT, params=params, num=GROUP, version=other, seed=number)
         except Exception:
             self.num_failed += 1
             self.scheduler.failed(number)
@@ -309,11 +336,13 @@ def simulated_ms(num_groups: int = 1000) -> float:
         return runner.run(run())
 
 
-def simulate(num_servers: int, num_steps: int, mode: tuple[int, float]) -> dict[str, float]:
+def simulate(
+    num_servers: int, num_steps: int, mode: tuple[int, float], *, players: int = 0, opponents: int = 0
+) -> dict[str, float]:
     """The figures of a run whose trainer takes as long as its servers at their best."""
-    mean_s = MEDIAN_TOKENS * math.exp(SIGMA**2 / 2) / TOKENS_PER_S
+    mean_s = MEDIAN_TOKENS * math.exp(SIGMA**2 / 2) / TOKENS_PER_S * (2 if players else 1)
     train_s = GROUPS_A_SERVER * GROUP * mean_s / SLOTS
-    simulation = Simulation(num_servers, num_steps, *mode, train_s)
+    simulation = Simulation(num_servers, num_steps, *mode, train_s, players, opponents)
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         return runner.run(simulation.run())
 
@@ -357,10 +386,18 @@ def main() -> None:
     parser.add_argument("--servers", default="1,10,100,1000")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--league", type=int, help="versions before the first, whom games meet")
+    parser.add_argument("--opponents", default="0,1,2,4,8", help="with --league: how many the games of a version meet")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # as the orchestrator does
+    if options.league:
+        for size in map(int, options.servers.split(",")):
+            for num in map(int, options.opponents.split(",")):
+                figures = simulate(size, options.steps, MODES[0], players=options.league, opponents=num)
+                print(json.dumps({"servers": size, "opponents": num, **figures}), flush=True)
+        return
     found, overhead_ms = [], simulated_ms()
     print(f"the simulation itself takes {overhead_ms:.2f} ms a group, which ms_a_group leaves out")
     for size, mode, figures in rows([int(one) for one in options.servers.split(",")], options.steps):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from grpo.trainer.supported import PACKED, UNPACKED
 
-NOT_SERVED = {
+NOT_SERVED: dict[tuple[str, ...], str] = {
     ("bamba", "diffllama"): "vLLM refuses: “Layer 0 does not dispatch through the Transformers attention interface”",
     ("apertus",): "the canary refuses: vLLM rounds parameters of its activation to bfloat16",
     ("olmo_hybrid",): "“module 'triton' has no attribute 'set_allocator'”",

@@ -43,6 +43,7 @@ class Games(Episode, Environment):
         keep: int = 16,
         adapter: str | None = None,
         self_play: float = 0.0,
+        random_moves: int = 0,
     ) -> None:
         """`game`: OpenSpiel's name of it, as `kuhn_poker` or `nim(pile_sizes=1;2;3)`. `rules`: prompts begin with the
         rules and end with the legal answers; false: for a model that knows them, prompts are the position alone.
@@ -51,8 +52,9 @@ class Games(Episode, Environment):
         who has the one seat in training, which seat by chance: `past`, drawn `by` a rule from each version that is a
         multiple of `every`, of which the newest `keep` stay; `newest`; `base` (None: the policy is trained in both).
         `adapter`: which adapter of `past` or `newest`, where there are several. `self_play`: the share of games in
-        which the policy is trained in both seats all the same."""
-        self._opponent, self._by, self._self_play = opponent, by, self_play
+        which the policy is trained in both seats all the same. `random_moves`: training games begin with up to so many
+        legal moves at random, so that the policy learns to answer what it would not play itself."""
+        self._opponent, self._by, self._self_play, self._random_moves = opponent, by, self_play, random_moves
         self._newest = adapter if opponent == "newest" else None
         if opponent == "past":
             self.add_pool("past", every=every, keep=keep, adapter=adapter)
@@ -90,8 +92,12 @@ class Games(Episode, Environment):
         if self._opponent is not None and ctx.split == "train" and ctx.rng.random() >= self._self_play:
             player = await self.opponent(self._opponent, by=self._by, per="game", adapter=self._newest)
             ctx.bind(ctx.rng.choice(SEATS), player)
+        if self._random_moves and ctx.split == "train":
+            self._open(ctx, state, position)
         while not position.is_terminal():
             seat = position.current_player()
+            if SEATS[seat] not in state.players:
+                state.data.setdefault("positions", []).append(" ".join(map(str, position.history())))
             answer = await self.answer(ctx, state, SEATS[seat], position)
             move = self.game.move(position, answer)
             if move is None and SEATS[seat] in state.players:  # the policy has nothing to learn from that
@@ -108,6 +114,16 @@ class Games(Episode, Environment):
             position.apply_action(move)
             drawn(position, ctx.rng)
         state.data["returns"] = list(position.returns())
+
+    def _open(self, ctx: RolloutContext, state: EpisodeState, position: Any) -> None:
+        """Makes moves at random, in place; none by which the game would be over."""
+        for _ in range(ctx.rng.randint(0, self._random_moves)):
+            answer, move = ctx.rng.choice(list(self.game.moves(position).items()))
+            if position.child(move).is_terminal():
+                return
+            state.data.setdefault("moves", []).append(f"{SEATS[position.current_player()]}: {answer} (at random)")
+            position.apply_action(move)
+            drawn(position, ctx.rng)
 
     async def answer(self, ctx: RolloutContext, state: EpisodeState, seat: str, position: Any) -> str:
         """Returns the move of who is to move, as text: the policy's, or a legal one at random where the policy has the
@@ -128,8 +144,9 @@ class Games(Episode, Environment):
         return (await asyncio.to_thread(self.judge.judge, policy)).figures()
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
-        """The moves, and what the judge said."""
-        return {key: state.data[key] for key in ("moves", "returns", "judged") if key in state.data}
+        """The moves, the positions of the policy's moves as OpenSpiel numbers all that led to them, and what the judge
+        said."""
+        return {key: state.data[key] for key in ("moves", "positions", "returns", "judged") if key in state.data}
 
     # --- the rubric ---
 

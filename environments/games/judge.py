@@ -53,6 +53,12 @@ class Judged:
     """The chance that the policy loses as the first player, against the opponent who wins most often."""
     loses_second: float | None = None
     """The same as the second player."""
+    greedy_keeps_win: float | None = None
+    """`keeps_win` of the likeliest answers (temperature 0), as are those that follow."""
+    greedy_loses_first: float | None = None
+    """1 where some opponent beats the likeliest answers of the first player, 0 where nobody does."""
+    greedy_loses_second: float | None = None
+    """The same as the second player."""
 
     def figures(self) -> dict[str, float]:
         """Returns all that was judged, by name."""
@@ -103,7 +109,12 @@ class Judge:
                 )
             legal[question.prompt] = [chance / total for chance in given]
             illegal.append(1 - total)
-        figures = self._of_positions(legal) if self._nodes else {"nash_conv": self._nash_conv(legal)}
+        if self._nodes:
+            figures = self._of_positions(legal)
+            greedy = self._of_positions({prompt: _likeliest(chances) for prompt, chances in legal.items()})
+            figures |= {f"greedy_{key}": greedy[key] for key in ("keeps_win", "loses_first", "loses_second")}
+        else:
+            figures = {"nash_conv": self._nash_conv(legal)}
         share = max(0.0, math.fsum(illegal) / len(illegal))
         return Judged(illegal=share, num_questions=len(self.questions), **figures)
 
@@ -203,6 +214,12 @@ class Judge:
             "loses_first": self._backwards(against(0, max), lambda returns: float(returns < 0))[-1],
             "loses_second": self._backwards(against(1, max), lambda returns: float(returns > 0))[-1],
         }
+
+
+def _likeliest(chances: Sequence[float]) -> list[float]:
+    """Returns 1 for the largest, the first of equal ones, and 0 for the others."""
+    best = max(range(len(chances)), key=chances.__getitem__)
+    return [float(number == best) for number in range(len(chances))]
 
 
 def _dot(weights: Sequence[float], values: Sequence[float]) -> float:

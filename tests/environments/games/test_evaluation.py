@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.orchestrator.fakes import FakeServer
@@ -27,6 +28,13 @@ async def test_a_game_is_judged_at_each_evaluation_by_the_answers_of_its_version
         assert [(one["version"], len(one["prompts"])) for one in server.scores] == [(0, 12), (2, 12), (3, 12)]
         # An answer that fills the limit has no end; a shorter one does.
         assert {len(answer) for one in server.scores for own in one["answers"] for answer in own} == {1}
+        # Both always pass, so that cards alone say who wins, and no move is better than another in its position.
         server.scores.clear()
-        await run(tmp_path / "longer", server, env=[GAME], sampling={"max_tokens": 4}, max_steps=1)
+        credit = {"type": "custom_credit", "import_path": "grpo.environments.games.credit:by_position"}
+        changes = {"advantage": credit | {"kwargs": {"prior": 0}}, "rollouts_per_example": 8, "batch_size": 8}
+        made = await run(tmp_path / "longer", server, env=[GAME], sampling={"max_tokens": 4}, max_steps=1, **changes)
+        [batches] = made.batches.values()
+        assert sum(len(batch.rollout_ids) for batch in batches) == 16  # two moves a game
+        assert max(abs(float(np.max(np.abs(batch.advantages)))) for batch in batches) < 1e-6
+        assert made.steps[0]["reward/std"] > 0
         assert {len(answer) for one in server.scores for own in one["answers"] for answer in own} == {2}

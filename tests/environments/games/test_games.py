@@ -5,8 +5,10 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from grpo.environments.games.credit import by_position
 from grpo.environments.games.environment import Games
 from grpo.environments.games.game import Game
+from grpo.orchestrator.rollouts.records import EpisodeResult, Step
 from grpo.transport.errors import UserError
 
 from grpo import CallFailed, play
@@ -112,6 +114,50 @@ async def test_the_judge_asks_for_probabilities_and_written_answers_have_none() 
     [example] = environment.dataset("eval")
     with pytest.raises(CallFailed, match="probabilities"):
         await play(environment, example, ["p"] * 3, split="eval")
+
+
+async def test_training_games_begin_with_moves_at_random_and_held_out_games_do_not() -> None:
+    environment = Games(game="tic_tac_toe", rules=False, random_moves=4)
+    [example] = environment.dataset("train")
+    begins = set()
+    for seed in range(20):
+        asked: list[str] = []
+
+        def answer(role: str, messages: list[dict[str, Any]], asked: list[str] = asked) -> str:
+            asked.append(messages[-1]["content"])
+            return "none"
+
+        state = await play(environment, example, answer, seed=seed)
+        moves = state.data["moves"]
+        assert [move.endswith("(at random)") for move in moves] == [True] * (len(moves) - 1) + [False]
+        assert asked[0].count(".") == 9 - (len(moves) - 1)
+        begins.add(len(moves) - 1)
+    assert begins == {0, 1, 2, 3, 4}
+
+
+def test_a_move_is_compared_with_those_of_the_same_position() -> None:
+    def game(name: str, reward: float, *moves: tuple[str, str]) -> EpisodeResult:
+        steps = tuple(Step(role="first", messages=({"role": "user", "content": prompt},)) for prompt, _ in moves)
+        extras = {"positions": [position for _, position in moves]}
+        return EpisodeResult(id=name, steps=steps, rewards={"first": reward}, extras=extras)
+
+    results = [
+        game("a", 2.0, ("K", "K against J")),
+        game("b", 4.0, ("K", "K against Q")),
+        game("c", -3.0, ("J", "J against K"), ("J b", "J against K, b")),
+    ]
+    # The role's mean over its 4 steps is 0. By prompt, K's baseline is (2 + 4) / (2 + 1) = 2, that of J and of J b is
+    # -3 / (1 + 1). This leaves 0, 2, -1.5 and -1.5, of which the position takes half: each was met once, prior is 1.
+    assert by_position(results, prior=1) == {("a", 0): 0.0, ("b", 0): 1.0, ("c", 0): -0.75, ("c", 1): -0.75}
+
+
+async def test_positions_tell_all_that_is_hidden_one_for_each_own_move() -> None:
+    environment = Games(game="kuhn_poker", rules=False)
+    [example] = environment.dataset("train")
+    state = await play(environment, example, ["p", "b", "p"], seed=1)
+    positions = state.data["positions"]
+    assert len(positions) == 3
+    assert [len(one.split()) for one in positions] == [2, 3, 4]  # both cards, then a move more each time
 
 
 @pytest.mark.parametrize(

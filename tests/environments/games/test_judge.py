@@ -114,6 +114,11 @@ def test_perfect_play_at_tic_tac_toe_never_loses_and_a_slip_is_seen() -> None:
     judged = own.judge(policy)
     assert (judged.loses_first, judged.loses_second) == (0, 1)
     assert judged.nash_conv == pytest.approx(1)
+    # Who errs one time in ten is beaten now and then, and would not be if the likeliest answer were taken.
+    policy |= {"ttt . . . . t . . . .": [0.9, 0.1, 0, 0, 0, 0, 0, 0]}
+    judged = own.judge(policy)
+    assert judged.loses_second == pytest.approx(0.1)
+    assert (judged.greedy_loses_first, judged.greedy_loses_second, judged.greedy_keeps_win) == (0, 0, 1)
 
 
 def test_the_known_solution_of_nim_keeps_every_win() -> None:
