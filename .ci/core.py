@@ -1,5 +1,6 @@
-"""The core's unit tests in a copy of the tree that has nothing of what stands on the core: `orchestrator/` moves
-rollouts and batches without it."""
+"""Whole runs of the core, with stand-ins for server and trainer, in a copy of the tree that has nothing of what stands
+on the core: `orchestrator/` moves rollouts and batches without it. `make core ARGS=tests/orchestrator` runs all its
+tests there, which `make test` runs in the whole tree."""
 
 import shutil
 import subprocess
@@ -12,8 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 REMOVED = ("environments", "orchestrator/auxiliary", "tests/environments", "tests/orchestrator/auxiliary")
 """Folders that the copy does not have."""
-TESTS = ("tests/orchestrator", "--ignore=tests/orchestrator/test_way.py")
-"""Without the one that traces a run by a `sitecustomize` of its own, which takes the place of the finder below."""
+TESTS = tuple(f"tests/orchestrator/{name}.py" for name in ("test_loop", "test_evaluate", "rollouts/test_engine"))
 FINDER = """
 import sys
 from importlib import import_module
@@ -31,9 +31,13 @@ for name in {installed}:
 """
 """Imports `grpo` from the copy; the tree that is installed in this environment is not found."""
 CHECK = """
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import walk_packages
 import grpo.orchestrator.run, grpo.api
+for module in walk_packages(grpo.orchestrator.__path__, "grpo.orchestrator."):
+    import_module(module.name)
 for module in (grpo, grpo.api, grpo.orchestrator.run):
     assert Path(module.__file__).is_relative_to({copy!r}), module
 for name in {removed}:
@@ -53,7 +57,7 @@ def main() -> int:
         python = _environment(Path(folder, "environment"), copy)
         removed = [f"grpo.{one.replace('/', '.')}" for one in REMOVED if not one.startswith("tests/")]
         subprocess.run([python, "-c", CHECK.format(copy=str(copy), removed=removed)], cwd=folder, check=True)
-        chosen = sys.argv[1:] or ["-q", "-n", "3", "--dist", "loadfile", *TESTS]
+        chosen = sys.argv[1:] or ["-q", "-n", "3", "--dist", "worksteal", *TESTS]
         pytest = [python, "-m", "pytest", "-m", "not gpu and not e2e", "-p", "no:cacheprovider", *chosen]
         return subprocess.run(pytest, cwd=copy).returncode
 

@@ -17,9 +17,9 @@ from tests.trainer.models import save_tiny_model
 
 pytestmark = pytest.mark.chaos
 
-KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 12)]
+KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 9)]
 """Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
-NUM_RANDOM_KILLS = 12
+NUM_RANDOM_KILLS = 6
 
 
 @pytest.fixture(scope="module")

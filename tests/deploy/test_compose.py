@@ -23,7 +23,6 @@ from grpo.configs.orch import OrchSettings
 from grpo.configs.run import load_part
 from grpo.configs.train import TrainSettings
 from grpo.transport.ports import free_port
-from grpo.transport.run import current_run_id
 from grpo.transport.status import server_file
 
 from tests.deploy.containers import start, substituted
@@ -121,12 +120,11 @@ def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subproce
     return start(stack, command, outputs / f"{name}.log", **environment)
 
 
-def _start_all(stack: ExitStack, *, outputs: Path, port: int, wait: bool = True) -> dict[str, subprocess.Popen[bytes]]:
-    """The services of a CPU in the order of the file; the orchestrator once the server is healthy, unless nobody is to
-    `wait`."""
+def _start_all(stack: ExitStack, *, outputs: Path, port: int) -> dict[str, subprocess.Popen[bytes]]:
+    """The services of a CPU in the order of the file; the orchestrator once the server is healthy."""
     started = {}
     for name in (name for name in SERVICES if SERVICES[name]["profiles"] == ["cpu"]):
-        if name == "orch" and wait:
+        if name == "orch":
             health = SERVICES["infer"]["healthcheck"]["test"]
             probe = _substituted(health[1:], outputs=outputs, port=port)
             until(
@@ -140,24 +138,14 @@ def _start_all(stack: ExitStack, *, outputs: Path, port: int, wait: bool = True)
 
 
 @pytest.mark.e2e
-def test_the_services_commands_given_twice_go_on_with_the_run(tmp_path: Path, processes: ExitStack) -> None:
-    port = free_port()
-    run = tmp_path / "quickstart"
-    first = _start_all(processes, outputs=tmp_path, port=port, wait=False)
-    # As soon as there is a run: the others are still starting.
-    until((run / "broadcasts" / "step_000000" / "STABLE").exists, *first.values())
-    for process in first.values():
-        process.send_signal(signal.SIGTERM)
-    assert [process.wait(timeout=END_S) for process in first.values()] == [143, 143, 143]
-    published_ns = (run / "broadcasts" / "step_000000" / "STABLE").stat().st_mtime_ns
-    run_id = current_run_id(run)
-    second = _start_all(processes, outputs=tmp_path, port=port)
-    assert second["orch"].wait(timeout=END_S) == 0, (tmp_path / "orch.log").read_text()
-    assert second["train"].wait(timeout=END_S) == 0, (tmp_path / "train.log").read_text()
-    assert current_run_id(run) == run_id
-    assert (run / "broadcasts" / "step_000000" / "STABLE").stat().st_mtime_ns == published_ns
+def test_the_services_commands_make_a_run(tmp_path: Path, processes: ExitStack) -> None:
+    """test_kubernetes.py kills such programs, and gives their commands again."""
+    port, run = free_port(), tmp_path / "quickstart"
+    services = _start_all(processes, outputs=tmp_path, port=port)
+    assert services["orch"].wait(timeout=END_S) == 0, (tmp_path / "orch.log").read_text()
+    assert services["train"].wait(timeout=END_S) == 0, (tmp_path / "train.log").read_text()
     steps = [json.loads(line)["progress/step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == NUM_STEPS
     assert [path.name for path in (run / "status").glob("infer.*.json")] == [server_file("0.0.0.0", port)]
-    second["infer"].send_signal(signal.SIGTERM)
-    assert second["infer"].wait(timeout=END_S) == 143
+    services["infer"].send_signal(signal.SIGTERM)
+    assert services["infer"].wait(timeout=END_S) == 143

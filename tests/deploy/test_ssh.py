@@ -18,7 +18,7 @@ from grpo.transport.ports import free_port
 
 from tests.e2e.runs import PROGRAMS, ROOT
 from tests.grpo.run_folder import grpo
-from tests.support import until
+from tests.support import until, until_gone
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,8 @@ PROGRAM = """\
 # grpo-stand-in.
 case "$*" in
 *--dry-run*) case "$*" in *bad*) echo "error: bad" >&2; exit 2;; esac; exit 0;;
-status*) echo "run 5f0c in ../run: $(cat ../run/state)"; exit 0;;
+status*) state=$(cat ../run/state); echo "run 5f0c in ../run: $state"
+    case "$state" in finished) exit 0;; stopped) exit 4;; *) exit 3;; esac;;
 esac
 mkdir -p ../run
 echo '{}' > ../run/run.json
@@ -126,7 +127,6 @@ def test_a_run_is_started_shown_ended_and_gone_on_with(machine: Machine) -> None
     assert machine.launch("quickstart", "--stop").returncode == 0
     state(machine, "stopped")
     assert "nothing ran" in machine.launch("quickstart", "--stop").stdout
-    (machine.folder / "run/state").unlink()
     assert machine.launch("quickstart").returncode == 0
     state(machine, "running")
     assert (machine.folder / "launch.pid").read_text() != pid
@@ -169,11 +169,14 @@ def test_no_key_is_in_what_is_printed_and_no_host_is_an_option(machine: Machine)
 
 
 @pytest.mark.e2e
-def test_a_real_run_trains_there(sshd: list[str], tmp_path: Path) -> None:
+def test_a_real_run_begins_there_and_is_ended(sshd: list[str], tmp_path: Path) -> None:
     ssh = {"folder": str(tmp_path), "command": str(PROGRAMS / "grpo"), "options": sshd}
     machine = Machine(tmp_path / "quickstart", ["--topology.ssh", json.dumps(ssh), "--device", "cpu"])
-    words = ["--max_steps", "2", "--orch.batch_size", "64", "--orch.eval.num_examples", "0"]
+    words = ["--orch.batch_size", "64", "--orch.eval.num_examples", "0"]
     assert machine.launch("quickstart", *words).stderr == ""
     log = machine.folder / "launch.log"
-    until(lambda: (machine.folder / "run/summary.json").exists(), log=log.read_text, limit_s=600)
-    until(lambda: "rsync -a" in machine.launch("quickstart", *words).stdout, log=log.read_text)
+    until((machine.folder / "run/broadcasts/step_000000/STABLE").exists, log=log.read_text)
+    assert "grpo-train" in machine.launch("quickstart", *words).stdout
+    pid = int((machine.folder / "launch.pid").read_text())
+    assert machine.launch("quickstart", "--stop").returncode == 0
+    until_gone([pid])

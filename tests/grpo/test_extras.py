@@ -1,5 +1,6 @@
 """What a laptop run does not need may be absent: each use names the extra that brings it, before anything runs."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -34,31 +35,35 @@ main()
     assert "max_steps" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ("wandb", ("--orch.report_to", "wandb")),
-        ("tensorboard", ("--orch.report_to", "tensorboard")),
-        ("telemetry", ("--orch.report_to", "otlp")),
-        ("telemetry", ("--orch.report_to", "prometheus")),
-        ("bitsandbytes", ("--train.optimizer", "adamw_8bit")),
-        ("bitsandbytes", ("--train.qlora_bnb", "true", "--infer.base_quantization", "nf4")),
-        ("openenv", ("--orch.env", '[{"id": "openenv", "args": {"base_url": "http://127.0.0.1:9"}}]')),
-        ("games", ("--orch.env", '[{"id": "game", "args": {"game": "kuhn_poker"}}]')),
-        ("math", ("--orch.env", '[{"id": "dataset", "args": {"path": "sums.csv", "reward": "math"}}]')),
-        ("math", ("--orch.env", '[{"id": "dataset", "args": {"path": "HuggingFaceH4/MATH-500"}}]')),
-    ],
-)
-def test_a_run_that_needs_one_does_not_begin_without_it(extra: str, words: tuple[str, ...], tmp_path: Path) -> None:
+NEEDING: list[tuple[str, tuple[str, ...]]] = [
+    ("wandb", ("--orch.report_to", "wandb")),
+    ("tensorboard", ("--orch.report_to", "tensorboard")),
+    ("telemetry", ("--orch.report_to", "otlp")),
+    ("telemetry", ("--orch.report_to", "prometheus")),
+    ("bitsandbytes", ("--train.optimizer", "adamw_8bit")),
+    ("bitsandbytes", ("--train.qlora_bnb", "true", "--infer.base_quantization", "nf4")),
+    ("openenv", ("--orch.env", '[{"id": "openenv", "args": {"base_url": "http://127.0.0.1:9"}}]')),
+    ("games", ("--orch.env", '[{"id": "game", "args": {"game": "kuhn_poker"}}]')),
+    ("math", ("--orch.env", '[{"id": "dataset", "args": {"path": "sums.csv", "reward": "math"}}]')),
+    ("math", ("--orch.env", '[{"id": "dataset", "args": {"path": "HuggingFaceH4/MATH-500"}}]')),
+]
+"""An extra, and words of a command line by which a run needs it."""
+
+
+def test_a_run_that_needs_one_does_not_begin_without_it(tmp_path: Path) -> None:
     (tmp_path / "sums.csv").write_text("prompt,answer\n1+1,2\n")
-    code = f"""
-sys.argv = ["grpo", {str(ROOT / "configs/quickstart")!r}, *{words}, "--dry-run"]
-from grpo.cli import main
-main()
+    program = f"""
+sys.path.append({str(ROOT)!r})
+from tests.grpo.run_folder import grpo
+for _, words in {NEEDING!r}:
+    done = grpo({str(ROOT / "configs/quickstart")!r}, *words, "--dry-run")
+    print((done.returncode, done.stderr))
 """
-    done = without(LIBRARIES, code, tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert f"pip install 'grpo-pipeline[{extra}]'" in done.stderr
+    done = without(LIBRARIES, program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    ends = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    for (extra, words), (code, errors) in zip(NEEDING, ends, strict=True):
+        assert (code, f"pip install 'grpo-pipeline[{extra}]'" in errors) == (2, True), (words, errors)
 
 
 @pytest.mark.parametrize(

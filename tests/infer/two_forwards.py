@@ -5,9 +5,11 @@ the two differ as wider ones do (docs/versions.md)."""
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -27,6 +29,17 @@ class Side:
 
 
 TRAINER, SERVER = Side(attention="sdpa", rounds_once=False), Side(attention="eager", rounds_once=True)
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Computes products in float32 and rounds them once, as kernels of bfloat16 do, and on a CPU without such kernels
+    several times as fast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__):
+            wide = [one.float() if isinstance(one, Tensor) else one for one in args]
+            return func(*wide, **(kwargs or {})).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 def random_model(num_layers: int, *, hidden: int = 128, vocabulary: int = 2048) -> Qwen3ForCausalLM:
@@ -70,6 +83,7 @@ def logprobs(model: Qwen3ForCausalLM, ids: Tensor, side: Side, adapter: Adapter 
     """Log-probabilities [N, L - 1] of `ids` [N, L]."""
     model.set_attn_implementation(side.attention)
     with ExitStack() as stack:
+        stack.enter_context(RoundedProducts())
         if side.rounds_once:
             stack.enter_context(norms_that_round_once(model))
         for name, layer in linears(model).items():

@@ -243,12 +243,12 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
 
 
 async def test_the_trainers_time_runs_from_the_version_before_it(tmp_path: Path, server: FakeServer) -> None:
-    # Batches 1 to 4 ship at once: version 4 comes 3.2 s later, and no version later than 0.8 s after the one before.
-    pace = {"max_async_level": 3, "max_off_policy_steps": 3, "max_steps": 5}
-    made = await run(tmp_path, server, trainer={"step_s": 0.8}, **pace, wait_timeout_s=3.0)
+    # Batches 1 to 8 ship at once: version 8 comes 4.0 s later, and no version later than 0.5 s after the one before.
+    pace = {"max_async_level": 7, "max_off_policy_steps": 7, "max_steps": 8}
+    made = await run(tmp_path, server, trainer={"step_s": 0.5}, **pace, wait_timeout_s=3.5)
     waits_s = [line["time/wait_trainer_s"] for line in made.lines if "time/wait_trainer_s" in line]
-    assert len(waits_s) == 5
-    assert max(waits_s) < 3.0
+    assert len(waits_s) == 8
+    assert max(waits_s) < 3.5
 
 
 LONG_WORDS = WORDS | {"args": {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}}

@@ -5,7 +5,7 @@ import json
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+from grpo.transport.ports import free_port
 from safetensors.numpy import load
 from tinker import types
 
@@ -24,14 +25,6 @@ pytestmark = [
     pytest.mark.service,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    model = save_tiny_model(folder / "model")
-    with running(folder / "run", model, "--no_sampling", "--tenants", "default,other") as service:
-        yield service
 
 
 def waited(holds: Callable[[], bool]) -> None:
@@ -327,11 +320,7 @@ def test_after_kill_9_the_same_script_goes_on_to_the_same_bytes(tmp_path: Path) 
             done(step(client, number)[1])
         return weights_of(service, done(client.save_state("end")).path)
 
-    port = "--port", "0"
-    with running(tmp_path / "plain", model, "--no_sampling", *port) as service:
-        expected = loop(service, kills=False)
-        port = "--port", service.about["base_url"].rpartition(":")[2]
-    with running(tmp_path / "killed", model, "--no_sampling", *port) as service:
-        found = loop(service, kills=True)
+    with running(tmp_path / "run", model, "--no_sampling", "--port", str(free_port())) as service:
+        expected, found = (loop(service, kills=kills) for kills in (False, True))
     assert expected.keys() == found.keys()
     assert all(np.array_equal(expected[name], found[name]) for name in expected)

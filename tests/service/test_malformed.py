@@ -5,7 +5,6 @@ import json
 import random
 import socket
 import sqlite3
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import zstandard
 from tinker import types
 
 from tests.service.data import datum
-from tests.service.running import Running, done, running
+from tests.service.running import Running, done
 from tests.service.test_client import weights_of
-from tests.trainer.models import save_tiny_model
 
 pytestmark = [
     pytest.mark.service,
@@ -34,14 +32,6 @@ ODD: list[Any] = [
     None, True, -1, 0, 2**31, 2**63, 10**30, 1.5, -0.0, "", "x", "\ud800", "\x00", "x" * 100_000, [], {}, [[]], [None],
     {"a": {"b": {}}}, float("nan"), float("inf"), -float("inf"), 1e308, "../../etc/passwd", "tinker://a/b/c", "%00",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    model = save_tiny_model(folder / "model")
-    with running(folder / "run", model, "--no_sampling", "--tenants", "default,other") as service:
-        yield service
 
 
 def recorded(service: Running) -> list[tuple[str, bytes]]:

@@ -1,9 +1,13 @@
-"""The stock client samples from tenants' snapshots on a real server."""
+"""The stock client samples from tenants' snapshots on a real server, as do the scripts of docs/service.md."""
 
 import contextlib
 import json
+import os
+import re
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo.server_process import server_process
 from grpo.service_proofs import prove
+from tests.pages import Page
 from tests.service.data import datum
 from tests.service.running import Running, done, running
 from tests.support import until
@@ -29,6 +34,7 @@ from tests.support import until
 MODEL = Path(__file__).parents[2] / "configs" / "tiny" / "model"
 KEY_VAR = "GRPO_SERVICE_SERVER_KEY"
 PROMPT = list(b"cab ")
+PAGE = Page("docs/service.md")
 pytestmark = [
     pytest.mark.service,
     pytest.mark.e2e,
@@ -265,18 +271,18 @@ def test_while_one_saves_others_are_answered(service: Running) -> None:
             sampled(sampler, max_tokens=2, seed=None)
             answers.append((began_s, time.monotonic()))
 
-    client, saves = service.training_client(rank=8), []
+    client, num_saves, num_met = service.training_client(rank=8), 0, 0
     with ThreadPoolExecutor(1) as pool:
         sampling = pool.submit(sample)
-        while len(saves) < 6:
-            stepped(client, len(saves))
+        while (num_saves < 6 or num_met < 3) and num_saves < 40:
+            stepped(client, num_saves)
             began_s = time.monotonic()
             done(client.save_weights_and_get_sampling_client())
-            saves.append((began_s, time.monotonic()))
+            ended_s, num_saves = time.monotonic(), num_saves + 1
+            num_met += any(began_s < first and last < ended_s for first, last in list(answers))
         ending.set()
         sampling.result()
-    within = [any(save[0] < began and ended < save[1] for began, ended in answers) for save in saves]
-    assert sum(within) >= len(within) / 2, (saves, answers)
+    assert num_met >= 3, f"of {num_saves} saves {num_met} met an answer from its beginning to its end"
 
 
 def test_inflight_clients_have_the_newest_weights_that_were_saved_so(service: Running) -> None:
@@ -301,6 +307,40 @@ def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
     path = done(client.save_weights_for_sampler("mine")).path
     with pytest.raises(tinker.NotFoundError):
         done(service.client("other").create_sampling_client(model_path=path))
+
+
+# --- the scripts of docs/service.md, as people run them ---
+
+
+def output(service: Running, folder: Path, name: str, *words: str) -> str:
+    (folder / name).write_text(PAGE.files[name].replace("Qwen/Qwen3-0.6B", str(MODEL)))
+    about = service.about
+    where = {"TINKER_BASE_URL": about["base_url"], "TINKER_API_KEY": about["api_key"]}
+    command = [sys.executable, name, *words]
+    ended = subprocess.run(
+        command, cwd=folder, env=os.environ | where, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def test_the_first_script_learns_and_samples(service: Running, tmp_path: Path) -> None:
+    told = output(service, tmp_path, "first.py")
+    losses = [float(line.split()[0]) for line in told.splitlines() if re.match(r"[\d.]+ ", line)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.5 * losses[0]
+    assert told.count("stop_reason") == 4
+
+
+def test_the_loop_raises_its_reward(service: Running, tmp_path: Path) -> None:
+    told = output(service, tmp_path, "sums.py", str(MODEL))
+    rewards = [float(one) for one in re.findall(r"reward ([\d.]+)", told)]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1
+    assert "tinker://" in told
+
+
+# --- services of their own ---
 
 
 def test_importance_sampling_raises_the_reward_and_survives_kill_9(

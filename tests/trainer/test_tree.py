@@ -73,7 +73,7 @@ def computed(policy: Policy, batch: MicroBatch) -> tuple[list[torch.Tensor], dic
 
 
 def assert_as_unshared(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy, batch: MicroBatch, *, atol: float = 1e-6
+    monkeypatch: pytest.MonkeyPatch, policy: Policy, batch: MicroBatch, *, atol: float = 5e-6
 ) -> None:
     """Within `atol` of the largest of each tensor."""
     ours, metrics = computed(policy, batch)
@@ -107,7 +107,7 @@ def test_all_weights_are_trained_on_a_tree_as_on_unshared_rows(
 def test_every_packed_model_type_computes_a_tree_as_unshared_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    assert_as_unshared(monkeypatch, tiny_policy(make_small(tmp_path, kind)), tree_batch(5), atol=2e-6)
+    assert_as_unshared(monkeypatch, tiny_policy(make_small(tmp_path, kind)), tree_batch(5), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma4_text"])
