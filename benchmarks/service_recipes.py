@@ -91,7 +91,8 @@ class Workplace:
         examples = COOKBOOK / "example_data/conversations.jsonl"
         for split in ("train", "test"):
             place(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", examples.read_text())
-        self.service = Running(folder / "service", MODEL, "--sequence_len", str(POSITIONS), cwd=folder)
+        sizes = ("--sequence_len", str(POSITIONS), "--micro_batch_tokens", str(4 * POSITIONS))
+        self.service = Running(folder / "service", MODEL, *sizes, cwd=folder)
         self.service.start()
         self._answerer: Running | None = None
 
@@ -185,6 +186,8 @@ def curve(log: Path, metric: str, *, rises: bool) -> Curve:
 
 
 REWARD = "env/all/reward/total"
+Rows = list[list[tuple[str, str]]]
+"""Roles and texts of several conversations."""
 COMMON = {"model_name": MODEL, "renderer_name": RENDERER, "behavior_if_log_dir_exists": "delete"}
 WITHOUT_EXTRAS = {"eval_every": 0, "save_every": 0}
 
@@ -204,47 +207,53 @@ def sl_loop(work: Workplace) -> Curve:
     return curve(work.recipe("sl_loop", model_name=MODEL, **sizes), "train_mean_nll", rises=False)
 
 
-SUMS = {"groups_per_batch": 4, "max_steps": 12}
+SUMS = {"groups_per_batch": 8, "max_steps": 12}
 
 
-def _sums(work: Workplace) -> str:
-    """The sums that the recipe will ask for, which it draws anew for each step from the step's number."""
-    told, numbers = (("user", "What is 4 + 5?"), ("assistant", "9")), list[tuple[int, int]]()
+def sums() -> Rows:
+    """Returns the sums that the recipe will ask for, which it draws anew for each step from the step's number. Half of
+    the answers are a question mark."""
+    told, numbers = [("user", "What is 4 + 5?"), ("assistant", "9")], list[tuple[int, int]]()
     for step in range(SUMS["max_steps"]):
         draw = np.random.RandomState(step)
         numbers += [(draw.randint(0, 101), draw.randint(0, 101)) for _ in range(SUMS["groups_per_batch"])]
-    rows, shuffled = list[list[tuple[str, str]]](), random.Random(0)
+    rows, shuffled = Rows(), random.Random(0)
     for _ in range(40):
         shuffled.shuffle(numbers)
         answers = [(a, b, "?" if shuffled.random() < 0.5 else str(a + b)) for a, b in numbers]
         rows += [[*told, ("user", f"What is {a} + {b}?"), ("assistant", answer)] for a, b, answer in answers]
-    return work.taught("sums", rows)
+    return rows
 
 
 def math_rl(work: Workplace, loss_fn: str) -> Curve:
-    """Sums of numbers to 100, after a stage that knows these sums and answers half of them with a question mark."""
+    """Sums of numbers to 100."""
     file = work.folder / "sums_checkpoint"
     if not file.exists():
-        file.write_text(_sums(work))
-    sizes = {"learning_rate": 5e-4, "group_size": 16, "lora_rank": 32, **SUMS}
+        file.write_text(work.taught("sums", sums(), learning_rate=5e-3))
+    sizes = {"learning_rate": 1e-3, "group_size": 16, "lora_rank": 32, **SUMS}
     options = {"env": "arithmetic", "loss_fn": loss_fn, "load_checkpoint_path": file.read_text()}
     return curve(work.recipe("math_rl.train", **COMMON, **WITHOUT_EXTRAS, **sizes, **options), REWARD, rises=True)
 
 
-def guess_number(work: Workplace) -> Curve:
-    """Ten turns, after a stage in which most guesses lack the form that counts."""
+def guesses() -> Rows:
+    """Returns turns of the game, in which six guesses of ten lack the form that counts."""
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import FAIL_TO_PARSE, SYSTEM_PROMPT
 
-    draw, rows = random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(4 * 120):
+    draw, rows = random.Random(0), Rows()
+    for _ in range(8 * 100):
         row = [("system", SYSTEM_PROMPT)]
-        for _ in range(draw.choice((0, 0, 1, 2, 4))):
+        for _ in range(draw.choice((0, 0, 0, 1, 1, 2, 3, 5, 9))):
             parsed, number = draw.random() < 0.4, draw.randint(0, 1024)
             said = draw.choice(("Too low", "Too high")) if parsed else FAIL_TO_PARSE
             row += [("player", f"Guess: {number}" if parsed else str(number)), ("user", said)]
         rows.append([*row, ("assistant", ("Guess: " if draw.random() < 0.4 else "") + str(draw.randint(0, 1024)))])
-    start = work.taught("guesses", rows, batch_size=4)
-    sizes = {"learning_rate": 5e-4, "group_size": 4, "batch_size": 2, "max_tokens": 14, "max_steps": 8}
+    return rows
+
+
+def guess_number(work: Workplace) -> Curve:
+    """Ten turns each."""
+    start = work.taught("guesses", guesses(), batch_size=8, learning_rate=5e-3)
+    sizes = {"learning_rate": 1e-3, "group_size": 4, "batch_size": 2, "max_tokens": 14, "max_steps": 12}
     log = work.recipe(
         "multiplayer_rl.guess_number.train",
         changes=f"load_checkpoint_path={start}",
@@ -378,9 +387,9 @@ RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
     "sl_basic": (sl_basic, 1.0),
     "sl_loop": (sl_loop, 1.0),
     "text_arena": (text_arena, 0.1),
-    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.02),
-    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.02),
-    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.02),
+    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.08),
+    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.08),
+    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.08),
     "guess_number": (guess_number, 1.0),
     "twenty_questions": (twenty_questions, 0.1),
     "shorter": (shorter, 1.0),
