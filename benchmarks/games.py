@@ -237,7 +237,9 @@ def train(table: Table, options: argparse.Namespace, seed: int) -> list[dict[str
                 question.prompt: probs[row, tokens].tolist()
                 for row, (question, tokens) in enumerate(zip(table.judge.questions, table.tokens, strict=True))
             }
-            figures.append(table.judge.judge(policy).figures() | {"step": step})
+            since_s = time.perf_counter()
+            judged = table.judge.judge(policy).figures()
+            figures.append(judged | {"judge_s": time.perf_counter() - since_s, "step": step})
         if step == options.steps:
             return figures
         share = step / options.steps

@@ -122,6 +122,7 @@ def overview(name: str, run: Path) -> dict[str, Any]:
         "accuracies": _thinned(accuracies) if len(accuracies) > 2 * _SPARKS else accuracies,
         "traced": traced,
         "evaluated": traced_steps(run, evaluation=True),
+        "models": [one.name for one in _models(run)],
     }
 
 

@@ -83,20 +83,25 @@ def texts_of(
     run: Path, step: int, ids: Collection[str] | None, *, evaluation: bool = False, tokens: bool = False
 ) -> dict[str, Any]:
     """Returns prompt, last answer and right answer of rollouts (None: of all), by id; with `tokens` the first sampled
-    ones as texts."""
+    ones as texts. Of a service's datums, which have no messages, prompt and answer are their tokens as text."""
     file = _open(run, step, evaluation=evaluation)
     found: dict[str, Any] = {}
     if file is None:
         return found
-    columns, texts = ["rollout", "row", "messages", "fields"], vocabulary(run) if tokens else {}
+    columns, texts, of_tokens = ["rollout", "row", "messages", "fields"], vocabulary(run), ["token_ids", "loss_mask"]
     with file:
         for index, places in _groups(file, lambda one: ids is None or one in ids):
-            group = file.read_row_group(index, columns=columns + (["token_ids", "loss_mask"] if tokens else []))
+            group = file.read_row_group(index, columns=columns + (of_tokens if tokens else []))
             rows = group.to_pylist()  # pyarrow's `take` would import pandas, which takes a second
+            if not tokens and any(rows[place]["messages"] in (None, "[]") for place in places):
+                known = file.read_row_group(index, columns=of_tokens).to_pylist()
+                rows = [row | one for row, one in zip(rows, known, strict=True)]
             for row in (rows[place] for place in places):
                 if row["row"]:  # further rows of the rollout
                     continue
-                found[row["rollout"]] = _texts(row)
+                found[row["rollout"]] = one = _texts(row)
+                if row["messages"] in (None, "[]") and row["token_ids"]:
+                    one["prompt"], one["answer"] = map(_cut, _told_by_tokens(row, texts))
                 if tokens and row["token_ids"] is not None:
                     sampled = [one for one, mask in zip(row["token_ids"], row["loss_mask"], strict=True) if mask]
                     found[row["rollout"]]["tokens"] = [texts.get(one, "") for one in sampled[:_MAX_TOKENS]]
@@ -115,6 +120,14 @@ def _texts(row: Mapping[str, Any]) -> dict[str, Any]:
         "equal": _is_equal(messages, answers, right),
         "turns": len(answers),
     }
+
+
+def _told_by_tokens(row: Mapping[str, Any], texts: Mapping[int, str]) -> tuple[str, str]:
+    """Returns what comes before the first token that is trained, and what is trained, as texts."""
+    ids, mask = row["token_ids"], row["loss_mask"]
+    first = mask.index(True) if True in mask else len(mask)
+    trained = (one for one, kept in zip(ids, mask, strict=True) if kept)
+    return "".join(texts.get(one, "") for one in ids[:first]), "".join(texts.get(one, "") for one in trained)
 
 
 def _is_equal(messages: Sequence[Mapping[str, Any]], answers: Sequence[int], right: Any) -> bool:

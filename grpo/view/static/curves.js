@@ -159,11 +159,11 @@ export function RunCharts({ run, about, query, numbers }) {
   const long = about?.step > 500 && (query.from || query.to);
   const range = new URLSearchParams({ ...(query.from && { low: query.from }), ...(query.to && { high: query.to }) });
   const state = useAnswer(runPath(run, `curves${long ? `?${range}` : ""}`), run);
-  return html`<${Answer} state=${state}>${(told) => html`<${Charts} run=${run} told=${told} query=${query} numbers=${numbers}
+  return html`<${Answer} state=${state}>${(told) => html`<${Charts} run=${run} told=${told} query=${query} numbers=${numbers} about=${about}
     traced=${about?.traced ?? []} />`}<//>`;
 }
 
-function Charts({ run, told, query, numbers, traced }) {
+function Charts({ run, told, query, numbers, about, traced }) {
   const { train, eval: evaluated, changes } = told;
   const steps = train["progress/step"] ?? [], known = evaluated["progress/step"] ?? [];
   const columns = useMemo(() => ({ ...train, ...evaluated }), [told]);
@@ -174,7 +174,9 @@ function Charts({ run, told, query, numbers, traced }) {
       || train["time/step_s"]?.[index] > 5 * usual);
     return special.length < steps.length / 4 ? special : [];
   }, [told]);
-  if (!steps.length && !known.length) return html`<p>No step is finished yet.</p>`;
+  if (!steps.length && !known.length) return about?.models?.length ? html`<p>Each model of this service is a run:
+    ${about.models.map((name) => html` <a key=${name} href=${address(["run", name])}>${name}</a>`)}</p>`
+    : html`<p>No step is finished yet.</p>`;
   const words = (query.find ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   const found = words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : [];
   const groups = words.length
@@ -199,7 +201,7 @@ function Charts({ run, told, query, numbers, traced }) {
   return html`<${Tools} query=${query} smooth=${smooth} ends=${ends} onSave=${() => savePage(run, numbers)}
       found=${words.length ? `${found.length} of ${names.length} metrics` : `${names.length} metrics`} />
     ${groups.map(([name, made]) => html`<${Part} key=${`${name} ${words.length > 0}`} name=${name} charts=${made} chart=${chart}
-      first=${words.length > 0 || OPEN.has(name)} />`)}
+      first=${words.length > 0 || OPEN.has(name) || !groups.some(([one]) => OPEN.has(one))} />`)}
     <p class="quiet">A click or Enter on a step opens its rollouts; dragging chooses a range for all charts, a double click all
       steps. Dashed: something was dropped, began again, or stood still${changed.length ? ", or code was changed" : ""}.</p>
     ${changes.map(([step, files]) => html`<p key=${step}>Code changed after step ${step}: <code>${files.join(", ")}</code>

@@ -107,7 +107,7 @@ function Rollouts({ run, kind, step, rows, query }) {
     { name: "end", cell: (row) => reason(row) || null },
     ...(colour ? [{ name: colour, num: true, sort: false, cell: (row) => figure(row.measures[colour], 2) }] : []),
   ];
-  return html`<dl class="facts">${[["rollouts", figure(first.length)], ["reward", `${figure(mean)}`],
+  return html`<dl class="facts">${[["rollouts", figure(first.length)], ["reward", rewards.length ? figure(mean) : "–"],
       ["cut off", share((row) => row.stop_reason === "length" || row.stop_reason === "context_full")],
       ["dropped", share((row) => row.drop_reason)],
           ["tokens", figure(first.reduce((sum, row) => sum + (row.num_tokens ?? 0), 0))]]

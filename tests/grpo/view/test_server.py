@@ -10,9 +10,11 @@ from urllib.parse import quote
 
 import psutil
 import pytest
+from grpo.transport.traces import SCHEMA, make_table, trace_path, write_table
 
+from grpo.view.traces import texts_of
 from tests.grpo.run_folder import grpo
-from tests.grpo.view.made_run import HOSTILE, make_run
+from tests.grpo.view.made_run import HOSTILE, WORDS, make_run, trace
 from tests.grpo.view.served import Served, served
 
 
@@ -65,6 +67,17 @@ def test_prompts_answers_and_right_answers_of_chosen_rollouts_are_told(view: Ser
     )
     assert (len(told["0/1"]["tokens"]), told["0/1"]["equal"]) == (30, True)
     assert len(view.json("runs/one/eval/6/texts")) == 8
+
+
+def test_of_datums_without_messages_the_tokens_tell_prompt_and_answer(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1, groups=1)
+    rows = [row | {"messages": None} for row in trace(1, 1, 1, 40, "x").to_pylist()]
+    write_table(make_table(rows, SCHEMA), trace_path(run, 1))
+    words = [WORDS[one] for one in rows[0]["token_ids"]]
+    given = rows[0]["loss_mask"].index(True)
+    told = texts_of(run, 1, None)["0/0"]
+    assert 0 < given < 40
+    assert (told["prompt"], told["answer"]) == ("".join(words[:given]), "".join(words[given:]))
 
 
 @pytest.mark.parametrize(("text", "found"), [("BE IT 3", 4), ("say it", 16), ("nothing", 0), ('"', 0), ("it\\\\d", 0)])
