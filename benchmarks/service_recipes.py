@@ -317,25 +317,21 @@ def text_arena(work: Workplace) -> Curve:
     return curve(log, "env/all/turns_per_episode", rises=True)
 
 
-def numerics(work: Workplace) -> Curve:
-    """Pages of the cookbook's example data in WikiText's place, after a stage that calls the tool, says a number, or
-    says none."""
+TASK: dict[str, Any] = {
+    "num_pages_min": 1,
+    "num_pages_max": 1,
+    "page_chars": 400,
+    "words": ("the",),
+    "reward_tolerance": 1.0,
+}
+
+
+def pages(text: str, renderer: Any) -> Rows:
+    """Returns turns of episodes that call the tool, say a number, or say none."""
     from tinker_cookbook.recipes.rl_numerics_check import env
-    from tinker_cookbook.renderers import get_renderer
-    from transformers import AutoTokenizer
 
-    conversations = lines(COOKBOOK / "example_data/conversations.jsonl")
-    text = "\n".join(message["content"] for one in conversations for message in one["messages"])
-    wikitext = work.folder / "Salesforce/wikitext"
-    place(wikitext / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
-    about = "configs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: train\n    path: train.jsonl\n"
-    place(wikitext / "README.md", f"---\n{about}---\n")
-
-    task = {"num_pages_min": 1, "num_pages_max": 1, "page_chars": 400, "words": ("the",), "reward_tolerance": 1.0}
-    config, draw = env.CountingTaskConfig(**task), random.Random(0)
-    renderer = get_renderer(RENDERER, AutoTokenizer.from_pretrained(work.folder / MODEL))
-    rows = list[list[tuple[str, str]]]()
-    for _ in range(8 * 32):
+    config, draw, rows = env.CountingTaskConfig(**TASK), random.Random(0), Rows()
+    for _ in range(8 * 70):
         problem = env.sample_problem(draw, text, config)
         tool = env.PageReader(problem.pages, env.EpisodeState()).read_page
         prefix = renderer.create_conversation_prefix_with_tools(tools=[tool.to_spec()], system_prompt=env.SYSTEM_PROMPT)
@@ -346,11 +342,26 @@ def numerics(work: Workplace) -> Curve:
             row += [("assistant", called), ("tool", f"[Page 1]\n{problem.pages[0]}")]
             answer = draw.choice(("Unknown.", f"Answer: {draw.randint(1, 9)}"))
         rows.append([*row, ("assistant", answer)])
-    start = work.taught("pages", rows, batch_size=4)
-    sizes = {"learning_rate": 5e-4, "group_size": 4, "groups_per_batch": 4, "max_tokens": 96, "max_steps": 8}
+    return rows
+
+
+def numerics(work: Workplace) -> Curve:
+    """Pages of the cookbook's example data in WikiText's place."""
+    from tinker_cookbook.renderers import get_renderer
+    from transformers import AutoTokenizer
+
+    text = example_text()
+    wikitext = work.folder / "Salesforce/wikitext"
+    place(wikitext / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
+    about = "configs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: train\n    path: train.jsonl\n"
+    place(wikitext / "README.md", f"---\n{about}---\n")
+
+    renderer = get_renderer(RENDERER, AutoTokenizer.from_pretrained(work.folder / MODEL))
+    start = work.taught("pages", pages(text, renderer), batch_size=8, learning_rate=5e-3)
+    sizes = {"learning_rate": 1e-3, "group_size": 8, "groups_per_batch": 2, "max_tokens": 80, "max_steps": 10}
     log = work.recipe(
         "rl_numerics_check.train",
-        *(f"task.{name}={value if name != 'words' else 'the'}" for name, value in task.items()),
+        *(f"task.{name}={value if name != 'words' else 'the'}" for name, value in TASK.items()),
         changes=f"load_checkpoint_path={start}",
         **COMMON,
         **WITHOUT_EXTRAS,
@@ -360,6 +371,12 @@ def numerics(work: Workplace) -> Curve:
     far = curve(log, "optim/kl_sample_train_v2", rises=False).values
     assert max(far) < 1e-3, f"samples are not those of the trainer's weights: {far}"
     return curve(log, REWARD, rises=True)
+
+
+def example_text() -> str:
+    """Returns the text of the cookbook's example conversations."""
+    conversations = lines(COOKBOOK / "example_data/conversations.jsonl")
+    return "\n".join(message["content"] for one in conversations for message in one["messages"])
 
 
 def shorter(work: Workplace) -> Curve:
